@@ -1,0 +1,98 @@
+"""Parallelise stock PyTorch modules by plans: tensor, sequence and loss parallelism on a `DeviceMesh`.
+
+Importing this package does not import torch: names are loaded on first use, so that the command line answers at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "parallelize.apply": ["parallelize_module"],
+    "parallelize.accumulate": ["accumulate_gradients"],
+    "parallelize.clip": ["clip_grad_norm_"],
+    "parallelize.errors": [
+        "HandshakeError",
+        "MeshError",
+        "ModelError",
+        "ParallelizeError",
+        "PlanError",
+        "Problem",
+        "ShapeError",
+    ],
+    "parallelize.groups": ["axis_group", "build_mesh", "group_for", "mesh_spec"],
+    "parallelize.layout": ["Layout", "SlicePair"],
+    "parallelize.loss": ["ShardedLogits", "cross_entropy", "loss_parallel", "valid_tokens"],
+    "parallelize.materialize": ["materialize"],
+    "parallelize.mesh": ["MeshSpec"],
+    "parallelize.optimizer": ["local_optimizer"],
+    "parallelize.plan.load": ["load_plan", "shipped_plans"],
+    "parallelize.plan.schema": ["Plan"],
+    "parallelize.report": ["describe_plan"],
+    "parallelize.sharding": ["ShardInfo", "full_gradients", "full_parameter", "shard_info"],
+    "parallelize.styles_torch": [
+        "ColwiseParallel",
+        "PrepareModuleInput",
+        "PrepareModuleInputOutput",
+        "PrepareModuleOutput",
+        "RowwiseParallel",
+        "SequenceParallel",
+    ],
+}
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+__all__ = sorted([*_HOME, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'parallelize' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+if TYPE_CHECKING:
+    from parallelize.accumulate import accumulate_gradients as accumulate_gradients
+    from parallelize.apply import parallelize_module as parallelize_module
+    from parallelize.clip import clip_grad_norm_ as clip_grad_norm_
+    from parallelize.errors import HandshakeError as HandshakeError
+    from parallelize.errors import MeshError as MeshError
+    from parallelize.errors import ModelError as ModelError
+    from parallelize.errors import ParallelizeError as ParallelizeError
+    from parallelize.errors import PlanError as PlanError
+    from parallelize.errors import Problem as Problem
+    from parallelize.errors import ShapeError as ShapeError
+    from parallelize.groups import axis_group as axis_group
+    from parallelize.groups import build_mesh as build_mesh
+    from parallelize.groups import group_for as group_for
+    from parallelize.groups import mesh_spec as mesh_spec
+    from parallelize.layout import Layout as Layout
+    from parallelize.layout import SlicePair as SlicePair
+    from parallelize.loss import ShardedLogits as ShardedLogits
+    from parallelize.loss import cross_entropy as cross_entropy
+    from parallelize.loss import loss_parallel as loss_parallel
+    from parallelize.loss import valid_tokens as valid_tokens
+    from parallelize.materialize import materialize as materialize
+    from parallelize.mesh import MeshSpec as MeshSpec
+    from parallelize.optimizer import local_optimizer as local_optimizer
+    from parallelize.plan.load import load_plan as load_plan
+    from parallelize.plan.load import shipped_plans as shipped_plans
+    from parallelize.plan.schema import Plan as Plan
+    from parallelize.report import describe_plan as describe_plan
+    from parallelize.sharding import ShardInfo as ShardInfo
+    from parallelize.sharding import full_gradients as full_gradients
+    from parallelize.sharding import full_parameter as full_parameter
+    from parallelize.sharding import shard_info as shard_info
+    from parallelize.styles_torch import ColwiseParallel as ColwiseParallel
+    from parallelize.styles_torch import PrepareModuleInput as PrepareModuleInput
+    from parallelize.styles_torch import PrepareModuleInputOutput as PrepareModuleInputOutput
+    from parallelize.styles_torch import PrepareModuleOutput as PrepareModuleOutput
+    from parallelize.styles_torch import RowwiseParallel as RowwiseParallel
+    from parallelize.styles_torch import SequenceParallel as SequenceParallel

@@ -1,0 +1,79 @@
+"""The one file that touches private names of torch. Each entry says what it is for and since which version it is there.
+
+An absent name disables the one feature that needs it, never the import of the package.
+Checked against torch 2.13; written for 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
+"""The shard itself, without the autograd Function of `to_local()` (25 us): an attribute since 2.0."""
+
+spec_of: Callable[[DTensor], Any] = attrgetter("_spec")
+"""Mesh, placements and global metadata of a DTensor."""
+
+
+def wrap(local: torch.Tensor, spec: Any) -> DTensor:
+    """A DTensor around `local` with a known spec, without `from_local`'s checks and its autograd Function."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def with_dtype(spec: Any, local: torch.Tensor) -> Any:
+    """The spec for a tensor of the same layout and another dtype (mixed precision)."""
+    meta = spec.tensor_meta
+    if meta is None or meta.dtype == local.dtype:
+        return spec
+    return type(spec)(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=local.dtype))
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward pass that is going on has ended (DDP and FSDP use the same hook)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def backward_id() -> int:
+    """A number for the backward pass that is going on, -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def current_mesh() -> DeviceMesh | None:
+    """The mesh of a surrounding `with mesh:` block."""
+    try:
+        from torch.distributed.device_mesh import _mesh_resources
+
+        return _mesh_resources.get_current_mesh()
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+
+
+def default_store() -> Any | None:
+    """The store behind the default process group, for messages that must not depend on matching collectives."""
+    try:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return _get_default_store()
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def known_groups() -> list[dist.ProcessGroup]:
+    """Every process group that this rank has made or belongs to: PyTorch's own registry."""
+    from torch.distributed.distributed_c10d import _world
+
+    return list(_world.pg_map)
+
+
+def parallel_style_class() -> type:
+    """PyTorch's base class of styles, so that ours are accepted there too."""
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    return ParallelStyle

@@ -1,0 +1,361 @@
+"""`parallelize_module`: a plan applied to a model. The one place that changes a model.
+
+The order is the text of `_apply`: choose, resolve, shake hands, and only then shard and install. A failure after that
+point puts everything back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize import _torch_private as private
+from parallelize import styles_torch as faces
+from parallelize.errors import ModelError, ParallelizeError, PlanError, Problem
+from parallelize.forwards import Planned, argument_of, install
+from parallelize.gradients import Debt, Ledger
+from parallelize.groups import Group, group_for, tp_mesh
+from parallelize.handshake import TIMEOUT_S, check_replicas, compressed, handshake, watch_inputs
+from parallelize.layout import even_interval
+from parallelize.local_config import LocalConfig
+from parallelize.loss import mark
+from parallelize.materialize import guard_buffers
+from parallelize.ops import collectives as ops
+from parallelize.ops.vocabulary import Vocabulary
+from parallelize.parameters import Slot
+from parallelize.plan.choose import choose_plan
+from parallelize.plan.load import load_plan
+from parallelize.plan.model import ModelFacts, describe
+from parallelize.plan.resolve import ModuleRow, ResolvedPlan, resolve
+from parallelize.plan.schema import Plan
+from parallelize.region import Region
+from parallelize.sharding import Record, Sharder, record_of
+from parallelize.special import check_embedding, check_rms_norm, sharded_rms_norm, vocabulary_embedding
+from parallelize.state import install_state_hooks
+from parallelize.styles.contract import Edge
+from parallelize.transaction import Transaction
+
+log = logging.getLogger("parallelize")
+
+PlanLike = Plan | str | os.PathLike | Mapping[str, Any] | Any
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: PlanLike | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    sequence_parallel: bool | None = None,
+    loss_parallel: bool | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    check_replicated: bool = False,
+    handshake_timeout_s: float = TIMEOUT_S,
+) -> nn.Module:
+    """Apply tensor, sequence and loss parallelism to a stock module, in place, and return it.
+
+    Args:
+        module: holds weights, or lies on the meta device (materialise it afterwards with `to_empty`).
+        device_mesh: its axis named `tp` is used; a 1-D mesh without names is `tp`. None: the surrounding `with mesh:`.
+        parallelize_plan: a shipped plan's name, a path to a YAML file, a `Plan`, one style, a dict of name patterns to
+            styles as PyTorch's own function takes it, or None to choose by the model.
+        src_data_rank: the rank of the `tp` group whose weights count; None: each rank slices its own.
+        sequence_parallel, loss_parallel: over the plan's defaults.
+        dtype, device: of the stored parameters.
+        check_replicated: compare replicated parameters now, and the inputs at each forward, over `tp` by digest.
+        handshake_timeout_s: how long ranks wait for each other before any is named as missing.
+
+    Returns: the same module; its parameters are DTensors, its activations plain local tensors.
+    Raises: PlanError, ModelError, MeshError, ShapeError before anything is changed; HandshakeError where ranks differ.
+        The same on every rank.
+    """
+    mesh = device_mesh if device_mesh is not None else private.current_mesh()
+    if mesh is None:
+        raise PlanError(Problem("no-mesh", "no device_mesh was given", fix='build_mesh("cuda", tp=8)'))
+    tp = tp_mesh(mesh)
+    if faces.is_style(parallelize_plan) or faces.is_style_dict(parallelize_plan):
+        return _apply_styles(module, mesh, tp, parallelize_plan, src_data_rank, handshake_timeout_s)
+    _refuse_twice(module)
+    model = describe(module)
+    options = {"dtype": str(dtype), "src_data_rank": str(src_data_rank), "check_replicated": str(check_replicated)}
+    failure, resolved = None, None
+    try:
+        plan = _plan_of(module, parallelize_plan)
+        plan = plan.with_options(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+        resolved = resolve(plan, model, tp.size())
+        _check_modules(resolved, model)
+    except ParallelizeError as error:
+        failure = error
+    facts = _facts(model, resolved, options, failure)
+    try:
+        handshake(mesh, facts, handshake_timeout_s)
+    except ParallelizeError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+    assert resolved is not None
+    with Transaction(module):
+        _apply(module, mesh, tp, model, resolved, src_data_rank, dtype, device, check_replicated)
+    return module
+
+
+def _plan_of(module: nn.Module, given: Any) -> Plan:
+    if given is None:
+        plan, why = choose_plan(module)
+        log.info("plan %s, chosen by %s", plan.name, why)
+        if plan.source == "base_model_tp_plan":
+            log.warning("no shipped plan for %s: using %s", type(module).__name__, why)
+        return plan
+    if isinstance(given, Plan):
+        return given
+    if isinstance(given, (str, os.PathLike)):
+        return load_plan(given)
+    raise PlanError(
+        Problem(
+            "bad-plan",
+            f"a plan cannot be a {type(given).__name__}",
+            fix="a plan's name, a path, a Plan, a style, a dict of patterns to styles, or None",
+        )
+    )
+
+
+def _facts(
+    model: ModelFacts, resolved: ResolvedPlan | None, options: dict[str, str], failure: ParallelizeError | None
+) -> dict[str, str]:
+    """All that must be the same on every rank."""
+    facts = {"torch": torch.__version__} | {f"option {key}": value for key, value in options.items()}
+    facts["error"] = ", ".join(failure.slugs) if failure else "none"
+    if resolved is not None:
+        facts |= {f"plan {key}": value for key, value in resolved.plan.facts().items()}
+    return facts | compressed({f"parameter {key}": value for key, value in model.structure().items()})
+
+
+def _refuse_twice(module: nn.Module) -> None:
+    if record_of(module) is not None:
+        raise ModelError(
+            Problem("already-parallelized", f"{type(module).__name__} has a plan", fix="apply one plan, once")
+        )
+
+
+def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
+    """What can only be seen on the module itself: still before anything is changed."""
+    problems = []
+    for fqn, row in resolved.modules.items():
+        module = model.objects[fqn]
+        try:
+            if row.contract.compute == "embedding":
+                check_embedding(module, fqn)
+            elif row.contract.compute == "rms_norm":
+                check_rms_norm(module, fqn)
+            if row.contract.enter is not Edge.NONE:
+                argument_of(module, row.contract.argument)
+        except ParallelizeError as error:
+            problems += [
+                Problem(p.slug, f"{fqn}: {p.what}", p.where or row.rule.where, p.rows, p.fix) for p in error.problems
+            ]
+    problems += [
+        Problem("gradient-present", f"parameter {name} has a gradient", fix="call zero_grad() before parallelizing")
+        for name, parameter in model.root.named_parameters()
+        if parameter.grad is not None
+    ]
+    if problems:
+        raise ModelError(*problems[:20])
+
+
+def _apply(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    tp: DeviceMesh,
+    model: ModelFacts,
+    resolved: ResolvedPlan,
+    src_data_rank: int | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    check_replicated: bool,
+) -> None:
+    group = Group(tp.get_group())
+    if check_replicated:
+        whole = {row.fqn: module.get_parameter(row.fqn) for row in resolved.parameters.values() if row.layout.dim is None}
+        check_replicas(group, whole, "replicated parameters")
+    Sharder(tp, group, src_data_rank, dtype, device).shard(module, resolved)
+    ledger = Ledger()
+    _Installer(group, model, resolved, ledger).run()
+    module.__dict__["_parallelize_record"] = Record(resolved, mesh, tp, group, ledger)
+    install_state_hooks(module)
+    guard_buffers(module)
+    if device is not None:
+        _move_buffers(module, device)
+    if check_replicated:
+        watch_inputs(module, group)
+
+
+def _move_buffers(module: nn.Module, device: torch.device | str) -> None:
+    if any(parameter.is_meta for parameter in module.parameters()):
+        module.to_empty(device=device)
+        return
+    for owner in module.modules():
+        for key, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[key] = buffer.to(device)
+
+
+class _Installer:
+    """Gives every planned module its slots, edges and local attributes."""
+
+    def __init__(self, group: Group, model: ModelFacts, resolved: ResolvedPlan, ledger: Ledger):
+        self.group, self.model, self.resolved, self.ledger = group, model, resolved, ledger
+        self.region = Region(group)
+        self.orders = {fqn: order for order, fqn in enumerate(resolved.parameters)}
+        self.sharers: dict[tuple[int, ...], Group] = {}
+
+    def run(self) -> None:
+        for fqn, facts in self.model.modules.items():
+            row = self.resolved.modules.get(fqn)
+            slots = tuple(self._slot(fqn, key) for key in facts.shapes)
+            if slots or row is not None:
+                self._install(self.model.objects[fqn], slots, row)
+            self._localise(fqn)
+        if self.resolved.region is not None:
+            self._bound_region()
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def _slot(self, fqn: str, key: str) -> Slot:
+        owner = self.model.owners[f"{fqn}.{key}" if fqn else key]
+        row = self.resolved.parameters[owner]
+        rank, layout = self.group.rank, row.layout
+        valid = None
+        if not layout.is_canonical and layout.local_size(rank) != layout.stored_local_size:
+            assert layout.dim is not None
+            valid = (layout.dim, layout.local_size(rank))
+        return Slot(key, self.model.objects[fqn]._parameters[key], valid, self._debt(owner), self.ledger)
+
+    def _debt(self, owner: str) -> Debt | None:
+        row = self.resolved.parameters[owner]
+        if self.group.size == 1:
+            return None
+        if row.partial:
+            return Debt(self.orders[owner], ((self.group, None, 0, 0),))
+        shared = row.layout.shared(self.group.rank)
+        parts = tuple((self._sharers(ranks), row.layout.dim, start, stop) for start, stop, ranks in shared)
+        return Debt(self.orders[owner], parts) if parts else None
+
+    def _sharers(self, ranks: tuple[int, ...]) -> Group:
+        if len(ranks) == self.group.size:
+            return self.group
+        if ranks not in self.sharers:
+            self.sharers[ranks] = Group(group_for([self.group.ranks[rank] for rank in ranks]))
+        return self.sharers[ranks]
+
+    # -- forwards -------------------------------------------------------------------------------------------------
+
+    def _install(self, module: nn.Module, slots: tuple[Slot, ...], row: ModuleRow | None) -> None:
+        planned = Planned(slots, module.__dict__.get("forward"))
+        forward = None
+        if row is not None:
+            contract = row.contract
+            if contract.enter is not Edge.NONE:
+                planned.argument = argument_of(module, contract.argument)
+            planned.enter = self._edge(contract.enter, row, fused=False)
+            planned.leave = self._edge(contract.leave, row, fused=type(module) is nn.Linear)
+            planned.hide_bias = contract.compute == "rowwise" and planned.leave is not None
+            if contract.compute == "embedding" and self.group.size > 1:
+                forward = vocabulary_embedding(module, self.group)
+            elif contract.compute == "rms_norm" and self.group.size > 1:
+                forward = sharded_rms_norm(self.group)
+        install(module, planned, forward)
+
+    def _edge(self, edge: Edge, row: ModuleRow, fused: bool):
+        """The op of an edge, bound to its group; None where there is nothing to do."""
+        group, dim = self.group, row.contract.sequence_dim
+        if edge is Edge.VOCABULARY:
+            return partial(mark, vocabulary=Vocabulary(self._width(row), group))
+        if edge is Edge.NONE or group.size == 1:
+            return None
+        bound = {
+            Edge.COPY: lambda: partial(ops.copy, group=group),
+            Edge.REDUCE: lambda: partial(ops.reduce_owned if fused else ops.reduce, group=group),
+            Edge.GATHER_SEQUENCE: lambda: partial(self.region.gather, dim=dim),
+            Edge.SCATTER_SEQUENCE: lambda: partial(self.region.scatter, dim=dim),
+            Edge.GATHER_LAST: lambda: partial(ops.gather_last, group=group, full=self._width(row)),
+            Edge.SPLIT_LAST: lambda: self._split(row),
+        }
+        return bound[edge]()
+
+    def _width(self, row: ModuleRow) -> int:
+        """The full output width of a column linear or embedding."""
+        layout = self.resolved.parameters[self.model.owners[f"{row.fqn}.weight"]].layout
+        assert layout.dim is not None
+        return layout.shape[layout.dim]
+
+    def _split(self, row: ModuleRow):
+        start, stop = even_interval(self._width(row), self.group.size, self.group.rank)
+        return partial(ops.split_last, group=self.group, start=start, stop=stop)
+
+    # -- attributes and region ------------------------------------------------------------------------------------
+
+    def _localise(self, fqn: str) -> None:
+        module = self.model.objects[fqn]
+        wanted = dict(self.resolved.attributes.get(fqn, {}))
+        row = self.resolved.modules.get(fqn)
+        for attribute, key in (row.contract.local_attributes if row else {}).items():
+            layout = self.resolved.parameters[self.model.owners[f"{fqn}.{key}"]].layout
+            wanted[attribute] = layout.local_size(self.group.rank)
+        on_config = {key.partition(".")[2]: value for key, value in wanted.items() if key.startswith("config.")}
+        if on_config:
+            module.config = LocalConfig(module.config, on_config)
+        for attribute, value in wanted.items():
+            if not attribute.startswith("config."):
+                setattr(module, attribute, value)
+
+    def _bound_region(self) -> None:
+        """Shard hidden states where the region begins, gather them where it ends."""
+        region = self.resolved.region
+        assert region is not None
+        if self.group.size == 1:
+            return
+        first, last = self.model.objects[region.enter], self.model.objects[region.leave]
+        entry = self._planned(first)
+        entry.argument = argument_of(first, region.argument)
+        entry.enter = self.region.enter
+        install(first, entry)
+        exit_ = self._planned(last)
+        exit_.leave = self.region.leave
+        install(last, exit_)
+
+    def _planned(self, module: nn.Module) -> Planned:
+        if "_planned" not in module.__dict__:
+            return Planned((), module.__dict__.get("forward"))
+        return module.__dict__["_planned"]
+
+
+def _apply_styles(
+    module: nn.Module, mesh: DeviceMesh, tp: DeviceMesh, styles: Any, src_data_rank: int | None, timeout_s: float
+) -> nn.Module:
+    """PyTorch's own form of a plan: styles by name pattern. What no pattern names stays as it is."""
+    failure, matched = None, []
+    try:
+        matched = faces.match_styles(module, styles)
+    except ParallelizeError as error:
+        failure = error
+    facts = {"torch": torch.__version__, "error": ", ".join(failure.slugs) if failure else "none"}
+    facts |= {f"style {name}": repr(style) for name, _, style in matched}
+    try:
+        handshake(mesh, facts | compressed(describe(module).structure()), timeout_s)
+    except ParallelizeError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+    with Transaction(module):
+        faces.apply_styles(module, matched, tp, src_data_rank)
+    return module

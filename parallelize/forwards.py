@@ -1,0 +1,161 @@
+"""What a planned module runs: input edge, its own forward on local parameters, output edge.
+
+One installer serves every style. It sets an instance-level `forward`, which costs less than hooks, leaves the user's
+hooks outside, and survives `copy.deepcopy` (it is a bound method; its state lies in the module as `_planned`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallelize.errors import ModelError, Problem
+from parallelize.parameters import Slot
+
+Edge = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Planned:
+    """The run-time state of one planned module.
+
+    Args:
+        slots: its own parameters.
+        enter: conversion of the input, or None.
+        argument: (position, name) of the input that `enter` converts.
+        leave: conversion of the output, or None. For a tuple output, of its first item.
+        stock: the forward that the module had before, where one was set on the instance.
+    """
+
+    __slots__ = ("argument", "bias", "config", "enter", "hide_bias", "leave", "slots", "stock", "weight", "zero_bias")
+
+    def __init__(self, slots: tuple[Slot, ...], stock: Callable | None = None):
+        self.slots = slots
+        self.weight = next((slot for slot in slots if slot.key == "weight"), None)
+        self.bias = next((slot for slot in slots if slot.key == "bias"), None)
+        self.enter: Edge | None = None
+        self.argument: tuple[int, str] = (0, "input")
+        self.leave: Edge | None = None
+        self.stock = stock
+        self.hide_bias = False
+        self.zero_bias: torch.Tensor | None = None
+
+    def run_stock(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        return self.stock(*args, **kwargs) if self.stock else type(module).forward(module, *args, **kwargs)
+
+
+def install(module: nn.Module, planned: Planned, forward: Callable | None = None) -> None:
+    """Make `module` run as planned, by the fastest forward that fits it."""
+    if forward is None:
+        plain = type(module) is nn.Linear and planned.stock is None
+        forward = _linear if plain and planned.weight is not None else _stock
+        if planned.hide_bias:
+            forward = _rowwise_linear if plain else _rowwise_stock
+        elif forward is _stock and not planned.slots and planned.enter is not None and planned.leave is None:
+            forward = _entered
+    module.__dict__["_planned"] = planned
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def argument_of(module: nn.Module, name: str) -> tuple[int, str]:
+    """(position, name) of the named argument of the module's forward, or of its first one.
+
+    Raises: ModelError `no-such-argument`.
+    """
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not name and names:
+        return 0, names[0]
+    if not names and any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 0, name or "input"
+    if name not in names:
+        raise ModelError(
+            Problem(
+                "no-such-argument",
+                f"{type(module).__name__}.forward takes no argument {name!r}",
+                fix="it takes: " + ", ".join(names),
+            )
+        )
+    return names.index(name), name
+
+
+def convert_argument(edge: Edge, where: tuple[int, str], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The call with one argument converted, wherever it stands."""
+    position, name = where
+    if position < len(args):
+        return (*args[:position], edge(args[position]), *args[position + 1 :]), kwargs
+    if name in kwargs:
+        return args, {**kwargs, name: edge(kwargs[name])}
+    raise ModelError(
+        Problem("no-such-argument", f"called without `{name}`, which the plan converts", fix="pass it by position or name")
+    )
+
+
+# -- forwards, each bound to its module -----------------------------------------------------------------------------
+
+
+def _linear(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    planned = self._planned
+    parameters = self._parameters
+    if planned.enter is not None:
+        input = planned.enter(input)
+    bias = planned.bias
+    out = F.linear(input, planned.weight.local(parameters), bias if bias is None else bias.local(parameters))
+    return out if planned.leave is None else planned.leave(out)
+
+
+def _rowwise_linear(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    planned = self._planned
+    parameters = self._parameters
+    if planned.enter is not None:
+        input = planned.enter(input)
+    out = planned.leave(F.linear(input, planned.weight.local(parameters)))
+    return out if planned.bias is None else out + planned.bias.local(parameters)
+
+
+def _entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    planned = self._planned
+    args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
+    return planned.run_stock(self, args, kwargs)
+
+
+def _stock(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    planned = self._planned
+    if planned.enter is not None:
+        args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
+    shown, parameters = self.__dict__, self._parameters
+    for slot in planned.slots:
+        shown[slot.key] = slot.local(parameters)
+    try:
+        out = planned.run_stock(self, args, kwargs)
+    finally:
+        for slot in planned.slots:
+            shown.pop(slot.key, None)
+    if planned.leave is None:
+        return out
+    return (planned.leave(out[0]), *out[1:]) if isinstance(out, tuple) else planned.leave(out)
+
+
+def _rowwise_stock(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Any linear's forward on its shard without the bias, which is added once after the reduction."""
+    planned = self._planned
+    if planned.enter is not None:
+        args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
+    shown, parameters = self.__dict__, self._parameters
+    weight = shown["weight"] = planned.weight.local(parameters)
+    bias = None if planned.bias is None else planned.bias.local(parameters)
+    if bias is not None:
+        # Conv1D cannot run without one
+        shown["bias"] = torch.zeros_like(bias) if hasattr(self, "nf") else None
+    try:
+        out = planned.leave(planned.run_stock(self, args, kwargs).contiguous())
+    finally:
+        shown.pop("weight", None)
+        shown.pop("bias", None)
+    del weight
+    return out if bias is None else out + bias

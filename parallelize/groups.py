@@ -1,0 +1,127 @@
+"""Devices behind a mesh: building a `DeviceMesh`, and process groups for any list of ranks.
+
+`Group` is the small interface through which every op reaches the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from parallelize import _torch_private as private
+from parallelize.errors import MeshError, Problem
+from parallelize.mesh import AXES, MeshSpec
+
+
+class Group:
+    """Ranks that communicate: a process group with its size and this rank's place in it.
+
+    Collectives work on contiguous tensors. A copy of a model shares its groups, so copying returns the same object.
+    """
+
+    __slots__ = ("pg", "rank", "ranks", "size")
+
+    def __init__(self, pg: dist.ProcessGroup):
+        self.pg = pg
+        self.size = pg.size()
+        self.rank = pg.rank()
+        self.ranks = tuple(dist.get_process_group_ranks(pg))
+
+    def __copy__(self) -> Group:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Group:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Group(rank {self.rank} of {self.ranks})"
+
+    def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Reduce `x` in place."""
+        dist.all_reduce(x, op, group=self.pg)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[...] on each rank -> [size, ...], in rank order."""
+        out = x.new_empty((self.size * x.shape[0], *x.shape[1:])) if x.ndim else x.new_empty((self.size,))
+        dist.all_gather_into_tensor(out, x if x.ndim else x.reshape(1), group=self.pg)
+        return out.view(self.size, *x.shape)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[size * n, ...] -> the sum's own [n, ...]."""
+        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        dist.reduce_scatter_tensor(out, x, group=self.pg)
+        return out
+
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        """Overwrite `x` with that of the group's rank `source`."""
+        dist.broadcast(x, self.ranks[source], group=self.pg)
+
+
+def build_mesh(device_type: str, **sizes: int) -> DeviceMesh:
+    """A `DeviceMesh` from named sizes: `build_mesh("cuda", dp=2, tp=4)`. The last axis holds neighbouring ranks.
+
+    Raises: MeshError `wrong-world-size` where the sizes do not multiply to the number of processes.
+    """
+    spec = MeshSpec(**sizes)
+    world = dist.get_world_size() if dist.is_initialized() else None
+    if world is not None and world != spec.world_size:
+        raise MeshError(
+            Problem(
+                "wrong-world-size",
+                f"{spec} makes {spec.world_size} ranks, and {world} processes run",
+                fix="change a size, or start as many processes: torchrun --nproc-per-node",
+            )
+        )
+    return init_device_mesh(device_type, spec.sizes, mesh_dim_names=spec.names)
+
+
+def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
+    """The mesh's names and sizes, without its devices. A 1-D mesh without a name is `tp`."""
+    names = mesh.mesh_dim_names or (("tp",) if mesh.ndim == 1 else tuple(f"axis{i}" for i in range(mesh.ndim)))
+    return MeshSpec(list(zip(names, mesh.shape, strict=True)))
+
+
+def tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of the mesh that tensor parallelism uses: the axis named `tp`, or a 1-D mesh of another name.
+
+    Raises: MeshError `no-tp-axis`.
+    """
+    names = mesh.mesh_dim_names
+    if names and "tp" in names:
+        return mesh["tp"] if mesh.ndim > 1 else mesh
+    if mesh.ndim == 1 and (not names or names[0] not in AXES):
+        return mesh
+    raise MeshError(
+        Problem(
+            "no-tp-axis",
+            f"the mesh {mesh_spec(mesh)} has no axis named tp",
+            fix='name one: build_mesh("cuda", dp=2, tp=4), or pass a 1-D mesh',
+        )
+    )
+
+
+def group_for(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The process group of these global ranks, made at most once. Call it on every rank of the list.
+
+    Raises: MeshError `not-in-group` on a rank outside the list.
+    """
+    wanted = tuple(ranks)
+    if dist.get_rank() not in wanted:
+        raise MeshError(Problem("not-in-group", f"rank {dist.get_rank()} asks for the group of ranks {list(wanted)}"))
+    for group in private.known_groups():
+        if tuple(dist.get_process_group_ranks(group)) == wanted and group.name() != "custom":
+            return group
+    return dist.new_group(list(wanted), use_local_synchronization=True)
+
+
+def axis_group(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
+    """The group of this rank along the product of `axes`. Call it on every rank of the mesh."""
+    if len(axes) == 1:
+        return mesh.get_group(axes[0]) if mesh.mesh_dim_names else mesh.get_group()
+    spec = mesh_spec(mesh)
+    flat = mesh.mesh.flatten().tolist()
+    place = flat.index(dist.get_rank())
+    return group_for([flat[index] for index in spec.group_of(place, *axes)])

@@ -1,0 +1,32 @@
+"""A module's view of a shared config in which some sizes are local to the rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class LocalConfig:
+    """Everything of `config`, live, but for the fields that became local. Writing goes to the config itself."""
+
+    __slots__ = ("_config", "_local")
+
+    def __init__(self, config: Any, local: dict[str, int]):
+        object.__setattr__(self, "_config", config)
+        object.__setattr__(self, "_local", local)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        local = object.__getattribute__(self, "_local")
+        return local[name] if name in local else getattr(object.__getattribute__(self, "_config"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+    def __deepcopy__(self, memo: dict) -> LocalConfig:
+        from copy import deepcopy
+
+        return LocalConfig(deepcopy(self._config, memo), dict(self._local))
+
+    def __reduce__(self):
+        return LocalConfig, (self._config, self._local)

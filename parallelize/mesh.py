@@ -1,0 +1,118 @@
+"""A mesh as arithmetic: named axes, sizes, ranks and coordinates, without devices.
+
+Ranks are laid out in row-major order of the axes as named: the last axis changes fastest. `MeshSpec(dp=2, tp=4)` puts
+ranks 0..3 in one `tp` group, as `init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))` does.
+
+Floor 0: torch-free. `groups.py` turns a spec into a `DeviceMesh` and into process groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallelize.errors import MeshError, Problem, did_you_mean
+
+AXES = ("pp", "dp_replicate", "dp", "dp_shard", "cp", "ep", "tp")
+DATA_AXES = ("dp_replicate", "dp", "dp_shard", "cp")  # each rank along these sees other tokens
+
+
+@dataclass(frozen=True, init=False)
+class MeshSpec:
+    """Named axis sizes in layout order.
+
+    Raises: MeshError `bad-axis-size` for a size that is not a positive integer.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, axes: Sequence[tuple[str, int]] = (), **sizes: int):
+        named = (*axes, *sizes.items())
+        for name, size in named:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise MeshError(
+                    Problem("bad-axis-size", f"axis {name} has size {size!r}", fix="give a positive whole number")
+                )
+        names = [name for name, _ in named]
+        for name in names:
+            if names.count(name) > 1:
+                raise MeshError(Problem("repeated-axis", f"axis {name} is named {names.count(name)} times"))
+        object.__setattr__(self, "axes", tuple(named))
+
+    @classmethod
+    def parse(cls, text: str) -> MeshSpec:
+        """Read `pp=2,dp=4,tp=8`."""
+        axes = []
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, size = part.partition("=")
+            if not equals or not size.strip().isdigit():
+                raise MeshError(Problem("bad-mesh", f"cannot read {part!r} in {text!r}", fix="write `dp=2,tp=4`"))
+            axes.append((name.strip(), int(size)))
+        return cls(axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes)
+
+    def size(self, axis: str) -> int:
+        """How many ranks lie along `axis`. Raises: MeshError `unknown-axis`."""
+        if axis not in self.names:
+            raise MeshError(
+                Problem("unknown-axis", f"this mesh has no axis {axis!r}", fix=did_you_mean(axis, self.names))
+            )
+        return dict(self.axes)[axis]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` sits: axis name to index. Raises: MeshError `bad-rank`."""
+        if not 0 <= rank < self.world_size:
+            raise MeshError(Problem("bad-rank", f"rank {rank} is not in a mesh of {self.world_size} ranks"))
+        found = {}
+        for name, size in reversed(self.axes):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name in self.names}
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank at these coordinates, one for each axis. Raises: MeshError `bad-coordinate`."""
+        for name in coordinates:
+            self.size(name)
+        rank = 0
+        for name, size in self.axes:
+            index = coordinates.get(name)
+            if index is None or not 0 <= index < size:
+                raise MeshError(
+                    Problem("bad-coordinate", f"axis {name} (size {size}) was given {index}", fix="give 0 <= index < size")
+                )
+            rank = rank * size + index
+        return rank
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """The ranks that differ only along `axes`: one tuple a group, ordered as `axes` are named (last fastest)."""
+        for axis in axes:
+            self.size(axis)
+        inside = MeshSpec([(axis, self.size(axis)) for axis in axes])
+        outside = MeshSpec([(name, size) for name, size in self.axes if name not in axes])
+        return [
+            tuple(
+                self.rank(**outside.coordinates(outer), **inside.coordinates(inner))
+                for inner in range(inside.world_size)
+            )
+            for outer in range(outside.world_size)
+        ]
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The one of `groups(*axes)` that holds `rank`."""
+        here = self.coordinates(rank)
+        inside = MeshSpec([(axis, self.size(axis)) for axis in axes])
+        return tuple(self.rank(**{**here, **inside.coordinates(i)}) for i in range(inside.world_size))
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)

@@ -1,0 +1,113 @@
+"""The two ends of a vocabulary-sharded model: embedding lookups, and cross entropy on sharded logits.
+
+Rank r holds rows [start, stop) of a vocabulary of V, cut as `torch.chunk` cuts it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+
+from parallelize.groups import Group
+from parallelize.layout import even_interval
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """A vocabulary of `full` entries, sharded over a group."""
+
+    full: int
+    group: Group
+
+    @property
+    def start(self) -> int:
+        return even_interval(self.full, self.group.size, self.group.rank)[0]
+
+    @property
+    def stop(self) -> int:
+        return even_interval(self.full, self.group.size, self.group.rank)[1]
+
+    def __deepcopy__(self, memo: dict) -> Vocabulary:
+        return self
+
+
+def local_ids(ids: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids counted from `start`, 0 where they lie outside; the mask of those outside)."""
+    outside = (ids < start) | (ids >= stop)
+    return (ids - start).masked_fill_(outside, 0), outside
+
+
+class _CrossEntropy(Function):
+    """Per-token loss of sharded logits, and of its true logsumexp.
+
+    With y the target, e the label smoothing, z the logits:
+
+        loss = lse(z) - (1 - e) z_y - e/V sum(z)  +  z_loss * lse(z)^2
+        d loss / d z_j = softmax_j (1 + 2 z_loss lse) - (1 - e) [j = y] - e/V
+
+    Three reductions of one value a token: maximum, sum of exponentials, and the (smoothed) target logit. Backward sends
+    nothing and allocates one gradient of the shard.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, smoothing: float, z_loss: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        group, width = vocabulary.group, logits.shape[-1]
+        work = logits if logits.dtype == torch.float64 else logits.float()
+        ids, outside = local_ids(targets, vocabulary.start, vocabulary.stop)
+        if width:
+            highest = work.amax(-1)
+            picked = work.gather(-1, ids.unsqueeze(-1)).squeeze(-1).masked_fill_(outside, 0.0)
+        else:
+            highest = work.new_full(work.shape[:-1], -torch.inf)
+            picked = work.new_zeros(work.shape[:-1])
+        if group.size > 1:
+            group.all_reduce(highest, dist.ReduceOp.MAX)
+        total = (work - highest.unsqueeze(-1)).exp_().sum(-1)
+        target = picked * (1.0 - smoothing)
+        if smoothing:
+            target += work.sum(-1) * (smoothing / vocabulary.full)
+        if group.size > 1:
+            group.all_reduce(total)
+            group.all_reduce(target)
+        lse = total.log_() + highest
+        loss = lse - target
+        if z_loss:
+            loss = loss + z_loss * lse.square()
+        ctx.save_for_backward(logits, ids, outside, lse)
+        ctx.args = smoothing, z_loss, vocabulary.full
+        ctx.mark_non_differentiable(lse)
+        return loss, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any):
+        logits, ids, outside, lse = ctx.saved_tensors
+        smoothing, z_loss, full = ctx.args
+        work = logits if logits.dtype == torch.float64 else logits.float()
+        out = (work - lse.unsqueeze(-1)).exp_()
+        out *= (grad * (1.0 + 2.0 * z_loss * lse) if z_loss else grad).unsqueeze(-1)
+        if smoothing:
+            out -= (grad * (smoothing / full)).unsqueeze(-1)
+        if logits.shape[-1]:
+            share = (grad * (smoothing - 1.0)).masked_fill(outside, 0.0)
+            out.scatter_add_(-1, ids.unsqueeze(-1), share.unsqueeze(-1))
+        return out.to(logits.dtype), None, None, None, None
+
+
+def token_losses(
+    logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> torch.Tensor:
+    """Loss of each token.
+
+    Shapes (P = group size):
+        logits   [N, V/P]   this rank's part of the vocabulary
+        targets  [N]        full-vocabulary ids, all valid
+        returns  [N]        in float32 at least
+    Cost: three all-reduces of N values forward, none backward.
+    """
+    return _CrossEntropy.apply(logits, targets, vocabulary, label_smoothing, z_loss)[0]

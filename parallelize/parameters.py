@@ -1,0 +1,136 @@
+"""Parameters on the hot path: stored as DTensors, computed with as plain local tensors.
+
+Each planned module reads its parameters through a `Slot`. The slot finds the registered DTensor at each forward, and
+yields a plain leaf that shares its storage, so that native ops run without DTensor dispatch; when the leaf's gradient is
+complete, a hook hands it over to the DTensor, before any post-backward of a wrapper. The leaf is looked up again
+whenever the parameter, its storage or its `requires_grad` has changed, which is what makes `fully_shard`, `.to()`,
+`load_state_dict(assign=True)`, freezing and mixed precision work.
+
+Under `torch.compile` the slot traces `to_local()` instead: the compiled graph has no host cost to save.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from parallelize import _torch_private as private
+from parallelize.errors import ModelError, Problem
+from parallelize.gradients import Debt, Ledger
+
+_local_of = private.local_of
+
+
+class Slot:
+    """One parameter of one module.
+
+    Args:
+        key: its name in the module.
+        valid: (dim, size) where the DTensor's shard is padded at the end: what the module computes with.
+        debt: what its gradient owes to other ranks.
+        ledger: where debts are written down.
+    """
+
+    __slots__ = ("debt", "key", "leaf", "ledger", "param", "registered", "source", "trains", "valid")
+
+    def __init__(self, key: str, registered: DTensor, valid: tuple[int, int] | None, debt: Debt | None, ledger: Ledger):
+        self.key, self.valid, self.debt, self.ledger = key, valid, debt, ledger
+        self.registered: Any = registered
+        self._forget()
+
+    def _forget(self) -> None:
+        self.param: Any = None
+        self.source: Any = None
+        self.leaf: Any = None
+        self.trains = False
+
+    def __deepcopy__(self, memo: dict) -> Slot:
+        from copy import deepcopy
+
+        return Slot(self.key, deepcopy(self.registered, memo), self.valid, self.debt, self.ledger)
+
+    def __reduce__(self):
+        return Slot, (self.key, self.registered, self.valid, self.debt, self.ledger)
+
+    def local(self, parameters: dict[str, Any]) -> torch.Tensor:
+        """The tensor to compute with, for the parameter that `parameters` holds now."""
+        param = parameters[self.key]
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced(param)
+        if param is self.param and _local_of(param) is self.source and param.requires_grad == self.trains:
+            return self.leaf
+        return self._refresh(param)
+
+    def _refresh(self, param: Any) -> torch.Tensor:
+        if not isinstance(param, DTensor):
+            raise ModelError(
+                Problem(
+                    "plain-parameter",
+                    f"parameter {self.key} of a planned module was replaced by a plain {type(param).__name__}",
+                    fix="assign a DTensor of the same layout, or copy values in with `load_state_dict`",
+                )
+            )
+        self.param, self.source, self.trains = param, _local_of(param), param.requires_grad
+        leaf = self.source.detach()
+        if self.valid is not None:
+            leaf = leaf.narrow(self.valid[0], 0, self.valid[1])
+        if self.trains:
+            leaf.requires_grad_()
+            leaf.register_post_accumulate_grad_hook(_Handover(self, param))
+        self.leaf = leaf
+        return leaf
+
+    def pad(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of the valid part, as large as the stored shard (zeros in the padding)."""
+        if self.valid is None or grad.shape[self.valid[0]] == self.source.shape[self.valid[0]]:
+            return grad
+        dim, size = self.valid
+        after = [0, 0] * (grad.ndim - 1 - dim) + [0, self.source.shape[dim] - size]
+        return F.pad(grad, after)
+
+    def _traced(self, param: Any) -> torch.Tensor:
+        local = param.to_local()
+        if self.valid is not None:
+            local = local.narrow(self.valid[0], 0, self.valid[1])
+        return local if self.debt is None else self.debt.pay_in_backward(local)
+
+
+class _Handover:
+    """Moves a leaf's gradient to the DTensor parameter, wrapped with the parameter's own spec."""
+
+    __slots__ = ("param", "slot", "spec")
+
+    def __init__(self, slot: Slot, param: DTensor):
+        self.slot, self.param, self.spec = slot, param, private.spec_of(param)
+
+    def __call__(self, leaf: torch.Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        if grad.requires_grad:
+            raise ModelError(
+                Problem(
+                    "double-backward",
+                    "backward(create_graph=True) reached a planned parameter, whose gradients have no graph",
+                    fix="differentiate with respect to inputs, or leave this module out of the plan",
+                )
+            )
+        slot = self.slot
+        if slot.debt is not None:
+            # a wrapper that swapped the parameter (fully_shard) takes the gradient during backward: settle at once
+            at_once = self.param is not slot.registered
+            slot.ledger.owe(self, slot.debt, grad, at_once)
+        else:
+            self.deliver(grad)
+
+    def deliver(self, grad: torch.Tensor) -> None:
+        """Add a finished local gradient to the parameter's."""
+        if self.slot.valid is not None:
+            grad = self.slot.pad(grad)
+        held = self.param.grad
+        if held is None:
+            self.param.grad = private.wrap(grad, self.spec)
+        else:
+            _local_of(held).add_(grad)

@@ -1,0 +1,87 @@
+"""Which plan serves a model: by its type, its class, or the `base_model_tp_plan` that it carries, translated.
+
+Floor 2: torch-free.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from parallelize.errors import PlanError, Problem, did_you_mean
+from parallelize.plan.load import read_plan, shipped_plans
+from parallelize.plan.schema import Plan, Rule
+from parallelize.styles.text import WORDS, parse_style
+
+
+@lru_cache(maxsize=1)
+def _index() -> tuple[dict[str, Plan], dict[str, Plan]]:
+    """Shipped plans by model type and by class name."""
+    by_type, by_class = {}, {}
+    for path in shipped_plans().values():
+        plan = read_plan(path)
+        by_type |= dict.fromkeys(plan.model_types, plan)
+        by_class |= dict.fromkeys(plan.classes, plan)
+    return by_type, by_class
+
+
+def choose_plan(model: Any) -> tuple[Plan, str]:
+    """(the plan for this model, how it was found).
+
+    Raises: PlanError `no-plan-for-model`, or that the model's own plan cannot be translated.
+    """
+    by_type, by_class = _index()
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type in by_type:
+        return by_type[model_type], f"model type {model_type}"
+    for cls in type(model).__mro__:
+        if cls.__name__ in by_class:
+            return by_class[cls.__name__], f"class {cls.__name__}"
+    base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
+    own = getattr(getattr(base, "config", config), "base_model_tp_plan", None)
+    if own:
+        return translate(model, base, own), f"the model's own base_model_tp_plan ({model_type}), translated"
+    raise PlanError(
+        Problem(
+            "no-plan-for-model",
+            f"no shipped plan serves {type(model).__name__} (model type {model_type!r}), and it carries none",
+            fix=did_you_mean(str(model_type), by_type) + " Or write one: pass a path to a .yaml file",
+        )
+    )
+
+
+def translate(model: Any, base: Any, own: dict[str, str]) -> Plan:
+    """A `transformers` plan as ours: the same words, each column linear reducing its own input gradient.
+
+    Raises: PlanError `untranslatable-plan` naming every word that has no equal here.
+    """
+    prefix = next((name + "." for name, module in model.named_modules() if module is base and name), "")
+    rules, unknown = [], []
+    whole = {prefix + key: word for key, word in own.items()} | dict(getattr(model, "_tp_plan", None) or {})
+    if hasattr(base, "embed_tokens"):
+        whole.setdefault(prefix + "embed_tokens", "embedding_rowwise")
+    for pattern, word in whole.items():
+        if pattern == "lm_head" and word in ("colwise_gather_output", "colwise_rep"):
+            word = "colwise(output=vocabulary)"
+        try:
+            style = parse_style(word, pattern)
+        except PlanError:
+            unknown.append((pattern, word))
+            continue
+        rules.append(Rule(pattern, style, f"base_model_tp_plan {pattern}", optional=True))
+    if unknown:
+        raise PlanError(
+            Problem(
+                "untranslatable-plan",
+                f"{type(model).__name__} carries a plan with words that have no equal here",
+                rows=tuple(unknown),
+                fix="write a plan for it; words known: " + ", ".join(WORDS),
+            )
+        )
+    return Plan(
+        name=getattr(model.config, "model_type", "translated"),
+        rules=tuple(rules),
+        source="base_model_tp_plan",
+        unclaimed="replicate",
+    )

@@ -1,0 +1,135 @@
+"""From a parameter's use to its layout: sizes are read, divided, and refused where they do not fit.
+
+Floor 2: torch-free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallelize.errors import Problem
+from parallelize.layout import Chunk, Layout, chunked, local_units, packed, replicated
+from parallelize.plan.model import ModelFacts, ParameterFacts
+from parallelize.plan.pattern import generic
+from parallelize.plan.schema import Plan, Rule
+from parallelize.styles.contract import Use
+
+HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size")
+
+
+class LayoutMaker:
+    """Lays parameters out over `tp_size` ranks, reading the plan's sizes from the model."""
+
+    def __init__(self, plan: Plan, model: ModelFacts, tp_size: int):
+        self.plan, self.model, self.tp_size = plan, model, tp_size
+
+    def size(self, name: str) -> int | None:
+        """The number behind a size's name, or None where the model does not have it."""
+        source = self.plan.sizes[name].source
+        if isinstance(source, int):
+            return source
+        for holder in (self.model.config, self.model.root):
+            value = _dotted(holder, source)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        return None
+
+    def local_size(self, name: str) -> int | None:
+        """What one rank holds of a size."""
+        full = self.size(name)
+        return None if full is None else local_units(full, self.tp_size, self.plan.sizes[name].replicate_below_tp)
+
+    def layout(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[Layout | None, Problem | None]:
+        if use.dim is None:
+            return replicated(fact.shape, self.tp_size), None
+        if use.dim >= len(fact.shape):
+            what = f"{generic(fact.fqn)} has shape {list(fact.shape)}, no dim {use.dim}"
+            return None, Problem("bad-dim", what, rule.where)
+        if not use.unit and use.chunks == 1:
+            layout = chunked(fact.shape, use.dim, self.tp_size)
+            return layout, self._cut_heads(fact, layout, rule)
+        chunks, problem = self._chunks(fact, use, rule)
+        return (None, problem) if problem else (packed(fact.shape, use.dim, self.tp_size, chunks), None)
+
+    def _chunks(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[list[Chunk], Problem | None]:
+        assert use.dim is not None
+        width = fact.shape[use.dim]
+        if not use.unit:
+            if width % use.chunks:
+                return [], self._indivisible(fact, use, rule, use.chunks, "chunks")
+            return [Chunk(width // use.chunks)] * use.chunks, None
+        counts = []
+        for name in use.unit:
+            count = self.size(name)
+            if count is None:
+                return [], _no_size(self.plan, name, rule)
+            if self.local_size(name) is None:
+                return [], self._uneven(fact, use, rule, name, count)
+            counts.append(count)
+        if width % sum(counts):
+            return [], self._indivisible(fact, use, rule, sum(counts), " + ".join(use.unit))
+        unit = width // sum(counts)
+        return [
+            Chunk(count * unit, count, self.plan.sizes[name].replicate_below_tp, name)
+            for name, count in zip(use.unit, counts, strict=True)
+        ], None
+
+    def _uneven(self, fact: ParameterFacts, use: Use, rule: Rule, name: str, count: int) -> Problem:
+        replicable = self.plan.sizes[name].replicate_below_tp
+        fits = [size for size in range(1, count + 1) if local_units(count, size, replicable) is not None]
+        more = f", or a multiple of {count}" if replicable else ""
+        return Problem(
+            "uneven-heads",
+            f"`{rule.style}` cannot split these {name}",
+            rule.where,
+            (
+                ("module", generic(fact.fqn)),
+                (name, f"{count} over axis tp (size {self.tp_size}): {count} % {self.tp_size} = {count % self.tp_size}"),
+            ),
+            f"use tp size {', '.join(map(str, fits))}{more}",
+        )
+
+    def _indivisible(self, fact: ParameterFacts, use: Use, rule: Rule, parts: int, name: str) -> Problem:
+        assert use.dim is not None
+        width = fact.shape[use.dim]
+        return Problem(
+            "indivisible-units",
+            f"dim {use.dim} of {generic(fact.fqn)} does not hold whole {name}",
+            rule.where,
+            (("weight", f"{list(fact.shape)}: {width} % {parts} = {width % parts}"),),
+            "check the sizes that the rule names",
+        )
+
+    def _cut_heads(self, fact: ParameterFacts, layout: Layout, rule: Rule) -> Problem | None:
+        """A rule without a unit that would cut through a head of the attention that holds the linear."""
+        parent = fact.fqn.rpartition(".")[0].rpartition(".")[0]
+        module = self.model.objects.get(self.model.aliases.get(parent, parent))
+        width = next((v for key in HEAD_WIDTHS if isinstance(v := getattr(module, key, None), int) and v > 0), None)
+        if not parent or width is None or layout.dim is None or fact.shape[layout.dim] % width:
+            return None
+        if all(stop % width == 0 for owned in layout.owned for _, stop in owned):
+            return None
+        heads = fact.shape[layout.dim] // width
+        return Problem(
+            "uneven-heads",
+            f"`{rule.style}` would cut through a head",
+            rule.where,
+            (("module", generic(fact.fqn)), ("heads", f"{heads} of width {width} over axis tp (size {self.tp_size})")),
+            f"use a tp size that divides {heads}, or a plan whose rule names the heads: `colwise(kv_heads)`",
+        )
+
+
+def _no_size(plan: Plan, name: str, rule: Rule) -> Problem:
+    source = plan.sizes[name].source
+    return Problem(
+        "missing-size",
+        f"size {name} is read from {source!r}, which this model's config does not have",
+        plan.sizes[name].where or rule.where,
+        fix=f"write the number itself, or the field that holds it: `sizes: {{{name}: ...}}`",
+    )
+
+
+def _dotted(holder: Any, path: str) -> Any:
+    for part in path.split("."):
+        holder = getattr(holder, part, None)
+    return holder

@@ -1,0 +1,222 @@
+"""A plan file to a `Plan`: strict, with line and column, all mistakes at once.
+
+Floor 2: torch-free, so that `parallelize lint` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from parallelize.errors import PlanError, Problem, did_you_mean, near
+from parallelize.plan.nodes import Reader, compose, is_decimal
+from parallelize.plan.pattern import check_pattern
+from parallelize.plan.schema import SCHEMA_VERSION, LocalAttribute, Plan, Region, Rule, Size
+from parallelize.styles.text import parse_style
+
+KEYS = {
+    "schema_version",
+    "model_type",
+    "classes",
+    "base",
+    "sizes",
+    "defaults",
+    "tensor_parallel",
+    "sequence_parallel",
+    "local",
+}
+
+
+def plans_folder() -> Path:
+    """Where the shipped plans lie: beside the package when installed, at the top of a source checkout."""
+    inside = Path(__file__).parent.parent / "tp_plans"
+    return inside if inside.is_dir() else Path(__file__).parent.parent.parent / "tp_plans"
+
+
+def shipped_plans() -> dict[str, Path]:
+    """Name to file of every plan that comes with the package."""
+    return {path.stem: path for path in sorted(plans_folder().glob("*.yaml"))}
+
+
+def load_plan(name_or_path: str | os.PathLike[str]) -> Plan:
+    """Read a shipped plan by its name, or any plan by its path.
+
+    Raises: PlanError `no-such-plan`, and everything that can be wrong in the file, all at once.
+    """
+    shipped = shipped_plans()
+    text = os.fspath(name_or_path)
+    if text in shipped:
+        return read_plan(shipped[text])
+    path = Path(text)
+    if path.suffix in (".yaml", ".yml") or os.sep in text:
+        return read_plan(path)
+    raise PlanError(
+        Problem("no-such-plan", f"no plan is called {text!r}", fix=did_you_mean(text, shipped) + " (or give a .yaml path)")
+    )
+
+
+def read_plan(path: Path) -> Plan:
+    """Read one file. Raises: PlanError."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        fix = ", ".join(near(path.stem, shipped_plans()))
+        fix = f"a shipped plan: {fix}" if fix else "`parallelize plans` lists the shipped ones"
+        raise PlanError(Problem("no-such-plan", error.strerror or str(error), str(path), fix=fix)) from None
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(Problem("bad-yaml", f"byte {error.start} is not UTF-8", str(path))) from None
+    return parse_plan(text, source=_short(path), name=path.stem)
+
+
+def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
+    """Read plan text. Raises: PlanError holding every problem found."""
+    reader = Reader(source)
+    top = reader.known(compose(text, source), "the plan", KEYS)
+    _check_version(reader, top, source)
+    defaults = reader.known(top["defaults"], "defaults", {"sequence_parallel", "loss_parallel"}) if "defaults" in top else {}
+    sizes = _sizes(reader, top)
+    plan = Plan(
+        name=name,
+        rules=tuple(_rules(reader, top, source)),
+        model_types=_texts(reader, top, "model_type"),
+        classes=_texts(reader, top, "classes"),
+        base="".join(_texts(reader, top, "base")[:1]),
+        sizes=sizes,
+        region=_region(reader, top),
+        local=tuple(_local(reader, top)),
+        sequence_parallel=_default(reader, defaults, "sequence_parallel"),
+        loss_parallel=_default(reader, defaults, "loss_parallel"),
+        source=source,
+    )
+    _check_sizes(reader, plan)
+    _check_repeated(reader, plan)
+    if reader.problems:
+        raise PlanError(*sorted(reader.problems, key=_position))
+    return plan
+
+
+def _check_version(reader: Reader, top: dict[str, yaml.Node], source: str) -> None:
+    if "schema_version" not in top:
+        reader.problems.append(Problem("no-version", "no schema_version", source, fix=f"add `schema_version: {SCHEMA_VERSION}`"))
+        return
+    version = reader.number(top["schema_version"], "schema_version")
+    if version is not None and version != SCHEMA_VERSION:
+        reader.wrong(top["schema_version"], "unknown-version", f"version {version}; this release reads {SCHEMA_VERSION}")
+
+
+def _texts(reader: Reader, top: dict[str, yaml.Node], key: str) -> tuple[str, ...]:
+    return reader.texts(top[key], key) if key in top else ()
+
+
+def _default(reader: Reader, defaults: dict[str, yaml.Node], key: str) -> bool:
+    return key in defaults and reader.flag(defaults[key], key)
+
+
+def _sizes(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, Size]:
+    sizes = {}
+    for name, _, node in reader.mapping(top["sizes"], "sizes") if "sizes" in top else ():
+        replicate, where = False, reader.where(node)
+        if isinstance(node, yaml.MappingNode):
+            fields = reader.known(node, f"size {name}", {"from", "below_tp"})
+            if "below_tp" in fields:
+                choice = reader.text(fields["below_tp"], "below_tp")
+                replicate = choice == "replicate"
+                if choice not in (None, "replicate", "refuse"):
+                    reader.wrong(fields["below_tp"], "bad-value", f"below_tp is {choice!r}", "replicate or refuse")
+            if "from" not in fields:
+                reader.wrong(node, "missing-key", f"size {name} has no `from`")
+                continue
+            node = fields["from"]
+        decimal = isinstance(node, yaml.ScalarNode) and node.style is None and is_decimal(node.value)
+        source = reader.number(node, f"size {name}") if decimal else reader.text(node, f"size {name}")
+        if source is not None:
+            sizes[name] = Size(source, replicate, where)
+    return sizes
+
+
+def _rules(reader: Reader, top: dict[str, yaml.Node], source: str) -> Iterator[Rule]:
+    if "tensor_parallel" not in top:
+        reader.problems.append(Problem("missing-key", "no tensor_parallel rules", source, fix="add `tensor_parallel:`"))
+        return
+    rules = list(_rules_below(reader, top["tensor_parallel"], ""))
+    if not rules and not reader.problems:
+        reader.wrong(top["tensor_parallel"], "missing-key", "tensor_parallel holds no rule")
+    yield from rules
+
+
+def _rules_below(reader: Reader, node: yaml.Node, prefix: str) -> Iterator[Rule]:
+    for key, key_node, value in reader.mapping(node, prefix or "tensor_parallel"):
+        pattern = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, yaml.MappingNode):
+            yield from _rules_below(reader, value, pattern)
+            continue
+        optional, pattern = "?" in pattern, pattern.replace("?", "")
+        text = reader.text(value, f"the style of {pattern}")
+        if text is None:
+            continue
+        try:
+            check_pattern(pattern, reader.where(key_node))
+            yield Rule(pattern, parse_style(text, reader.where(value)), reader.where(key_node), optional)
+        except PlanError as error:
+            reader.problems.extend(error.problems)
+
+
+def _region(reader: Reader, top: dict[str, yaml.Node]) -> Region | None:
+    if "sequence_parallel" not in top:
+        return None
+    node = top["sequence_parallel"]
+    fields = reader.known(node, "sequence_parallel", {"layers", "leave", "argument"})
+    if "layers" not in fields:
+        reader.wrong(node, "missing-key", "sequence_parallel has no `layers`", "name the list of layers")
+        return None
+    read = {key: reader.text(value, key) or "" for key, value in fields.items()}
+    return Region(read["layers"], read.get("leave", ""), read.get("argument", ""), reader.where(node))
+
+
+def _local(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalAttribute]:
+    for pattern, key_node, node in reader.mapping(top["local"], "local") if "local" in top else ():
+        try:
+            check_pattern(pattern, reader.where(key_node))
+        except PlanError as error:
+            reader.problems.extend(error.problems)
+        for attribute, _, value in reader.mapping(node, f"local {pattern}"):
+            text = reader.text(value, attribute)
+            if text is not None:
+                size, _, divide_by = (part.strip() for part in text.partition("/"))
+                yield LocalAttribute(pattern, attribute, size, divide_by, reader.where(value))
+
+
+def _check_sizes(reader: Reader, plan: Plan) -> None:
+    used = [(name, rule.where) for rule in plan.rules for name in rule.style.unit]
+    used += [(name, item.where) for item in plan.local for name in (item.size, item.divide_by) if name]
+    for name, where in used:
+        if name not in plan.sizes:
+            fix = did_you_mean(name, plan.sizes) if plan.sizes else f"add `sizes: {{{name}: ...}}`"
+            reader.problems.append(Problem("unknown-size", f"no size is called {name!r}", where, fix=fix))
+
+
+def _check_repeated(reader: Reader, plan: Plan) -> None:
+    first: dict[str, Rule] = {}
+    for rule in plan.rules:
+        other = first.setdefault(rule.pattern, rule)
+        if other is not rule:
+            reader.problems.append(
+                Problem("duplicate-key", f"{rule.pattern!r} has a rule at {other.where} already", rule.where)
+            )
+
+
+def _position(problem: Problem) -> tuple[int, ...]:
+    return tuple(int(part) for part in problem.where.split(":")[-2:] if part.isdigit())
+
+
+def _short(path: Path) -> str:
+    """The path as a person would type it from here."""
+    try:
+        return os.path.relpath(path) if not os.path.relpath(path).startswith("..") else str(path)
+    except ValueError:  # another drive
+        return str(path)

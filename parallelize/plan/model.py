@@ -1,0 +1,99 @@
+"""A model as names, shapes and ties: all that resolving a plan needs. A meta model will do.
+
+Floor 2: reads modules by their ordinary methods, so nothing of torch is imported here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from parallelize.styles.registry import ModuleFacts
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """One parameter. `names` are all its fully qualified names: more than one when it is tied or its module is reused."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+    @property
+    def fqn(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Names to facts. `aliases` maps every module name, of reused modules too, to the first one."""
+
+    root: Any
+    modules: dict[str, ModuleFacts]
+    objects: dict[str, Any]
+    aliases: dict[str, str]
+    parameters: dict[str, ParameterFacts]  # by first name
+    owners: dict[str, str]  # any parameter name -> first name
+
+    @property
+    def config(self) -> Any:
+        """The model's config, where it has one; of a multimodal model, that of its text part."""
+        config = getattr(self.root, "config", None)
+        return getattr(config, "text_config", None) or config
+
+    def structure(self) -> dict[str, str]:
+        """What must be the same on every rank, as text by parameter name."""
+        return {
+            fact.fqn: f"{list(fact.shape)} {fact.dtype} grad={fact.requires_grad} {'='.join(fact.names[1:])}"
+            for fact in self.parameters.values()
+        }
+
+
+def describe(model: Any) -> ModelFacts:
+    """Read names, shapes and ties of a module tree."""
+    first_of: dict[int, str] = {}
+    aliases, objects, modules = {}, {}, {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        aliases[name] = first_of.setdefault(id(module), name)
+        if aliases[name] == name:
+            objects[name] = module
+            modules[name] = _module_facts(name, module)
+    return ModelFacts(model, modules, objects, aliases, *_parameters(model))
+
+
+def _parameters(model: Any) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
+    names: dict[int, list[str]] = {}
+    tensors = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    parameters, owners = {}, {}
+    for key, found in names.items():
+        tensor = tensors[key]
+        parameters[found[0]] = ParameterFacts(
+            tuple(found), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+        )
+        owners |= {name: found[0] for name in found}
+    return parameters, owners
+
+
+def _module_facts(name: str, module: Any) -> ModuleFacts:
+    shapes = {key: tuple(value.shape) for key, value in module._parameters.items() if value is not None}
+    return ModuleFacts(name, _kind(module, shapes), type(module).__name__, shapes)
+
+
+def _kind(module: Any, shapes: dict[str, tuple[int, ...]]) -> str:
+    """By what the module is and holds, not by its class: subclasses and look-alikes count."""
+    weight = shapes.get("weight", ())
+    extra = set(shapes) - {"weight", "bias"}
+    if len(weight) == 2 and not extra:
+        if hasattr(module, "num_embeddings"):
+            return "embedding"
+        if getattr(module, "nf", None) == weight[1]:
+            return "conv1d"
+        if getattr(module, "out_features", None) == weight[0]:
+            return "linear"
+    if len(weight) == 1 and not extra and not hasattr(module, "running_mean"):
+        return "norm"
+    return "other"

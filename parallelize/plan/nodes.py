@@ -1,0 +1,156 @@
+"""Strict YAML: a file to nodes with line and column, and every surprise of YAML refused.
+
+Duplicate keys, aliases, anchors, tags, merge keys, excess size and depth are errors; a scalar is accepted by the type
+its field wants, so that `no`, `010` or `1e-5` never become something else in silence. All problems are collected.
+
+Floor 2: torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import yaml
+
+from parallelize.errors import PlanError, Problem, did_you_mean
+
+MAX_BYTES = 256 * 1024
+MAX_DEPTH = 16
+MAX_SCALAR = 1000
+MAX_EVENTS = 20_000
+
+
+@dataclass
+class Reader:
+    """Walks nodes of one document and collects what is wrong with them."""
+
+    source: str
+    problems: list[Problem] = field(default_factory=list)
+
+    def where(self, node: yaml.Node) -> str:
+        return f"{self.source}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+
+    def wrong(self, node: yaml.Node, slug: str, what: str, fix: str = "") -> None:
+        self.problems.append(Problem(slug, what, self.where(node), fix=fix))
+
+    def mapping(self, node: yaml.Node, what: str) -> list[tuple[str, yaml.Node, yaml.Node]]:
+        """(key, key node, value node) in file order; a repeated key is reported and left out."""
+        if not isinstance(node, yaml.MappingNode):
+            self.wrong(node, "wrong-type", f"{what} must be a mapping, this is {_shown(node)}")
+            return []
+        first: dict[str, yaml.Node] = {}
+        items = []
+        for key_node, value in node.value:
+            key = self.text(key_node, f"a key of {what}")
+            if key is None:
+                continue
+            if key in first:
+                line = first[key].start_mark.line + 1
+                self.wrong(key_node, "duplicate-key", f"{key!r} stands in line {line} already", "remove one of them")
+                continue
+            first[key] = key_node
+            items.append((key, key_node, value))
+        return items
+
+    def known(self, node: yaml.Node, what: str, keys: set[str]) -> dict[str, yaml.Node]:
+        """A mapping whose keys come from a closed list."""
+        found = {}
+        for key, key_node, value in self.mapping(node, what):
+            if key in keys:
+                found[key] = value
+            else:
+                self.wrong(key_node, "unknown-key", f"{what} has no key {key!r}", did_you_mean(key, keys))
+        return found
+
+    def text(self, node: yaml.Node, what: str) -> str | None:
+        if not isinstance(node, yaml.ScalarNode):
+            self.wrong(node, "wrong-type", f"{what} must be text, this is {_shown(node)}")
+        elif node.tag != "tag:yaml.org,2002:str":
+            kind = node.tag.rpartition(":")[2]
+            self.wrong(node, "wrong-type", f"{what} must be text; YAML reads {node.value!r} as {kind}", "quote it")
+        elif len(node.value) > MAX_SCALAR:
+            self.wrong(node, "too-large", f"{what} has {len(node.value)} characters, at most {MAX_SCALAR} are read")
+        else:
+            return node.value
+        return None
+
+    def flag(self, node: yaml.Node, what: str) -> bool:
+        if isinstance(node, yaml.ScalarNode) and node.value in ("true", "false") and node.style is None:
+            return node.value == "true"
+        self.wrong(node, "wrong-type", f"{what} must be true or false, this is {_shown(node)}")
+        return False
+
+    def number(self, node: yaml.Node, what: str) -> int | None:
+        if isinstance(node, yaml.ScalarNode) and node.style is None and is_decimal(node.value):
+            return int(node.value)
+        self.wrong(node, "wrong-type", f"{what} must be a whole number without leading zero, this is {_shown(node)}")
+        return None
+
+    def texts(self, node: yaml.Node, what: str) -> tuple[str, ...]:
+        """One text, or a list of them."""
+        if not isinstance(node, yaml.SequenceNode):
+            one = self.text(node, what)
+            return () if one is None else (one,)
+        read = (self.text(item, f"an item of {what}") for item in node.value)
+        return tuple(item for item in read if item is not None)
+
+
+def is_decimal(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 9 and (text == "0" or text[0] != "0")
+
+
+def compose(text: str, source: str) -> yaml.Node:
+    """The document's root node.
+
+    Raises: PlanError `too-large`, `too-deep`, `bad-yaml`, `no-aliases`, `no-tags`, `empty-plan`.
+    """
+    if len(text) > MAX_BYTES:
+        raise PlanError(Problem("too-large", f"{len(text)} characters, at most {MAX_BYTES} are read", source))
+    try:
+        _check_events(text, source)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise PlanError(_syntax_problem(error, source)) from None
+    except ValueError as error:  # a character that YAML does not know
+        raise PlanError(Problem("bad-yaml", str(error), source)) from None
+    if node is None:
+        raise PlanError(Problem("empty-plan", "the file holds no plan", source))
+    return node
+
+
+def _check_events(text: str, source: str) -> None:
+    """Refuse what a plan never needs, before any tree is built (an alias bomb or deep nesting costs nothing here)."""
+    depth, problems = 0, []
+    for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+        where = f"{source}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
+        if count > MAX_EVENTS:
+            raise PlanError(Problem("too-large", f"more than {MAX_EVENTS} YAML items", where))
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise PlanError(*problems, Problem("too-deep", f"nested more than {MAX_DEPTH} deep", where))
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            fix = "write it out; quote a pattern that begins with `*`"
+            problems.append(Problem("no-aliases", f"YAML anchor or alias {event.anchor!r}", where, fix=fix))
+        if getattr(event, "tag", None):
+            problems.append(Problem("no-tags", f"YAML tag {event.tag!r}", where, fix="remove it"))
+        if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.style is None:
+            problems.append(Problem("no-aliases", "merge key `<<`", where, fix="write it out"))
+    if problems:
+        raise PlanError(*problems)
+
+
+def _syntax_problem(error: yaml.YAMLError, source: str) -> Problem:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+    fix = "quote a pattern that begins with `*`" if "alias" in str(error) or "'*'" in str(error) else ""
+    what = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None)))) or str(error)
+    return Problem("bad-yaml", what, where, fix=fix)
+
+
+def _shown(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return repr(node.value[:40]) if node.value else "nothing"
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"

@@ -1,0 +1,309 @@
+"""A plan and a model's names to a `ResolvedPlan`: one row a module and a parameter. Pure arithmetic, nothing is changed.
+
+`apply`, `explain`, `verify` and `checkpoint` all read these rows, so what is explained is what runs.
+
+Floor 2: torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from parallelize.errors import ParallelizeError, PlanError, Problem, near, short_list
+from parallelize.layout import Layout
+from parallelize.plan.attributes import local_attributes
+from parallelize.plan.layouts import LayoutMaker
+from parallelize.plan.model import ModelFacts, ParameterFacts
+from parallelize.plan.pattern import alternatives, generic, matches
+from parallelize.plan.schema import Plan, Region, Rule
+from parallelize.styles.contract import Contract, Edge, Use
+from parallelize.styles.registry import Place, contract_of
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """What happens to one module. `attributes`: values that become local, by (dotted) attribute name."""
+
+    fqn: str
+    rule: Rule
+    contract: Contract
+    attributes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """What happens to one parameter, under its first name; `names` are all of them (ties)."""
+
+    fact: ParameterFacts
+    rule: Rule
+    layout: Layout
+    partial: bool
+
+    @property
+    def fqn(self) -> str:
+        return self.fact.fqn
+
+
+@dataclass(frozen=True)
+class RegionRow:
+    """The sequence-parallel region: entered at the input of `enter`, left at the output of `leave`."""
+
+    enter: str
+    leave: str
+    argument: str = ""
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    plan: Plan
+    tp_size: int
+    modules: dict[str, ModuleRow]
+    parameters: dict[str, ParameterRow]
+    region: RegionRow | None
+    attributes: dict[str, dict[str, int]]  # module fqn -> attribute -> local value
+
+
+def resolve(plan: Plan, model: ModelFacts, tp_size: int) -> ResolvedPlan:
+    """Match every rule, claim every parameter, and lay everything out.
+
+    Raises: PlanError holding every problem found, in the order of the file.
+    """
+    return _Resolver(_for_base_model(plan, model), model, tp_size).run()
+
+
+def _for_base_model(plan: Plan, model: ModelFacts) -> Plan:
+    """The plan for a model without its head: rules of the base model lose their prefix, the others are left out."""
+    if not plan.base or plan.base in model.aliases:
+        return plan
+    prefix = plan.base + "."
+
+    def cut(name: str) -> str:
+        return name.removeprefix(prefix)
+
+    region = plan.region and replace(plan.region, layers=cut(plan.region.layers), leave=cut(plan.region.leave))
+    return replace(
+        plan,
+        rules=tuple(replace(rule, pattern=cut(rule.pattern)) for rule in plan.rules if rule.pattern.startswith(prefix)),
+        local=tuple(replace(item, pattern=cut(item.pattern)) for item in plan.local if item.pattern.startswith(prefix)),
+        region=region,
+    )
+
+
+class _Resolver:
+    """Collects problems while it fills the rows."""
+
+    def __init__(self, plan: Plan, model: ModelFacts, tp_size: int):
+        self.plan, self.model, self.tp_size = plan, model, tp_size
+        self.problems: list[Problem] = []
+        self.layouts = LayoutMaker(plan, model, tp_size)
+
+    def run(self) -> ResolvedPlan:
+        module_rules, parameter_rules = self._match()
+        region = self._region()
+        modules = self._modules(module_rules, region)
+        parameters = self._parameters(modules, parameter_rules)
+        attributes, wrong = local_attributes(self.plan, self.model, self.layouts, modules)
+        self.problems += wrong
+        if self.problems:
+            raise PlanError(*dict.fromkeys(self.problems))
+        return ResolvedPlan(self.plan, self.tp_size, modules, parameters, region, attributes)
+
+    # -- which rule serves which name -----------------------------------------------------------------------------
+
+    def _match(self) -> tuple[dict[str, Rule], dict[str, Rule]]:
+        modules: dict[str, Rule] = {}
+        parameters: dict[str, Rule] = {}
+        for rule in self.plan.rules:
+            for name in self._names_of(rule):
+                first = self.model.owners.get(name) or self.model.aliases[name]
+                claimed = parameters if name in self.model.owners else modules
+                other = claimed.setdefault(first, rule)
+                if other is not rule and str(other.style) != str(rule.style):
+                    self._overlap(first, other, rule)
+        return modules, parameters
+
+    def _names_of(self, rule: Rule) -> Iterator[str]:
+        names = [*self.model.aliases, *self.model.owners]
+        for pattern in alternatives(rule.pattern):
+            found = [name for name in names if matches(pattern, name)]
+            if not found and not rule.optional:
+                self._unmatched(rule, pattern, names)
+            yield from found
+
+    def _unmatched(self, rule: Rule, pattern: str, names: Iterable[str]) -> None:
+        known = {generic(name) for name in names}
+        close = near(pattern, known)
+        self.problems.append(
+            Problem(
+                "unmatched-rule",
+                f"{pattern!r} matches no module and no parameter",
+                rule.where,
+                fix="did you mean " + " or ".join(close) + "?" if close else "remove it, or mark it optional: `name?`",
+            )
+        )
+
+    def _overlap(self, name: str, first: Rule, second: Rule) -> None:
+        rows = ((first.where or "rule", f"{first.pattern}: {first.style}"),)
+        rows += ((second.where or "and rule", f"{second.pattern}: {second.style}"),)
+        self.problems.append(
+            Problem("overlapping-rules", f"two rules claim {generic(name)}", second.where, rows, "keep one of them")
+        )
+
+    # -- modules --------------------------------------------------------------------------------------------------
+
+    def _region(self) -> RegionRow | None:
+        region = self.plan.region
+        if not self.plan.sequence_parallel:
+            return None
+        if region is None:
+            self._no_region("the plan names no `sequence_parallel` region", "")
+            return None
+        layers = sorted(
+            (name for name in self.model.modules if name.rpartition(".")[0] == region.layers),
+            key=lambda name: int(name.rpartition(".")[2]) if name.rpartition(".")[2].isdigit() else 0,
+        )
+        if not layers:
+            self._no_region(f"{region.layers!r} holds no layers in this model", region.where)
+            return None
+        leave = region.leave if region.leave in self.model.modules else layers[-1]
+        return RegionRow(layers[0], leave, region.argument)
+
+    def _no_region(self, what: str, where: str) -> None:
+        self.problems.append(
+            Problem("no-region", what, where, fix="add `sequence_parallel: {layers: ...}`, or turn sequence_parallel off")
+        )
+
+    def _modules(self, rules: dict[str, Rule], region: RegionRow | None) -> dict[str, ModuleRow]:
+        gathered = {name for name, rule in rules.items() if rule.style.word == "gather"}
+        rows = {}
+        for name, rule in rules.items():
+            place = Place(
+                sequence_parallel=region is not None and self._inside(name, region, self.plan.region),
+                loss_parallel=self.plan.loss_parallel,
+                input_gathered=any(above in gathered for above in _above(name)),
+            )
+            try:
+                rows[name] = ModuleRow(name, rule, contract_of(rule.style, self.model.modules[name], place))
+            except ParallelizeError as error:
+                self.problems += [replace(problem, where=rule.where) for problem in error.problems]
+        return rows
+
+    def _inside(self, name: str, row: RegionRow, region: Region | None) -> bool:
+        return region is not None and (name == row.leave or name.startswith(region.layers + "."))
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def _parameters(self, modules: dict[str, ModuleRow], own: dict[str, Rule]) -> dict[str, ParameterRow]:
+        rows: dict[str, ParameterRow] = {}
+        unclaimed: list[ParameterFacts] = []
+        for fact in self.model.parameters.values():
+            claims = list(self._claims(fact, modules, own))
+            if not claims and self.plan.unclaimed == "replicate":
+                self._check_replicable(fact, modules)
+                claims = [(Rule(fact.fqn, _REPLICATE), Use())]
+            if not claims:
+                unclaimed.append(fact)
+                continue
+            found = [row for rule, use in claims if (row := self._row(fact, rule, use)) is not None]
+            if found:
+                rows[fact.fqn] = found[0]
+                self._check_tie(found)
+        if unclaimed:
+            self._unclaimed(unclaimed)
+        return rows
+
+    def _claims(
+        self, fact: ParameterFacts, modules: dict[str, ModuleRow], own: dict[str, Rule]
+    ) -> Iterator[tuple[Rule, Use]]:
+        """Every rule that claims the parameter under any of its names (ties may be claimed once, or alike)."""
+        for name in fact.names:
+            owner, _, key = name.rpartition(".")
+            row = modules.get(self.model.aliases[owner])
+            if row is not None and row.contract.style != "gather":
+                if fact.fqn in own:
+                    self._overlap(name, row.rule, own[fact.fqn])
+                yield row.rule, row.contract.uses.get(key, Use())
+        if fact.fqn in own:
+            rule = own[fact.fqn]
+            owner = fact.fqn.rpartition(".")[0]
+            facts = replace(self.model.modules[self.model.aliases[owner]], shapes={"value": fact.shape})
+            try:
+                contract = contract_of(rule.style, facts, Place(self.plan.sequence_parallel))
+                yield rule, contract.uses.get("value", Use())
+            except ParallelizeError as error:
+                self.problems += [replace(problem, where=rule.where) for problem in error.problems]
+
+    def _row(self, fact: ParameterFacts, rule: Rule, use: Use) -> ParameterRow | None:
+        layout, problem = self.layouts.layout(fact, use, rule)
+        if problem is not None:
+            self.problems.append(problem)
+            return None
+        assert layout is not None
+        return ParameterRow(fact, rule, layout, use.partial)
+
+    def _check_tie(self, rows: list[ParameterRow]) -> None:
+        first = rows[0]
+        for other in rows[1:]:
+            if other.layout != first.layout or other.partial != first.partial:
+                names = short_list(first.fact.names)
+                lines = ((first.rule.pattern, str(first.rule.style)), (other.rule.pattern, str(other.rule.style)))
+                self.problems.append(
+                    Problem(
+                        "broken-tie",
+                        f"{names} are one parameter, and its rules split it differently",
+                        other.rule.where,
+                        lines,
+                        "give both a style that splits the same dim, such as `embedding` and `colwise`",
+                    )
+                )
+                return
+
+    def _check_replicable(self, fact: ParameterFacts, modules: dict[str, ModuleRow]) -> None:
+        """A parameter that nobody claims, between sharded siblings, most likely sees sharded activations."""
+        parent = fact.fqn.rpartition(".")[0]
+        around = parent.rpartition(".")[0]
+        for place in (parent, around):
+            styles = {row.contract.style for name, row in modules.items() if name.rpartition(".")[0] == place}
+            full = any(
+                row.contract.leave is Edge.GATHER_LAST for name, row in modules.items() if name.rpartition(".")[0] == place
+            )
+            if place and {"colwise", "rowwise"} <= styles and not full:
+                self.problems.append(
+                    Problem(
+                        "unclaimed-between-shards",
+                        f"no rule claims {generic(fact.fqn)}, which stands beside sharded linears",
+                        fix="write a plan that says `replicate`, `replicate(gradient=partial)` or `shard` for it",
+                    )
+                )
+                return
+
+    def _unclaimed(self, facts: list[ParameterFacts]) -> None:
+        counts: dict[str, int] = {}
+        for fact in facts:
+            counts[generic(fact.fqn)] = counts.get(generic(fact.fqn), 0) + 1
+        rows = tuple((name, f"{count} parameters" if count > 1 else "1 parameter") for name, count in counts.items())
+        self.problems.append(
+            Problem(
+                "unclaimed-parameter",
+                f"{len(facts)} parameters are claimed by no rule",
+                self.plan.source,
+                rows[:12],
+                "give each a style; `replicate` keeps it whole on every rank",
+            )
+        )
+
+
+def _above(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _replicate_style():
+    from parallelize.styles.text import StyleText
+
+    return StyleText("replicate")
+
+
+_REPLICATE = _replicate_style()

@@ -1,0 +1,104 @@
+"""What a plan file says, as frozen data. `load.py` reads it, `resolve.py` applies it to a model's names and shapes.
+
+Floor 2: torch-free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+
+from parallelize.styles.text import StyleText
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A pattern of module or parameter names, and the style that serves them. `optional`: it may match nothing."""
+
+    pattern: str
+    style: StyleText
+    where: str = ""
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Size:
+    """A count that rules refer to, such as heads: a number, or the name of a field of the model's config.
+
+    `replicate_below_tp`: with fewer than `tp` ranks, each is held by several of them (key/value heads).
+    """
+
+    source: str | int
+    replicate_below_tp: bool = False
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of the model where activations are sharded along the sequence.
+
+    Entered at the input of the first of `layers`, left at the output of `leave` (or, where the model has none, of the
+    last of `layers`). Masks, positions and rotary tables are computed outside it.
+    """
+
+    layers: str
+    leave: str = ""
+    argument: str = ""
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class LocalAttribute:
+    """An attribute that a stock forward reads and that must be scaled as `sizes` are: `num_heads: heads`.
+
+    `divide_by` handles ratios such as `num_key_value_groups: heads/kv_heads`.
+    """
+
+    pattern: str
+    attribute: str
+    size: str
+    divide_by: str = ""
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that one plan file says. Order of rules has no meaning."""
+
+    name: str
+    rules: tuple[Rule, ...]
+    model_types: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    base: str = ""
+    sizes: dict[str, Size] = field(default_factory=dict)
+    region: Region | None = None
+    local: tuple[LocalAttribute, ...] = ()
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    source: str = ""
+    unclaimed: str = "refuse"  # "refuse", or "replicate" for plans that were translated
+
+    def with_options(self, *, sequence_parallel: bool | None, loss_parallel: bool | None) -> Plan:
+        """The same plan with the caller's choices over the file's defaults (None keeps the default)."""
+        return replace(
+            self,
+            sequence_parallel=self.sequence_parallel if sequence_parallel is None else sequence_parallel,
+            loss_parallel=self.loss_parallel if loss_parallel is None else loss_parallel,
+        )
+
+    def facts(self) -> dict[str, str]:
+        """Everything that changes what is computed or sent, as text by key: what the ranks compare."""
+        facts = {f"rule {rule.pattern}": str(rule.style) for rule in self.rules}
+        facts |= {f"size {name}": f"{size.source} {size.replicate_below_tp}" for name, size in self.sizes.items()}
+        facts |= {f"local {item.pattern}.{item.attribute}": f"{item.size}/{item.divide_by}" for item in self.local}
+        facts["region"] = f"{self.region.layers} {self.region.leave}" if self.region else ""
+        facts["sequence_parallel"] = str(self.sequence_parallel)
+        facts["loss_parallel"] = str(self.loss_parallel)
+        return facts
+
+    def digest(self) -> str:
+        """A short hash of `facts`: equal for plans that do the same."""
+        text = "\n".join(f"{key}={value}" for key, value in sorted(self.facts().items()))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

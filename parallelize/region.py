@@ -1,0 +1,91 @@
+"""The sequence-parallel region at run time: where it is entered and left, and how long the sequence is inside.
+
+Shards inside the region are ceil(S/P) rows on every rank, so a shard alone does not tell S. The region remembers it from
+the entry; a recompute during backward finds it among the forwards whose graphs are still alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from parallelize import _torch_private as private
+from parallelize.errors import ModelError, Problem
+from parallelize.groups import Group
+from parallelize.ops import collectives as ops
+
+
+class _Pass:
+    """One forward through the region: the full length, and whether sequence parallelism was on."""
+
+    __slots__ = ("__weakref__", "active", "full")
+
+    def __init__(self, full: int, active: bool):
+        self.full, self.active = full, active
+
+
+class Region:
+    """Shared by every module inside. `dim` is the sequence dim of the hidden states that enter."""
+
+    def __init__(self, group: Group, dim: int = 1):
+        self.group, self.dim = group, dim
+        self._now = _Pass(0, True)
+        self._alive: weakref.WeakSet[_Pass] = weakref.WeakSet()
+
+    def __deepcopy__(self, memo: dict) -> Region:
+        return Region(self.group, self.dim)
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """Own rows of the replicated hidden states [batch, S, hidden]."""
+        full = x.shape[self.dim]
+        # decoding sends one token at a time: nothing to shard, so the block edges fall back to all-reduces
+        active = full > 1 or torch.is_grad_enabled()
+        self._now = _Pass(full, active)
+        if not active:
+            return x
+        out = ops.enter_region(x, self.group, self.dim)
+        if not torch.compiler.is_compiling() and out.grad_fn is not None:
+            self._alive.add(self._now)
+            out.grad_fn.metadata["sequence_parallel_pass"] = self._now  # lives as long as the graph
+        return out
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """All rows again; outside, the gradient is whole on every rank."""
+        now = self._now
+        return ops.leave_region(x, self.group, self.dim, now.full) if now.active else x
+
+    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Rows of all ranks for a block's sharded projections."""
+        now = self._pass_of(x, dim)
+        if not now.active:
+            return ops.copy(x, self.group)
+        # flattened [tokens, hidden] keeps its padding: its rows are not ordered by position
+        full = now.full if dim == self.dim else x.shape[dim] * self.group.size
+        return ops.gather_sequence(x, self.group, dim, full)
+
+    def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Sum a block's partial outputs, own rows of it."""
+        if not self._now.active and private.backward_id() == -1:
+            return ops.reduce_owned(x, self.group)
+        return ops.scatter_sequence(x, self.group, dim)
+
+    def _pass_of(self, x: torch.Tensor, dim: int) -> _Pass:
+        if torch.compiler.is_compiling() or private.backward_id() == -1:
+            return self._now
+        if dim != self.dim:  # flattened tokens: only `active` counts, and what is recomputed was trained on
+            return _Pass(0, True)
+        return self._recomputed(x.shape[self.dim])
+
+    def _recomputed(self, rows: int) -> _Pass:
+        """The pass that is being recomputed in backward: the one whose shards have so many rows."""
+        fitting = {p.full: p for p in self._alive if -(-p.full // self.group.size) == rows}
+        if len(fitting) > 1:
+            raise ModelError(
+                Problem(
+                    "ambiguous-sequence",
+                    f"recompute meets forwards of {sorted(fitting)} tokens, which all give shards of {rows} rows",
+                    fix=f"run backward before the next forward, or pad sequences to a multiple of {self.group.size}",
+                )
+            )
+        return next(iter(fitting.values()), self._now)

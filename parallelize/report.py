@@ -1,0 +1,77 @@
+"""What was done to a model, as a table a person can read: equal layers grouped."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from parallelize.layout import Layout
+from parallelize.plan.pattern import generic
+from parallelize.sharding import require_record
+from parallelize.styles.contract import Edge
+
+
+def describe_plan(module: nn.Module) -> str:
+    """A table of every parameter: style, full and local shape, and how it lies over `tp`.
+
+    Raises: ModelError `not-parallelized`.
+    """
+    record = require_record(module)
+    resolved, rank = record.resolved, record.group.rank
+    groups: dict[tuple, int] = {}
+    full = local = 0
+    for row in resolved.parameters.values():
+        shape = row.layout.local_shape(rank)
+        name = " = ".join(generic(name) for name in row.fact.names)
+        key = (name, str(row.rule.style), _shape(row.layout.shape), _shape(shape), _lies(row.layout, row.partial))
+        groups[key] = groups.get(key, 0) + 1
+        full += _numel(row.layout.shape)
+        local += _numel(shape)
+    head = ("parameter", "style", "full", "this rank", "over tp")
+    rows = [(f"{key[0]} (x{count})" if count > 1 else key[0], *key[1:]) for key, count in groups.items()]
+    plan = resolved.plan
+    modes = [name for name in ("sequence_parallel", "loss_parallel") if getattr(plan, name)]
+    title = f"plan {plan.name}: tp={record.group.size}" + "".join(f", {mode}" for mode in modes)
+    share = f"{local:,} of {full:,} parameters on this rank ({100 * local / max(full, 1):.1f}%; 1/tp is {100 / record.group.size:.1f}%)"
+    return "\n".join([title, *_table(head, rows), share, *_edges(resolved)])
+
+
+def _edges(resolved) -> list[str]:
+    """One line a kind of block entry and exit that communicates."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in resolved.modules.values():
+        for edge in (row.contract.enter, row.contract.leave):
+            if edge not in (Edge.NONE, Edge.VOCABULARY):
+                words = f"{edge.forward or '-'} forward, {edge.backward or '-'} backward"
+                names = found.setdefault((edge.name.lower(), words), [])
+                if generic(row.fqn) not in names:
+                    names.append(generic(row.fqn))
+    return [f"{name:<16} {words:<46} {', '.join(names)}" for (name, words), names in found.items()]
+
+
+def _lies(layout: Layout, partial: bool) -> str:
+    if layout.dim is None:
+        return "replicated, gradient summed" if partial else "replicated"
+    words = f"dim {layout.dim}"
+    pieces = max(len(owned) for owned in layout.owned)
+    if pieces > 1:
+        words += f", {pieces} chunks"
+    if any(layout.shared(rank) for rank in range(layout.num_ranks)):
+        words += ", some held by several ranks"
+    return words
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    out = 1
+    for size in shape:
+        out *= size
+    return out
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

@@ -1,0 +1,122 @@
+"""Style text: `word`, or `word(argument, key=value)`, as plans write it.
+
+Floor 1: torch-free.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from parallelize.errors import PlanError, Problem, did_you_mean
+
+_CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\(([^()]*)\))?\s*\Z")
+_SIZES = re.compile(r"[A-Za-z_]\w*(?:\s*\+\s*[A-Za-z_]\w*)*\Z")
+
+# word -> keys that it takes -> values allowed (None: free text)
+WORDS: dict[str, dict[str, tuple[str, ...] | None]] = {
+    "colwise": {
+        "unit": None,
+        "chunks": None,
+        "input": ("tokens",),
+        "output": ("shard", "full", "vocabulary"),
+    },
+    "rowwise": {"unit": None, "input": ("shard", "full"), "output": ("tokens",)},
+    "embedding": {},
+    "embedding_colwise": {},
+    "sequence": {},
+    "replicate": {"gradient": ("full", "partial")},
+    "gather": {"argument": None},
+    "rms_norm": {"unit": None},
+    "shard": {"dim": None, "unit": None, "chunks": None},
+}
+# the value that may stand without its key
+POSITIONAL = {"colwise": "unit", "rowwise": "unit", "gather": "argument", "rms_norm": "unit", "shard": "dim"}
+
+# the words of `transformers` plans that mean one of ours
+TRANSFORMERS_WORDS = {
+    "colwise_gather_output": "colwise(output=full)",
+    "colwise_rep": "colwise(output=full)",
+    "rowwise_split_input": "rowwise(input=full)",
+    "rowwise_rep": "rowwise(input=full)",
+    "packed_colwise": "colwise(chunks=2)",
+    "embedding_rowwise": "embedding",
+    "replicated_with_grad_allreduce": "replicate(gradient=partial)",
+    "sequence_parallel": "sequence",
+}
+
+
+@dataclass(frozen=True)
+class StyleText:
+    """A style as written, checked: the word and its options."""
+
+    word: str
+    options: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        inside = ", ".join(
+            value if POSITIONAL.get(self.word) == key else f"{key}={value}" for key, value in self.options.items()
+        )
+        return f"{self.word}({inside})" if inside else self.word
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @property
+    def unit(self) -> tuple[str, ...]:
+        text = self.options.get("unit", "")
+        return tuple(part.strip() for part in text.split("+")) if text else ()
+
+    @property
+    def chunks(self) -> int:
+        return int(self.options.get("chunks", "1"))
+
+
+def parse_style(text: str, where: str = "") -> StyleText:
+    """Read one style. Raises: PlanError `bad-style`, `unknown-style`, `unknown-style-option`, `bad-style-option`."""
+    text = TRANSFORMERS_WORDS.get(text.strip(), text)
+    call = _CALL.match(text)
+    if not call:
+        raise PlanError(
+            Problem("bad-style", f"cannot read {text!r}", where, fix="write `word` or `word(argument, key=value)`")
+        )
+    word, inside = call.groups()
+    if word not in WORDS:
+        raise PlanError(
+            Problem("unknown-style", f"no style is called {word!r}", where, fix=did_you_mean(word, WORDS))
+        )
+    options: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in (inside or "").split(","))):
+        key, value = _option(word, part, where)
+        if key in options:
+            raise PlanError(Problem("bad-style-option", f"{word} is given {key} twice", where))
+        options[key] = value
+    return StyleText(word, options)
+
+
+def _option(word: str, part: str, where: str) -> tuple[str, str]:
+    key, equals, value = (piece.strip() for piece in part.partition("="))
+    if not equals:
+        key, value = POSITIONAL.get(word, ""), key
+    allowed = WORDS[word]
+    if key not in allowed:
+        raise PlanError(
+            Problem(
+                "unknown-style-option",
+                f"{word} takes no {part!r}",
+                where,
+                fix=did_you_mean(key or part, allowed) if allowed else f"write `{word}` alone",
+            )
+        )
+    values = allowed[key]
+    if values is not None and value not in values:
+        raise PlanError(
+            Problem("bad-style-option", f"{word}({key}=) is {value!r}", where, fix="one of: " + ", ".join(values))
+        )
+    if key == "chunks" and not (value.isdigit() and 1 <= int(value) <= 64):
+        raise PlanError(Problem("bad-style-option", f"{word}(chunks=) is {value!r}", where, fix="a number, 1 to 64"))
+    if key == "dim" and not (value.isdigit() and int(value) < 8):
+        raise PlanError(Problem("bad-style-option", f"{word}(dim=) is {value!r}", where, fix="a number, 0 to 7"))
+    if key == "unit" and not _SIZES.match(value):
+        raise PlanError(Problem("bad-style-option", f"{word}(unit=) is {value!r}", where, fix="size names joined by +"))
+    return key, value

@@ -1,0 +1,89 @@
+"""The comparison that everything rests on: a planned model against the same model unsharded."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallelize import ShardedLogits, build_mesh, cross_entropy, full_gradients, full_parameter, parallelize_module
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
+LEARNING_RATE = 0.05
+
+
+def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest relative error and its name: max |a - b| over max |b|, floored at 1e-3 of the largest tensor's."""
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    floor = 1e-3 * max((float(b.abs().max()) for b in want.values() if b.numel()), default=0.0)
+    errors = {
+        name: float((got[name] - b).abs().max()) / max(float(b.abs().max()), floor, 1e-30)
+        for name, b in want.items()
+        if b.numel()
+    }
+    name = max(errors, key=errors.__getitem__)
+    assert all(error == error for error in errors.values()), "a value is not a number"
+    return errors[name], name
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss that keeps the dtype, on whole logits and on shards."""
+    if isinstance(logits, ShardedLogits):
+        return cross_entropy(logits, labels)
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+
+
+def reference_run(model: nn.Module, batches: list, steps: int = 3) -> dict[str, Any]:
+    """Logits, loss, gradients after one and two backward passes, weights after SGD, all unsharded."""
+    model = copy.deepcopy(model)
+    out = _run(model, batches, steps, lambda: _grads(model), lambda: {n: p.detach().clone() for n, p in model.named_parameters()})
+    return out
+
+
+def planned_run(model: nn.Module, tp: int, batches: list, steps: int = 3, plan: Any = None, **options: Any) -> dict[str, Any]:
+    """The same of a model that is planned here; call on every rank."""
+    mesh = build_mesh("cpu", tp=tp)
+    parallelize_module(model, mesh, plan, **options)
+    names = [name for name, _ in model.named_parameters()]
+    return _run(model, batches, steps, lambda: full_gradients(model), lambda: {n: full_parameter(model, n) for n in names})
+
+
+def _run(model: nn.Module, batches: list, steps: int, grads: Any, weights: Any) -> dict[str, Any]:
+    (ids, labels), (ids2, labels2) = batches
+    with torch.no_grad():
+        inference = _full(model(input_ids=ids).logits)
+    logits = model(input_ids=ids).logits
+    loss = loss_of(logits, labels)
+    loss.backward()
+    found = {"inference": inference, "logits": _full(logits).detach(), "loss": loss.detach(), "grads": grads()}
+    loss_of(model(input_ids=ids2).logits, labels2).backward()
+    found["grads twice"] = grads()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LEARNING_RATE)
+    for _ in range(steps):
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model(input_ids=ids).logits, labels).backward()
+    found["weights"] = weights()
+    return found
+
+
+def _full(logits: torch.Tensor) -> torch.Tensor:
+    return logits.full_tensor() if isinstance(logits, ShardedLogits) else logits
+
+
+def _grads(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(got: dict[str, Any], want: dict[str, Any], dtype: torch.dtype) -> None:
+    """Assert that everything is equal to rounding."""
+    bound = TOLERANCE[dtype]
+    for key in ("inference", "logits", "loss"):
+        error, _ = worst({key: got[key]}, {key: want[key]})
+        assert error <= bound, f"{key} differs by {error:.2e}"
+    for key in ("grads", "grads twice", "weights"):
+        error, name = worst(got[key], want[key])
+        assert error <= bound, f"{key}: {name} differs by {error:.2e}"

@@ -15,6 +15,10 @@ from parallelize import _torch_private as private
 from parallelize.errors import MeshError, Problem
 from parallelize.mesh import AXES, MeshSpec
 
+# torch 2.13 renamed these two, and warns about the old names
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Group:
     """Ranks that communicate: a process group with its size and this rank's place in it.
@@ -46,13 +50,13 @@ class Group:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[...] on each rank -> [size, ...], in rank order."""
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:])) if x.ndim else x.new_empty((self.size,))
-        dist.all_gather_into_tensor(out, x if x.ndim else x.reshape(1), group=self.pg)
+        _all_gather(out, x if x.ndim else x.reshape(1), group=self.pg)
         return out.view(self.size, *x.shape)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[size * n, ...] -> the sum's own [n, ...]."""
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        dist.reduce_scatter_tensor(out, x, group=self.pg)
+        _reduce_scatter(out, x, group=self.pg)
         return out
 
     def broadcast(self, x: torch.Tensor, source: int) -> None:

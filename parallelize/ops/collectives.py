@@ -200,14 +200,14 @@ def split_last(x: torch.Tensor, group: Group, start: int, stop: int) -> torch.Te
 
 
 def gather_dim(x: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:
-    """[.., n, ..] on each rank -> [.., full, ..]; rows beyond `full` are padding and are dropped. No autograd."""
+    """[.., n, ..] on each rank -> contiguous [.., full, ..]; rows beyond `full` are padding, dropped. No autograd."""
     rows = x.shape[dim]
     if dim == 0:
         out = group.all_gather(x.contiguous()).view(group.size * rows, *x.shape[1:])
     else:
         parts = group.all_gather(x.contiguous())
         out = parts.movedim(0, dim).reshape(*x.shape[:dim], group.size * rows, *x.shape[dim + 1 :])
-    return out if out.shape[dim] == full else out.narrow(dim, 0, full)
+    return out if out.shape[dim] == full else out.narrow(dim, 0, full).contiguous()
 
 
 def reduce_scatter_dim(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
@@ -228,7 +228,7 @@ def gather_uneven(x: torch.Tensor, group: Group, full: int) -> torch.Tensor:
     """Column shards as `torch.chunk` cuts them -> all `full` columns. No autograd."""
     rows = -(-full // group.size)
     padded = x if x.shape[-1] == rows else _pad(x, x.ndim - 1, rows)
-    return gather_dim(padded, group, x.ndim - 1, full).contiguous()
+    return gather_dim(padded, group, x.ndim - 1, full)
 
 
 def _blocks(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:

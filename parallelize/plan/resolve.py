@@ -166,7 +166,7 @@ class _Resolver:
         if not layers:
             self._no_region(f"{region.layers!r} holds no layers in this model", region.where)
             return None
-        leave = region.leave if region.leave in self.model.modules else layers[-1]
+        leave = region.leave if region.leave and region.leave in self.model.modules else layers[-1]
         return RegionRow(layers[0], leave, region.argument)
 
     def _no_region(self, what: str, where: str) -> None:

@@ -1,0 +1,44 @@
+# `make demo` trains a small Llama in parallel and compares it with one process; `make test` runs every test.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# a CPU build is enough for tests and demo; a plain `torch` would bring gigabytes of CUDA
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test check install-demo install-test bench clean
+
+demo: $(VENV)/.demo
+	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/demo.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.demo
+	$(BIN)/python -m benchmarks.host_overhead
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m benchmarks.host_overhead --hidden 256
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[demo]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+$(VENV)/.check: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[check]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

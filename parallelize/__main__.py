@@ -1,0 +1,7 @@
+"""`python -m parallelize`."""
+
+import sys
+
+from parallelize.cli import main
+
+sys.exit(main())

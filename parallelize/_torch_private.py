@@ -22,6 +22,11 @@ spec_of: Callable[[DTensor], Any] = attrgetter("_spec")
 """Mesh, placements and global metadata of a DTensor."""
 
 
+def shard_dim(placement: Any) -> int | None:
+    """The tensor dim that a placement splits. `fully_shard` above tp gives `_StridedShard`, which is no `Shard` in 2.13."""
+    return getattr(placement, "dim", None)
+
+
 def wrap(local: torch.Tensor, spec: Any) -> DTensor:
     """A DTensor around `local` with a known spec, without `from_local`'s checks and its autograd Function."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]

@@ -34,12 +34,13 @@ from parallelize.plan.choose import choose_plan
 from parallelize.plan.load import load_plan
 from parallelize.plan.model import ModelFacts, describe
 from parallelize.plan.resolve import ModuleRow, ResolvedPlan, resolve
-from parallelize.plan.schema import Plan
+from parallelize.plan.schema import Plan, Rule
 from parallelize.region import Region
 from parallelize.sharding import Record, Sharder, record_of
 from parallelize.special import check_embedding, check_rms_norm, sharded_rms_norm, vocabulary_embedding
 from parallelize.state import install_state_hooks
 from parallelize.styles.contract import Edge
+from parallelize.styles.text import parse_style
 from parallelize.transaction import Transaction
 
 log = logging.getLogger("parallelize")
@@ -119,6 +120,9 @@ def _plan_of(module: nn.Module, given: Any) -> Plan:
         return given
     if isinstance(given, (str, os.PathLike)):
         return load_plan(given)
+    if isinstance(given, Mapping) and all(isinstance(style, str) for style in given.values()):
+        rules = tuple(Rule(pattern, parse_style(style, pattern), "plan dict") for pattern, style in given.items())
+        return Plan("dict", rules, source="plan dict", unclaimed="replicate")
     raise PlanError(
         Problem(
             "bad-plan",

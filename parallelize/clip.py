@@ -66,7 +66,11 @@ def _scale(grads: list[torch.Tensor], scale: torch.Tensor, foreach: bool | None)
 def _sharding_groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
     """The groups over which this gradient's shards lie."""
     mesh = grad.device_mesh
-    return tuple(mesh.get_group(axis) for axis, p in enumerate(grad.placements) if p.is_shard() and mesh.size(axis) > 1)
+    return tuple(
+        mesh.get_group(axis)
+        for axis, placement in enumerate(grad.placements)
+        if private.shard_dim(placement) is not None and mesh.size(axis) > 1
+    )
 
 
 def _total_norm(buckets: dict, shares: dict, norm_type: float) -> torch.Tensor:

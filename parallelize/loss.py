@@ -41,7 +41,7 @@ class ShardedLogits(torch.Tensor):
             vocabulary = _vocabulary_of(args)
             with torch._C.DisableTorchFunctionSubclass():
                 return mark(func(*map(_checked, args), **(kwargs or {})), vocabulary)
-        if func in _PLAIN:
+        if func in _PLAIN or _is_attribute(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise ModelError(
@@ -106,7 +106,7 @@ def cross_entropy(
         )
     if reduction not in ("mean", "sum", "none"):
         raise ShapeError(Problem("bad-reduction", f"reduction is {reduction!r}", fix="mean, sum or none"))
-    flat, ids = local.reshape(-1, local.shape[-1]), targets.reshape(-1)
+    flat, ids = local.reshape(targets.numel(), local.shape[-1]), targets.reshape(-1)
     ignored = ids == ignore_index
     losses = token_losses(flat, ids.masked_fill(ignored, 0), vocabulary, label_smoothing, z_loss)
     losses = losses.masked_fill(ignored, 0.0)
@@ -179,14 +179,13 @@ _ELEMENTWISE = {
 }
 _PLAIN = {
     *(T.as_subclass, T.backward, T.register_hook, T.retain_grad, T.is_floating_point, T.dim, T.get_device),
-    *(T.element_size, T.is_contiguous, T.is_complex, T._is_view, T.untyped_storage),
-    *(
-        getattr(T, name).__get__
-        for name in ("requires_grad", "dtype", "device", "ndim", "is_cuda", "layout", "grad_fn", "is_leaf", "grad")
-    ),
-    *(getattr(T, name).__get__ for name in ("_version", "_grad_fn", "is_sparse", "is_meta", "output_nr", "is_cpu")),
-    *(getattr(T, name).__set__ for name in ("grad", "requires_grad")),
+    *(T.element_size, T.is_contiguous, T.is_complex, T.untyped_storage, T.__hash__, T.__deepcopy__),
 }
+_TRANSPOSED = {getattr(T, name).__get__ for name in ("T", "mT", "H", "mH")}  # attributes that are operations
+
+
+def _is_attribute(func: Callable) -> bool:
+    return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") and func not in _TRANSPOSED
 
 
 def _vocabulary_of(args: tuple) -> Vocabulary:
@@ -235,9 +234,9 @@ def _view(func: Callable, args: tuple, kwargs: dict) -> T:
         _refuse_view(logits, sizes)
     if sizes[-1] == -1 and _numel_of(sizes[:-1]) * full != _full_shape(logits).numel():
         _refuse_view(logits, sizes)
-    local = _local(logits)
-    lead = sizes[:-1] if sizes[-1] == full else list(sizes[:-1])
-    lead = [local[..., :1].numel() // max(1, _numel_of([s for s in lead if s != -1])) if s == -1 else s for s in lead]
+    local, tokens = _local(logits), _full_shape(logits).numel() // full
+    known = _numel_of([size for size in sizes[:-1] if size != -1])
+    lead = [tokens // max(1, known) if size == -1 else size for size in sizes[:-1]]
     return mark(local.reshape(*lead, local.shape[-1]), logits.vocabulary)
 
 

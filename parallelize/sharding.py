@@ -199,16 +199,17 @@ def _without_data_axes(stored: DTensor, group: Group) -> torch.Tensor:
     local = private.local_of(stored).detach()
     mesh, names = stored.device_mesh, stored.device_mesh.mesh_dim_names or ()
     for axis, placement in reversed(list(enumerate(stored.placements))):
-        data_axis = mesh.ndim > 1 and names[axis] != "tp"
-        if data_axis and placement.is_shard():
+        dim = private.shard_dim(placement)
+        if mesh.ndim > 1 and names[axis] != "tp" and dim is not None:
             others = [p for place, p in enumerate(stored.placements) if place != axis]
-            size = stored.shape[placement.dim]
-            if any(p.is_shard(placement.dim) for p in others):
-                size = -(-size // group.size)
+            size = stored.shape[dim]
+            if dim in map(private.shard_dim, others):  # tp's own part of that dim, as `torch.chunk` cuts it
+                start, stop = even_interval(size, group.size, group.rank)
+                size = stop - start
             data = Group(mesh.get_group(axis))
             rows = -(-size // data.size)
-            after = [0, 0] * (local.ndim - 1 - placement.dim) + [0, rows - local.shape[placement.dim]]
-            local = gather_dim(F.pad(local, after).contiguous(), data, placement.dim, size)
+            after = [0, 0] * (local.ndim - 1 - dim) + [0, rows - local.shape[dim]]
+            local = gather_dim(F.pad(local, after).contiguous(), data, dim, size)
     return local
 
 
@@ -217,10 +218,10 @@ def reshard_like(full: torch.Tensor, layout: Layout, group: Group, parameter: DT
     local = store(full.to(device=parameter.device), layout, group.rank)
     mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
     for axis, placement in enumerate(parameter.placements):
-        if mesh.ndim > 1 and names[axis] != "tp" and placement.is_shard():
-            rank = mesh.get_local_rank(axis)
-            start, stop = even_interval(local.shape[placement.dim], mesh.size(axis), rank)
-            local = local.narrow(placement.dim, start, stop - start).contiguous()
+        dim = private.shard_dim(placement)
+        if mesh.ndim > 1 and names[axis] != "tp" and dim is not None:
+            start, stop = even_interval(local.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            local = local.narrow(dim, start, stop - start).contiguous()
     return private.wrap(local, private.with_dtype(private.spec_of(parameter), local))
 
 

@@ -19,6 +19,7 @@ from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.schema import Plan, Region, Rule
 from parallelize.styles.contract import Contract, Edge, Use
 from parallelize.styles.registry import Place, contract_of
+from parallelize.styles.text import StyleText
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,11 @@ class _Resolver:
         parameters: dict[str, Rule] = {}
         for rule in self.plan.rules:
             for name in self._names_of(rule):
-                first = self.model.owners.get(name) or self.model.aliases[name]
-                claimed = parameters if name in self.model.owners else modules
-                other = claimed.setdefault(first, rule)
+                is_parameter = name in self.model.owners
+                claimed, name = (parameters, name) if is_parameter else (modules, self.model.aliases[name])
+                other = claimed.setdefault(name, rule)
                 if other is not rule and str(other.style) != str(rule.style):
-                    self._overlap(first, other, rule)
+                    self._overlap(name, other, rule)
         return modules, parameters
 
     def _names_of(self, rule: Rule) -> Iterator[str]:
@@ -201,7 +202,7 @@ class _Resolver:
             claims = list(self._claims(fact, modules, own))
             if not claims and self.plan.unclaimed == "replicate":
                 self._check_replicable(fact, modules)
-                claims = [(Rule(fact.fqn, _REPLICATE), Use())]
+                claims = [(Rule(fact.fqn, StyleText("replicate")), Use())]
             if not claims:
                 unclaimed.append(fact)
                 continue
@@ -221,18 +222,20 @@ class _Resolver:
             owner, _, key = name.rpartition(".")
             row = modules.get(self.model.aliases[owner])
             if row is not None and row.contract.style != "gather":
-                if fact.fqn in own:
-                    self._overlap(name, row.rule, own[fact.fqn])
+                if name in own:
+                    self._overlap(name, row.rule, own[name])
                 yield row.rule, row.contract.uses.get(key, Use())
-        if fact.fqn in own:
-            rule = own[fact.fqn]
-            owner = fact.fqn.rpartition(".")[0]
-            facts = replace(self.model.modules[self.model.aliases[owner]], shapes={"value": fact.shape})
-            try:
-                contract = contract_of(rule.style, facts, Place(self.plan.sequence_parallel))
-                yield rule, contract.uses.get("value", Use())
-            except ParallelizeError as error:
-                self.problems += [replace(problem, where=rule.where) for problem in error.problems]
+            if name in own:
+                yield from self._claim_of_parameter(own[name], owner, fact.shape)
+
+    def _claim_of_parameter(self, rule: Rule, owner: str, shape: tuple[int, ...]) -> Iterator[tuple[Rule, Use]]:
+        """The claim of a rule that names the parameter itself."""
+        facts = replace(self.model.modules[self.model.aliases[owner]], shapes={"value": shape})
+        if rule.style.word not in ("replicate", "shard"):
+            what = f"`{rule.style.word}` is for modules, and {rule.pattern!r} names a parameter"
+            self.problems.append(Problem("wrong-module-for-style", what, rule.where, fix="`shard` or `replicate`"))
+            return
+        yield rule, contract_of(rule.style, facts, Place()).uses["value"]
 
     def _row(self, fact: ParameterFacts, rule: Rule, use: Use) -> ParameterRow | None:
         layout, problem = self.layouts.layout(fact, use, rule)
@@ -298,12 +301,3 @@ def _above(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
-
-
-def _replicate_style():
-    from parallelize.styles.text import StyleText
-
-    return StyleText("replicate")
-
-
-_REPLICATE = _replicate_style()

@@ -62,7 +62,7 @@ def perturb(model: nn.Module) -> None:
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             else:
-                parameter.mul_(3.0)
+                parameter.mul_(1.5)
 
 
 def keep_float64(model: nn.Module) -> None:

@@ -46,5 +46,5 @@ def run_ranks(world_size: int, body: Callable[[int], Any], timeout_s: float = 12
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
     if failures:
-        raise min(failures, key=lambda item: ("Broken" in type(item[1]).__name__, item[0]))[1]
+        raise min(failures, key=lambda item: (isinstance(item[1], SystemExit), item[0]))[1]
     return results

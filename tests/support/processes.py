@@ -1,0 +1,93 @@
+"""Real gloo processes for tests: a pool of workers that stay up, so that torch is imported once a rank.
+
+Each job is a function of this repository and its arguments. A rank writes its outcome before anything is torn down; a
+job that fails or hangs ends the whole pool, and the next job starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+GROUP_TIMEOUT_S = 20.0
+
+
+class Pool:
+    """`world_size` gloo ranks on loopback."""
+
+    def __init__(self, world_size: int):
+        self.world_size = world_size
+        self._workers: list[Any] = []
+
+    def run(self, job: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+        """`job(rank, *args)` on every rank; results in rank order, or the first rank's failure as an AssertionError."""
+        outcomes = self.outcomes(job, *args, timeout_s=timeout_s)
+        failed = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind != "ok"]
+        assert not failed, "\n".join(failed)
+        return [value for _, value in outcomes]
+
+    def outcomes(self, job: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[tuple[str, Any]]:
+        """(kind, value) of every rank: ("ok", result), ("error", traceback) or ("silent", reason)."""
+        if not self._workers:
+            self._start()
+        for _, pipe in self._workers:
+            pipe.send((job, args))
+        outcomes = []
+        for process, pipe in self._workers:
+            try:
+                answered = pipe.poll(timeout_s)
+                outcomes.append(pipe.recv() if answered else ("silent", f"no answer in {timeout_s} s"))
+            except EOFError:
+                process.join(5)
+                outcomes.append(("silent", f"ended with exit code {process.exitcode}"))
+        if any(kind != "ok" for kind, _ in outcomes):
+            self.close()
+        return outcomes
+
+    def _start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.world_size):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.join(0.5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._workers = []
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    while True:
+        try:
+            job, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            torch.manual_seed(0)
+            pipe.send(("ok", job(rank, *args)))
+        except BaseException as error:
+            pipe.send(("error", f"{error}\n{traceback.format_exc()}"))

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize.layout import even_interval
+from parallelize.sharding import SHARED, Shared, shared_parts
+
+
+Groups = tuple[dist.ProcessGroup, ...]
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: torch.Tensor | Iterable[torch.Tensor],
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -25,34 +31,83 @@ def clip_grad_norm_(
     Plain and DTensor gradients, of any mesh, may be mixed. What several ranks hold is counted once, so the norm is that
     of the unsharded model. Works on the local shards: one norm each, one all-reduce a set of sharding axes.
 
+    Args:
+        parameters: a planned model, or parameters. Pass the model where `fully_shard` was applied to one whose
+            key/value heads are held by several ranks: only the model knows which elements those are.
+
     Returns: a scalar plain tensor, the same on every rank.
     Raises: RuntimeError for a norm that is not finite, with `error_if_nonfinite`.
     Source: as `torch.nn.utils.clip_grad_norm_`.
     """
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads = [grad for param in params if (grad := param.grad) is not None]
-    if not grads:
-        return torch.tensor(0.0)
     norm_type = float(norm_type)
-    buckets: dict[Any, list[torch.Tensor]] = {}
-    shares: dict[Any, list[float]] = {}
+    buckets: dict[Groups, list[torch.Tensor]] = {}
+    weights: dict[Groups, list[float]] = {}
+    known: dict[Any, Groups] = {}
     locals_ = []
-    keys: dict[int, Any] = {}
-    for param, grad in ((p, p.grad) for p in params if p.grad is not None):
-        local = private.local_of(grad) if isinstance(grad, DTensor) else grad
-        key = None
-        if isinstance(grad, DTensor):
+    for grad, shared in _gradients(parameters):
+        if not isinstance(grad, DTensor):
+            local, groups = grad, ()
+        else:
+            local = private.local_of(grad)
             spec = private.spec_of(grad)
-            key = keys.get(id(spec)) or keys.setdefault(id(spec), _sharding_groups(grad))
+            key = (id(spec.mesh), spec.placements)
+            groups = known.get(key)
+            if groups is None:
+                groups = known[key] = _sharding_groups(grad)
         locals_.append(local)
-        buckets.setdefault(key, []).append(local)
-        shares.setdefault(key, []).append(getattr(param, "_parallelize_share", 1.0))
-    total = _total_norm(buckets, shares, norm_type)
+        pieces = buckets.setdefault(groups, [])
+        if not shared:
+            pieces.append(local)
+            continue
+        held = weights.setdefault(groups, [])
+        for piece, weight in _pieces(grad, local, shared):
+            held += [1.0] * (len(pieces) - len(held)) + [weight]
+            pieces.append(piece)
+    if not locals_:
+        return torch.tensor(0.0)
+    total = _total_norm(buckets, weights, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the gradient norm of order {norm_type} is {total.item()}, so gradients cannot be clipped")
-    scale = (max_norm / (total + 1e-6)).clamp_(max=1.0)
-    _scale(locals_, scale, foreach)
+    _scale(locals_, (max_norm / (total + 1e-6)).clamp_(max=1.0), foreach)
     return total
+
+
+def _gradients(parameters: Any) -> Iterator[tuple[torch.Tensor, Shared]]:
+    """Gradients, with the parts of them that several tp ranks hold."""
+    if isinstance(parameters, nn.Module):
+        for name, parameter in parameters.named_parameters():
+            if parameter.grad is not None:
+                yield parameter.grad, shared_parts(parameters, name)
+        return
+    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+        if parameter.grad is not None:
+            yield parameter.grad, getattr(parameter, SHARED, ())
+
+
+def _pieces(grad: torch.Tensor, local: torch.Tensor, shared: Shared) -> Iterator[tuple[torch.Tensor, float]]:
+    """The local gradient cut along the dim on which ranks share, each piece with one over its holders."""
+    dim, first = shared[0][0], _first_row(grad, shared[0][0])
+    at, size = 0, local.shape[dim]
+    for _, start, stop, holders in shared:
+        start, stop = (min(max(row - first, 0), size) for row in (start, stop))
+        for low, high, weight in ((at, start, 1.0), (start, stop, 1.0 / holders)):
+            if high > low:
+                yield local.narrow(dim, low, high - low), weight
+        at = max(at, stop)
+    if at < size:
+        yield local.narrow(dim, at, size - at), 1.0
+
+
+def _first_row(grad: torch.Tensor, dim: int) -> int:
+    """Where this rank's shard begins within its tp shard, when ZeRO has cut that further."""
+    if not isinstance(grad, DTensor) or grad.device_mesh.ndim == 1:
+        return 0
+    mesh, names = grad.device_mesh, grad.device_mesh.mesh_dim_names or ()
+    rows = grad.shape[dim] // mesh.size(names.index("tp"))
+    for axis, placement in enumerate(grad.placements):
+        if names[axis] != "tp" and private.shard_dim(placement) == dim:
+            return even_interval(rows, mesh.size(axis), mesh.get_local_rank(axis))[0]
+    return 0
 
 
 def _scale(grads: list[torch.Tensor], scale: torch.Tensor, foreach: bool | None) -> None:
@@ -63,7 +118,7 @@ def _scale(grads: list[torch.Tensor], scale: torch.Tensor, foreach: bool | None)
         torch._foreach_mul_(grads, scale.to(grads[0].device))
 
 
-def _sharding_groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
+def _sharding_groups(grad: DTensor) -> Groups:
     """The groups over which this gradient's shards lie."""
     mesh = grad.device_mesh
     return tuple(
@@ -73,20 +128,21 @@ def _sharding_groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
-def _total_norm(buckets: dict, shares: dict, norm_type: float) -> torch.Tensor:
+def _total_norm(buckets: dict, weights: dict, norm_type: float) -> torch.Tensor:
     sums = []
     for groups, grads in buckets.items():
         norms = torch.stack(torch._foreach_norm(grads, norm_type))
         if norm_type == torch.inf:
             part, op = norms.max(), dist.ReduceOp.MAX
         else:
-            powers = norms.pow_(norm_type)
-            if any(share != 1.0 for share in shares[groups]):
-                powers = powers * powers.new_tensor(shares[groups])
-            part, op = powers.sum(), dist.ReduceOp.SUM
-        for group in groups or ():
+            part, op = norms.pow_(norm_type), dist.ReduceOp.SUM
+            if groups in weights:
+                held = weights[groups]
+                part *= part.new_tensor(held + [1.0] * (len(grads) - len(held)))
+            part = part.sum()
+        for group in groups:
             dist.all_reduce(part, op, group=group)
         sums.append(part)
     if norm_type == torch.inf:
         return torch.stack(sums).max()
-    return (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).pow(1.0 / norm_type)
+    return (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).pow_(1.0 / norm_type)

@@ -56,10 +56,18 @@ def install(module: nn.Module, planned: Planned, forward: Callable | None = None
         forward = _linear if plain and planned.weight is not None else _stock
         if planned.hide_bias:
             forward = _rowwise_linear if plain else _rowwise_stock
-        elif forward is _stock and not planned.slots and planned.enter is not None and planned.leave is None:
-            forward = _entered
+        elif forward is _stock and planned.leave is None:
+            forward = _light_forward(planned)
     module.__dict__["_planned"] = planned
     module.__dict__["forward"] = MethodType(forward, module)
+
+
+def _light_forward(planned: Planned) -> Callable:
+    """The cheapest forward for a module whose output needs no edge."""
+    if not planned.slots and planned.enter is not None:
+        return _entered
+    only_weight = len(planned.slots) == 1 and planned.weight is not None
+    return _one_parameter if only_weight and planned.enter is None and planned.stock is None else _stock
 
 
 def argument_of(module: nn.Module, name: str) -> tuple[int, str]:
@@ -139,6 +147,18 @@ def _stock(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if planned.leave is None:
         return out
     return (planned.leave(out[0]), *out[1:]) if isinstance(out, tuple) else planned.leave(out)
+
+
+def _one_parameter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`_stock` for a module with one parameter and no edges (most norms): the same, with less around it."""
+    planned = self._planned
+    shown = self.__dict__
+    slot = planned.weight
+    shown["weight"] = slot.local(self._parameters)
+    try:
+        return type(self).forward(self, *args, **kwargs)
+    finally:
+        shown.pop("weight", None)
 
 
 def _rowwise_stock(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -118,12 +118,11 @@ class _Handover:
                 )
             )
         slot = self.slot
-        if slot.debt is not None:
-            # a wrapper that swapped the parameter (fully_shard) takes the gradient during backward: settle at once
-            at_once = self.param is not slot.registered
-            slot.ledger.owe(self, slot.debt, grad, at_once)
-        else:
+        if slot.debt is None:
             self.deliver(grad)
+        else:
+            # a wrapper that swapped the parameter (fully_shard) takes the gradient during backward: settle at once
+            slot.ledger.owe(self, slot.debt, grad, at_once=self.param is not slot.registered)
 
     def deliver(self, grad: torch.Tensor) -> None:
         """Add a finished local gradient to the parameter's."""

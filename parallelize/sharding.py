@@ -25,6 +25,10 @@ from parallelize.ops.collectives import gather_dim
 from parallelize.plan.resolve import ParameterRow, ResolvedPlan
 
 
+SHARED = "_parallelize_shared"  # on a parameter: which of its local rows other tp ranks hold too
+Shared = tuple[tuple[int, int, int, int], ...]
+
+
 @dataclass(frozen=True)
 class Record:
     """What was applied to a model; kept on its root module."""
@@ -76,6 +80,17 @@ def shard_info(module: nn.Module) -> dict[str, ShardInfo]:
         for row in record.resolved.parameters.values()
         for fqn in row.fact.names
     }
+
+
+def shared_parts(module: nn.Module, fqn: str) -> Shared:
+    """(dim, start, stop, holders) of the local rows of a parameter that other tp ranks hold too."""
+    record = record_of(module)
+    row = record and rows_by_name(record).get(fqn)
+    return shared_of(row.layout, record.group.rank) if record and row else ()
+
+
+def shared_of(layout: Layout, rank: int) -> Shared:
+    return tuple((layout.dim or 0, start, stop, len(ranks)) for start, stop, ranks in layout.shared(rank))
 
 
 def full_parameter(module: nn.Module, fqn: str, value: DTensor | None = None) -> torch.Tensor:
@@ -142,6 +157,8 @@ class Sharder:
         local = store(data, layout, self.group.rank).to(device=device, dtype=dtype)
         new = nn.Parameter(as_dtensor(local, layout, self.tp), requires_grad=full.requires_grad)
         new.__dict__.update(full.__dict__)
+        if shared := shared_of(layout, self.group.rank):
+            setattr(new, SHARED, shared)
         return new
 
 

@@ -104,7 +104,9 @@ def main() -> None:
     text = english_text()
     if rank == 0:
         count = sum(p.numel() for p in reference.parameters())
-        print(f"Llama with {count:,} parameters, {len(text):,} bytes of text, {world} processes on {device}", flush=True)
+        print(
+            f"Llama with {count:,} parameters, {len(text):,} bytes of text, {world} processes on {device}", flush=True
+        )
     losses, gradients = train(model, text, options.steps, device, show)
     weights = {name: full_parameter(model, name).detach() for name, _ in model.named_parameters()}
     if rank == 0:

@@ -203,7 +203,9 @@ class HandFeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = _CopyToTP.apply(x, self.group)
-        return _ReduceFromTP.apply(F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down), self.group)
+        return _ReduceFromTP.apply(
+            F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down), self.group
+        )
 
 
 class HandEmbedding(nn.Module):

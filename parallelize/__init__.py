@@ -25,22 +25,22 @@ _PUBLIC = {
     ],
     "parallelize.groups": ["axis_group", "build_mesh", "group_for", "mesh_spec"],
     "parallelize.layout": ["Layout", "SlicePair"],
-    "parallelize.loss": ["ShardedLogits", "cross_entropy", "loss_parallel", "valid_tokens"],
+    "parallelize.loss": ["cross_entropy", "loss_parallel", "valid_tokens"],
     "parallelize.materialize": ["materialize"],
     "parallelize.mesh": ["MeshSpec"],
     "parallelize.optimizer": ["local_optimizer"],
     "parallelize.plan.load": ["load_plan", "shipped_plans"],
     "parallelize.plan.schema": ["Plan"],
     "parallelize.report": ["describe_plan"],
+    "parallelize.sharded_logits": ["ShardedLogits"],
     "parallelize.sharding": ["ShardInfo", "full_gradients", "full_parameter", "shard_info"],
-    "parallelize.styles_torch": [
-        "ColwiseParallel",
+    "parallelize.torch_styles.boundary": [
         "PrepareModuleInput",
         "PrepareModuleInputOutput",
         "PrepareModuleOutput",
-        "RowwiseParallel",
         "SequenceParallel",
     ],
+    "parallelize.torch_styles.linear": ["ColwiseParallel", "RowwiseParallel"],
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted([*_HOME, "__version__"])
@@ -75,7 +75,6 @@ if TYPE_CHECKING:
     from parallelize.groups import mesh_spec as mesh_spec
     from parallelize.layout import Layout as Layout
     from parallelize.layout import SlicePair as SlicePair
-    from parallelize.loss import ShardedLogits as ShardedLogits
     from parallelize.loss import cross_entropy as cross_entropy
     from parallelize.loss import loss_parallel as loss_parallel
     from parallelize.loss import valid_tokens as valid_tokens
@@ -86,13 +85,14 @@ if TYPE_CHECKING:
     from parallelize.plan.load import shipped_plans as shipped_plans
     from parallelize.plan.schema import Plan as Plan
     from parallelize.report import describe_plan as describe_plan
+    from parallelize.sharded_logits import ShardedLogits as ShardedLogits
     from parallelize.sharding import ShardInfo as ShardInfo
     from parallelize.sharding import full_gradients as full_gradients
     from parallelize.sharding import full_parameter as full_parameter
     from parallelize.sharding import shard_info as shard_info
-    from parallelize.styles_torch import ColwiseParallel as ColwiseParallel
-    from parallelize.styles_torch import PrepareModuleInput as PrepareModuleInput
-    from parallelize.styles_torch import PrepareModuleInputOutput as PrepareModuleInputOutput
-    from parallelize.styles_torch import PrepareModuleOutput as PrepareModuleOutput
-    from parallelize.styles_torch import RowwiseParallel as RowwiseParallel
-    from parallelize.styles_torch import SequenceParallel as SequenceParallel
+    from parallelize.torch_styles.boundary import PrepareModuleInput as PrepareModuleInput
+    from parallelize.torch_styles.boundary import PrepareModuleInputOutput as PrepareModuleInputOutput
+    from parallelize.torch_styles.boundary import PrepareModuleOutput as PrepareModuleOutput
+    from parallelize.torch_styles.boundary import SequenceParallel as SequenceParallel
+    from parallelize.torch_styles.linear import ColwiseParallel as ColwiseParallel
+    from parallelize.torch_styles.linear import RowwiseParallel as RowwiseParallel

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
+local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 """The shard itself, without the autograd Function of `to_local()` (25 us): an attribute since 2.0."""
 
-spec_of: Callable[[DTensor], Any] = attrgetter("_spec")
+spec_of: Callable[[Any], Any] = attrgetter("_spec")
 """Mesh, placements and global metadata of a DTensor."""
 
 
@@ -88,3 +88,19 @@ def parallel_style_class() -> type:
     from torch.distributed.tensor.parallel import ParallelStyle
 
     return ParallelStyle
+
+
+plain_functions = torch._C.DisableTorchFunctionSubclass
+"""A context in which a tensor subclass is treated as a plain tensor."""
+
+
+def loss_parallel_is_on() -> bool:
+    """Whether PyTorch's `loss_parallel()` has its handlers installed."""
+    return torch.ops.aten._log_softmax.default in DTensor._op_dispatcher._custom_op_handlers
+
+
+def leave_loss_parallel() -> None:
+    """Remove those handlers, as the stock context does when it ends without an exception."""
+    from torch.distributed.tensor.parallel.loss import _disable_custom_loss_ops
+
+    _disable_custom_loss_ops()

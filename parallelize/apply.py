@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import _torch_private as private
-from parallelize import styles_torch as faces
 from parallelize.errors import ModelError, ParallelizeError, PlanError, Problem
 from parallelize.forwards import Planned, argument_of, install
 from parallelize.gradients import Debt, Ledger
@@ -25,7 +24,6 @@ from parallelize.groups import Group, group_for, tp_mesh
 from parallelize.handshake import TIMEOUT_S, check_replicas, compressed, handshake, watch_inputs
 from parallelize.layout import even_interval
 from parallelize.local_config import LocalConfig
-from parallelize.loss import mark
 from parallelize.materialize import guard_buffers
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary import Vocabulary
@@ -36,11 +34,13 @@ from parallelize.plan.model import ModelFacts, describe
 from parallelize.plan.resolve import ModuleRow, ResolvedPlan, resolve
 from parallelize.plan.schema import Plan, Rule
 from parallelize.region import Region
+from parallelize.sharded_logits import mark
 from parallelize.sharding import Record, Sharder, record_of
 from parallelize.special import check_embedding, check_rms_norm, sharded_rms_norm, vocabulary_embedding
 from parallelize.state import install_state_hooks
 from parallelize.styles.contract import Edge
 from parallelize.styles.text import parse_style
+from parallelize.torch_styles import dicts as faces
 from parallelize.transaction import Transaction
 
 log = logging.getLogger("parallelize")
@@ -188,7 +188,9 @@ def _apply(
 ) -> None:
     group = Group(tp.get_group())
     if check_replicated:
-        whole = {row.fqn: module.get_parameter(row.fqn) for row in resolved.parameters.values() if row.layout.dim is None}
+        whole = {
+            row.fqn: module.get_parameter(row.fqn) for row in resolved.parameters.values() if row.layout.dim is None
+        }
         check_replicas(group, whole, "replicated parameters")
     Sharder(tp, group, src_data_rank, dtype, device).shard(module, resolved)
     ledger = Ledger()

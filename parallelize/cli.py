@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallelize import __version__
-from parallelize.errors import ParallelizeError
+from parallelize.errors import ParallelizeError, Problem
 from parallelize.plan.load import load_plan, read_plan, shipped_plans
 from parallelize.plan.schema import Plan
 
@@ -73,7 +73,8 @@ def _as_json(plan: Plan) -> dict:
 
 
 def _lint(options: argparse.Namespace) -> int:
-    problems, fine = [], []
+    problems: list[Problem] = []
+    fine: list[Plan] = []
     for name in options.plans:
         try:
             fine.append(load_plan(name))

@@ -14,8 +14,8 @@ from parallelize import _torch_private as private
 from parallelize.layout import even_interval
 from parallelize.sharding import SHARED, Shared, shared_parts
 
-
 Groups = tuple[dist.ProcessGroup, ...]
+_NOWHERE: Groups = ()
 
 
 @torch.no_grad()
@@ -46,14 +46,14 @@ def clip_grad_norm_(
     locals_ = []
     for grad, shared in _gradients(parameters):
         if not isinstance(grad, DTensor):
-            local, groups = grad, ()
+            local, groups = grad, _NOWHERE
         else:
             local = private.local_of(grad)
             spec = private.spec_of(grad)
             key = (id(spec.mesh), spec.placements)
-            groups = known.get(key)
-            if groups is None:
-                groups = known[key] = _sharding_groups(grad)
+            if key not in known:
+                known[key] = _sharding_groups(grad)
+            groups = known[key]
         locals_.append(local)
         pieces = buckets.setdefault(groups, [])
         if not shared:
@@ -79,9 +79,9 @@ def _gradients(parameters: Any) -> Iterator[tuple[torch.Tensor, Shared]]:
             if parameter.grad is not None:
                 yield parameter.grad, shared_parts(parameters, name)
         return
-    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
-        if parameter.grad is not None:
-            yield parameter.grad, getattr(parameter, SHARED, ())
+    for tensor in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+        if tensor.grad is not None:
+            yield tensor.grad, getattr(tensor, SHARED, ())
 
 
 def _pieces(grad: torch.Tensor, local: torch.Tensor, shared: Shared) -> Iterator[tuple[torch.Tensor, float]]:

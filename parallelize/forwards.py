@@ -100,14 +100,16 @@ def convert_argument(edge: Edge, where: tuple[int, str], args: tuple, kwargs: di
     if name in kwargs:
         return args, {**kwargs, name: edge(kwargs[name])}
     raise ModelError(
-        Problem("no-such-argument", f"called without `{name}`, which the plan converts", fix="pass it by position or name")
+        Problem(
+            "no-such-argument", f"called without `{name}`, which the plan converts", fix="pass it by position or name"
+        )
     )
 
 
 # -- forwards, each bound to its module -----------------------------------------------------------------------------
 
 
-def _linear(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+def _linear(self: Any, input: torch.Tensor) -> torch.Tensor:
     planned = self._planned
     parameters = self._parameters
     if planned.enter is not None:
@@ -117,7 +119,7 @@ def _linear(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     return out if planned.leave is None else planned.leave(out)
 
 
-def _rowwise_linear(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+def _rowwise_linear(self: Any, input: torch.Tensor) -> torch.Tensor:
     planned = self._planned
     parameters = self._parameters
     if planned.enter is not None:
@@ -126,13 +128,13 @@ def _rowwise_linear(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     return out if planned.bias is None else out + planned.bias.local(parameters)
 
 
-def _entered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
     planned = self._planned
     args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
     return planned.run_stock(self, args, kwargs)
 
 
-def _stock(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _stock(self: Any, *args: Any, **kwargs: Any) -> Any:
     planned = self._planned
     if planned.enter is not None:
         args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
@@ -149,7 +151,7 @@ def _stock(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return (planned.leave(out[0]), *out[1:]) if isinstance(out, tuple) else planned.leave(out)
 
 
-def _one_parameter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _one_parameter(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`_stock` for a module with one parameter and no edges (most norms): the same, with less around it."""
     planned = self._planned
     shown = self.__dict__
@@ -161,7 +163,7 @@ def _one_parameter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         shown.pop("weight", None)
 
 
-def _rowwise_stock(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _rowwise_stock(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Any linear's forward on its shard without the bias, which is added once after the reduction."""
     planned = self._planned
     if planned.enter is not None:

@@ -69,7 +69,7 @@ def build_mesh(device_type: str, **sizes: int) -> DeviceMesh:
 
     Raises: MeshError `wrong-world-size` where the sizes do not multiply to the number of processes.
     """
-    spec = MeshSpec(**sizes)
+    spec = MeshSpec(tuple(sizes.items()))
     world = dist.get_world_size() if dist.is_initialized() else None
     if world is not None and world != spec.world_size:
         raise MeshError(

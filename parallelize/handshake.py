@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 import zlib
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -111,7 +112,7 @@ def compressed(facts: Facts, most: int = 400) -> Facts:
     return {key: facts[key] for key in keys[:most]} | {"(the rest)": hashlib.sha256(rest.encode()).hexdigest()[:16]}
 
 
-def check_replicas(group: Group, tensors: dict[str, torch.Tensor], what: str) -> None:
+def check_replicas(group: Group, tensors: Mapping[str, torch.Tensor], what: str) -> None:
     """Compare tensors that must be equal on every rank of the group, by digest.
 
     Raises: HandshakeError `replicas-differ` naming tensors and ranks, on every rank.

@@ -125,7 +125,9 @@ def replicated(shape: Sequence[int], num_ranks: int) -> Layout:
 def chunked(shape: Sequence[int], dim: int, num_ranks: int) -> Layout:
     """Contiguous shards as `torch.chunk` cuts them: ceil(size / ranks) each, the last ones smaller or empty."""
     size = shape[dim]
-    return Layout(tuple(shape), num_ranks, dim, tuple(filled(even_interval(size, num_ranks, r)) for r in range(num_ranks)))
+    return Layout(
+        tuple(shape), num_ranks, dim, tuple(filled(even_interval(size, num_ranks, r)) for r in range(num_ranks))
+    )
 
 
 def packed(shape: Sequence[int], dim: int, num_ranks: int, chunks: Sequence[Chunk]) -> Layout:

@@ -96,19 +96,21 @@ def _from_initialiser(root: nn.Module, owner: nn.Module, key: str) -> torch.Tens
             initialise(stand_in)
     except Exception:  # a foreign initialiser may want what a stand-in lacks; the caller tries the next way
         return None
-    value = stand_in._buffers[key]
-    return None if torch.equal(value.isnan(), blank[key].isnan()) and _same(value, blank[key]) else value
+    value: Any = stand_in._buffers[key]
+    return None if _same(value, blank[key]) else value
 
 
 def _blank(buffer: torch.Tensor) -> torch.Tensor:
     """A value that no initialiser writes."""
     if buffer.is_floating_point():
         return torch.full(buffer.shape, torch.nan, dtype=buffer.dtype)
-    return torch.full(buffer.shape, 1 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min, dtype=buffer.dtype)
+    return torch.full(
+        buffer.shape, 1 if buffer.dtype == torch.bool else torch.iinfo(buffer.dtype).min, dtype=buffer.dtype
+    )
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _from_constructor(owner: nn.Module, key: str) -> torch.Tensor | None:
@@ -122,5 +124,6 @@ def _from_constructor(owner: nn.Module, key: str) -> torch.Tensor | None:
             fresh = type(owner)(config)
     except Exception:  # not constructible from its config alone
         return None
-    value = fresh._buffers.get(key)
-    return value if value is not None and value.shape == owner._buffers[key].shape and not value.is_meta else None
+    value, wanted = fresh._buffers.get(key), owner._buffers[key]
+    same = value is not None and wanted is not None and value.shape == wanted.shape and not value.is_meta
+    return value if same else None

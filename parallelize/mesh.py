@@ -89,30 +89,33 @@ class MeshSpec:
             index = coordinates.get(name)
             if index is None or not 0 <= index < size:
                 raise MeshError(
-                    Problem("bad-coordinate", f"axis {name} (size {size}) was given {index}", fix="give 0 <= index < size")
+                    Problem(
+                        "bad-coordinate", f"axis {name} (size {size}) was given {index}", fix="give 0 <= index < size"
+                    )
                 )
             rank = rank * size + index
         return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """The ranks that differ only along `axes`: one tuple a group, ordered as `axes` are named (last fastest)."""
-        for axis in axes:
-            self.size(axis)
-        inside = MeshSpec([(axis, self.size(axis)) for axis in axes])
-        outside = MeshSpec([(name, size) for name, size in self.axes if name not in axes])
-        return [
-            tuple(
-                self.rank(**outside.coordinates(outer), **inside.coordinates(inner))
-                for inner in range(inside.world_size)
-            )
-            for outer in range(outside.world_size)
-        ]
+        inside = self._offsets(axes)
+        outside = self._offsets([name for name in self.names if name not in axes])
+        return [tuple(first + step for step in inside) for first in outside]
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The one of `groups(*axes)` that holds `rank`."""
         here = self.coordinates(rank)
-        inside = MeshSpec([(axis, self.size(axis)) for axis in axes])
-        return tuple(self.rank(**{**here, **inside.coordinates(i)}) for i in range(inside.world_size))
+        first = self.rank(**{name: 0 if name in axes else index for name, index in here.items()})
+        return tuple(first + step for step in self._offsets(axes))
+
+    def _offsets(self, axes: Sequence[str]) -> list[int]:
+        """How far each rank along the product of `axes` lies from the first."""
+        offsets = [0]
+        for axis in axes:
+            size = self.size(axis)
+            stride = math.prod(self.sizes[self.names.index(axis) + 1 :])
+            offsets = [first + index * stride for first in offsets for index in range(size)]
+        return offsets
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)

@@ -77,7 +77,9 @@ class _LocalSteps:
         for group in optimizer.param_groups:
             params = group["params"]
             self.saved.append(params)
-            group["params"] = [self._leaf(param) if isinstance(param, DTensor) else self._plain(param) for param in params]
+            group["params"] = [
+                self._leaf(param) if isinstance(param, DTensor) else self._plain(param) for param in params
+            ]
         optimizer.state = self.state
 
     def _plain(self, param: torch.Tensor) -> torch.Tensor:
@@ -106,7 +108,9 @@ class _LocalSteps:
                 if id(leaf) not in self.wrapped and leaf in self.state:
                     self.wrapped.add(id(leaf))
                     held = self.state[leaf]
-                    self.official[param] = {k: _wrapped(v, param) for k, v in held.items()} if leaf is not param else held
+                    self.official[param] = (
+                        {k: _wrapped(v, param) for k, v in held.items()} if leaf is not param else held
+                    )
             group["params"] = params
 
 

@@ -7,6 +7,7 @@ the entry; a recompute during backward finds it among the forwards whose graphs 
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 
@@ -47,7 +48,8 @@ class Region:
         out = ops.enter_region(x, self.group, self.dim)
         if not torch.compiler.is_compiling() and out.grad_fn is not None:
             self._alive.add(self._now)
-            out.grad_fn.metadata["sequence_parallel_pass"] = self._now  # lives as long as the graph
+            metadata: Any = out.grad_fn.metadata
+            metadata["sequence_parallel_pass"] = self._now  # lives as long as the graph
         return out
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:

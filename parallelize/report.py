@@ -73,5 +73,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    ]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

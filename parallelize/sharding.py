@@ -24,7 +24,6 @@ from parallelize.layout import Layout, SlicePair, even_interval
 from parallelize.ops.collectives import gather_dim
 from parallelize.plan.resolve import ParameterRow, ResolvedPlan
 
-
 SHARED = "_parallelize_shared"  # on a parameter: which of its local rows other tp ranks hold too
 Shared = tuple[tuple[int, int, int, int], ...]
 
@@ -192,7 +191,7 @@ def store(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     return F.pad(local, after)
 
 
-def unshard(stored: DTensor, layout: Layout, group: Group) -> torch.Tensor:
+def unshard(stored: Any, layout: Layout, group: Group) -> torch.Tensor:
     """The full tensor in its original order, on every rank. A collective over tp (and over the axes of ZeRO)."""
     local = _without_data_axes(stored, group)
     if layout.dim is None:
@@ -230,7 +229,7 @@ def _without_data_axes(stored: DTensor, group: Group) -> torch.Tensor:
     return local
 
 
-def reshard_like(full: torch.Tensor, layout: Layout, group: Group, parameter: DTensor) -> DTensor:
+def reshard_like(full: torch.Tensor, layout: Layout, group: Group, parameter: Any) -> DTensor:
     """A full tensor as a DTensor stored like `parameter`, ZeRO's sharding included. No communication."""
     local = store(full.to(device=parameter.device), layout, group.rank)
     mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()

@@ -7,16 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from parallelize.errors import ModelError, Problem
 from parallelize.groups import Group
+from parallelize.layout import even_interval
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary import local_ids
-from parallelize.layout import even_interval
 
 
-def check_embedding(module: nn.Module, fqn: str) -> None:
+def check_embedding(module: Any, fqn: str) -> None:
     """Raises: ModelError `unsplittable-embedding` for options that look at rows of other ranks."""
     for option in ("max_norm", "sparse", "scale_grad_by_freq"):
         if getattr(module, option, None):
@@ -29,7 +28,7 @@ def check_embedding(module: nn.Module, fqn: str) -> None:
             )
 
 
-def vocabulary_embedding(module: nn.Module, group: Group, leave: Callable | None = None) -> Callable:
+def vocabulary_embedding(module: Any, group: Group, leave: Callable | None = None) -> Callable:
     """The module's own forward on ids of local rows; other rows give zeros, and the sum over ranks is the lookup.
 
     `leave`: the output edge, where it is not an all-reduce.
@@ -39,7 +38,7 @@ def vocabulary_embedding(module: nn.Module, group: Group, leave: Callable | None
     padding = getattr(module, "padding_idx", None)
     local_padding = padding - start if padding is not None and start <= padding < stop else None
 
-    def forward(self: nn.Module, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self: Any, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         planned, shown = self._planned, self.__dict__
         if planned.enter is not None:
             ids = planned.enter(ids)
@@ -60,7 +59,7 @@ def vocabulary_embedding(module: nn.Module, group: Group, leave: Callable | None
     return forward
 
 
-def check_rms_norm(module: nn.Module, fqn: str) -> None:
+def check_rms_norm(module: Any, fqn: str) -> None:
     """Raises: ModelError `not-rms-norm` where the module computes something else (tried on random numbers)."""
     trial = copy.deepcopy(module).to_empty(device="cpu").float().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
@@ -72,14 +71,16 @@ def check_rms_norm(module: nn.Module, fqn: str) -> None:
     got = _rms_norm(x, trial.weight, _eps(module, x.dtype), x.shape[-1], None)
     if want.shape != got.shape or (want - got).abs().max() > 1e-5 * want.abs().max():
         raise ModelError(
-            Problem("not-rms-norm", f"{type(module).__name__} is not x * rsqrt(mean(x^2) + eps) * weight", fix="`replicate`")
+            Problem(
+                "not-rms-norm", f"{type(module).__name__} is not x * rsqrt(mean(x^2) + eps) * weight", fix="`replicate`"
+            )
         )
 
 
 def sharded_rms_norm(group: Group) -> Callable:
     """RMSNorm over a width that is split over the ranks: one value a token is summed, forward and backward."""
 
-    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         weight = self._planned.weight.local(self._parameters)
         return _rms_norm(x, weight, _eps(self, x.dtype), x.shape[-1] * group.size, group)
 
@@ -95,6 +96,6 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, width: int, gro
     return (weight * (work * torch.rsqrt(square / width + eps))).to(x.dtype)
 
 
-def _eps(module: nn.Module, dtype: torch.dtype) -> float:
+def _eps(module: Any, dtype: torch.dtype) -> float:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return torch.finfo(dtype).eps if eps is None else eps

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Function
 
+from parallelize.errors import Problem, ShapeError
 from parallelize.groups import Group
 from parallelize.layout import even_interval
 
@@ -100,7 +101,11 @@ class _CrossEntropy(Function):
 
 
 def token_losses(
-    logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, label_smoothing: float = 0.0, z_loss: float = 0.0
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    vocabulary: Vocabulary,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """Loss of each token.
 
@@ -111,3 +116,34 @@ def token_losses(
     Cost: three all-reduces of N values forward, none backward.
     """
     return _CrossEntropy.apply(logits, targets, vocabulary, label_smoothing, z_loss)[0]
+
+
+def vocabulary_cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    vocabulary: Vocabulary,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    *,
+    z_loss: float = 0.0,
+    count: torch.Tensor | int | None = None,
+) -> torch.Tensor:
+    """Cross entropy of a shard of logits, with ignored targets and a reduction over tokens.
+
+    Shapes (P = group size): logits [..., V/P], targets [...], returns a scalar, or [...] with reduction="none".
+    `count`: what a mean divides by (default: the valid targets here).
+
+    Raises: ShapeError `bad-reduction`.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ShapeError(Problem("bad-reduction", f"reduction is {reduction!r}", fix="mean, sum or none"))
+    flat, ids = logits.reshape(targets.numel(), logits.shape[-1]), targets.reshape(-1)
+    ignored = ids == ignore_index
+    losses = token_losses(flat, ids.masked_fill(ignored, 0), vocabulary, label_smoothing, z_loss)
+    losses = losses.masked_fill(ignored, 0.0)
+    if reduction == "none":
+        return losses.view(targets.shape)
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / ((~ignored).sum() if count is None else count)

@@ -17,7 +17,8 @@ from parallelize.styles.text import WORDS, parse_style
 @lru_cache(maxsize=1)
 def _index() -> tuple[dict[str, Plan], dict[str, Plan]]:
     """Shipped plans by model type and by class name."""
-    by_type, by_class = {}, {}
+    by_type: dict[str, Plan] = {}
+    by_class: dict[str, Plan] = {}
     for path in shipped_plans().values():
         plan = read_plan(path)
         by_type |= dict.fromkeys(plan.model_types, plan)

@@ -84,7 +84,10 @@ class LayoutMaker:
             rule.where,
             (
                 ("module", generic(fact.fqn)),
-                (name, f"{count} over axis tp (size {self.tp_size}): {count} % {self.tp_size} = {count % self.tp_size}"),
+                (
+                    name,
+                    f"{count} over axis tp (size {self.tp_size}): {count} % {self.tp_size} = {count % self.tp_size}",
+                ),
             ),
             f"use tp size {', '.join(map(str, fits))}{more}",
         )

@@ -54,7 +54,9 @@ def load_plan(name_or_path: str | os.PathLike[str]) -> Plan:
     if path.suffix in (".yaml", ".yml") or os.sep in text:
         return read_plan(path)
     raise PlanError(
-        Problem("no-such-plan", f"no plan is called {text!r}", fix=did_you_mean(text, shipped) + " (or give a .yaml path)")
+        Problem(
+            "no-such-plan", f"no plan is called {text!r}", fix=did_you_mean(text, shipped) + " (or give a .yaml path)"
+        )
     )
 
 
@@ -78,7 +80,9 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
     reader = Reader(source)
     top = reader.known(compose(text, source), "the plan", KEYS)
     _check_version(reader, top, source)
-    defaults = reader.known(top["defaults"], "defaults", {"sequence_parallel", "loss_parallel"}) if "defaults" in top else {}
+    defaults = (
+        reader.known(top["defaults"], "defaults", {"sequence_parallel", "loss_parallel"}) if "defaults" in top else {}
+    )
     sizes = _sizes(reader, top)
     plan = Plan(
         name=name,
@@ -102,11 +106,15 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
 
 def _check_version(reader: Reader, top: dict[str, yaml.Node], source: str) -> None:
     if "schema_version" not in top:
-        reader.problems.append(Problem("no-version", "no schema_version", source, fix=f"add `schema_version: {SCHEMA_VERSION}`"))
+        reader.problems.append(
+            Problem("no-version", "no schema_version", source, fix=f"add `schema_version: {SCHEMA_VERSION}`")
+        )
         return
     version = reader.number(top["schema_version"], "schema_version")
     if version is not None and version != SCHEMA_VERSION:
-        reader.wrong(top["schema_version"], "unknown-version", f"version {version}; this release reads {SCHEMA_VERSION}")
+        reader.wrong(
+            top["schema_version"], "unknown-version", f"version {version}; this release reads {SCHEMA_VERSION}"
+        )
 
 
 def _texts(reader: Reader, top: dict[str, yaml.Node], key: str) -> tuple[str, ...]:

@@ -68,13 +68,14 @@ def _parameters(model: Any) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         tensors[id(parameter)] = parameter
-    parameters, owners = {}, {}
+    parameters: dict[str, ParameterFacts] = {}
+    owners: dict[str, str] = {}
     for key, found in names.items():
         tensor = tensors[key]
         parameters[found[0]] = ParameterFacts(
             tuple(found), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
         )
-        owners |= {name: found[0] for name in found}
+        owners |= dict.fromkeys(found, found[0])
     return parameters, owners
 
 

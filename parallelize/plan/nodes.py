@@ -120,9 +120,11 @@ def compose(text: str, source: str) -> yaml.Node:
 
 def _check_events(text: str, source: str) -> None:
     """Refuse what a plan never needs, before any tree is built (an alias bomb or deep nesting costs nothing here)."""
-    depth, problems = 0, []
+    depth = 0
+    problems: list[Problem] = []
     for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
-        where = f"{source}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
+        mark = event.start_mark
+        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         if count > MAX_EVENTS:
             raise PlanError(Problem("too-large", f"more than {MAX_EVENTS} YAML items", where))
         if isinstance(event, yaml.CollectionStartEvent):

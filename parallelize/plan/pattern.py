@@ -33,7 +33,7 @@ def check_pattern(pattern: str, where: str) -> None:
 
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    out = []
+    out: list[str] = []
     for piece in re.findall(r"\{[^}]*\}|\*|[^*{]+", pattern):
         if piece == "*":
             out.append(r"[^.]+" if not out or out[-1].endswith(r"\.") else r"[^.]*")
@@ -59,9 +59,7 @@ def alternatives(pattern: str) -> list[str]:
         return [pattern]
     start, end = found.span()
     return [
-        whole
-        for word in found.group(1).split(",")
-        for whole in alternatives(pattern[:start] + word + pattern[end:])
+        whole for word in found.group(1).split(",") for whole in alternatives(pattern[:start] + word + pattern[end:])
     ]
 
 

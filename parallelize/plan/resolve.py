@@ -145,8 +145,10 @@ class _Resolver:
         )
 
     def _overlap(self, name: str, first: Rule, second: Rule) -> None:
-        rows = ((first.where or "rule", f"{first.pattern}: {first.style}"),)
-        rows += ((second.where or "and rule", f"{second.pattern}: {second.style}"),)
+        rows = (
+            (first.where or "rule", f"{first.pattern}: {first.style}"),
+            (second.where or "and rule", f"{second.pattern}: {second.style}"),
+        )
         self.problems.append(
             Problem("overlapping-rules", f"two rules claim {generic(name)}", second.where, rows, "keep one of them")
         )
@@ -172,7 +174,9 @@ class _Resolver:
 
     def _no_region(self, what: str, where: str) -> None:
         self.problems.append(
-            Problem("no-region", what, where, fix="add `sequence_parallel: {layers: ...}`, or turn sequence_parallel off")
+            Problem(
+                "no-region", what, where, fix="add `sequence_parallel: {layers: ...}`, or turn sequence_parallel off"
+            )
         )
 
     def _modules(self, rules: dict[str, Rule], region: RegionRow | None) -> dict[str, ModuleRow]:
@@ -269,7 +273,9 @@ class _Resolver:
         for place in (parent, around):
             styles = {row.contract.style for name, row in modules.items() if name.rpartition(".")[0] == place}
             full = any(
-                row.contract.leave is Edge.GATHER_LAST for name, row in modules.items() if name.rpartition(".")[0] == place
+                row.contract.leave is Edge.GATHER_LAST
+                for name, row in modules.items()
+                if name.rpartition(".")[0] == place
             )
             if place and {"colwise", "rowwise"} <= styles and not full:
                 self.problems.append(

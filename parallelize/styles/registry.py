@@ -112,7 +112,7 @@ def _rms_norm(style: StyleText, module: ModuleFacts, place: Place) -> Contract:
 
 def _shard(style: StyleText, module: ModuleFacts, place: Place) -> Contract:
     use = Use(int(style.options.get("dim", "0")), style.unit, style.chunks)
-    return Contract("shard", uses={name: use for name in module.shapes})
+    return Contract("shard", uses=dict.fromkeys(module.shapes, use))
 
 
 _BUILDERS: dict[str, Callable[[StyleText, ModuleFacts, Place], Contract]] = {

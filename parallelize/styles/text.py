@@ -82,9 +82,7 @@ def parse_style(text: str, where: str = "") -> StyleText:
         )
     word, inside = call.groups()
     if word not in WORDS:
-        raise PlanError(
-            Problem("unknown-style", f"no style is called {word!r}", where, fix=did_you_mean(word, WORDS))
-        )
+        raise PlanError(Problem("unknown-style", f"no style is called {word!r}", where, fix=did_you_mean(word, WORDS)))
     options: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in (inside or "").split(","))):
         key, value = _option(word, part, where)

@@ -104,7 +104,7 @@ def test_bfloat16_stays_within_its_epsilon(family):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_frozen_base_with_a_few_trained_parameters(family, sequence_parallel):
     model = tiny_model(family, torch.float64)
-    trained = [n for n, _ in model.named_parameters() if "norm" in n or "ln_" in n or ".1." in n and "weight" in n]
+    trained = [n for n, _ in model.named_parameters() if "norm" in n or "ln_" in n or (".1." in n and "weight" in n)]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     data = batches()

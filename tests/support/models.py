@@ -85,7 +85,9 @@ def _gemma_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
     return (1.0 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _eps(self)))
 
 
-def tiny_batch(vocab_size: int = 67, batch: int = 2, length: int = 9, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def tiny_batch(
+    vocab_size: int = 67, batch: int = 2, length: int = 9, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, labels) [batch, length] with some labels ignored."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, vocab_size, (batch, length), generator=generator)

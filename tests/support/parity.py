@@ -39,16 +39,26 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def reference_run(model: nn.Module, batches: list, steps: int = 3) -> dict[str, Any]:
     """Logits, loss, gradients after one and two backward passes, weights after SGD, all unsharded."""
     model = copy.deepcopy(model)
-    out = _run(model, batches, steps, lambda: _grads(model), lambda: {n: p.detach().clone() for n, p in model.named_parameters()})
+    out = _run(
+        model,
+        batches,
+        steps,
+        lambda: _grads(model),
+        lambda: {n: p.detach().clone() for n, p in model.named_parameters()},
+    )
     return out
 
 
-def planned_run(model: nn.Module, tp: int, batches: list, steps: int = 3, plan: Any = None, **options: Any) -> dict[str, Any]:
+def planned_run(
+    model: nn.Module, tp: int, batches: list, steps: int = 3, plan: Any = None, **options: Any
+) -> dict[str, Any]:
     """The same of a model that is planned here; call on every rank."""
     mesh = build_mesh("cpu", tp=tp)
     parallelize_module(model, mesh, plan, **options)
     names = [name for name, _ in model.named_parameters()]
-    return _run(model, batches, steps, lambda: full_gradients(model), lambda: {n: full_parameter(model, n) for n in names})
+    return _run(
+        model, batches, steps, lambda: full_gradients(model), lambda: {n: full_parameter(model, n) for n in names}
+    )
 
 
 def _run(model: nn.Module, batches: list, steps: int, grads: Any, weights: Any) -> dict[str, Any]:

@@ -1,0 +1,222 @@
+"""Logits that stay sharded over the vocabulary, and still look whole to a stock model.
+
+Under `loss_parallel` the head returns `ShardedLogits`: this rank's shard, marked with its vocabulary. It reports the full
+shape, so a stock model's own `logits.view(-1, vocab_size)` is right, and `F.cross_entropy` (called by
+`nn.CrossEntropyLoss`, inline or through a `loss_function`) runs on the shards. Nothing is patched: the mark is on the one
+tensor. An operation that would misread a shard is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from parallelize import _torch_private as private
+from parallelize.errors import ModelError, Problem
+from parallelize.ops import collectives as ops
+from parallelize.ops.vocabulary import Vocabulary, vocabulary_cross_entropy
+
+T = torch.Tensor
+
+
+class ShardedLogits(torch.Tensor):
+    """Logits [..., V] of which this rank holds [..., its part of V]. Made by a planned head under `loss_parallel`."""
+
+    vocabulary: Vocabulary
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs or {})
+        if func in _ELEMENTWISE:
+            vocabulary = _vocabulary_of(args)
+            with private.plain_functions():
+                return mark(func(*map(_checked, args), **(kwargs or {})), vocabulary)
+        if func in _PLAIN or _is_attribute(func):
+            with private.plain_functions():
+                return func(*args, **(kwargs or {}))
+        raise ModelError(
+            Problem(
+                "sharded-logits",
+                f"{getattr(func, '__name__', func)} does not work on logits that are sharded over the vocabulary",
+                fix="use `parallelize.cross_entropy` or `F.cross_entropy`, `.to_local()` for this rank's part, "
+                "`.full_tensor()` for all of it, or apply the plan with loss_parallel=False",
+            )
+        )
+
+    def to_local(self) -> T:
+        """This rank's part as a plain tensor, with autograd."""
+        return self.as_subclass(torch.Tensor)
+
+    def full_tensor(self) -> T:
+        """All of it on every rank (one all-gather), with autograd."""
+        return ops.gather_last(self.to_local(), self.vocabulary.group, self.vocabulary.full)
+
+
+def mark(local: T, vocabulary: Vocabulary) -> ShardedLogits:
+    """Mark a shard as logits; gradients flow through."""
+    with private.plain_functions():
+        out = local.as_subclass(ShardedLogits)
+    out.vocabulary = vocabulary
+    return out
+
+
+# -- what `ShardedLogits` allows --------------------------------------------------------------------------------------
+
+_ELEMENTWISE = {
+    *(T.mul, T.div, T.true_divide, T.__mul__, T.__rmul__, T.__truediv__, T.tanh, T.neg, T.__neg__, T.add, T.sub),
+    *(torch.mul, torch.div, torch.true_divide, torch.tanh, torch.neg, T.mul_, T.div_, T.tanh_, T.__imul__),
+    *(T.float, T.double, T.half, T.bfloat16, T.to, T.type, T.contiguous, T.clone, T.detach, T.requires_grad_),
+    *(T.__add__, T.__radd__, T.__sub__, torch.clone, torch.detach, T.clamp, torch.clamp, T.type_as),
+}
+_PLAIN = {
+    *(T.as_subclass, T.backward, T.register_hook, T.retain_grad, T.is_floating_point, T.dim, T.get_device),
+    *(T.element_size, T.is_contiguous, T.is_complex, T.untyped_storage, T.__hash__, T.__deepcopy__),
+}
+_TRANSPOSED = {getattr(T, name).__get__ for name in ("T", "mT", "H", "mH")}  # attributes that are operations
+
+
+def _is_attribute(func: Callable) -> bool:
+    return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") and func not in _TRANSPOSED
+
+
+def _vocabulary_of(args: tuple) -> Vocabulary:
+    return next(arg.vocabulary for arg in args if isinstance(arg, ShardedLogits))
+
+
+def _checked(arg: Any) -> Any:
+    """Another operand of an elementwise op must not depend on the vocabulary dim."""
+    if isinstance(arg, torch.Tensor) and not isinstance(arg, ShardedLogits) and arg.ndim and arg.shape[-1] != 1:
+        raise ModelError(
+            Problem(
+                "sharded-logits",
+                f"sharded logits meet a tensor of shape {list(arg.shape)}",
+                fix="combine them before the head, or apply the plan with loss_parallel=False",
+            )
+        )
+    return arg
+
+
+def _local(logits: ShardedLogits) -> T:
+    with private.plain_functions():
+        return logits.as_subclass(torch.Tensor)
+
+
+def _full_shape(logits: ShardedLogits) -> torch.Size:
+    with private.plain_functions():
+        return torch.Size((*logits.shape[:-1], logits.vocabulary.full))
+
+
+def _shape(func: Callable, args: tuple, kwargs: dict) -> Any:
+    shape = _full_shape(args[0])
+    where = args[1] if len(args) > 1 else kwargs.get("dim")
+    return shape if where is None else shape[where]
+
+
+def _numel(func: Callable, args: tuple, kwargs: dict) -> int:
+    return _full_shape(args[0]).numel()
+
+
+def _view(func: Callable, args: tuple, kwargs: dict) -> T:
+    """A view that keeps the vocabulary as the last dim."""
+    logits, *sizes = args
+    sizes = list(sizes[0]) if sizes and isinstance(sizes[0], (tuple, list, torch.Size)) else sizes
+    full = logits.vocabulary.full
+    if not sizes or isinstance(sizes[0], torch.dtype) or sizes[-1] not in (full, -1) or sizes.count(-1) > 1:
+        _refuse_view(logits, sizes)
+    if sizes[-1] == -1 and _numel_of(sizes[:-1]) * full != _full_shape(logits).numel():
+        _refuse_view(logits, sizes)
+    local, tokens = _local(logits), _full_shape(logits).numel() // full
+    known = _numel_of([size for size in sizes[:-1] if size != -1])
+    lead = [tokens // max(1, known) if size == -1 else size for size in sizes[:-1]]
+    return mark(local.reshape(*lead, local.shape[-1]), logits.vocabulary)
+
+
+def _numel_of(sizes: list[int]) -> int:
+    out = 1
+    for size in sizes:
+        out *= size
+    return out
+
+
+def _refuse_view(logits: ShardedLogits, sizes: list) -> None:
+    raise ModelError(
+        Problem(
+            "sharded-logits",
+            f"logits {list(_full_shape(logits))}, sharded over the vocabulary, are viewed as {sizes}",
+            fix=f"keep the vocabulary as the last dim ({logits.vocabulary.full}), or use loss_parallel=False",
+        )
+    )
+
+
+def _index(func: Callable, args: tuple, kwargs: dict) -> T:
+    """Indexing of every dim but the vocabulary."""
+    logits, index = args
+    local = _local(logits)
+    if not _keeps_last_dim(index if isinstance(index, tuple) else (index,), local.ndim):
+        raise ModelError(
+            Problem("sharded-logits", "sharded logits are indexed along the vocabulary", fix="use loss_parallel=False")
+        )
+    return mark(local[index], logits.vocabulary)
+
+
+def _keeps_last_dim(items: tuple, ndim: int) -> bool:
+    """Whether an index takes the last of `ndim` dims whole."""
+    dots = [place for place, item in enumerate(items) if item is Ellipsis]
+    if dots:
+        after = [item for item in items[dots[0] + 1 :] if item is not None]
+        before = sum(map(_dims_taken, items[: dots[0]]))
+        return after[-1] == slice(None) if after and isinstance(after[-1], slice) else not after and before < ndim
+    taken = sum(map(_dims_taken, items))
+    return taken < ndim or (isinstance(items[-1], slice) and items[-1] == slice(None))
+
+
+def _dims_taken(item: Any) -> int:
+    if item is None:
+        return 0
+    return item.ndim if isinstance(item, torch.Tensor) and item.dtype == torch.bool else 1
+
+
+def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> T:
+    """`F.cross_entropy` on shards, with its own arguments and meaning (a mean over this batch)."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    for unsupported in ("weight", "size_average", "reduce"):
+        if given.get(unsupported) is not None:
+            raise ModelError(Problem("sharded-logits", f"cross_entropy({unsupported}=) on sharded logits"))
+    logits, target = given["input"], given["target"]
+    if target.is_floating_point() or _full_shape(logits)[:-1] != target.shape:
+        raise ModelError(
+            Problem(
+                "sharded-logits",
+                f"targets {list(target.shape)} ({target.dtype}) for sharded logits {list(_full_shape(logits))}",
+                fix="class indices with the vocabulary as the logits' last dim",
+            )
+        )
+    options = {key: given[key] for key in ("ignore_index", "reduction", "label_smoothing") if key in given}
+    local = _local(logits)
+    return vocabulary_cross_entropy(local, target, logits.vocabulary, **options).to(local.dtype)
+
+
+def _repr(func: Callable, args: tuple, kwargs: dict) -> str:
+    logits = args[0]
+    part = f"[{logits.vocabulary.start}, {logits.vocabulary.stop})"
+    return f"ShardedLogits(shape={list(_full_shape(logits))}, this rank's vocabulary {part}, {_local(logits)!r})"
+
+
+_HANDLERS: dict[Callable, Callable] = {
+    T.shape.__get__: _shape,  # type: ignore[attr-defined]
+    T.size: _shape,
+    T.numel: _numel,
+    T.nelement: _numel,
+    T.view: _view,
+    T.reshape: _view,
+    torch.reshape: _view,
+    T.__getitem__: _index,
+    T.__repr__: _repr,
+    F.cross_entropy: _cross_entropy,
+}

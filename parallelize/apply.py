@@ -354,7 +354,7 @@ def _apply_styles(
     except ParallelizeError as error:
         failure = error
     facts = {"torch": torch.__version__, "error": ", ".join(failure.slugs) if failure else "none"}
-    facts |= {f"style {name}": repr(style) for name, _, style in matched}
+    facts |= {f"style {name}": faces.spelled(style) for name, _, style in matched}
     try:
         handshake(mesh, facts | compressed(describe(module).structure()), timeout_s)
     except ParallelizeError:

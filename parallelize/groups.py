@@ -34,6 +34,12 @@ class Group:
         self.rank = pg.rank()
         self.ranks = tuple(dist.get_process_group_ranks(pg))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and self.pg is other.pg
+
+    def __hash__(self) -> int:
+        return id(self.pg)
+
     def __copy__(self) -> Group:
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,6 +107,7 @@ class _Alone(Group):
     """A group of one: whole logits on this rank."""
 
     def __init__(self) -> None:
+        self.pg: Any = None
         self.size, self.rank, self.ranks = 1, 0, (0,)
 
 

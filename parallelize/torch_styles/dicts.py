@@ -26,6 +26,11 @@ def is_style_dict(plan: Any) -> bool:
     return isinstance(plan, Mapping) and not any(isinstance(style, str) for style in plan.values())
 
 
+def spelled(style: Any) -> str:
+    """A style as text that is the same on every rank: no addresses."""
+    return repr(style) if isinstance(style, Style) else type(style).__qualname__
+
+
 def match_styles(module: nn.Module, styles: Any) -> list[tuple[str, nn.Module, Any]]:
     """(fqn, module, style) for every match, in the order of the dict. Nothing is changed.
 
@@ -68,7 +73,8 @@ def apply_styles(root: nn.Module, matched: list, mesh: DeviceMesh, source: int |
             if hasattr(style, "src_data_rank"):
                 style.src_data_rank = source
             style._apply(module, mesh)
-        ties.restore(module, fqn, ledger)
+        ties.share(module)
+    ties.serve_the_rest(ledger)
 
 
 class _Ties:
@@ -82,27 +88,21 @@ class _Ties:
                     holders.setdefault(id(parameter), []).append((owner, key))
         self.groups = [group for group in holders.values() if len(group) > 1]
 
-    def restore(self, changed: nn.Module, fqn: str, ledger: Ledger) -> None:
+    def share(self, changed: nn.Module) -> None:
+        """Give every holder the DTensor that one of them was just given."""
         for group in self.groups:
-            keys = [key for owner, key in group if owner is changed]
-            if not keys or not isinstance(changed._parameters[keys[0]], DTensor):
-                continue
-            new: Any = changed._parameters[keys[0]]
+            new: Any = next((owner._parameters[key] for owner, key in group if owner is changed), None)
+            if isinstance(new, DTensor):
+                for owner, key in group:
+                    owner._parameters[key] = new
+
+    def serve_the_rest(self, ledger: Ledger) -> None:
+        """Holders without a style of their own compute with the local shard too."""
+        for group in self.groups:
             for owner, key in group:
-                old = owner._parameters[key]
-                if old is new:
-                    continue
-                if isinstance(old, DTensor) and old.placements != new.placements:
-                    raise PlanError(
-                        Problem(
-                            "broken-tie",
-                            f"{fqn}.{key} is tied, and its rules split it as {old.placements} and {new.placements}",
-                            fix="split the same dim: RowwiseParallel for the embedding, ColwiseParallel for the head",
-                        )
-                    )
-                owner._parameters[key] = new
-                if "_planned" not in owner.__dict__:
-                    install(owner, Planned((Slot(key, new, None, None, ledger),), owner.__dict__.get("forward")))
+                held: Any = owner._parameters[key]
+                if isinstance(held, DTensor) and "_planned" not in owner.__dict__:
+                    install(owner, Planned((Slot(key, held, None, None, ledger),), owner.__dict__.get("forward")))
 
 
 def _fits(pattern: str, name: str) -> bool:

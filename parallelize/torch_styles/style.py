@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelize import _torch_private as private
-from parallelize.errors import ModelError, Problem
+from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.forwards import Planned
 from parallelize.gradients import Debt, Ledger
 from parallelize.groups import Group, tp_mesh
@@ -67,12 +67,26 @@ def planned_of(target: Target, layouts: dict[str, Layout], partial_keys: tuple[s
     slots = []
     for order, (key, layout) in enumerate(layouts.items()):
         held: Any = target.module._parameters[key]
-        if not isinstance(held, DTensor):  # a tied one may be sharded already
+        if isinstance(held, DTensor):  # a tied one, which another rule has sharded
+            _check_tie(target, key, held, layout)
+        else:
             target.module._parameters[key] = held = target.sharder.parameter(held, layout)
         owed = key in partial_keys and target.group.size > 1
         debt = Debt(order, ((target.group, None, 0, 0),)) if owed else None
         slots.append(Slot(key, held, None, debt, target.ledger))
     return Planned(tuple(slots), target.module.__dict__.get("forward"))
+
+
+def _check_tie(target: Target, key: str, held: DTensor, layout: Layout) -> None:
+    wanted = Replicate() if layout.dim is None else Shard(layout.dim)
+    if held.placements != (wanted,):
+        raise PlanError(
+            Problem(
+                "broken-tie",
+                f"{target.facts.fqn}.{key} is tied, and its rules split it as {held.placements[0]} and {wanted}",
+                fix="split the same dim: RowwiseParallel for the embedding, ColwiseParallel for the head",
+            )
+        )
 
 
 def need(style: Any, facts: ModuleFacts, kinds: tuple[str, ...]) -> None:

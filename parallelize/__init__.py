@@ -26,7 +26,7 @@ _PUBLIC = {
     "parallelize.groups": ["axis_group", "build_mesh", "group_for", "mesh_spec"],
     "parallelize.layout": ["Layout", "SlicePair"],
     "parallelize.loss": ["cross_entropy", "loss_parallel", "valid_tokens"],
-    "parallelize.materialize": ["materialize"],
+    "parallelize.meta": ["materialize"],
     "parallelize.mesh": ["MeshSpec"],
     "parallelize.optimizer": ["local_optimizer"],
     "parallelize.plan.load": ["load_plan", "shipped_plans"],
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from parallelize.loss import cross_entropy as cross_entropy
     from parallelize.loss import loss_parallel as loss_parallel
     from parallelize.loss import valid_tokens as valid_tokens
-    from parallelize.materialize import materialize as materialize
+    from parallelize.meta import materialize as materialize
     from parallelize.mesh import MeshSpec as MeshSpec
     from parallelize.optimizer import local_optimizer as local_optimizer
     from parallelize.plan.load import load_plan as load_plan

@@ -24,7 +24,7 @@ from parallelize.groups import Group, group_for, tp_mesh
 from parallelize.handshake import TIMEOUT_S, check_replicas, compressed, handshake, watch_inputs
 from parallelize.layout import even_interval
 from parallelize.local_config import LocalConfig
-from parallelize.materialize import guard_buffers
+from parallelize.meta import guard_buffers
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary import Vocabulary
 from parallelize.parameters import Slot

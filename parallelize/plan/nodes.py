@@ -64,7 +64,8 @@ class Reader:
 
     def text(self, node: yaml.Node, what: str) -> str | None:
         if not isinstance(node, yaml.ScalarNode):
-            self.wrong(node, "wrong-type", f"{what} must be text, this is {_shown(node)}")
+            fix = "quote a pattern that begins with `{`" if isinstance(node, yaml.MappingNode) else ""
+            self.wrong(node, "wrong-type", f"{what} must be text, this is {_shown(node)}", fix)
         elif node.tag != "tag:yaml.org,2002:str":
             kind = node.tag.rpartition(":")[2]
             self.wrong(node, "wrong-type", f"{what} must be text; YAML reads {node.value!r} as {kind}", "quote it")
@@ -110,7 +111,7 @@ def compose(text: str, source: str) -> yaml.Node:
         _check_events(text, source)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise PlanError(_syntax_problem(error, source)) from None
+        raise PlanError(_syntax_problem(error, source, text)) from None
     except ValueError as error:  # a character that YAML does not know
         raise PlanError(Problem("bad-yaml", str(error), source)) from None
     if node is None:
@@ -144,10 +145,11 @@ def _check_events(text: str, source: str) -> None:
         raise PlanError(*problems)
 
 
-def _syntax_problem(error: yaml.YAMLError, source: str) -> Problem:
+def _syntax_problem(error: yaml.YAMLError, source: str, text: str) -> Problem:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
-    fix = "quote a pattern that begins with `*`" if "alias" in str(error) or "'*'" in str(error) else ""
+    line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
+    fix = f"quote a pattern that begins with `{line[0]}`" if line[:1] in ("*", "{", "[", "&", "!") else ""
     what = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None)))) or str(error)
     return Problem("bad-yaml", what, where, fix=fix)
 

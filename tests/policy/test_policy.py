@@ -88,6 +88,11 @@ def test_public_names():
     assert set(parallelize._HOME) <= set(dir(parallelize))
 
 
+def test_no_public_name_is_also_a_module():
+    """Importing the module would replace the name."""
+    assert not set(parallelize._HOME) & {file.split("/")[0].removesuffix(".py") for file in FILES}
+
+
 def test_public_functions_have_docstrings():
     for name in parallelize.__all__:
         value = getattr(parallelize, name)

@@ -76,15 +76,15 @@ def sequence_parallel(styles, loss_parallel: bool) -> dict:
     from torch.distributed.tensor import Replicate, Shard
 
     col, row, gather = styles.ColwiseParallel, styles.RowwiseParallel, styles.PrepareModuleInput
-    head = {"output_layouts": Shard(-1), "use_local_output": False} if loss_parallel else {"output_layouts": Replicate()}
+    head = (
+        {"output_layouts": Shard(-1), "use_local_output": False} if loss_parallel else {"output_layouts": Replicate()}
+    )
     plan = {
         "tok_embeddings": row(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": styles.SequenceParallel(),
         "output": col(input_layouts=Shard(1), **head),
         "layers.*.attention_norm": styles.SequenceParallel(),
-        "layers.*.attention": gather(
-            input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
-        ),
+        "layers.*.attention": gather(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)),
         "layers.*.ffn_norm": styles.SequenceParallel(),
         "layers.*.feed_forward": gather(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
         "layers.*.attention.wo": row(output_layouts=Shard(1)),

@@ -78,8 +78,8 @@ if TYPE_CHECKING:
     from parallelize.loss import cross_entropy as cross_entropy
     from parallelize.loss import loss_parallel as loss_parallel
     from parallelize.loss import valid_tokens as valid_tokens
-    from parallelize.meta import materialize as materialize
     from parallelize.mesh import MeshSpec as MeshSpec
+    from parallelize.meta import materialize as materialize
     from parallelize.optimizer import local_optimizer as local_optimizer
     from parallelize.plan.load import load_plan as load_plan
     from parallelize.plan.load import shipped_plans as shipped_plans

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize.errors import ModelError, PlanError, Problem, near
-from parallelize.forwards import Planned, install
 from parallelize.gradients import Ledger
-from parallelize.parameters import Slot
 from parallelize.plan.model import describe
+from parallelize.torch_styles.linear import ColwiseParallel, RowwiseParallel
 from parallelize.torch_styles.style import ParallelStyle, Style, target_of
 
 
@@ -57,6 +56,8 @@ def match_styles(module: nn.Module, styles: Any) -> list[tuple[str, nn.Module, A
                 style.check(facts.modules[facts.aliases[name]], names[name])
             except ModelError as error:
                 problems += error.problems
+    split = {id(found) for _, found, style in matched if isinstance(style, (ColwiseParallel, RowwiseParallel))}
+    problems += _Ties(module).check({id(found): name for name, found in names.items()}, split)
     if problems:
         raise PlanError(*problems)
     return matched
@@ -74,7 +75,6 @@ def apply_styles(root: nn.Module, matched: list, mesh: DeviceMesh, source: int |
                 style.src_data_rank = source
             style._apply(module, mesh)
         ties.share(module)
-    ties.serve_the_rest(ledger)
 
 
 class _Ties:
@@ -94,15 +94,20 @@ class _Ties:
             new: Any = next((owner._parameters[key] for owner, key in group if owner is changed), None)
             if isinstance(new, DTensor):
                 for owner, key in group:
-                    owner._parameters[key] = new
+                    parameters: Any = owner._parameters
+                    parameters[key] = new
 
-    def serve_the_rest(self, ledger: Ledger) -> None:
-        """Holders without a style of their own compute with the local shard too."""
+    def check(self, names: dict[int, str], split: set[int]) -> Iterator[Problem]:
+        """A parameter that one style splits must not also be held by a module without a style: it would misread it."""
         for group in self.groups:
-            for owner, key in group:
-                held: Any = owner._parameters[key]
-                if isinstance(held, DTensor) and "_planned" not in owner.__dict__:
-                    install(owner, Planned((Slot(key, held, None, None, ledger),), owner.__dict__.get("forward")))
+            rest = [f"{names[id(owner)]}.{key}" for owner, key in group if id(owner) not in split]
+            if rest and len(rest) < len(group):
+                held = [f"{names[id(owner)]}.{key}" for owner, key in group if id(owner) in split]
+                yield Problem(
+                    "broken-tie",
+                    f"{held[0]} is split, and tied to {', '.join(rest)}, which no style serves",
+                    fix="give it a style that splits the same dim: ColwiseParallel for a head",
+                )
 
 
 def _fits(pattern: str, name: str) -> bool:

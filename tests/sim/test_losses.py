@@ -168,7 +168,7 @@ def test_models_that_compute_their_own_loss(family, cls):
 
 def test_what_would_misread_a_shard_is_refused():
     def body(rank):
-        leaf, marked = sharded(torch.randn(2, 5, 8), 2)
+        _, marked = sharded(torch.randn(2, 5, 8), 2)
         assert isinstance(marked, ShardedLogits) and marked.shape == (2, 5, 8) and marked.numel() == 80
         assert marked.size(-1) == 8 and "vocabulary" in repr(marked)
         for allowed in (

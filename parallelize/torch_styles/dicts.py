@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from parallelize.errors import ModelError, PlanError, Problem, near
 from parallelize.gradients import Ledger
 from parallelize.plan.model import describe
+from parallelize.torch_styles.boundary import SequenceParallel
 from parallelize.torch_styles.linear import ColwiseParallel, RowwiseParallel
 from parallelize.torch_styles.style import ParallelStyle, Style, target_of
 
@@ -56,7 +57,11 @@ def match_styles(module: nn.Module, styles: Any) -> list[tuple[str, nn.Module, A
                 style.check(facts.modules[facts.aliases[name]], names[name])
             except ModelError as error:
                 problems += error.problems
-    split = {id(found) for _, found, style in matched if isinstance(style, (ColwiseParallel, RowwiseParallel))}
+    split = {
+        id(found)
+        for _, found, style in matched
+        if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel))
+    }
     problems += _Ties(module).check({id(found): name for name, found in names.items()}, split)
     if problems:
         raise PlanError(*problems)

@@ -337,11 +337,26 @@ class _Installer:
         exit_ = self._planned(last)
         exit_.leave = self.region.leave
         install(last, exit_)
+        holder = region.enter.rpartition(".")[0].rpartition(".")[0]
+        self.model.objects[holder].register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
 
     def _planned(self, module: nn.Module) -> Planned:
         if "_planned" not in module.__dict__:
             return Planned((), module.__dict__.get("forward"))
         return module.__dict__["_planned"]
+
+
+def _refuse_hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Hidden states recorded inside the region would be shards that look like whole ones."""
+    wanted = kwargs.get("output_hidden_states")
+    if wanted or (wanted is None and getattr(getattr(module, "config", None), "output_hidden_states", False)):
+        raise ModelError(
+            Problem(
+                "hidden-states-are-shards",
+                "output_hidden_states under sequence parallelism would return sequence shards",
+                fix="apply the plan with sequence_parallel=False to look at hidden states",
+            )
+        )
 
 
 def _apply_styles(

@@ -398,3 +398,40 @@ def test_checkpoint_of_a_plain_block():
 
     for got in run_ranks(2, body):
         assert worst(got, grads(model))[0] < 1e-12
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_decoding_with_a_cache(family):
+    """A prompt under sequence parallelism, then one token at a time with it off: the unsharded model's logits."""
+    model, models = pair(family)
+    ids = tiny_batch(length=9)[0]
+
+    def decode(net):
+        found, cache, tokens = [], None, ids
+        with torch.no_grad():
+            for _ in range(4):
+                out = net(input_ids=tokens, past_key_values=cache, use_cache=True)
+                cache, tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+                found.append(out.logits[:, -1])
+        return torch.stack(found), cache.layers[0].keys.shape[1]
+
+    want, heads = decode(model)
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), sequence_parallel=True)
+        return decode(models[rank])
+
+    for got, local_heads in run_ranks(2, body):
+        assert worst({"": got}, {"": want})[0] < 1e-12 and local_heads == heads // 2
+
+
+def test_hidden_states_inside_the_region_are_refused():
+    _, models = pair("llama")
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), sequence_parallel=True)
+        with pytest.raises(ModelError) as error:
+            models[rank](input_ids=tiny_batch()[0], output_hidden_states=True)
+        assert error.value.slugs == ("hidden-states-are-shards",)
+
+    run_ranks(2, body)

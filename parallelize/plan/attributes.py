@@ -6,20 +6,17 @@ Floor 2: torch-free.
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parallelize.errors import Problem, did_you_mean
-from parallelize.plan.layouts import LayoutMaker, _dotted
+from parallelize.plan.layouts import LayoutMaker, dotted
 from parallelize.plan.model import ModelFacts
 from parallelize.plan.pattern import generic, matches
 from parallelize.plan.schema import LocalAttribute, Plan
 
-if TYPE_CHECKING:
-    from parallelize.plan.resolve import ModuleRow
-
 
 def local_attributes(
-    plan: Plan, model: ModelFacts, sizes: LayoutMaker, modules: dict[str, ModuleRow]
+    plan: Plan, model: ModelFacts, sizes: LayoutMaker
 ) -> tuple[dict[str, dict[str, int]], list[Problem]]:
     """Module fqn -> attribute -> value on each rank, and what is wrong. Unchanged values are left out."""
     found: dict[str, dict[str, int]] = {}
@@ -30,7 +27,7 @@ def local_attributes(
             problems.append(Problem("unmatched-rule", f"{item.pattern!r} under `local` matches no module", item.where))
         scale = _scale(item, sizes)
         for name in matched:
-            value = _dotted(model.objects[name], item.attribute)
+            value = dotted(model.objects[name], item.attribute)
             problem = _check(item, name, value, scale, model.objects[name])
             if problem:
                 problems.append(problem)

@@ -29,7 +29,7 @@ class LayoutMaker:
         if isinstance(source, int):
             return source
         for holder in (self.model.config, self.model.root):
-            value = _dotted(holder, source)
+            value = dotted(holder, source)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
         return None
@@ -132,7 +132,8 @@ def _no_size(plan: Plan, name: str, rule: Rule) -> Problem:
     )
 
 
-def _dotted(holder: Any, path: str) -> Any:
+def dotted(holder: Any, path: str) -> Any:
+    """`holder.a.b` for the path `a.b`, None where a part is missing."""
     for part in path.split("."):
         holder = getattr(holder, part, None)
     return holder

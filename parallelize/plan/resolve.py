@@ -104,7 +104,7 @@ class _Resolver:
         region = self._region()
         modules = self._modules(module_rules, region)
         parameters = self._parameters(modules, parameter_rules)
-        attributes, wrong = local_attributes(self.plan, self.model, self.layouts, modules)
+        attributes, wrong = local_attributes(self.plan, self.model, self.layouts)
         self.problems += wrong
         if self.problems:
             raise PlanError(*dict.fromkeys(self.problems))

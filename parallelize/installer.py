@@ -1,0 +1,168 @@
+"""Gives every planned module what it runs with: slots for its parameters, edges, local attributes, the region."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+
+from parallelize.errors import ModelError, Problem
+from parallelize.forwards import Planned, argument_of, install
+from parallelize.gradients import Debt, Ledger
+from parallelize.groups import Group, group_for
+from parallelize.layout import even_interval
+from parallelize.local_config import LocalConfig
+from parallelize.ops import collectives as ops
+from parallelize.ops.vocabulary import Vocabulary
+from parallelize.parameters import Slot
+from parallelize.plan.model import ModelFacts
+from parallelize.plan.resolve import ModuleRow, ResolvedPlan
+from parallelize.region import Region
+from parallelize.sharded_logits import mark
+from parallelize.special import sharded_rms_norm, vocabulary_embedding
+from parallelize.styles.contract import Edge
+
+
+class Installer:
+    """Gives every planned module its slots, edges and local attributes."""
+
+    def __init__(self, group: Group, model: ModelFacts, resolved: ResolvedPlan, ledger: Ledger):
+        self.group, self.model, self.resolved, self.ledger = group, model, resolved, ledger
+        self.region = Region(group)
+        self.orders = {fqn: order for order, fqn in enumerate(resolved.parameters)}
+        self.sharers: dict[tuple[int, ...], Group] = {}
+
+    def run(self) -> None:
+        for fqn, facts in self.model.modules.items():
+            row = self.resolved.modules.get(fqn)
+            slots = tuple(self._slot(fqn, key) for key in facts.shapes)
+            if slots or row is not None:
+                self._install(self.model.objects[fqn], slots, row)
+            self._localise(fqn)
+        if self.resolved.region is not None:
+            self._bound_region()
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def _slot(self, fqn: str, key: str) -> Slot:
+        owner = self.model.owners[f"{fqn}.{key}" if fqn else key]
+        row = self.resolved.parameters[owner]
+        rank, layout = self.group.rank, row.layout
+        valid = None
+        if not layout.is_canonical and layout.local_size(rank) != layout.stored_local_size:
+            assert layout.dim is not None
+            valid = (layout.dim, layout.local_size(rank))
+        return Slot(key, self.model.objects[fqn]._parameters[key], valid, self._debt(owner), self.ledger)
+
+    def _debt(self, owner: str) -> Debt | None:
+        row = self.resolved.parameters[owner]
+        if self.group.size == 1:
+            return None
+        if row.partial:
+            return Debt(self.orders[owner], ((self.group, None, 0, 0),))
+        shared = row.layout.shared(self.group.rank)
+        parts = tuple((self._sharers(ranks), row.layout.dim, start, stop) for start, stop, ranks in shared)
+        return Debt(self.orders[owner], parts) if parts else None
+
+    def _sharers(self, ranks: tuple[int, ...]) -> Group:
+        if len(ranks) == self.group.size:
+            return self.group
+        if ranks not in self.sharers:
+            self.sharers[ranks] = Group(group_for([self.group.ranks[rank] for rank in ranks]))
+        return self.sharers[ranks]
+
+    # -- forwards -------------------------------------------------------------------------------------------------
+
+    def _install(self, module: nn.Module, slots: tuple[Slot, ...], row: ModuleRow | None) -> None:
+        planned = Planned(slots, module.__dict__.get("forward"))
+        forward = None
+        if row is not None:
+            contract = row.contract
+            if contract.enter is not Edge.NONE:
+                planned.argument = argument_of(module, contract.argument)
+            planned.enter = self._edge(contract.enter, row, fused=False)
+            planned.leave = self._edge(contract.leave, row, fused=type(module) is nn.Linear)
+            planned.hide_bias = contract.compute == "rowwise" and planned.leave is not None
+            if contract.compute == "embedding" and self.group.size > 1:
+                forward = vocabulary_embedding(module, self.group)
+            elif contract.compute == "rms_norm" and self.group.size > 1:
+                forward = sharded_rms_norm(self.group)
+        install(module, planned, forward)
+
+    def _edge(self, edge: Edge, row: ModuleRow, fused: bool):
+        """The op of an edge, bound to its group; None where there is nothing to do."""
+        group, dim = self.group, row.contract.sequence_dim
+        if edge is Edge.VOCABULARY:
+            return partial(mark, vocabulary=Vocabulary(self._width(row), group))
+        if edge is Edge.NONE or group.size == 1:
+            return None
+        bound = {
+            Edge.COPY: lambda: partial(ops.copy, group=group),
+            Edge.REDUCE: lambda: partial(ops.reduce_owned if fused else ops.reduce, group=group),
+            Edge.GATHER_SEQUENCE: lambda: partial(self.region.gather, dim=dim),
+            Edge.SCATTER_SEQUENCE: lambda: partial(self.region.scatter, dim=dim),
+            Edge.GATHER_LAST: lambda: partial(ops.gather_last, group=group, full=self._width(row)),
+            Edge.SPLIT_LAST: lambda: self._split(row),
+        }
+        return bound[edge]()
+
+    def _width(self, row: ModuleRow) -> int:
+        """The full output width of a column linear or embedding."""
+        layout = self.resolved.parameters[self.model.owners[f"{row.fqn}.weight"]].layout
+        assert layout.dim is not None
+        return layout.shape[layout.dim]
+
+    def _split(self, row: ModuleRow):
+        start, stop = even_interval(self._width(row), self.group.size, self.group.rank)
+        return partial(ops.split_last, group=self.group, start=start, stop=stop)
+
+    # -- attributes and region ------------------------------------------------------------------------------------
+
+    def _localise(self, fqn: str) -> None:
+        module = self.model.objects[fqn]
+        wanted = dict(self.resolved.attributes.get(fqn, {}))
+        row = self.resolved.modules.get(fqn)
+        for attribute, key in (row.contract.local_attributes if row else {}).items():
+            layout = self.resolved.parameters[self.model.owners[f"{fqn}.{key}"]].layout
+            wanted[attribute] = layout.local_size(self.group.rank)
+        on_config = {key.partition(".")[2]: value for key, value in wanted.items() if key.startswith("config.")}
+        if on_config:
+            module.config = LocalConfig(module.config, on_config)
+        for attribute, value in wanted.items():
+            if not attribute.startswith("config."):
+                setattr(module, attribute, value)
+
+    def _bound_region(self) -> None:
+        """Shard hidden states where the region begins, gather them where it ends."""
+        region = self.resolved.region
+        assert region is not None
+        if self.group.size == 1:
+            return
+        first, last = self.model.objects[region.enter], self.model.objects[region.leave]
+        entry = self._planned(first)
+        entry.argument = argument_of(first, region.argument)
+        entry.enter = self.region.enter
+        install(first, entry)
+        exit_ = self._planned(last)
+        exit_.leave = self.region.leave
+        install(last, exit_)
+        holder = region.enter.rpartition(".")[0].rpartition(".")[0]
+        self.model.objects[holder].register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+
+    def _planned(self, module: nn.Module) -> Planned:
+        if "_planned" not in module.__dict__:
+            return Planned((), module.__dict__.get("forward"))
+        return module.__dict__["_planned"]
+
+
+def _refuse_hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Hidden states recorded inside the region would be shards that look like whole ones."""
+    wanted = kwargs.get("output_hidden_states")
+    if wanted or (wanted is None and getattr(getattr(module, "config", None), "output_hidden_states", False)):
+        raise ModelError(
+            Problem(
+                "hidden-states-are-shards",
+                "output_hidden_states under sequence parallelism would return sequence shards",
+                fix="apply the plan with sequence_parallel=False to look at hidden states",
+            )
+        )

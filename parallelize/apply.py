@@ -77,11 +77,11 @@ def parallelize_module(
     tp = tp_mesh(mesh)
     if faces.is_style(parallelize_plan) or faces.is_style_dict(parallelize_plan):
         return _apply_styles(module, mesh, tp, parallelize_plan, src_data_rank, handshake_timeout_s)
-    _refuse_twice(module)
     model = describe(module)
     options = {"dtype": str(dtype), "src_data_rank": str(src_data_rank), "check_replicated": str(check_replicated)}
     failure, resolved = None, None
     try:
+        _refuse_twice(module)
         plan = _plan_of(module, parallelize_plan)
         plan = plan.with_options(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
         resolved = resolve(plan, model, tp.size())

@@ -122,7 +122,8 @@ def group_for(ranks: Sequence[int]) -> dist.ProcessGroup:
     if dist.get_rank() not in wanted:
         raise MeshError(Problem("not-in-group", f"rank {dist.get_rank()} asks for the group of ranks {list(wanted)}"))
     for group in private.known_groups():
-        if tuple(dist.get_process_group_ranks(group)) == wanted and group.name() != "custom":
+        same_network = dist.get_backend(group) == dist.get_backend()
+        if same_network and tuple(dist.get_process_group_ranks(group)) == wanted:
             return group
     return dist.new_group(list(wanted), use_local_synchronization=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -76,9 +77,10 @@ def apply_styles(root: nn.Module, matched: list, mesh: DeviceMesh, source: int |
         if isinstance(style, Style):
             style.install(target_of(module, fqn, mesh, ledger, source))
         else:  # PyTorch's own, or a third party's: applied as it is
-            if hasattr(style, "src_data_rank"):
-                style.src_data_rank = source
-            style._apply(module, mesh)
+            own = copy.copy(style)  # theirs write on themselves while they are applied
+            if hasattr(own, "src_data_rank"):
+                own.src_data_rank = source
+            own._apply(module, mesh)
         ties.share(module)
 
 

@@ -46,7 +46,9 @@ class Planned:
         self.zero_bias: torch.Tensor | None = None
 
     def run_stock(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        return self.stock(*args, **kwargs) if self.stock else type(module).forward(module, *args, **kwargs)
+        if self.stock is None:
+            return type(module).forward(module, *args, **kwargs)
+        return self.stock(*args, **kwargs)
 
 
 def install(module: nn.Module, planned: Planned, forward: Callable | None = None) -> None:

@@ -38,12 +38,14 @@ def handshake(mesh: DeviceMesh, facts: Facts, timeout_s: float = TIMEOUT_S) -> N
     if len(ranks) < 2 or store is None or dist.get_backend() == "fake":
         return
     me = dist.get_rank()
-    prefix = f"parallelize/handshake/{'-'.join(map(str, (ranks[0], ranks[-1], len(ranks))))}"
-    turn = store.add(f"{prefix}/turn/{me}", 1)
-    prefix = f"{prefix}/{turn}"
+    base = f"parallelize/handshake/{'-'.join(map(str, ranks)) if len(ranks) < 64 else hash(tuple(ranks))}"
+    turn = store.add(f"{base}/turn/{me}", 1)
+    prefix = f"{base}/{turn}"
     store.set(f"{prefix}/facts/{me}", zlib.compress(json.dumps(facts).encode()))
     if me == ranks[0]:
-        verdict = _judge(store, prefix, ranks, time.monotonic() + timeout_s)
+        verdict, missing = _judge(store, prefix, ranks, time.monotonic() + timeout_s)
+        for rank in missing:  # it did not take this turn: pass it over, so that the next one meets again
+            store.add(f"{base}/turn/{rank}", max(0, turn - store.add(f"{base}/turn/{rank}", 0)))
         store.set(f"{prefix}/verdict", json.dumps([[p.slug, p.what, p.rows, p.fix] for p in verdict]))
     else:
         verdict = _await_verdict(store, prefix, ranks, timeout_s + 5.0)
@@ -51,7 +53,8 @@ def handshake(mesh: DeviceMesh, facts: Facts, timeout_s: float = TIMEOUT_S) -> N
         raise HandshakeError(*verdict)
 
 
-def _judge(store: dist.Store, prefix: str, ranks: list[int], deadline: float) -> list[Problem]:
+def _judge(store: dist.Store, prefix: str, ranks: list[int], deadline: float) -> tuple[list[Problem], list[int]]:
+    """What the first rank finds: (problems, ranks that posted nothing in time)."""
     facts, missing = {}, []
     for rank in ranks:
         left = max(0.05, deadline - time.monotonic())
@@ -61,7 +64,7 @@ def _judge(store: dist.Store, prefix: str, ranks: list[int], deadline: float) ->
         except (RuntimeError, dist.DistError):
             missing.append(rank)
     problems = [_missing(missing)] if missing else []
-    return problems + _differences(facts)
+    return problems + _differences(facts), missing
 
 
 def _await_verdict(store: dist.Store, prefix: str, ranks: list[int], timeout_s: float) -> list[Problem]:

@@ -140,25 +140,47 @@ def _stock(self: Any, *args: Any, **kwargs: Any) -> Any:
     planned = self._planned
     if planned.enter is not None:
         args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
-    shown, parameters = self.__dict__, self._parameters
-    for slot in planned.slots:
-        shown[slot.key] = slot.local(parameters)
-    try:
-        out = planned.run_stock(self, args, kwargs)
-    finally:
-        for slot in planned.slots:
-            shown.pop(slot.key, None)
+    out = _on_local_parameters(self, planned, args, kwargs)
     if planned.leave is None:
         return out
     return (planned.leave(out[0]), *out[1:]) if isinstance(out, tuple) else planned.leave(out)
 
 
+def _on_local_parameters(self: Any, planned: Planned, args: tuple, kwargs: dict) -> Any:
+    """The module's own forward, which reads local tensors where its parameters stand.
+
+    An instance's dictionary is looked at before the parameters, so that is where they are shown meanwhile.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return _traced(self, planned, args, kwargs)
+    shown, parameters = self.__dict__, self._parameters
+    for slot in planned.slots:
+        shown[slot.key] = slot.local(parameters)
+    try:
+        return planned.run_stock(self, args, kwargs)
+    finally:
+        for slot in planned.slots:
+            shown.pop(slot.key, None)
+
+
+def _traced(self: Any, planned: Planned, args: tuple, kwargs: dict) -> Any:
+    """The same for Dynamo, which in torch 2.11 traces stores into the parameter table but no removal from a dictionary."""
+    parameters = self._parameters
+    kept = [parameters[slot.key] for slot in planned.slots]
+    for slot in planned.slots:
+        parameters[slot.key] = slot.local(parameters)
+    out = planned.run_stock(self, args, kwargs)
+    for slot, parameter in zip(planned.slots, kept, strict=True):
+        parameters[slot.key] = parameter
+    return out
+
+
 def _one_parameter(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`_stock` for a module with one parameter and no edges (most norms): the same, with less around it."""
-    planned = self._planned
+    if torch.compiler.is_dynamo_compiling():
+        return _traced(self, self._planned, args, kwargs)
     shown = self.__dict__
-    slot = planned.weight
-    shown["weight"] = slot.local(self._parameters)
+    shown["weight"] = self._planned.weight.local(self._parameters)
     try:
         return type(self).forward(self, *args, **kwargs)
     finally:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11's threaded group lacks what destroying one reads
-    threaded.ThreadLocalWorld.comms = ()
+    threaded.ThreadLocalWorld.comms = property(lambda self: [])
 
 
 def run_ranks(world_size: int, body: Callable[[int], Any], timeout_s: float = 120.0) -> list[Any]:

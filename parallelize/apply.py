@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, ParallelizeError, PlanError, Problem
@@ -23,6 +24,7 @@ from parallelize.groups import Group, tp_mesh
 from parallelize.handshake import TIMEOUT_S, check_replicas, compressed, handshake, watch_inputs
 from parallelize.installer import Installer
 from parallelize.meta import guard_buffers
+from parallelize.moves import guard_moves, refuse_ddp
 from parallelize.plan.choose import choose_plan
 from parallelize.plan.load import load_plan
 from parallelize.plan.model import ModelFacts, describe
@@ -159,13 +161,29 @@ def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
             problems += [
                 Problem(p.slug, f"{fqn}: {p.what}", p.where or row.rule.where, p.rows, p.fix) for p in error.problems
             ]
+    for name, parameter in model.root.named_parameters():
+        problems += _wrong_with_parameter(name, parameter)
     problems += [
-        Problem("gradient-present", f"parameter {name} has a gradient", fix="call zero_grad() before parallelizing")
-        for name, parameter in model.root.named_parameters()
-        if parameter.grad is not None
+        Problem(
+            "reads-child-parameters",
+            f"{fqn} is a {type(module).__name__}, whose code reads parameters from outside the module that holds them",
+            fix="replace it by modules that call each other, or plan only what lies beside it",
+        )
+        for fqn, module in model.objects.items()
+        if isinstance(module, (nn.MultiheadAttention, nn.ParameterList, nn.ParameterDict)) and any(module.parameters())
     ]
     if problems:
         raise ModelError(*problems[:20])
+
+
+def _wrong_with_parameter(name: str, parameter: Any) -> Iterator[Problem]:
+    if isinstance(parameter, DTensor):
+        yield Problem("already-parallelized", f"parameter {name} is a DTensor", fix="apply one plan, once, to all")
+    if parameter.grad is not None:
+        yield Problem("gradient-present", f"parameter {name} has a gradient", fix="call zero_grad() first")
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        fix = "register it after parallelize_module: it then gets the DTensor gradient"
+        yield Problem("hook-on-parameter", f"parameter {name} has a hook, which would be lost", fix=fix)
 
 
 def _apply(
@@ -191,6 +209,8 @@ def _apply(
     module.__dict__["_parallelize_record"] = Record(resolved, mesh, tp, group, ledger)
     install_state_hooks(module)
     guard_buffers(module)
+    guard_moves(module)
+    refuse_ddp(module)
     if device is not None:
         _move_buffers(module, device)
     if check_replicated:

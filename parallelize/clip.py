@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
 from parallelize.layout import even_interval
-from parallelize.sharding import SHARED, Shared, shared_parts
+from parallelize.parameters import SHARED, Shared
+from parallelize.sharding import shared_of_parameters
 
 Groups = tuple[dist.ProcessGroup, ...]
 _NOWHERE: Groups = ()
@@ -57,7 +58,7 @@ def clip_grad_norm_(
         locals_.append(local)
         pieces = buckets.setdefault(groups, [])
         if not shared:
-            pieces.append(local)
+            pieces.append(local if local.numel() else _zero(local))
             continue
         held = weights.setdefault(groups, [])
         for piece, weight in _pieces(grad, local, shared):
@@ -75,13 +76,19 @@ def clip_grad_norm_(
 def _gradients(parameters: Any) -> Iterator[tuple[torch.Tensor, Shared]]:
     """Gradients, with the parts of them that several tp ranks hold."""
     if isinstance(parameters, nn.Module):
-        for name, parameter in parameters.named_parameters():
+        shared = shared_of_parameters(parameters)
+        for parameter in parameters.parameters():
             if parameter.grad is not None:
-                yield parameter.grad, shared_parts(parameters, name)
+                yield parameter.grad, shared.get(id(parameter), ())
         return
     for tensor in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
         if tensor.grad is not None:
             yield tensor.grad, getattr(tensor, SHARED, ())
+
+
+def _zero(like: torch.Tensor) -> torch.Tensor:
+    """What an empty shard contributes; an infinity norm of nothing is an error in PyTorch."""
+    return like.new_zeros(1)
 
 
 def _pieces(grad: torch.Tensor, local: torch.Tensor, shared: Shared) -> Iterator[tuple[torch.Tensor, float]]:
@@ -128,10 +135,16 @@ def _sharding_groups(grad: DTensor) -> Groups:
     )
 
 
+def _on_one_device(norms: tuple[torch.Tensor, ...], device: torch.device) -> list[torch.Tensor]:
+    return [norm if norm.device == device else norm.to(device) for norm in norms]
+
+
 def _total_norm(buckets: dict, weights: dict, norm_type: float) -> torch.Tensor:
     sums = []
+    total_on = next(iter(buckets.values()))[0].device
     for groups, grads in buckets.items():
-        norms = torch.stack(torch._foreach_norm(grads, norm_type))
+        norms = torch.stack(_on_one_device(torch._foreach_norm(grads, norm_type), total_on))
+        norms = norms if norms.dtype == torch.float64 else norms.float()  # squares overflow half precision
         if norm_type == torch.inf:
             part, op = norms.max(), dist.ReduceOp.MAX
         else:

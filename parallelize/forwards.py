@@ -127,7 +127,7 @@ def _rowwise_linear(self: Any, input: torch.Tensor) -> torch.Tensor:
     if planned.enter is not None:
         input = planned.enter(input)
     out = planned.leave(F.linear(input, planned.weight.local(parameters)))
-    return out if planned.bias is None else out + planned.bias.local(parameters)
+    return out if planned.bias is None else _add_bias(out, planned.bias.local(parameters))
 
 
 def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,9 +154,9 @@ def _on_local_parameters(self: Any, planned: Planned, args: tuple, kwargs: dict)
     if torch.compiler.is_dynamo_compiling():
         return _traced(self, planned, args, kwargs)
     shown, parameters = self.__dict__, self._parameters
-    for slot in planned.slots:
-        shown[slot.key] = slot.local(parameters)
     try:
+        for slot in planned.slots:
+            shown[slot.key] = slot.local(parameters)
         return planned.run_stock(self, args, kwargs)
     finally:
         for slot in planned.slots:
@@ -204,4 +204,9 @@ def _rowwise_stock(self: Any, *args: Any, **kwargs: Any) -> Any:
         shown.pop("weight", None)
         shown.pop("bias", None)
     del weight
-    return out if bias is None else out + bias
+    return out if bias is None else _add_bias(out, bias)
+
+
+def _add_bias(out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """In the product's dtype, as a linear under autocast does."""
+    return out + (bias if bias.dtype == out.dtype else bias.to(out.dtype))

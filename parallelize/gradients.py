@@ -76,7 +76,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._open: dict[int, list[_Entry]] = {}
-        self._deferred: list[_Entry] | None = None
+        self._deferred: dict[int, _Entry] | None = None
 
     def __deepcopy__(self, memo: dict) -> Ledger:
         return self  # entries name their parameters, so copies of a model may share it
@@ -88,7 +88,9 @@ class Ledger:
             settle([entry])
             return
         if self._deferred is not None:
-            self._deferred.append(entry)
+            first = self._deferred.setdefault(id(creditor), entry)
+            if first is not entry:
+                first.grad.add_(grad)
             return
         number = private.backward_id()
         if number not in self._open:
@@ -104,23 +106,13 @@ class Ledger:
         if self._deferred is not None:
             yield
             return
-        self._deferred = []
+        self._deferred = {}
         try:
             yield
             entries, self._deferred = self._deferred, None
-            settle(_merged(entries))
+            settle(list(entries.values()))
         finally:
             self._deferred = None
-
-
-def _merged(entries: list[_Entry]) -> list[_Entry]:
-    """One entry a parameter: its gradients are added before they are sent."""
-    merged: dict[int, _Entry] = {}
-    for entry in entries:
-        first = merged.setdefault(id(entry.creditor), entry)
-        if first is not entry:
-            first.grad = first.grad + entry.grad
-    return list(merged.values())
 
 
 def settle(entries: list[_Entry]) -> None:

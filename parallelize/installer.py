@@ -19,6 +19,7 @@ from parallelize.plan.model import ModelFacts
 from parallelize.plan.resolve import ModuleRow, ResolvedPlan
 from parallelize.region import Region
 from parallelize.sharded_logits import mark
+from parallelize.sharding import shared_of
 from parallelize.special import sharded_rms_norm, vocabulary_embedding
 from parallelize.styles.contract import Edge
 
@@ -52,7 +53,7 @@ class Installer:
         if not layout.is_canonical and layout.local_size(rank) != layout.stored_local_size:
             assert layout.dim is not None
             valid = (layout.dim, layout.local_size(rank))
-        return Slot(key, self.model.objects[fqn]._parameters[key], valid, self._debt(owner), self.ledger)
+        return Slot(key, valid, self._debt(owner), self.ledger, shared_of(layout, rank))
 
     def _debt(self, owner: str) -> Debt | None:
         row = self.resolved.parameters[owner]

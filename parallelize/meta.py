@@ -21,8 +21,11 @@ Rebuild = Mapping[str, Callable[[], torch.Tensor]]
 
 
 def guard_buffers(module: nn.Module) -> None:
-    """Make the model's own `to_empty` rebuild what no checkpoint holds."""
+    """Keep, beside each meta buffer that no checkpoint holds, what it is to become; `to_empty` of the model checks first."""
     module.__dict__["to_empty"] = MethodType(_to_empty, module)
+    for _, owner, key, buffer in _unsaved_buffers(module):
+        if buffer.is_meta:
+            owner.__dict__.setdefault("_rebuilt_buffers", {})[key] = _value_of(module, owner, key, buffer, None)
 
 
 def _to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
@@ -54,6 +57,9 @@ def materialize(module: nn.Module, device: torch.device | str | int, rebuild: Re
                 fix="parallelize.materialize(model, device, rebuild={name: function}), or make them persistent",
             )
         )
+    for owner, key, value in values.values():
+        if key in owner.__dict__.get("_rebuilt_buffers", {}):
+            owner.__dict__["_rebuilt_buffers"][key] = value
     type(module).to_empty(module, device=device)
     for owner, key, value in values.values():
         owner._buffers[key] = value.to(device)

@@ -24,6 +24,11 @@ from parallelize.gradients import Debt, Ledger
 _local_of = private.local_of
 
 
+OWN = "_parallelize_own"  # on a parameter that `apply` made: nothing takes its gradient before backward has ended
+SHARED = "_parallelize_shared"  # on a parameter: which of its local rows other tp ranks hold too
+Shared = tuple[tuple[int, int, int, int], ...]  # (dim, start, stop, holders)
+
+
 class Slot:
     """One parameter of one module.
 
@@ -32,28 +37,28 @@ class Slot:
         valid: (dim, size) where the DTensor's shard is padded at the end: what the module computes with.
         debt: what its gradient owes to other ranks.
         ledger: where debts are written down.
+        shared: the local rows that other tp ranks hold too.
     """
 
-    __slots__ = ("debt", "key", "leaf", "ledger", "param", "registered", "source", "trains", "valid")
+    __slots__ = ("debt", "key", "leaf", "ledger", "own", "param", "shared", "source", "trains", "valid")
 
-    def __init__(self, key: str, registered: DTensor, valid: tuple[int, int] | None, debt: Debt | None, ledger: Ledger):
-        self.key, self.valid, self.debt, self.ledger = key, valid, debt, ledger
-        self.registered: Any = registered
-        self._forget()
-
-    def _forget(self) -> None:
+    def __init__(self, key: str, valid: tuple[int, int] | None, debt: Debt | None, ledger: Ledger, shared: Shared = ()):
+        self.key, self.valid, self.debt, self.ledger, self.shared = key, valid, debt, ledger, shared
         self.param: Any = None
+        self.own = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the storage, which the parameter is about to leave."""
         self.source: Any = None
         self.leaf: Any = None
         self.trains = False
 
     def __deepcopy__(self, memo: dict) -> Slot:
-        from copy import deepcopy
-
-        return Slot(self.key, deepcopy(self.registered, memo), self.valid, self.debt, self.ledger)
+        return Slot(self.key, self.valid, self.debt, self.ledger, self.shared)
 
     def __reduce__(self):
-        return Slot, (self.key, self.registered, self.valid, self.debt, self.ledger)
+        return Slot, (self.key, self.valid, self.debt, self.ledger, self.shared)
 
     def local(self, parameters: dict[str, Any]) -> torch.Tensor:
         """The tensor to compute with, for the parameter that `parameters` holds now."""
@@ -73,6 +78,12 @@ class Slot:
                     fix="assign a DTensor of the same layout, or copy values in with `load_state_dict`",
                 )
             )
+        if not param.is_leaf:  # computed by the caller (`functional_call`): differentiate through it
+            return self._traced(param)
+        # a parameter that was moved is another storage in the same object, and has lost its marks
+        self.own = getattr(param, OWN, False) or (param is self.param and self.own)
+        if self.shared:
+            setattr(param, SHARED, self.shared)
         self.param, self.source, self.trains = param, _local_of(param), param.requires_grad
         leaf = self.source.detach()
         if self.valid is not None:
@@ -122,14 +133,27 @@ class _Handover:
             self.deliver(grad)
         else:
             # a wrapper that swapped the parameter (fully_shard) takes the gradient during backward: settle at once
-            slot.ledger.owe(self, slot.debt, grad, at_once=self.param is not slot.registered)
+            slot.ledger.owe(self, slot.debt, grad, at_once=not slot.own)
 
     def deliver(self, grad: torch.Tensor) -> None:
-        """Add a finished local gradient to the parameter's."""
+        """Add a finished local gradient to the parameter's, with the parameter's own hooks around it."""
+        param = self.param
         if self.slot.valid is not None:
             grad = self.slot.pad(grad)
-        held = self.param.grad
+        if param._backward_hooks:
+            grad = self._hooked(grad)
+        held = param.grad
         if held is None:
-            self.param.grad = private.wrap(grad, self.spec)
+            param.grad = private.wrap(grad, self.spec)
         else:
             _local_of(held).add_(grad)
+        if param._post_accumulate_grad_hooks:
+            for hook in list(param._post_accumulate_grad_hooks.values()):
+                hook(param)
+
+    def _hooked(self, grad: torch.Tensor) -> torch.Tensor:
+        whole = private.wrap(grad, self.spec)
+        for hook in list(self.param._backward_hooks.values()):
+            changed = hook(whole)
+            whole = whole if changed is None else changed
+        return _local_of(whole)

@@ -33,9 +33,11 @@ class ShardedLogits(torch.Tensor):
         if handler is not None:
             return handler(func, args, kwargs or {})
         if func in _ELEMENTWISE:
-            vocabulary = _vocabulary_of(args)
+            vocabulary = _vocabulary_of((*args, *(kwargs or {}).values()))
+            args = tuple(_checked(arg, vocabulary) for arg in args)
+            kwargs = {key: _checked(arg, vocabulary) for key, arg in (kwargs or {}).items()}
             with private.plain_functions():
-                return mark(func(*map(_checked, args), **(kwargs or {})), vocabulary)
+                return mark(func(*args, **kwargs), vocabulary)
         if func in _PLAIN or _is_attribute(func):
             with private.plain_functions():
                 return func(*args, **(kwargs or {}))
@@ -77,20 +79,24 @@ _PLAIN = {
     *(T.as_subclass, T.backward, T.register_hook, T.retain_grad, T.is_floating_point, T.dim, T.get_device),
     *(T.element_size, T.is_contiguous, T.is_complex, T.untyped_storage, T.__hash__, T.__deepcopy__),
 }
-_TRANSPOSED = {getattr(T, name).__get__ for name in ("T", "mT", "H", "mH")}  # attributes that are operations
+_OPERATIONS = {
+    getattr(T, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")
+}  # though they look like attributes
 
 
 def _is_attribute(func: Callable) -> bool:
-    return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") and func not in _TRANSPOSED
+    return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") and func not in _OPERATIONS
 
 
 def _vocabulary_of(args: tuple) -> Vocabulary:
     return next(arg.vocabulary for arg in args if isinstance(arg, ShardedLogits))
 
 
-def _checked(arg: Any) -> Any:
-    """Another operand of an elementwise op must not depend on the vocabulary dim."""
-    if isinstance(arg, torch.Tensor) and not isinstance(arg, ShardedLogits) and arg.ndim and arg.shape[-1] != 1:
+def _checked(arg: Any, vocabulary: Vocabulary) -> Any:
+    """Another operand must not depend on the vocabulary dim; its gradient is a sum over the ranks' parts."""
+    if not isinstance(arg, torch.Tensor) or isinstance(arg, ShardedLogits):
+        return arg
+    if arg.ndim and arg.shape[-1] != 1:
         raise ModelError(
             Problem(
                 "sharded-logits",
@@ -98,7 +104,7 @@ def _checked(arg: Any) -> Any:
                 fix="combine them before the head, or apply the plan with loss_parallel=False",
             )
         )
-    return arg
+    return ops.copy(arg, vocabulary.group) if arg.requires_grad else arg
 
 
 def _local(logits: ShardedLogits) -> T:
@@ -166,6 +172,8 @@ def _index(func: Callable, args: tuple, kwargs: dict) -> T:
 
 def _keeps_last_dim(items: tuple, ndim: int) -> bool:
     """Whether an index takes the last of `ndim` dims whole."""
+    if items and items[-1] is None:
+        return False
     dots = [place for place, item in enumerate(items) if item is Ellipsis]
     if dots:
         after = [item for item in items[dots[0] + 1 :] if item is not None]
@@ -199,7 +207,8 @@ def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> T:
         )
     options = {key: given[key] for key in ("ignore_index", "reduction", "label_smoothing") if key in given}
     local = _local(logits)
-    return vocabulary_cross_entropy(local, target, logits.vocabulary, **options).to(local.dtype)
+    loss = vocabulary_cross_entropy(local, target, logits.vocabulary, **options)
+    return loss if torch.is_autocast_enabled(local.device.type) else loss.to(local.dtype)
 
 
 def _repr(func: Callable, args: tuple, kwargs: dict) -> str:
@@ -218,5 +227,6 @@ _HANDLERS: dict[Callable, Callable] = {
     torch.reshape: _view,
     T.__getitem__: _index,
     T.__repr__: _repr,
+    T.data.__get__: lambda func, args, kwargs: args[0].detach(),  # type: ignore[attr-defined]
     F.cross_entropy: _cross_entropy,
 }

@@ -22,10 +22,8 @@ from parallelize.gradients import Ledger
 from parallelize.groups import Group
 from parallelize.layout import Layout, SlicePair, even_interval
 from parallelize.ops.collectives import gather_dim
+from parallelize.parameters import OWN, SHARED, Shared
 from parallelize.plan.resolve import ParameterRow, ResolvedPlan
-
-SHARED = "_parallelize_shared"  # on a parameter: which of its local rows other tp ranks hold too
-Shared = tuple[tuple[int, int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,18 @@ def shard_info(module: nn.Module) -> dict[str, ShardInfo]:
     }
 
 
-def shared_parts(module: nn.Module, fqn: str) -> Shared:
-    """(dim, start, stop, holders) of the local rows of a parameter that other tp ranks hold too."""
-    record = record_of(module)
-    row = record and rows_by_name(record).get(fqn)
-    return shared_of(row.layout, record.group.rank) if record and row else ()
+def shared_of_parameters(module: nn.Module) -> dict[int, Shared]:
+    """id of a parameter -> (dim, start, stop, holders) of its local rows that other tp ranks hold too.
+
+    Read from what the planned modules run with, so wrappers around them, and ZeRO's own parameters, do not matter.
+    """
+    found = {}
+    for owner in module.modules():
+        planned = owner.__dict__.get("_planned")
+        for slot in planned.slots if planned is not None else ():
+            if slot.shared:
+                found[id(owner._parameters[slot.key])] = slot.shared
+    return found
 
 
 def shared_of(layout: Layout, rank: int) -> Shared:
@@ -156,6 +161,7 @@ class Sharder:
         local = store(data, layout, self.group.rank).to(device=device, dtype=dtype)
         new = nn.Parameter(as_dtensor(local, layout, self.tp), requires_grad=full.requires_grad)
         new.__dict__.update(full.__dict__)
+        setattr(new, OWN, True)
         if shared := shared_of(layout, self.group.rank):
             setattr(new, SHARED, shared)
         return new

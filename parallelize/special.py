@@ -12,7 +12,7 @@ from parallelize.errors import ModelError, Problem
 from parallelize.groups import Group
 from parallelize.layout import even_interval
 from parallelize.ops import collectives as ops
-from parallelize.ops.vocabulary import local_ids
+from parallelize.ops.vocabulary import check_ids, local_ids
 
 
 def check_embedding(module: Any, fqn: str) -> None:
@@ -42,6 +42,7 @@ def vocabulary_embedding(module: Any, group: Group, leave: Callable | None = Non
         planned, shown = self._planned, self.__dict__
         if planned.enter is not None:
             ids = planned.enter(ids)
+        check_ids(ids, rows, "ids")
         weight = shown["weight"] = planned.weight.local(self._parameters)
         had = shown.get("padding_idx")
         shown["padding_idx"] = local_padding

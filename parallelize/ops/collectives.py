@@ -25,8 +25,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from parallelize.errors import ModelError, Problem
 from parallelize.groups import Group
 from parallelize.layout import even_interval
+
+
+def refuse_double_backward() -> None:
+    """Collectives in backward are invisible to autograd, so a second derivative would miss them.
+
+    Raises: ModelError `double-backward` under `create_graph=True`.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise ModelError(
+            Problem(
+                "double-backward",
+                "backward(create_graph=True) reached a collective, which has no second derivative here",
+                fix="differentiate once, or leave this module out of the plan",
+            )
+        )
 
 
 class _Copy(Function):
@@ -37,6 +53,7 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
+        refuse_double_backward()
         # a copy: autograd may hand the same gradient tensor to another branch
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group.pg)
@@ -52,6 +69,7 @@ class _Reduce(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
+        refuse_double_backward()
         return grad, None
 
 
@@ -64,6 +82,7 @@ class _ReduceOwned(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
+        refuse_double_backward()
         return grad, None
 
 
@@ -77,6 +96,7 @@ class _SumBoth(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
+        refuse_double_backward()
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group.pg)
         return grad, None
@@ -90,6 +110,7 @@ class _GatherSequence(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
+        refuse_double_backward()
         return reduce_scatter_dim(grad, *ctx.args), None, None, None
 
 
@@ -101,6 +122,7 @@ class _ScatterSequence(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
+        refuse_double_backward()
         return gather_dim(grad, *ctx.args), None, None
 
 
@@ -112,6 +134,7 @@ class _EnterRegion(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
+        refuse_double_backward()
         return gather_dim(grad, *ctx.args), None, None
 
 
@@ -123,6 +146,7 @@ class _LeaveRegion(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
+        refuse_double_backward()
         return split_dim(grad, *ctx.args), None, None, None
 
 
@@ -134,6 +158,7 @@ class _GatherLast(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
+        refuse_double_backward()
         _, size, start = ctx.args
         return grad.narrow(-1, start, size).contiguous(), None, None
 
@@ -146,6 +171,7 @@ class _SplitLast(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
+        refuse_double_backward()
         return gather_uneven(grad, *ctx.args), None, None, None
 
 

@@ -15,6 +15,7 @@ from torch.autograd import Function
 from parallelize.errors import Problem, ShapeError
 from parallelize.groups import Group
 from parallelize.layout import even_interval
+from parallelize.ops.collectives import refuse_double_backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,22 @@ class Vocabulary:
 
     def __deepcopy__(self, memo: dict) -> Vocabulary:
         return self
+
+
+def check_ids(ids: torch.Tensor, full: int, what: str) -> None:
+    """Ids beyond the vocabulary would count as another rank's and silently become zeros.
+
+    Raises: ShapeError `id-out-of-range` (on an accelerator, its own asynchronous assertion).
+    """
+    if ids.is_meta or torch.compiler.is_compiling() or not ids.numel():
+        return
+    if ids.device.type != "cpu":
+        torch._assert_async(((ids >= 0) & (ids < full)).all())
+        return
+    low, high = (int(value) for value in torch.aminmax(ids))
+    if low < 0 or high >= full:
+        what = f"{what} lie in {low}..{high}, the vocabulary has {full} entries"
+        raise ShapeError(Problem("id-out-of-range", what, fix=f"give ids from 0 to {full - 1}"))
 
 
 def local_ids(ids: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,6 +104,7 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any):
+        refuse_double_backward()
         logits, ids, outside, lse = ctx.saved_tensors
         smoothing, z_loss, full = ctx.args
         work = logits if logits.dtype == torch.float64 else logits.float()
@@ -140,7 +158,9 @@ def vocabulary_cross_entropy(
         raise ShapeError(Problem("bad-reduction", f"reduction is {reduction!r}", fix="mean, sum or none"))
     flat, ids = logits.reshape(targets.numel(), logits.shape[-1]), targets.reshape(-1)
     ignored = ids == ignore_index
-    losses = token_losses(flat, ids.masked_fill(ignored, 0), vocabulary, label_smoothing, z_loss)
+    ids = ids.masked_fill(ignored, 0)
+    check_ids(ids, vocabulary.full, "targets")
+    losses = token_losses(flat, ids, vocabulary, label_smoothing, z_loss)
     losses = losses.masked_fill(ignored, 0.0)
     if reduction == "none":
         return losses.view(targets.shape)

@@ -73,7 +73,7 @@ def planned_of(target: Target, layouts: dict[str, Layout], partial_keys: tuple[s
             target.module._parameters[key] = held = target.sharder.parameter(held, layout)
         owed = key in partial_keys and target.group.size > 1
         debt = Debt(order, ((target.group, None, 0, 0),)) if owed else None
-        slots.append(Slot(key, held, None, debt, target.ledger))
+        slots.append(Slot(key, None, debt, target.ledger))
     return Planned(tuple(slots), target.module.__dict__.get("forward"))
 
 

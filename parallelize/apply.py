@@ -170,7 +170,7 @@ def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
             fix="replace it by modules that call each other, or plan only what lies beside it",
         )
         for fqn, module in model.objects.items()
-        if isinstance(module, (nn.MultiheadAttention, nn.ParameterList, nn.ParameterDict)) and any(module.parameters())
+        if isinstance(module, (nn.MultiheadAttention, nn.ParameterList, nn.ParameterDict)) and list(module.parameters())
     ]
     if problems:
         raise ModelError(*problems[:20])

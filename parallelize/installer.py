@@ -42,6 +42,8 @@ class Installer:
             self._localise(fqn)
         if self.resolved.region is not None:
             self._bound_region()
+        if self.group.size > 1 and hasattr(self.model.root, "config"):
+            self.model.root.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
@@ -158,8 +160,7 @@ class Installer:
 
 def _refuse_hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Hidden states recorded inside the region would be shards that look like whole ones."""
-    wanted = kwargs.get("output_hidden_states")
-    if wanted or (wanted is None and getattr(getattr(module, "config", None), "output_hidden_states", False)):
+    if _wants(module, kwargs, "output_hidden_states"):
         raise ModelError(
             Problem(
                 "hidden-states-are-shards",
@@ -167,3 +168,20 @@ def _refuse_hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> None:
                 fix="apply the plan with sequence_parallel=False to look at hidden states",
             )
         )
+
+
+def refuse_attentions(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Recorded attention weights would be those of this rank's heads alone."""
+    if _wants(module, kwargs, "output_attentions"):
+        raise ModelError(
+            Problem(
+                "attentions-are-shards",
+                "output_attentions would return the weights of this rank's heads alone",
+                fix="look at attention weights on a model without a plan",
+            )
+        )
+
+
+def _wants(module: nn.Module, kwargs: dict, name: str) -> bool:
+    wanted = kwargs.get(name)
+    return bool(getattr(getattr(module, "config", None), name, False) if wanted is None else wanted)

@@ -153,7 +153,8 @@ class _Handover:
 
     def _hooked(self, grad: torch.Tensor) -> torch.Tensor:
         whole = private.wrap(grad, self.spec)
-        for hook in list(self.param._backward_hooks.values()):
+        hooks: Any = self.param._backward_hooks
+        for hook in list(hooks.values()):
             changed = hook(whole)
             whole = whole if changed is None else changed
         return _local_of(whole)

@@ -31,30 +31,34 @@ class Region:
 
     def __init__(self, group: Group, dim: int = 1):
         self.group, self.dim = group, dim
-        self._now = _Pass(0, True)
+        self._inside: _Pass | None = None
+        self._last: _Pass | None = None
         self._alive: weakref.WeakSet[_Pass] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict) -> Region:
-        return Region(self.group, self.dim)
+        return memo.setdefault(id(self), Region(self.group, self.dim))
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Own rows of the replicated hidden states [batch, S, hidden]."""
         full = x.shape[self.dim]
         # decoding sends one token at a time: nothing to shard, so the block edges fall back to all-reduces
         active = full > 1 or torch.is_grad_enabled()
-        self._now = _Pass(full, active)
+        now = self._last = _Pass(full, active)
+        if torch.compiler.is_compiling() or private.backward_id() == -1:
+            self._inside = now
         if not active:
             return x
         out = ops.enter_region(x, self.group, self.dim)
         if not torch.compiler.is_compiling() and out.grad_fn is not None:
-            self._alive.add(self._now)
+            self._alive.add(now)
             metadata: Any = out.grad_fn.metadata
-            metadata["sequence_parallel_pass"] = self._now  # lives as long as the graph
+            metadata["sequence_parallel_pass"] = now  # lives as long as the graph
         return out
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """All rows again; outside, the gradient is whole on every rank."""
-        now = self._now
+        now = self._pass_of(x, self.dim)
+        self._inside = None
         return ops.leave_region(x, self.group, self.dim, now.full) if now.active else x
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -68,18 +72,32 @@ class Region:
 
     def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Sum a block's partial outputs, own rows of it."""
-        if not self._now.active and private.backward_id() == -1:
+        now = self._inside
+        if now is not None and not now.active:
             return ops.reduce_owned(x, self.group)
         return ops.scatter_sequence(x, self.group, dim)
 
     def _pass_of(self, x: torch.Tensor, dim: int) -> _Pass:
+        """The pass that `x` belongs to; what is recomputed in backward finds its own again."""
         if torch.compiler.is_compiling() or private.backward_id() == -1:
-            return self._now
-        if dim != self.dim:  # flattened tokens: only `active` counts, and what is recomputed was trained on
+            now = self._inside
+        elif dim != self.dim:  # flattened tokens: only `active` counts, and what is recomputed was trained on
             return _Pass(0, True)
-        return self._recomputed(x.shape[self.dim])
+        else:
+            now = self._recomputed(x.shape[self.dim])
+        rows = x.shape[dim]
+        if now is None or (dim == self.dim and now.active and rows != -(-now.full // self.group.size)):
+            inside = f"of {now.full} tokens" if now else "which nothing has entered"
+            raise ModelError(
+                Problem(
+                    "outside-region",
+                    f"a block of the sequence-parallel region, {inside}, is called on its own with {rows} rows",
+                    fix="call the model, whose first layer enters the region; or apply with sequence_parallel=False",
+                )
+            )
+        return now
 
-    def _recomputed(self, rows: int) -> _Pass:
+    def _recomputed(self, rows: int) -> _Pass | None:
         """The pass that is being recomputed in backward: the one whose shards have so many rows."""
         fitting = {p.full: p for p in self._alive if -(-p.full // self.group.size) == rows}
         if len(fitting) > 1:
@@ -90,4 +108,4 @@ class Region:
                     fix=f"run backward before the next forward, or pad sequences to a multiple of {self.group.size}",
                 )
             )
-        return next(iter(fitting.values()), self._now)
+        return next(iter(fitting.values()), self._last)

@@ -170,10 +170,11 @@ class Sharder:
 def as_dtensor(stored: torch.Tensor, layout: Layout, tp: DeviceMesh) -> DTensor:
     """A DTensor around a stored shard."""
     placement = Replicate() if layout.dim is None else Shard(layout.dim)
-    return _from_local(stored, layout.stored_shape, placement, tp)
+    return from_local(stored, layout.stored_shape, placement, tp)
 
 
-def _from_local(local: torch.Tensor, shape: tuple[int, ...], placement: Any, tp: DeviceMesh) -> DTensor:
+def from_local(local: torch.Tensor, shape: tuple[int, ...], placement: Any, tp: DeviceMesh) -> DTensor:
+    """A DTensor of a known full shape, which uneven shards do not tell."""
     stride, strides = 1, []
     for size in reversed(shape):
         strides.append(stride)

@@ -103,6 +103,7 @@ class _Resolver:
         module_rules, parameter_rules = self._match()
         region = self._region()
         modules = self._modules(module_rules, region)
+        self._check_region(region, modules)
         parameters = self._parameters(modules, parameter_rules)
         attributes, wrong = local_attributes(self.plan, self.model, self.layouts)
         self.problems += wrong
@@ -193,6 +194,15 @@ class _Resolver:
             except ParallelizeError as error:
                 self.problems += [replace(problem, where=rule.where) for problem in error.problems]
         return rows
+
+    def _check_region(self, region: RegionRow | None, modules: dict[str, ModuleRow]) -> None:
+        """The region's own edges need their places free."""
+        for name, side in ((region.enter, "enter"), (region.leave, "leave")) if region else ():
+            row = modules.get(name)
+            if row is not None and getattr(row.contract, side) is not Edge.NONE:
+                what = f"{generic(name)} converts its own {side} edge, where sequence parallelism begins or ends"
+                fix = "give the style to a module inside it, or move `sequence_parallel`'s borders"
+                self.problems.append(Problem("region-on-edge", what, row.rule.where, fix=fix))
 
     def _inside(self, name: str, row: RegionRow, region: Region | None) -> bool:
         return region is not None and (name == row.leave or name.startswith(region.layers + "."))

@@ -15,6 +15,7 @@ from parallelize.layout import even_interval
 from parallelize.parameters import SHARED, Shared
 from parallelize.sharding import shared_of_parameters
 
+_local_of, _spec_of = private.local_of, private.spec_of
 Groups = tuple[dist.ProcessGroup, ...]
 _NOWHERE: Groups = ()
 
@@ -46,30 +47,33 @@ def clip_grad_norm_(
     known: dict[Any, Groups] = {}
     locals_ = []
     for grad, shared in _gradients(parameters):
-        if not isinstance(grad, DTensor):
-            local, groups = grad, _NOWHERE
-        else:
-            local = private.local_of(grad)
-            spec = private.spec_of(grad)
+        local, groups = grad, _NOWHERE
+        if isinstance(grad, DTensor):
+            local, spec = _local_of(grad), _spec_of(grad)
             key = (id(spec.mesh), spec.placements)
-            if key not in known:
-                known[key] = _sharding_groups(grad)
-            groups = known[key]
+            found = known.get(key)
+            groups = known.setdefault(key, _sharding_groups(grad)) if found is None else found
         locals_.append(local)
         pieces = buckets.setdefault(groups, [])
-        if not shared:
+        if shared:
+            held = weights.setdefault(groups, [])
+            for piece, weight in _pieces(grad, local, shared):
+                held += [1.0] * (len(pieces) - len(held)) + [weight]
+                pieces.append(piece)
+        else:
             pieces.append(local if local.numel() else _zero(local))
-            continue
-        held = weights.setdefault(groups, [])
-        for piece, weight in _pieces(grad, local, shared):
-            held += [1.0] * (len(pieces) - len(held)) + [weight]
-            pieces.append(piece)
     if not locals_:
         return torch.tensor(0.0)
-    total = _total_norm(buckets, weights, norm_type)
+    devices = {local.device for local in locals_}
+    total = _total_norm(buckets, weights, norm_type, locals_[0].device if len(devices) > 1 else None)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(f"the gradient norm of order {norm_type} is {total.item()}, so gradients cannot be clipped")
-    _scale(locals_, (max_norm / (total + 1e-6)).clamp_(max=1.0), foreach)
+    scale = (max_norm / (total + 1e-6)).clamp_(max=1.0)
+    if foreach is False or len(devices) > 1:
+        for local in locals_:
+            local.mul_(scale.to(local.device))
+    else:
+        torch._foreach_mul_(locals_, scale)
     return total
 
 
@@ -82,8 +86,9 @@ def _gradients(parameters: Any) -> Iterator[tuple[torch.Tensor, Shared]]:
                 yield parameter.grad, shared.get(id(parameter), ())
         return
     for tensor in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
-        if tensor.grad is not None:
-            yield tensor.grad, getattr(tensor, SHARED, ())
+        grad = tensor.grad
+        if grad is not None:
+            yield grad, tensor.__dict__.get(SHARED, ())
 
 
 def _zero(like: torch.Tensor) -> torch.Tensor:
@@ -117,14 +122,6 @@ def _first_row(grad: torch.Tensor, dim: int) -> int:
     return 0
 
 
-def _scale(grads: list[torch.Tensor], scale: torch.Tensor, foreach: bool | None) -> None:
-    if foreach is False or len({grad.device for grad in grads}) > 1:
-        for grad in grads:
-            grad.mul_(scale.to(grad.device))
-    else:
-        torch._foreach_mul_(grads, scale.to(grads[0].device))
-
-
 def _sharding_groups(grad: DTensor) -> Groups:
     """The groups over which this gradient's shards lie."""
     mesh = grad.device_mesh
@@ -135,27 +132,22 @@ def _sharding_groups(grad: DTensor) -> Groups:
     )
 
 
-def _on_one_device(norms: tuple[torch.Tensor, ...], device: torch.device) -> list[torch.Tensor]:
-    return [norm if norm.device == device else norm.to(device) for norm in norms]
-
-
-def _total_norm(buckets: dict, weights: dict, norm_type: float) -> torch.Tensor:
+def _total_norm(buckets: dict, weights: dict, norm_type: float, device: torch.device | None) -> torch.Tensor:
+    """The norm of all buckets; `device`: where to add up, for gradients on several."""
+    each = torch._foreach_norm([grad for grads in buckets.values() for grad in grads], norm_type)
+    norms = torch.stack(each if device is None else [norm.to(device) for norm in each])
+    norms = norms if norms.dtype == torch.float64 else norms.float()  # squares overflow half precision
+    largest = norm_type == torch.inf
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    parts = (norms if largest else norms.pow_(norm_type)).split([len(grads) for grads in buckets.values()])
     sums = []
-    total_on = next(iter(buckets.values()))[0].device
-    for groups, grads in buckets.items():
-        norms = torch.stack(_on_one_device(torch._foreach_norm(grads, norm_type), total_on))
-        norms = norms if norms.dtype == torch.float64 else norms.float()  # squares overflow half precision
-        if norm_type == torch.inf:
-            part, op = norms.max(), dist.ReduceOp.MAX
-        else:
-            part, op = norms.pow_(norm_type), dist.ReduceOp.SUM
-            if groups in weights:
-                held = weights[groups]
-                part *= part.new_tensor(held + [1.0] * (len(grads) - len(held)))
-            part = part.sum()
+    for (groups, grads), part in zip(buckets.items(), parts, strict=True):
+        if groups in weights and not largest:
+            held = weights[groups]
+            part = part * part.new_tensor(held + [1.0] * (len(grads) - len(held)))
+        part = part.max() if largest else part.sum()
         for group in groups:
             dist.all_reduce(part, op, group=group)
         sums.append(part)
-    if norm_type == torch.inf:
-        return torch.stack(sums).max()
-    return (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).pow_(1.0 / norm_type)
+    total = sums[0] if len(sums) == 1 else torch.stack(sums)
+    return total.max() if largest else total.sum().pow_(1.0 / norm_type)

@@ -85,7 +85,8 @@ class _LocalSteps:
 
     def forget(self) -> None:
         """Start again from the optimiser's own state."""
-        self.leaves: dict[DTensor, tuple[torch.Tensor, torch.Tensor]] = {}
+        # by id, because hashing a tensor costs more than the look-up; the parameter is kept with its leaf
+        self.leaves: dict[int, tuple[torch.Tensor, torch.Tensor, DTensor]] = {}
         self.state: defaultdict[torch.Tensor, dict] = defaultdict(dict)
         self.wrapped: set[int] = set()
 
@@ -101,12 +102,13 @@ class _LocalSteps:
                 ]
             optimizer.state = self.state
             yield
-            self._show_state(official, groups, kept)
+            if self.rebinds or len(self.wrapped) != len(self.state):
+                self._show_state(official, groups, kept)
         finally:
             optimizer.state = official
             for group, params in zip(groups, kept, strict=True):
                 group["params"] = params
-            for leaf, _ in self.leaves.values():
+            for leaf, _, _ in self.leaves.values():
                 leaf.grad = None
 
     def _plain(self, param: torch.Tensor, official: Any) -> torch.Tensor:
@@ -116,12 +118,12 @@ class _LocalSteps:
 
     def _leaf(self, param: DTensor, official: Any) -> torch.Tensor:
         local = private.local_of(param)
-        held = self.leaves.get(param)
+        held = self.leaves.get(id(param))
         if held is None or held[1] is not local:
             if held is not None:  # moved or cast since the last step
                 self.state.pop(held[0], None)
                 self.wrapped.discard(id(held[0]))
-            held = self.leaves[param] = (torch.nn.Parameter(local, param.requires_grad), local)
+            held = self.leaves[id(param)] = (torch.nn.Parameter(local, param.requires_grad), local, param)
             if param in official:
                 self.state[held[0]] = {key: _unwrapped(value) for key, value in official[param].items()}
         leaf, grad = held[0], param.grad

@@ -46,10 +46,10 @@ def start() -> bool:
     return real
 
 
-def variants(hidden: int) -> dict[str, torch.nn.Module]:
+def variants(hidden: int, names: tuple[str, ...]) -> dict[str, torch.nn.Module]:
     mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
     made = {}
-    for name in ("hand", "stock", "ours"):
+    for name in names:
         torch.manual_seed(0)
         model = llama.Llama(hidden)
         if name == "hand":
@@ -89,8 +89,8 @@ def ratio(times: dict[str, list[float]], top: str, bottom: str) -> dict[str, flo
     return {"median": statistics.median(ratios), "low": low, "high": high}
 
 
-def measure(hidden: int, rounds: int, inner: int) -> dict:
-    models = variants(hidden)
+def measure(hidden: int, rounds: int, inner: int, step_only: bool) -> dict:
+    models = variants(hidden, ("hand", "ours") if step_only else ("hand", "stock", "ours"))
     ids = torch.randint(0, 512, (2, 16 if hidden == 64 else 64), generator=torch.Generator().manual_seed(1))
 
     def step(model: torch.nn.Module) -> Callable[[], None]:
@@ -105,6 +105,8 @@ def measure(hidden: int, rounds: int, inner: int) -> dict:
     times = interleaved({name: step(model) for name, model in models.items()}, rounds, inner)
     found = {"hidden": hidden, "step_us": {name: statistics.median(t) * 1e6 for name, t in times.items()}}
     found["step ours/hand"] = ratio(times, "ours", "hand")
+    if step_only:
+        return found
     found["step stock/ours"] = ratio(times, "stock", "ours")
     for kind, keywords in (("fused", {"fused": True}), ("foreach", {"foreach": True}), ("loop", {"foreach": False})):
         found[f"AdamW {kind} ours/hand"] = _optimizer(models, ids, rounds, keywords)
@@ -152,12 +154,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="*", default=[64, 256, 512])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--inner", type=int, default=3)
+    parser.add_argument("--step-only", action="store_true", help="just the step, by hand and ours: more pairs a minute")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     real = start()
     results = []
     for hidden in options.hidden:
-        found = measure(hidden, options.rounds, options.inner)
+        found = measure(hidden, options.rounds, options.inner, options.step_only)
         results.append(found)
         if dist.get_rank() == 0:
             show(found)

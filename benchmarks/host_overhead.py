@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import llama
-from parallelize import clip_grad_norm_, local_optimizer, parallelize_module
+from parallelize import clip_grad_norm_, destroy_groups, local_optimizer, parallelize_module
 
 TP = 2
 
@@ -167,7 +167,7 @@ def main() -> None:
     if options.json and dist.get_rank() == 0:
         about = {"group": "gloo" if real else "fake", "torch": torch.__version__, "tp": TP}
         options.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
-    dist.destroy_process_group()
+    destroy_groups()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ _PUBLIC = {
         "Problem",
         "ShapeError",
     ],
-    "parallelize.groups": ["axis_group", "build_mesh", "group_for", "mesh_spec"],
+    "parallelize.groups": ["axis_group", "build_mesh", "destroy_groups", "group_for", "mesh_spec"],
     "parallelize.layout": ["Layout", "SlicePair"],
     "parallelize.loss": ["cross_entropy", "loss_parallel", "valid_tokens"],
     "parallelize.meta": ["materialize"],
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from parallelize.errors import ShapeError as ShapeError
     from parallelize.groups import axis_group as axis_group
     from parallelize.groups import build_mesh as build_mesh
+    from parallelize.groups import destroy_groups as destroy_groups
     from parallelize.groups import group_for as group_for
     from parallelize.groups import mesh_spec as mesh_spec
     from parallelize.layout import Layout as Layout

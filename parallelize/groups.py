@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -136,3 +137,17 @@ def axis_group(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
     flat = mesh.mesh.flatten().tolist()
     place = flat.index(dist.get_rank())
     return group_for([flat[index] for index in spec.group_of(place, *axes)])
+
+
+def destroy_groups() -> None:
+    """End every process group, and wait until gloo's threads have let go of their last tensors.
+
+    Such a thread needs Python's lock to free a tensor. If the interpreter is ending by then, it is killed inside a C++
+    destructor and the process aborts ("terminate called without an active exception") although all went well.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    time.sleep(_LET_GO_S)
+
+
+_LET_GO_S = 0.1

@@ -6,12 +6,13 @@ from torch import nn
 
 from parallelize.layout import Layout
 from parallelize.plan.pattern import generic
+from parallelize.plan.resolve import ResolvedPlan
 from parallelize.sharding import require_record
 from parallelize.styles.contract import Edge
 
 
 def describe_plan(module: nn.Module) -> str:
-    """A table of every parameter: style, full and local shape, and how it lies over `tp`.
+    """Two tables: every parameter with its style, shapes and how it lies over `tp`; and where a step communicates.
 
     Raises: ModelError `not-parallelized`.
     """
@@ -32,20 +33,26 @@ def describe_plan(module: nn.Module) -> str:
     modes = [name for name in ("sequence_parallel", "loss_parallel") if getattr(plan, name)]
     title = f"plan {plan.name}: tp={record.group.size}" + "".join(f", {mode}" for mode in modes)
     share = f"{local:,} of {full:,} parameters on this rank ({100 * local / max(full, 1):.1f}%; 1/tp is {100 / record.group.size:.1f}%)"
-    return "\n".join([title, *_table(head, rows), share, *_edges(resolved)])
+    return "\n".join([title, *_table(head, rows), share, *(_edges(resolved) if record.group.size > 1 else [])])
 
 
-def _edges(resolved) -> list[str]:
-    """One line a kind of block entry and exit that communicates."""
-    found: dict[tuple[str, str], list[str]] = {}
+def _edges(resolved: ResolvedPlan) -> list[str]:
+    """Where a step communicates: one line a kind of conversion, forward and backward."""
+    found: dict[Edge, list[str]] = {}
     for row in resolved.modules.values():
         for edge in (row.contract.enter, row.contract.leave):
-            if edge not in (Edge.NONE, Edge.VOCABULARY):
-                words = f"{edge.forward or '-'} forward, {edge.backward or '-'} backward"
-                names = found.setdefault((edge.name.lower(), words), [])
+            if edge.forward or edge.backward:
+                names = found.setdefault(edge, [])
                 if generic(row.fqn) not in names:
                     names.append(generic(row.fqn))
-    return [f"{name:<16} {words:<46} {', '.join(names)}" for (name, words), names in found.items()]
+    if resolved.region is not None:
+        found[Edge.ENTER_REGION] = [f"input of {resolved.region.enter}"]
+        found[Edge.LEAVE_REGION] = [f"output of {resolved.region.leave}"]
+    rows = [(edge.forward or "-", edge.backward or "-", ", ".join(names)) for edge, names in found.items()]
+    owed = sum(row.partial for row in resolved.parameters.values())
+    if owed:
+        rows.append(("-", "all_reduce", f"gradients of {owed} replicated parameters, together"))
+    return ["", *_table(("forward", "backward", "where"), rows)]
 
 
 def _lies(layout: Layout, partial: bool) -> str:

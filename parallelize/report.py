@@ -48,7 +48,9 @@ def _edges(resolved: ResolvedPlan) -> list[str]:
     if resolved.region is not None:
         found[Edge.ENTER_REGION] = [f"input of {resolved.region.enter}"]
         found[Edge.LEAVE_REGION] = [f"output of {resolved.region.leave}"]
-    rows = [(edge.forward or "-", edge.backward or "-", ", ".join(names)) for edge, names in found.items()]
+    rows: list[tuple[str, ...]] = [
+        (edge.forward or "-", edge.backward or "-", ", ".join(names)) for edge, names in found.items()
+    ]
     owed = sum(row.partial for row in resolved.parameters.values())
     if owed:
         rows.append(("-", "all_reduce", f"gradients of {owed} replicated parameters, together"))

@@ -7,6 +7,7 @@ from outside gets the original order: `full_parameter`, and the state dict.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.gradients import Ledger
 from parallelize.groups import Group
-from parallelize.layout import Layout, SlicePair, even_interval
+from parallelize.layout import Layout, SlicePair, chunked, even_interval, replicated
 from parallelize.ops.collectives import gather_dim
 from parallelize.parameters import OWN, SHARED, Shared
 from parallelize.plan.resolve import ParameterRow, ResolvedPlan
@@ -69,16 +70,6 @@ class ShardInfo:
         return sum(any(pair.full == other.full for other in self.slices(rank)) for rank in self.ranks)
 
 
-def shard_info(module: nn.Module) -> dict[str, ShardInfo]:
-    """Parameter name to where it lies, for every planned parameter of a model that `parallelize_module` returned."""
-    record = require_record(module)
-    return {
-        fqn: ShardInfo(fqn, record.group.ranks, row.layout)
-        for row in record.resolved.parameters.values()
-        for fqn in row.fact.names
-    }
-
-
 def shared_of_parameters(module: nn.Module) -> dict[int, Shared]:
     """id of a parameter -> (dim, start, stop, holders) of its local rows that other tp ranks hold too.
 
@@ -97,26 +88,65 @@ def shared_of(layout: Layout, rank: int) -> Shared:
     return tuple((layout.dim or 0, start, stop, len(ranks)) for start, stop, ranks in layout.shared(rank))
 
 
-def full_parameter(module: nn.Module, fqn: str, value: DTensor | None = None) -> torch.Tensor:
+def shard_info(module: nn.Module) -> dict[str, ShardInfo]:
+    """Parameter name to where it lies, for every DTensor parameter of a model that `parallelize_module` returned.
+
+    Raises: ModelError `not-parallelized`.
+    """
+    return {
+        name: ShardInfo(name, group.ranks, layout)
+        for layout, group, names in _planned_parameters(module)
+        for name in names
+    }
+
+
+def _planned_parameters(module: nn.Module) -> Iterator[tuple[Layout, Group, tuple[str, ...]]]:
+    """(layout, group, names) of each parameter: as the plan says, or, after a dict of styles, as its placements do."""
+    record = record_of(module)
+    if record is not None:
+        yield from ((row.layout, record.group, row.fact.names) for row in record.resolved.parameters.values())
+        return
+    names: dict[int, list[str]] = {}
+    held = dict(module.named_parameters(remove_duplicate=False))
+    for name, parameter in held.items():
+        if isinstance(parameter, DTensor):
+            names.setdefault(id(parameter), []).append(name)
+    if not names:
+        raise not_parallelized(module)
+    groups: dict[Any, Group] = {}
+    for found in names.values():
+        one: Any = held[found[0]]
+        mesh = one.device_mesh
+        group = groups.setdefault(mesh, Group(mesh.get_group("tp" if mesh.ndim > 1 else 0)))
+        dim = private.shard_dim(one.placements[-1])
+        shape = tuple(one.shape)
+        layout = replicated(shape, group.size) if dim is None else chunked(shape, dim, group.size)
+        yield layout, group, tuple(found)
+
+
+def full_parameter(module: nn.Module, fqn: str, value: Any = None) -> torch.Tensor:
     """A parameter in its original order and shape, on every rank of `tp`. A collective: call it on all of them.
 
     Args:
         value: a DTensor stored like that parameter (its gradient, an optimiser's moment) to unshard instead.
+
+    Raises: ModelError `not-parallelized`, AttributeError for a name that the model does not have.
     """
-    record = require_record(module)
-    row = next(row for row in record.resolved.parameters.values() if fqn in row.fact.names)
     stored = module.get_parameter(fqn) if value is None else value
-    return unshard(stored, row.layout, record.group)
+    if not isinstance(stored, DTensor):
+        return stored
+    layout, group = next((layout, group) for layout, group, names in _planned_parameters(module) if fqn in names)
+    return unshard(stored, layout, group)
 
 
 def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameter name to its whole gradient, for every parameter that has one. A collective."""
-    record = require_record(module)
+    """Parameter name to its whole gradient, for every parameter that has one. A collective over tp."""
     found = {}
-    for row in record.resolved.parameters.values():
-        grad = module.get_parameter(row.fqn).grad
-        if grad is not None:
-            found[row.fqn] = unshard(grad, row.layout, record.group)
+    planned = {names[0]: (layout, group) for layout, group, names in _planned_parameters(module)}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            plain = not isinstance(parameter, DTensor)
+            found[name] = parameter.grad.clone() if plain else unshard(parameter.grad, *planned[name])
     return found
 
 
@@ -124,10 +154,14 @@ def require_record(module: nn.Module) -> Record:
     """Raises: ModelError `not-parallelized`."""
     record = record_of(module)
     if record is None:
-        raise ModelError(
-            Problem("not-parallelized", f"{type(module).__name__} has no plan", fix="call parallelize_module first")
-        )
+        raise not_parallelized(module)
     return record
+
+
+def not_parallelized(module: nn.Module) -> ModelError:
+    return ModelError(
+        Problem("not-parallelized", f"{type(module).__name__} has no plan", fix="call parallelize_module first")
+    )
 
 
 class Sharder:

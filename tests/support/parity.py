@@ -65,10 +65,17 @@ def _run(model: nn.Module, batches: list, steps: int, grads: Any, weights: Any) 
     (ids, labels), (ids2, labels2) = batches
     with torch.no_grad():
         inference = _full(model(input_ids=ids).logits)
+    inputs = _input_gradient(model, ids, labels)
     logits = model(input_ids=ids).logits
     loss = loss_of(logits, labels)
     loss.backward()
-    found = {"inference": inference, "logits": _full(logits).detach(), "loss": loss.detach(), "grads": grads()}
+    found = {
+        "inference": inference,
+        "inputs": inputs,
+        "logits": _full(logits).detach(),
+        "loss": loss.detach(),
+        "grads": grads(),
+    }
     loss_of(model(input_ids=ids2).logits, labels2).backward()
     found["grads twice"] = grads()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LEARNING_RATE)
@@ -78,6 +85,17 @@ def _run(model: nn.Module, batches: list, steps: int, grads: Any, weights: Any) 
         loss_of(model(input_ids=ids).logits, labels).backward()
     found["weights"] = weights()
     return found
+
+
+def _input_gradient(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The gradient of the loss with respect to embedded inputs; parameters are left without gradients."""
+    parameter = next(model.parameters())
+    generator = torch.Generator().manual_seed(7)
+    embeds = torch.randn((*ids.shape, model.config.hidden_size), generator=generator).to(parameter.dtype)
+    embeds.requires_grad_()
+    loss_of(model(inputs_embeds=embeds).logits, labels).backward()
+    model.zero_grad()
+    return embeds.grad
 
 
 def _full(logits: torch.Tensor) -> torch.Tensor:
@@ -91,7 +109,7 @@ def _grads(model: nn.Module) -> dict[str, torch.Tensor]:
 def compare(got: dict[str, Any], want: dict[str, Any], dtype: torch.dtype) -> None:
     """Assert that everything is equal to rounding."""
     bound = TOLERANCE[dtype]
-    for key in ("inference", "logits", "loss"):
+    for key in ("inference", "logits", "loss", "inputs"):
         error, _ = worst({key: got[key]}, {key: want[key]})
         assert error <= bound, f"{key} differs by {error:.2e}"
     for key in ("grads", "grads twice", "weights"):

@@ -33,7 +33,7 @@ _PUBLIC = {
     "parallelize.plan.schema": ["Plan"],
     "parallelize.report": ["describe_plan"],
     "parallelize.sharded_logits": ["ShardedLogits"],
-    "parallelize.sharding": ["ShardInfo", "full_gradients", "full_parameter", "shard_info"],
+    "parallelize.sharding": ["ShardInfo", "full_gradients", "full_parameter", "full_state_dict", "shard_info"],
     "parallelize.torch_styles.boundary": [
         "PrepareModuleInput",
         "PrepareModuleInputOutput",
@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from parallelize.sharding import ShardInfo as ShardInfo
     from parallelize.sharding import full_gradients as full_gradients
     from parallelize.sharding import full_parameter as full_parameter
+    from parallelize.sharding import full_state_dict as full_state_dict
     from parallelize.sharding import shard_info as shard_info
     from parallelize.torch_styles.boundary import PrepareModuleInput as PrepareModuleInput
     from parallelize.torch_styles.boundary import PrepareModuleInputOutput as PrepareModuleInputOutput

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
-from parallelize.errors import ModelError, ParallelizeError, PlanError, Problem
+from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
 from parallelize.forwards import argument_of
 from parallelize.gradients import Ledger
 from parallelize.groups import Group, tp_mesh
@@ -74,8 +74,10 @@ def parallelize_module(
         The same on every rank.
     """
     mesh = device_mesh if device_mesh is not None else private.current_mesh()
-    if mesh is None:
-        raise PlanError(Problem("no-mesh", "no device_mesh was given", fix='build_mesh("cuda", tp=8)'))
+    if not isinstance(mesh, DeviceMesh):
+        what = "no device_mesh was given" if mesh is None else f"device_mesh is a {type(mesh).__name__}"
+        fix = 'parallelize_module(model, build_mesh("cuda", tp=8), plan), after init_process_group'
+        raise MeshError(Problem("no-mesh", what, fix=fix))
     tp = tp_mesh(mesh)
     if faces.is_style(parallelize_plan) or faces.is_style_dict(parallelize_plan):
         return _apply_styles(module, mesh, tp, parallelize_plan, src_data_rank, handshake_timeout_s)

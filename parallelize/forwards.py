@@ -133,7 +133,30 @@ def _rowwise_linear(self: Any, input: torch.Tensor) -> torch.Tensor:
 def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
     planned = self._planned
     args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
-    return planned.run_stock(self, args, kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return planned.run_stock(self, args, kwargs)
+    try:
+        return planned.run_stock(self, args, kwargs)
+    except RuntimeError as error:
+        if any(text in str(error) for text in _SHAPE_ERRORS):
+            raise _misread_shard(self, error) from error
+        raise
+
+
+_SHAPE_ERRORS = ("is invalid for input of size", "shapes cannot be multiplied", "must match the size")
+
+
+def _misread_shard(module: nn.Module, error: RuntimeError) -> ModelError:
+    """A stock forward that met a shard's shape where it expects the whole: most often a head count left whole."""
+    numbers = [f"{k} = {v}" for k, v in vars(module).items() if type(v) is int and v > 1 and not k.startswith("_")]
+    return ModelError(
+        Problem(
+            "shard-misread",
+            f"{type(module).__name__}.forward fails on this rank's shards: {str(error).splitlines()[0]}",
+            rows=(("holds", ", ".join(numbers) or "no whole numbers of its own"),),
+            fix="list the head counts and widths that it reads under `local:`; see that each `colwise` meets a `rowwise`",
+        )
+    )
 
 
 def _stock(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -74,19 +74,29 @@ class Group:
 def build_mesh(device_type: str, **sizes: int) -> DeviceMesh:
     """A `DeviceMesh` from named sizes: `build_mesh("cuda", dp=2, tp=4)`. The last axis holds neighbouring ranks.
 
-    Raises: MeshError `wrong-world-size` where the sizes do not multiply to the number of processes.
+    Raises: MeshError `wrong-world-size` where the sizes do not multiply to the number of processes, `no-device`.
     """
+    if not sizes:
+        raise MeshError(Problem("no-axes", "a mesh needs named axes", fix='build_mesh("cuda", dp=2, tp=4)'))
     spec = MeshSpec(tuple(sizes.items()))
+    _check_device(device_type)
     world = dist.get_world_size() if dist.is_initialized() else None
     if world is not None and world != spec.world_size:
         raise MeshError(
             Problem(
                 "wrong-world-size",
                 f"{spec} makes {spec.world_size} ranks, and {world} processes run",
-                fix="change a size, or start as many processes: torchrun --nproc-per-node",
+                fix=f"change a size, or start {spec.world_size} processes: torchrun --nproc-per-node {spec.world_size}",
             )
         )
     return init_device_mesh(device_type, spec.sizes, mesh_dim_names=spec.names)
+
+
+def _check_device(device_type: str) -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    known = ["cpu", *([accelerator.type] if accelerator is not None else [])]
+    if device_type not in known:
+        raise MeshError(Problem("no-device", f"this machine has no {device_type!r}", fix="one of: " + ", ".join(known)))
 
 
 def mesh_spec(mesh: DeviceMesh) -> MeshSpec:

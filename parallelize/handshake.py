@@ -87,6 +87,8 @@ def _missing(ranks: list[int]) -> Problem:
 def _differences(facts: dict[int, Facts]) -> list[Problem]:
     """One problem naming every key on which ranks differ, and who says what."""
     rows = []
+    if len({one.get("error") for one in facts.values()}) > 1:  # the other differences only follow from it
+        facts = {rank: {"error": one.get("error", "none")} for rank, one in facts.items()}
     for key in sorted({key for one in facts.values() for key in one}):
         said: dict[str, list[str]] = {}
         for rank, one in facts.items():

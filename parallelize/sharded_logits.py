@@ -142,6 +142,17 @@ def _view(func: Callable, args: tuple, kwargs: dict) -> T:
     return mark(local.reshape(*lead, local.shape[-1]), logits.vocabulary)
 
 
+def _flatten(func: Callable, args: tuple, kwargs: dict) -> T:
+    """A flatten of any dims but the vocabulary."""
+    given = dict(zip(("input", "start_dim", "end_dim"), args, strict=False)) | kwargs
+    logits = given["input"]
+    ndim = len(_full_shape(logits))
+    first, last = given.get("start_dim", 0) % ndim, given.get("end_dim", -1) % ndim
+    if last == ndim - 1 and first != last:
+        _refuse_view(logits, ["flatten"])
+    return mark(_local(logits).flatten(first, last), logits.vocabulary)
+
+
 def _numel_of(sizes: list[int]) -> int:
     out = 1
     for size in sizes:
@@ -224,6 +235,8 @@ _HANDLERS: dict[Callable, Callable] = {
     T.nelement: _numel,
     T.view: _view,
     T.reshape: _view,
+    T.flatten: _flatten,
+    torch.flatten: _flatten,
     torch.reshape: _view,
     T.__getitem__: _index,
     T.__repr__: _repr,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -137,6 +138,25 @@ def full_parameter(module: nn.Module, fqn: str, value: Any = None) -> torch.Tens
         return stored
     layout, group = next((layout, group) for layout, group, names in _planned_parameters(module) if fqn in names)
     return unshard(stored, layout, group)
+
+
+def full_state_dict(module: nn.Module, *, every_rank: bool = False) -> dict[str, torch.Tensor]:
+    """The whole state dict on the CPU, in original order: what the unsharded model's `load_state_dict` takes.
+
+    A collective: call it on every rank. Only rank 0 gets it, the others an empty dict, unless `every_rank`. One tensor at
+    a time is whole on the device; tied parameters stay one tensor.
+    """
+    keep = every_rank or dist.get_rank() == 0
+    done: dict[int, torch.Tensor] = {}
+    whole = {}
+    state = module.state_dict()
+    for name, value in state.items():
+        if id(value) not in done:
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            done[id(value)] = full.detach().cpu() if keep else full.new_empty(0)
+        if keep:
+            whole[name] = done[id(value)]
+    return whole
 
 
 def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:

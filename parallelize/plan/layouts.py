@@ -83,13 +83,13 @@ class LayoutMaker:
             f"`{rule.style}` cannot split these {name}",
             rule.where,
             (
-                ("module", generic(fact.fqn)),
+                ("module", generic(fact.fqn.rpartition(".")[0])),
                 (
                     name,
                     f"{count} over axis tp (size {self.tp_size}): {count} % {self.tp_size} = {count % self.tp_size}",
                 ),
             ),
-            f"use tp size {', '.join(map(str, fits))}{more}",
+            f"use tp size {', '.join(map(str, fits))}{more}; or check where `sizes` reads {name} from",
         )
 
     def _indivisible(self, fact: ParameterFacts, use: Use, rule: Rule, parts: int, name: str) -> Problem:
@@ -117,7 +117,10 @@ class LayoutMaker:
             "uneven-heads",
             f"`{rule.style}` would cut through a head",
             rule.where,
-            (("module", generic(fact.fqn)), ("heads", f"{heads} of width {width} over axis tp (size {self.tp_size})")),
+            (
+                ("module", generic(fact.fqn.rpartition(".")[0])),
+                ("heads", f"{heads} of width {width} over axis tp (size {self.tp_size})"),
+            ),
             f"use a tp size that divides {heads}, or a plan whose rule names the heads: `colwise(kv_heads)`",
         )
 

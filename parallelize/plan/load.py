@@ -100,7 +100,7 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
     _check_sizes(reader, plan)
     _check_repeated(reader, plan)
     if reader.problems:
-        raise PlanError(*sorted(reader.problems, key=_position))
+        raise PlanError(*sorted(dict.fromkeys(reader.problems), key=_position))
     return plan
 
 
@@ -140,11 +140,20 @@ def _sizes(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, Size]:
                 reader.wrong(node, "missing-key", f"size {name} has no `from`")
                 continue
             node = fields["from"]
-        decimal = isinstance(node, yaml.ScalarNode) and node.style is None and is_decimal(node.value)
-        source = reader.number(node, f"size {name}") if decimal else reader.text(node, f"size {name}")
-        if source is not None:
-            sizes[name] = Size(source, replicate, where)
+        source = _size_source(reader, node, name)
+        sizes[name] = Size(1 if source is None else source, replicate, where)  # reported: keep the name known
     return sizes
+
+
+def _size_source(reader: Reader, node: yaml.Node, name: str) -> str | int | None:
+    """A positive number, or the name of a config field."""
+    fix = "a positive whole number, or the config field that holds it"
+    if isinstance(node, yaml.ScalarNode) and node.style is None and node.value[:1] in tuple("+-.0123456789") + ("",):
+        if is_decimal(node.value) and node.value != "0":
+            return int(node.value)
+        reader.wrong(node, "wrong-type", f"size {name} is {node.value or 'empty'}", fix)
+        return None
+    return reader.text(node, f"size {name}")
 
 
 def _rules(reader: Reader, top: dict[str, yaml.Node], source: str) -> Iterator[Rule]:
@@ -164,6 +173,9 @@ def _rules_below(reader: Reader, node: yaml.Node, prefix: str) -> Iterator[Rule]
             yield from _rules_below(reader, value, pattern)
             continue
         optional, pattern = "?" in pattern, pattern.replace("?", "")
+        if isinstance(value, yaml.ScalarNode) and not value.value:
+            reader.wrong(value, "bad-style", f"{pattern} has no style", "write one, such as `replicate`")
+            continue
         text = reader.text(value, f"the style of {pattern}")
         if text is None:
             continue

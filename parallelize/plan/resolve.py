@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from parallelize.errors import ParallelizeError, PlanError, Problem, near, short_list
+from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mean, near, short_list
 from parallelize.layout import Layout
 from parallelize.plan.attributes import local_attributes
 from parallelize.plan.layouts import LayoutMaker
@@ -104,12 +104,36 @@ class _Resolver:
         region = self._region()
         modules = self._modules(module_rules, region)
         self._check_region(region, modules)
+        self._check_vocabulary(modules)
         parameters = self._parameters(modules, parameter_rules)
         attributes, wrong = local_attributes(self.plan, self.model, self.layouts)
         self.problems += wrong
         if self.problems:
-            raise PlanError(*dict.fromkeys(self.problems))
+            raise PlanError(*self._told())
         return ResolvedPlan(self.plan, self.tp_size, modules, parameters, region, attributes)
+
+    def _told(self) -> list[Problem]:
+        """What to tell: each fact once, and one line where the plan is for another model altogether."""
+        unmatched = [problem for problem in self.problems if problem.slug == "unmatched-rule"]
+        needed = [rule for rule in self.plan.rules if not rule.optional]
+        if len(unmatched) >= max(3, len(needed)):
+            return [self._wrong_plan(len(unmatched))]
+        return list({(p.slug, p.where, p.what): p for p in self.problems}.values())
+
+    def _wrong_plan(self, count: int) -> Problem:
+        model = self.model
+        names = short_list(list(dict.fromkeys(generic(name) for name in model.aliases if name)), 8)
+        return Problem(
+            "wrong-plan",
+            f"plan {self.plan.name} is for another model: {count} of its patterns match nothing",
+            self.plan.source,
+            (
+                ("serves", short_list([*self.plan.model_types, *self.plan.classes]) or "no model type in particular"),
+                ("model", f"{type(model.root).__name__}, model type {getattr(model.config, 'model_type', None)!r}"),
+                ("modules", names),
+            ),
+            "choose another plan, or None to choose by the model; `parallelize plans` lists them",
+        )
 
     # -- which rule serves which name -----------------------------------------------------------------------------
 
@@ -168,16 +192,16 @@ class _Resolver:
             key=lambda name: int(name.rpartition(".")[2]) if name.rpartition(".")[2].isdigit() else 0,
         )
         if not layers:
-            self._no_region(f"{region.layers!r} holds no layers in this model", region.where)
+            lists = {name.rpartition(".")[0] for name in self.model.modules if name.rpartition(".")[2].isdigit()}
+            fix = did_you_mean(region.layers, lists) if lists else "name the list of layers"
+            self._no_region(f"{region.layers!r} holds no layers in this model", region.where, fix)
             return None
         leave = region.leave if region.leave and region.leave in self.model.modules else layers[-1]
         return RegionRow(layers[0], leave, region.argument)
 
-    def _no_region(self, what: str, where: str) -> None:
+    def _no_region(self, what: str, where: str, fix: str = "") -> None:
         self.problems.append(
-            Problem(
-                "no-region", what, where, fix="add `sequence_parallel: {layers: ...}`, or turn sequence_parallel off"
-            )
+            Problem("no-region", what, where, fix=fix or "add `sequence_parallel: {layers: ...}`, or turn it off")
         )
 
     def _modules(self, rules: dict[str, Rule], region: RegionRow | None) -> dict[str, ModuleRow]:
@@ -189,11 +213,28 @@ class _Resolver:
                 loss_parallel=self.plan.loss_parallel,
                 input_gathered=any(above in gathered for above in _above(name)),
             )
+            if place.sequence_parallel and not place.input_gathered:
+                self._check_sees_shards(name, rule)
             try:
                 rows[name] = ModuleRow(name, rule, contract_of(rule.style, self.model.modules[name], place))
             except ParallelizeError as error:
                 self.problems += [replace(problem, where=rule.where) for problem in error.problems]
         return rows
+
+    def _check_sees_shards(self, name: str, rule: Rule) -> None:
+        """A whole parameter that works on sequence shards has a partial gradient: `replicate` would leave it so."""
+        partial = rule.style.options.get("gradient") == "partial"
+        if rule.style.word == "replicate" and not partial and self.model.modules[name].shapes:
+            what = f"{generic(name)} works on sequence shards, so each rank sees a part of its gradient"
+            fix = "use `sequence`, or `replicate(gradient=partial)`: both sum it where that is needed"
+            self.problems.append(Problem("replicated-in-region", what, rule.where, fix=fix))
+
+    def _check_vocabulary(self, modules: dict[str, ModuleRow]) -> None:
+        """Loss parallelism needs a head that keeps its logits sharded, and says so."""
+        if self.plan.loss_parallel and not any(row.contract.leave is Edge.VOCABULARY for row in modules.values()):
+            fix = "give the head `colwise(output=vocabulary)`, or turn loss_parallel off"
+            what = "loss_parallel is on, and no rule keeps logits sharded over the vocabulary"
+            self.problems.append(Problem("no-vocabulary-output", what, self.plan.source, fix=fix))
 
     def _check_region(self, region: RegionRow | None, modules: dict[str, ModuleRow]) -> None:
         """The region's own edges need their places free."""
@@ -308,7 +349,7 @@ class _Resolver:
                 f"{len(facts)} parameters are claimed by no rule",
                 self.plan.source,
                 rows[:12],
-                "give each a style; `replicate` keeps it whole on every rank",
+                "give each a style: `sequence` for norms between blocks, `replicate` for what stays whole",
             )
         )
 

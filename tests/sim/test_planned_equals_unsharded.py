@@ -48,10 +48,11 @@ def test_float64(family, tp, mode):
     check(family, tp, mode)
 
 
-@pytest.mark.parametrize("mode", [MODES[0], MODES[3]], ids=[MODE_IDS[0], MODE_IDS[3]])
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32(family, mode):
-    check(family, 4, mode, torch.float32)
+def test_float32(family, tp, mode):
+    check(family, tp, mode, torch.float32)
 
 
 @pytest.mark.parametrize("mode", [MODES[0], MODES[3]], ids=[MODE_IDS[0], MODE_IDS[3]])

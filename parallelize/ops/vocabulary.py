@@ -60,7 +60,7 @@ def local_ids(ids: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, t
 
 
 class _CrossEntropy(Function):
-    """Per-token loss of sharded logits, and of its true logsumexp.
+    """Per-token loss of sharded logits.
 
     With y the target, e the label smoothing, z the logits:
 
@@ -74,42 +74,39 @@ class _CrossEntropy(Function):
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, smoothing: float, z_loss: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         group, width = vocabulary.group, logits.shape[-1]
         work = logits if logits.dtype == torch.float64 else logits.float()
         ids, outside = local_ids(targets, vocabulary.start, vocabulary.stop)
-        if width:
-            highest = work.amax(-1)
-            picked = work.gather(-1, ids.unsqueeze(-1)).squeeze(-1).masked_fill_(outside, 0.0)
-        else:
-            highest = work.new_full(work.shape[:-1], -torch.inf)
-            picked = work.new_zeros(work.shape[:-1])
+        highest = work.amax(-1) if width else work.new_full(work.shape[:-1], -torch.inf)
         if group.size > 1:
             group.all_reduce(highest, dist.ReduceOp.MAX)
-        total = (work - highest.unsqueeze(-1)).exp_().sum(-1)
-        target = picked * (1.0 - smoothing)
+        # everything is taken relative to the maximum: z - lse of two large numbers would lose what a sure model leaves
+        shifted = work - highest.unsqueeze(-1)
+        target = shifted.gather(-1, ids.unsqueeze(-1)).squeeze(-1) if width else torch.zeros_like(highest)
+        target = target.masked_fill_(outside, 0.0) * (1.0 - smoothing)
         if smoothing:
-            target += work.sum(-1) * (smoothing / vocabulary.full)
+            target += shifted.sum(-1) * (smoothing / vocabulary.full)
+        total = shifted.exp_().sum(-1)
         if group.size > 1:
             group.all_reduce(total)
             group.all_reduce(target)
-        lse = total.log_() + highest
-        loss = lse - target
+        log_total = total.log_()
+        loss = log_total - target
         if z_loss:
-            loss = loss + z_loss * lse.square()
-        ctx.save_for_backward(logits, ids, outside, lse)
+            loss = loss + z_loss * (log_total + highest).square()
+        ctx.save_for_backward(logits, ids, outside, highest, log_total)
         ctx.args = smoothing, z_loss, vocabulary.full
-        ctx.mark_non_differentiable(lse)
-        return loss, lse
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any):
+    def backward(ctx: Any, grad: torch.Tensor):
         refuse_double_backward()
-        logits, ids, outside, lse = ctx.saved_tensors
+        logits, ids, outside, highest, log_total = ctx.saved_tensors
         smoothing, z_loss, full = ctx.args
         work = logits if logits.dtype == torch.float64 else logits.float()
-        out = (work - lse.unsqueeze(-1)).exp_()
-        out *= (grad * (1.0 + 2.0 * z_loss * lse) if z_loss else grad).unsqueeze(-1)
+        out = (work - highest.unsqueeze(-1)).sub_(log_total.unsqueeze(-1)).exp_()
+        out *= (grad * (1.0 + 2.0 * z_loss * (log_total + highest)) if z_loss else grad).unsqueeze(-1)
         if smoothing:
             out -= (grad * (smoothing / full)).unsqueeze(-1)
         if logits.shape[-1]:
@@ -133,7 +130,7 @@ def token_losses(
         returns  [N]        in float32 at least
     Cost: three all-reduces of N values forward, none backward.
     """
-    return _CrossEntropy.apply(logits, targets, vocabulary, label_smoothing, z_loss)[0]
+    return _CrossEntropy.apply(logits, targets, vocabulary, label_smoothing, z_loss)
 
 
 def vocabulary_cross_entropy(

@@ -124,3 +124,19 @@ def test_functions_and_files_stay_small():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert node.end_lineno - node.lineno <= 60, f"{file}:{node.lineno} {node.name}"
+
+
+def test_every_test_is_tracked():
+    """An ignored folder of tests would pass here and be absent everywhere else."""
+    tests = Path(__file__).parent.parent
+    listed = subprocess.run(["git", "ls-files", "."], cwd=tests, capture_output=True, text=True)
+    if listed.returncode == 0:
+        found = {str(path.relative_to(tests)) for path in tests.rglob("*.py")}
+        ignored = subprocess.run(
+            ["git", "check-ignore", "--stdin"],
+            cwd=tests,
+            capture_output=True,
+            text=True,
+            input="\n".join(sorted(found)),
+        )
+        assert not ignored.stdout, ignored.stdout

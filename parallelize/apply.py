@@ -31,7 +31,7 @@ from parallelize.plan.model import ModelFacts, describe
 from parallelize.plan.resolve import ResolvedPlan, resolve
 from parallelize.plan.schema import Plan, Rule
 from parallelize.sharding import Record, Sharder, record_of
-from parallelize.special import check_embedding, check_rms_norm
+from parallelize.special import check_embedding, check_rms_norm, reads_of_children
 from parallelize.state import install_state_hooks
 from parallelize.styles.contract import Edge
 from parallelize.styles.text import parse_style
@@ -173,6 +173,16 @@ def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
         )
         for fqn, module in model.objects.items()
         if isinstance(module, (nn.MultiheadAttention, nn.ParameterList, nn.ParameterDict)) and list(module.parameters())
+    ]
+    problems += [
+        Problem(
+            "reads-child-parameters",
+            f"{type(module).__name__} reads self.{child}.{key} from outside the module that holds it",
+            fix="replace it by modules that call each other, or plan only what lies beside it",
+        )
+        for module in {type(module): module for module in model.objects.values()}.values()
+        for child, key in reads_of_children(module.__class__)
+        if isinstance(getattr(module, child, None), nn.Module) and key in getattr(module, child)._parameters
     ]
     if problems:
         raise ModelError(*problems[:20])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -58,6 +61,28 @@ def vocabulary_embedding(module: Any, group: Group, leave: Callable | None = Non
         return ops.reduce_owned(out, group) if leave is None else leave(out)
 
     return forward
+
+
+@lru_cache(maxsize=4096)
+def reads_of_children(cls: Any) -> tuple[tuple[str, str], ...]:
+    """(child, parameter) pairs whose values the class's own code uses directly: `self.conv.weight` handed to a function.
+
+    Found in the source text; asking a parameter for its dtype, device or shape is fine.
+    """
+    found = []
+    for name, member in vars(cls).items():
+        if inspect.isfunction(member) and name not in _NOT_FORWARD:
+            try:
+                found += _CHILD_READ.findall(inspect.getsource(member))
+            except OSError:  # no source to read
+                continue
+    return tuple(dict.fromkeys(found))
+
+
+_NOT_FORWARD = {"__init__", "reset_parameters", "_init_weights", "tie_weights", "extra_repr", "_tie_weights"}
+_CHILD_READ = re.compile(
+    r"self\.(\w+)\.(weight|bias)\b(?!\s*\.(?:dtype|device|shape|size|ndim|requires_grad)|\s*(?:is|==|=))"
+)
 
 
 def check_rms_norm(module: Any, fqn: str) -> None:

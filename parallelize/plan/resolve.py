@@ -17,6 +17,7 @@ from parallelize.plan.layouts import LayoutMaker
 from parallelize.plan.model import ModelFacts, ParameterFacts
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.schema import Plan, Region, Rule
+from parallelize.plan.soundness import check_soundness
 from parallelize.styles.contract import Contract, Edge, Use
 from parallelize.styles.registry import Place, contract_of
 from parallelize.styles.text import StyleText
@@ -108,6 +109,8 @@ class _Resolver:
         parameters = self._parameters(modules, parameter_rules)
         attributes, wrong = local_attributes(self.plan, self.model, self.layouts)
         self.problems += wrong
+        if not self.problems:
+            self.problems += check_soundness(self.plan, self.model, modules, parameters)
         if self.problems:
             raise PlanError(*self._told())
         return ResolvedPlan(self.plan, self.tp_size, modules, parameters, region, attributes)
@@ -226,7 +229,7 @@ class _Resolver:
         partial = rule.style.options.get("gradient") == "partial"
         if rule.style.word == "replicate" and not partial and self.model.modules[name].shapes:
             what = f"{generic(name)} works on sequence shards, so each rank sees a part of its gradient"
-            fix = "use `sequence`, or `replicate(gradient=partial)`: both sum it where that is needed"
+            fix = "use `sequence`, which sums it where that is needed"
             self.problems.append(Problem("replicated-in-region", what, rule.where, fix=fix))
 
     def _check_vocabulary(self, modules: dict[str, ModuleRow]) -> None:

@@ -55,7 +55,7 @@ def redistribute(
     if have.is_replicate() and even:
         return ops.enter_region(x, group, want.dim)
     if have.is_partial() and want.is_replicate():
-        return ops.reduce(x, group)
+        return ops.sum_both(x, group) if partial_grad else ops.reduce(x, group)
     if have.is_partial() and even:
         return ops.scatter_sequence(x, group, want.dim)
     return DTensor.from_local(x, mesh, (have,), run_check=False).redistribute(placements=(want,)).to_local()

@@ -9,8 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from parallelize.errors import ModelError, Problem
 from parallelize.forwards import Planned, install
+from parallelize.groups import Group
 from parallelize.layout import chunked, replicated
+from parallelize.ops.collectives import gather_dim
 from parallelize.special import check_embedding, vocabulary_embedding
 from parallelize.styles.registry import ModuleFacts
 from parallelize.torch_styles.conversions import as_dtensor, enter, leave
@@ -54,7 +57,9 @@ class ColwiseParallel(Style):
         planned = planned_of(target, layouts)
         if facts.kind == "conv1d":
             target.module.__dict__["nf"] = layouts["weight"].local_size(group.rank)
-        if facts.kind != "embedding":
+        if facts.kind == "embedding":
+            planned.enter = partial(_whole_ids, group=group, source=self.input_layouts[0])
+        else:
             planned.enter = partial(
                 enter, mesh=mesh, group=group, source=self.input_layouts[0], want=Replicate(), partial_grad=True
             )
@@ -76,11 +81,11 @@ class RowwiseParallel(Style):
     Weight [out, in] -> Shard(1), bias -> Replicate, embedding weight -> Shard(0).
 
     Args:
-        input_layouts: of the input as it comes (default Shard(-1); of an embedding's ids, Replicate).
+        input_layouts: of the input as it comes (default Shard(-1), also for an embedding's ids, as in PyTorch).
         output_layouts: of the output (default Replicate: all-reduce; Shard(1): reduce-scatter).
         use_local_output: return a plain local tensor rather than a DTensor.
 
-    Raises: ModelError `wrong-module-for-style`, `unsplittable-embedding`.
+    Raises: ModelError `wrong-module-for-style`, `unsplittable-embedding`, `bias-on-shards`.
     """
 
     def __init__(
@@ -99,6 +104,12 @@ class RowwiseParallel(Style):
         need(self, facts, ("linear", "conv1d", "embedding"))
         if facts.kind == "embedding":
             check_embedding(module, facts.fqn)
+        out = self.output_layouts[0]
+        if "bias" in facts.shapes and (out.is_partial() or (out.is_shard() and out.dim == -1)):
+            what = f"{facts.fqn!r} has a bias, which cannot be added once to an output that is {out}"
+            raise ModelError(
+                Problem("bias-on-shards", what, fix="output_layouts=Replicate() or Shard(1), or bias=False")
+            )
 
     def install(self, target: Target) -> None:
         facts, group = target.facts, target.group
@@ -131,7 +142,7 @@ class RowwiseParallel(Style):
 
     def _install_embedding(self, target: Target, planned: Planned, edge: Callable) -> None:
         forward = vocabulary_embedding(target.module, target.group, edge)
-        planned.enter = _local_ids
+        planned.enter = partial(_whole_ids, group=target.group, source=self.input_layouts[0])
         install(target.module, planned, forward)
 
 
@@ -141,5 +152,11 @@ def _wrap_output(target: Target, placement: Placement) -> None:
     target.module.register_forward_hook(lambda _m, _a, out: as_dtensor(out, mesh, placement))
 
 
-def _local_ids(ids: torch.Tensor) -> torch.Tensor:
-    return ids.full_tensor() if isinstance(ids, DTensor) else ids
+def _whole_ids(ids: torch.Tensor, group: Group, source: Placement) -> torch.Tensor:
+    """All ids on every rank, which the rows or columns of an embedding are looked up with."""
+    if isinstance(ids, DTensor):
+        return ids.full_tensor()
+    if not source.is_shard():
+        return ids
+    dim = source.dim % ids.ndim
+    return gather_dim(ids, group, dim, ids.shape[dim] * group.size)

@@ -50,7 +50,7 @@ class Broken:
 
         def broken(group: Any, x: torch.Tensor, *args: Any) -> Any:
             if how == "dropped":
-                return _alone(group, x) if real.__name__ != "all_reduce" else None
+                return _alone(group, x, real.__name__)
             out = real(group, x, *args)
             if how == "doubled":
                 again = real(group, x, *args)
@@ -77,9 +77,11 @@ class Broken:
             setattr(Group, self.name, self.real)
 
 
-def _alone(group: Any, x: torch.Tensor) -> torch.Tensor:
-    """What a rank has when nothing is sent."""
-    return x.chunk(group.size)[group.rank].contiguous()
+def _alone(group: Any, x: torch.Tensor, collective: str) -> torch.Tensor | None:
+    """What a rank has when nothing is sent, in the shape that was asked for."""
+    if collective == "all_gather":
+        return torch.stack([x] * group.size)
+    return x.chunk(group.size)[group.rank].contiguous() if collective == "reduce_scatter" else None
 
 
 def largest_error(rank: int, family: str, options: dict[str, Any], broken: tuple[str, str] | None) -> float:

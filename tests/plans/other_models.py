@@ -39,6 +39,8 @@ TYPES = [
         "nemotron",
         "olmo",
         "olmo3",
+        "olmo_hybrid",
+        "qwen3_5_text",
         "qwen3_moe",
         "seed_oss",
         "smollm3",

@@ -91,6 +91,7 @@ def tiny_batch(
     """(ids, labels) [batch, length] with some labels ignored."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, vocab_size, (batch, length), generator=generator)
+    ids[0, 1] = ids[-1, -1] = 0  # the padding id, whose row gets no gradient
     labels = torch.randint(0, vocab_size, (batch, length), generator=generator)
     labels[0, :2] = -100
     return ids, labels

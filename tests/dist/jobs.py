@@ -611,3 +611,57 @@ def input_and_output_layouts(rank: int, whose: str) -> list[torch.Tensor]:
     out.square().sum().backward()
     local = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
     return [out.detach(), x.grad, *local]
+
+
+def styles_like_stock(rank: int, whose: str, case: str) -> list[torch.Tensor]:
+    """One style on one module, by PyTorch's classes or ours: outputs and gradients as this rank sees them."""
+    import torch.distributed.tensor.parallel as stock
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    import parallelize
+
+    s = stock if whose == "stock" else parallelize
+    mesh = build_mesh("cpu", tp=2)
+    torch.manual_seed(2)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(4, 6, 8, dtype=torch.float64, generator=generator)
+    ids = torch.randint(0, 10, (4, 6), generator=generator)
+    mine = x.chunk(2)[rank].clone()
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Linear(8, 8)
+
+        def forward(self, a, *, b):
+            return self.w(a) * b
+
+    norm, linear, embedding = nn.LayerNorm(8).double(), nn.Linear(8, 10).double(), nn.Embedding(10, 8).double()
+    named = Named().double()
+    kwargs: dict = {}
+    if case == "row embedding of sharded ids":
+        model, style, inputs = embedding, s.RowwiseParallel(input_layouts=Shard(0)), [ids.chunk(2)[rank]]
+    elif case == "column embedding of sharded ids":
+        model, style, inputs = embedding, s.ColwiseParallel(input_layouts=Shard(0)), [ids.chunk(2)[rank]]
+    elif case == "column linear of partial input":
+        model, style, inputs = linear, s.ColwiseParallel(input_layouts=Partial()), [x * (rank + 1)]
+    elif case == "norm on another sequence dim":
+        model, style, inputs = norm, s.SequenceParallel(sequence_dim=0, use_local_output=True), [mine]
+    elif case == "keyword layouts":
+        style = s.PrepareModuleInput(
+            input_layouts=(Shard(0),),
+            desired_input_layouts=(Replicate(),),
+            input_kwarg_layouts={"b": Shard(0)},
+            desired_input_kwarg_layouts={"b": Replicate()},
+            use_local_output=True,
+        )
+        model, inputs, kwargs = named, [mine], {"b": mine.clone() + 1}
+    else:
+        model, style, inputs = linear, s.RowwiseParallel(output_layouts=Shard(1)), [x[..., 4 * rank : 4 * rank + 4].clone()]
+    apply = stock.parallelize_module if whose == "stock" else parallelize_module
+    apply(model, mesh, style)
+    inputs = [i.requires_grad_() if i.is_floating_point() else i for i in inputs]
+    out = model(*inputs, **kwargs)
+    out.square().sum().backward()
+    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+    return [out.detach(), *(i.grad for i in inputs if i.is_floating_point()), *grads]

@@ -28,3 +28,22 @@ def test_inputs_and_outputs_in_one(two_processes):
     for mine, theirs in zip(ours, stock, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             assert (a - b).abs().max() < 1e-12
+
+
+CASES = [
+    "row embedding of sharded ids",
+    "column embedding of sharded ids",
+    "column linear of partial input",
+    "norm on another sequence dim",
+    "keyword layouts",
+    "row linear to sequence shards",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_style_like_pytorch(two_processes, case):
+    ours = two_processes.run(jobs.styles_like_stock, "ours", case)
+    stock = two_processes.run(jobs.styles_like_stock, "stock", case)
+    for mine, theirs in zip(ours, stock, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.shape == b.shape and (a - b).abs().max() < 1e-11

@@ -55,7 +55,10 @@ class Installer:
         if not layout.is_canonical and layout.local_size(rank) != layout.stored_local_size:
             assert layout.dim is not None
             valid = (layout.dim, layout.local_size(rank))
-        return Slot(key, valid, self._debt(owner), self.ledger, shared_of(layout, rank))
+        slot = Slot(key, valid, self._debt(owner), self.ledger, shared_of(layout, rank))
+        if slot.debt is not None:  # so that a graph compiled before the first forward finds the leaf
+            slot.local(self.model.objects[fqn]._parameters)
+        return slot
 
     def _debt(self, owner: str) -> Debt | None:
         row = self.resolved.parameters[owner]

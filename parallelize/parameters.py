@@ -103,6 +103,15 @@ class Slot:
         return F.pad(grad, after)
 
     def _traced(self, param: Any) -> torch.Tensor:
+        """What a compiled graph reads. An owed gradient goes through the eager leaf, whose hook adds it to the ledger, as
+        long as Dynamo can guard that this is still the parameter's; otherwise it is paid inside the graph."""
+        if (
+            self.debt is not None
+            and self.leaf is not None
+            and param is self.param
+            and param.requires_grad == self.trains
+        ):
+            return self.leaf
         local = param.to_local()
         if self.valid is not None:
             local = local.narrow(self.valid[0], 0, self.valid[1])

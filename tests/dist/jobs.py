@@ -233,6 +233,8 @@ def compiled(rank: int, backend: str, sequence_parallel: bool) -> dict[str, Any]
 
     from torch._dynamo.backends.common import aot_autograd
 
+    from parallelize.groups import Group
+
     model = tiny_model("llama", torch.float64)
     parallelize_module(model, build_mesh("cpu", tp=2), sequence_parallel=sequence_parallel)
     layer = model.model.layers[1]
@@ -262,14 +264,30 @@ def compiled(rank: int, backend: str, sequence_parallel: bool) -> dict[str, Any]
     chosen: Any = backend
     if backend == "counting":
         chosen = aot_autograd(fw_compiler=counting("forward"), bw_compiler=counting("backward"))
-    layer.compile(fullgraph=True, backend=chosen)
-    run()
-    got = run()
+    sent: list = []
+    real = Group.all_reduce
+
+    def noted(group: Any, x: torch.Tensor, *args: Any) -> None:  # what is sent outside graphs: the owed gradients
+        sent.append(x.numel())
+        real(group, x, *args)
+
+    Group.all_reduce = noted
+    try:
+        step()
+        eager_sent = list(sent)
+        layer.compile(fullgraph=True, backend=chosen)
+        run()
+        sent.clear()
+        got = step(), full_gradients(model)
+    finally:
+        Group.all_reduce = real
     torch._dynamo.reset()
     return {
         "output": worst({"": got[0]}, {"": want[0]})[0],
         "gradients": worst(got[1], want[1])[0],
         "compiled": dict(counts),
+        "step": sent,
+        "eager step": eager_sent,
     }
 
 
@@ -665,3 +683,38 @@ def styles_like_stock(rank: int, whose: str, case: str) -> list[torch.Tensor]:
     out.square().sum().backward()
     grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
     return [out.detach(), *(i.grad for i in inputs if i.is_floating_point()), *grads]
+
+
+def compiled_then_changed(rank: int) -> list[float]:
+    """A compiled layer keeps finding its parameters: after assigning others, after a cast and back, after freezing."""
+    model, other = tiny_model("llama", torch.float64), tiny_model("llama", torch.float64, seed=5)
+    reference = copy.deepcopy(other)
+    ids, labels = tiny_batch(length=8)
+    parallelize_module(model, build_mesh("cpu", tp=2), sequence_parallel=True)
+    torch._dynamo.reset()
+    model.model.layers[1].compile(fullgraph=True, backend="aot_eager")
+
+    def step(net: nn.Module) -> None:
+        net.zero_grad()
+        loss_of(net(input_ids=ids).logits, labels).backward()
+
+    def error() -> float:
+        step(model)
+        step(reference)
+        want = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+        return worst(full_gradients(model), want)[0]
+
+    step(model)
+    model.load_state_dict(other.state_dict(), assign=True)
+    found = [error()]
+    for net in (model, reference):
+        net.float().double()
+    found.append(error())
+    for net in (model, reference):
+        net.model.layers[1].input_layernorm.weight.requires_grad_(False)
+    found.append(error())
+    for net in (model, reference):
+        net.model.layers[1].input_layernorm.weight.requires_grad_(True)
+    found.append(error())
+    torch._dynamo.reset()
+    return found

@@ -32,7 +32,7 @@ class Planned:
         stock: the forward that the module had before, where one was set on the instance.
     """
 
-    __slots__ = ("argument", "bias", "config", "enter", "hide_bias", "leave", "slots", "stock", "weight", "zero_bias")
+    __slots__ = ("argument", "bias", "enter", "hide_bias", "leave", "slots", "stock", "weight")
 
     def __init__(self, slots: tuple[Slot, ...], stock: Callable | None = None):
         self.slots = slots
@@ -43,7 +43,6 @@ class Planned:
         self.leave: Edge | None = None
         self.stock = stock
         self.hide_bias = False
-        self.zero_bias: torch.Tensor | None = None
 
     def run_stock(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if self.stock is None:

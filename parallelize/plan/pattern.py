@@ -9,7 +9,6 @@ Floor 2: torch-free.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from functools import lru_cache
 
 from parallelize.errors import PlanError, Problem
@@ -46,10 +45,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def matches(pattern: str, name: str) -> bool:
     return _compiled(pattern).match(name) is not None
-
-
-def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    return [name for name in names if matches(pattern, name)]
 
 
 def alternatives(pattern: str) -> list[str]:

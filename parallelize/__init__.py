@@ -24,14 +24,24 @@ _PUBLIC = {
         "ShapeError",
     ],
     "parallelize.groups": ["axis_group", "build_mesh", "destroy_groups", "group_for", "mesh_spec"],
+    "parallelize.hardware": ["LinkProfile"],
     "parallelize.layout": ["Layout", "SlicePair"],
     "parallelize.loss": ["cross_entropy", "loss_parallel", "valid_tokens"],
     "parallelize.meta": ["materialize"],
     "parallelize.mesh": ["MeshSpec"],
+    "parallelize.ops.calibrate": ["calibrate"],
+    "parallelize.ops.collective_matmul": [
+        "all_gather_linear",
+        "column_linear",
+        "linear_all_reduce",
+        "linear_reduce_scatter",
+    ],
+    "parallelize.ops.linear_gradients": ["DeferredGradients"],
     "parallelize.optimizer": ["local_optimizer"],
+    "parallelize.overlap": ["deferred_gradients"],
     "parallelize.plan.load": ["load_plan", "shipped_plans"],
     "parallelize.plan.schema": ["Plan"],
-    "parallelize.report": ["describe_plan"],
+    "parallelize.report": ["describe_plan", "overlap_counts", "overlap_report"],
     "parallelize.sharded_logits": ["ShardedLogits"],
     "parallelize.sharding": ["ShardInfo", "full_gradients", "full_parameter", "full_state_dict", "shard_info"],
     "parallelize.torch_styles.boundary": [
@@ -74,6 +84,7 @@ if TYPE_CHECKING:
     from parallelize.groups import destroy_groups as destroy_groups
     from parallelize.groups import group_for as group_for
     from parallelize.groups import mesh_spec as mesh_spec
+    from parallelize.hardware import LinkProfile as LinkProfile
     from parallelize.layout import Layout as Layout
     from parallelize.layout import SlicePair as SlicePair
     from parallelize.loss import cross_entropy as cross_entropy
@@ -81,11 +92,20 @@ if TYPE_CHECKING:
     from parallelize.loss import valid_tokens as valid_tokens
     from parallelize.mesh import MeshSpec as MeshSpec
     from parallelize.meta import materialize as materialize
+    from parallelize.ops.calibrate import calibrate as calibrate
+    from parallelize.ops.collective_matmul import all_gather_linear as all_gather_linear
+    from parallelize.ops.collective_matmul import column_linear as column_linear
+    from parallelize.ops.collective_matmul import linear_all_reduce as linear_all_reduce
+    from parallelize.ops.collective_matmul import linear_reduce_scatter as linear_reduce_scatter
+    from parallelize.ops.linear_gradients import DeferredGradients as DeferredGradients
     from parallelize.optimizer import local_optimizer as local_optimizer
+    from parallelize.overlap import deferred_gradients as deferred_gradients
     from parallelize.plan.load import load_plan as load_plan
     from parallelize.plan.load import shipped_plans as shipped_plans
     from parallelize.plan.schema import Plan as Plan
     from parallelize.report import describe_plan as describe_plan
+    from parallelize.report import overlap_counts as overlap_counts
+    from parallelize.report import overlap_report as overlap_report
     from parallelize.sharded_logits import ShardedLogits as ShardedLogits
     from parallelize.sharding import ShardInfo as ShardInfo
     from parallelize.sharding import full_gradients as full_gradients

@@ -14,12 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 """The shard itself, without the autograd Function of `to_local()` (25 us): an attribute since 2.0."""
 
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 """Mesh, placements and global metadata of a DTensor."""
+
+tree_leaves: Callable[[Any], list[Any]] = pytree.tree_leaves
+tree_map: Callable[[Callable, Any], Any] = pytree.tree_map
+"""Nested arguments of an op: `torch.utils._pytree`, used by torch's own subclasses since 1.8."""
 
 
 def shard_dim(placement: Any) -> int | None:
@@ -104,3 +109,41 @@ def leave_loss_parallel() -> None:
     from torch.distributed.tensor.parallel.loss import _disable_custom_loss_ops
 
     _disable_custom_loss_ops()
+
+
+def enable_symmetric_memory(pg: dist.ProcessGroup) -> str:
+    """Make symmetric memory usable on a group; why it is not, or an empty text."""
+    try:
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group, is_symm_mem_enabled_for_group
+    except ImportError:
+        return f"torch {torch.__version__} has no symmetric memory"
+    try:
+        if not is_symm_mem_enabled_for_group(pg.group_name):
+            enable_symm_mem_for_group(pg.group_name)
+    except (RuntimeError, ValueError) as error:
+        return f"the group does not support symmetric memory: {error}"
+    return ""
+
+
+try:  # simulation of all ranks in one process, private since 2.9
+    from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+except ImportError:
+    LocalTensor = LocalTensorMode = None  # type: ignore[assignment,misc]
+
+
+def local_tensor(by_rank: dict[int, torch.Tensor]) -> Any:
+    """A tensor that holds every rank's own."""
+    return LocalTensor(by_rank)
+
+
+def on_rank(value: Any, rank: int) -> Any:
+    """One rank's part of a value; what is no such tensor is the same for all."""
+    return value._local_tensors[rank] if LocalTensor is not None and isinstance(value, LocalTensor) else value
+
+
+def simulated_groups(pg: dist.ProcessGroup) -> list[list[int]]:
+    """The ranks of this group and of those beside it on the mesh, which one call serves all under `LocalTensorMode`."""
+    from torch.distributed._local_tensor._c10d import _prepare_collective_groups
+
+    ranks, offsets, _ = _prepare_collective_groups(pg)
+    return [[offset + rank for rank in ranks] for offset in offsets]

@@ -25,6 +25,7 @@ from parallelize.handshake import TIMEOUT_S, check_replicas, compressed, handsha
 from parallelize.installer import Installer
 from parallelize.meta import guard_buffers
 from parallelize.moves import guard_moves, refuse_ddp
+from parallelize.overlap import SiteRow, check_sites
 from parallelize.plan.choose import choose_plan
 from parallelize.plan.load import load_plan
 from parallelize.plan.model import ModelFacts, describe
@@ -51,6 +52,7 @@ def parallelize_module(
     src_data_rank: int | None = 0,
     sequence_parallel: bool | None = None,
     loss_parallel: bool | None = None,
+    overlap: str | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     check_replicated: bool = False,
@@ -65,6 +67,8 @@ def parallelize_module(
             styles as PyTorch's own function takes it, or None to choose by the model.
         src_data_rank: the rank of the `tp` group whose weights count; None: each rank slices its own.
         sequence_parallel, loss_parallel: over the plan's defaults.
+        overlap: "auto", "off", "chunked" or "symm_mem" over the plan's default: collectives run beside products. "auto"
+            measures link and matmuls once, at the first forward, and overlaps where that pays; `overlap_report` tells.
         dtype, device: of the stored parameters.
         check_replicated: compare replicated parameters now, and the inputs at each forward, over `tp` by digest.
         handshake_timeout_s: how long ranks wait for each other before any is named as missing.
@@ -80,16 +84,19 @@ def parallelize_module(
         raise MeshError(Problem("no-mesh", what, fix=fix))
     tp = tp_mesh(mesh)
     if faces.is_style(parallelize_plan) or faces.is_style_dict(parallelize_plan):
+        _refuse_overlap_of_styles(overlap)
         return _apply_styles(module, mesh, tp, parallelize_plan, src_data_rank, handshake_timeout_s)
     model = describe(module)
     options = {"dtype": str(dtype), "src_data_rank": str(src_data_rank), "check_replicated": str(check_replicated)}
     failure, resolved = None, None
+    sites: tuple[SiteRow, ...] = ()
     try:
         _refuse_twice(module)
         plan = _plan_of(module, parallelize_plan)
-        plan = plan.with_options(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+        plan = plan.with_options(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, overlap=overlap)
         resolved = resolve(plan, model, tp.size())
         _check_modules(resolved, model)
+        sites = check_sites(resolved, model, Group(tp.get_group()), torch.device(mesh.device_type))
     except ParallelizeError as error:
         failure = error
     facts = _facts(model, resolved, options, failure)
@@ -102,8 +109,16 @@ def parallelize_module(
         raise failure
     assert resolved is not None
     with Transaction(module):
-        _apply(module, mesh, tp, model, resolved, src_data_rank, dtype, device, check_replicated)
+        _apply(module, mesh, tp, model, resolved, sites, src_data_rank, dtype, device, check_replicated)
     return module
+
+
+def _refuse_overlap_of_styles(overlap: str | None) -> None:
+    if overlap not in (None, "off"):
+        fix = (
+            "write the same as a plan of `gather`, `colwise`, `rowwise`; or call parallelize.all_gather_linear yourself"
+        )
+        raise PlanError(Problem("no-overlap", "overlap works on plans, not on PyTorch's style objects", fix=fix))
 
 
 def _plan_of(module: nn.Module, given: Any) -> Plan:
@@ -204,6 +219,7 @@ def _apply(
     tp: DeviceMesh,
     model: ModelFacts,
     resolved: ResolvedPlan,
+    sites: tuple[SiteRow, ...],
     src_data_rank: int | None,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
@@ -217,8 +233,9 @@ def _apply(
         check_replicas(group, whole, "replicated parameters")
     Sharder(tp, group, src_data_rank, dtype, device).shard(module, resolved)
     ledger = Ledger()
-    Installer(group, model, resolved, ledger).run()
-    module.__dict__["_parallelize_record"] = Record(resolved, mesh, tp, group, ledger)
+    installer = Installer(group, model, resolved, ledger, sites)
+    installer.run()
+    module.__dict__["_parallelize_record"] = Record(resolved, mesh, tp, group, ledger, installer.overlap)
     install_state_hooks(module)
     guard_buffers(module)
     guard_moves(module)

@@ -30,9 +30,23 @@ class Planned:
         argument: (position, name) of the input that `enter` converts.
         leave: conversion of the output, or None. For a tuple output, of its first item.
         stock: the forward that the module had before, where one was set on the instance.
+        overlap: the site that runs this module, where its collective overlaps with its product; `plain` is then the
+            forward without it, and `place` the module's place among those that share an input.
     """
 
-    __slots__ = ("argument", "bias", "enter", "hide_bias", "leave", "slots", "stock", "weight")
+    __slots__ = (
+        "argument",
+        "bias",
+        "enter",
+        "hide_bias",
+        "leave",
+        "overlap",
+        "place",
+        "plain",
+        "slots",
+        "stock",
+        "weight",
+    )
 
     def __init__(self, slots: tuple[Slot, ...], stock: Callable | None = None):
         self.slots = slots
@@ -43,6 +57,9 @@ class Planned:
         self.leave: Edge | None = None
         self.stock = stock
         self.hide_bias = False
+        self.overlap: Any = None
+        self.plain: Callable = _stock
+        self.place = 0
 
     def run_stock(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if self.stock is None:
@@ -60,6 +77,13 @@ def install(module: nn.Module, planned: Planned, forward: Callable | None = None
         elif forward is _stock and planned.leave is None:
             forward = _light_forward(planned)
     module.__dict__["_planned"] = planned
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def overlap(module: nn.Module, forward: Callable, site: Any, place: int = 0) -> None:
+    """Make an installed module run by a site, over the forward that it has."""
+    planned = module.__dict__["_planned"]
+    planned.overlap, planned.place, planned.plain = site, place, module.__dict__["forward"].__func__
     module.__dict__["forward"] = MethodType(forward, module)
 
 
@@ -232,3 +256,57 @@ def _rowwise_stock(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _add_bias(out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """In the product's dtype, as a linear under autocast does."""
     return out + (bias if bias.dtype == out.dtype else bias.to(out.dtype))
+
+
+# -- the same with collectives beside products; see parallelize.overlap ---------------------------------------------------
+
+
+def overlapped_row(self: Any, input: torch.Tensor) -> torch.Tensor:
+    planned, parameters = self._planned, self._parameters
+    if planned.enter is not None:
+        input = planned.enter(input)
+    bias = planned.bias
+    return planned.overlap(input, planned.weight.local(parameters), None if bias is None else bias.local(parameters))
+
+
+def overlapped_column(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """A column linear with an input of its own."""
+    planned = self._planned
+    shared, depth = planned.overlap, planned.overlap.depth
+    try:
+        out = _taken(self, shared.enter(input))
+    except BaseException:
+        shared.leave(depth, failed=True)
+        raise
+    shared.leave(depth)
+    return out
+
+
+def reads_shared(self: Any, input: torch.Tensor) -> torch.Tensor:
+    """A column linear whose product was made when its block's input came."""
+    return _taken(self, input)
+
+
+def _taken(self: Any, input: torch.Tensor) -> torch.Tensor:
+    planned = self._planned
+    out = planned.overlap.take(planned.place, input)
+    if out is None:
+        kept, planned.enter = planned.enter, None  # the input is whole here
+        try:
+            return planned.plain(self, input)
+        finally:
+            planned.enter = kept
+    return out if planned.leave is None else planned.leave(out)
+
+
+def shares_input(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A block whose column linears read one input."""
+    planned = self._planned
+    shared, depth = planned.overlap, planned.overlap.depth
+    try:
+        out = planned.plain(self, *args, **kwargs)
+    except BaseException:
+        shared.leave(depth, failed=True)
+        raise
+    shared.leave(depth)
+    return out

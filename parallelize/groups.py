@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallelize import _torch_private as private
 from parallelize.errors import MeshError, Problem
+from parallelize.hardware import LinkProfile
 from parallelize.mesh import AXES, MeshSpec
 
 # torch 2.13 renamed these two, and warns about the old names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_BY_KEY: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # key -> Group
+
+Wire = Callable[[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor], int], list[Any]]
+"""(send, receive, tag) -> objects to wait for; tensors by the peer's rank in the group."""
 
 
 class Group:
@@ -27,13 +36,72 @@ class Group:
     Collectives work on contiguous tensors. A copy of a model shares its groups, so copying returns the same object.
     """
 
-    __slots__ = ("pg", "rank", "ranks", "size")
+    __slots__ = ("__weakref__", "backends", "key", "pg", "profiles", "rank", "ranks", "size", "traffic", "wire")
 
-    def __init__(self, pg: dist.ProcessGroup):
-        self.pg = pg
-        self.size = pg.size()
-        self.rank = pg.rank()
-        self.ranks = tuple(dist.get_process_group_ranks(pg))
+    backends: dict[str, str]
+    key: str
+    pg: dist.ProcessGroup
+    rank: int
+    ranks: tuple[int, ...]
+    size: int
+    traffic: list[tuple[str, int]] | None  # what overlapped ops have sent, while somebody records it
+    wire: Wire | None  # carries messages in the place of the process group
+    profiles: dict[tuple[str, torch.dtype], LinkProfile]  # what calibration found, or was given
+
+    def __new__(cls, pg: dist.ProcessGroup) -> Group:
+        """One object a process group, so that what is set on it holds wherever it is found."""
+        key = f"{pg.rank()}:{pg.group_name}"
+        known = _BY_KEY.get(key)
+        if known is not None and known.pg is pg:
+            return known
+        group = _BY_KEY[key] = super().__new__(cls)
+        group.pg, group.key, group.profiles = pg, key, {}
+        group.traffic = group.wire = None
+        group.size, group.rank = pg.size(), pg.rank()
+        group.ranks = tuple(dist.get_process_group_ranks(pg))
+        group.backends = _backends(pg)
+        return group
+
+    def backend(self, device: torch.device) -> str:
+        """What carries tensors of this device: "gloo", "nccl", ..."""
+        return self.backends.get(device.type) or self.backends.get("", "")
+
+    @staticmethod
+    def by_key(key: str) -> Group:
+        """The group whose `key` stands in a graph or an op's arguments, where only text can stand."""
+        group = _BY_KEY.get(key)
+        if group is not None:
+            return group
+        rank, _, name = key.partition(":")
+        found = [pg for pg in private.known_groups() if pg.group_name == name and pg.rank() == int(rank)]
+        if not found:
+            raise MeshError(Problem("no-such-group", f"process group {name!r} does not exist (any more)"))
+        return Group(found[0])
+
+    def simulated(self, rank: int, wire: Wire) -> Group:
+        """This group as one of its ranks sees it, with messages carried by `wire`: for simulation in one process."""
+        group = object.__new__(Group)
+        group.pg, group.key, group.ranks, group.size = self.pg, self.key, self.ranks, self.size
+        group.rank, group.wire, group.backends = rank, wire, {"": "simulated"}
+        group.profiles, group.traffic = self.profiles, None
+        return group
+
+    @staticmethod
+    def alone() -> Group:
+        """A group of one rank, without a process group."""
+        group = object.__new__(Group)
+        group.pg, group.key, group.ranks, group.size, group.rank = None, "", (0,), 1, 0  # type: ignore[assignment]
+        group.backends, group.profiles, group.traffic, group.wire = {}, {}, None, None
+        return group
+
+    @contextmanager
+    def recording(self) -> Iterator[list[tuple[str, int]]]:
+        """What this rank sends in overlapped ops meanwhile: (kind, bytes) of each step, in order."""
+        kept, self.traffic = self.traffic, []
+        try:
+            yield self.traffic
+        finally:
+            self.traffic = kept
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Group) and self.pg is other.pg
@@ -69,6 +137,16 @@ class Group:
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """Overwrite `x` with that of the group's rank `source`."""
         dist.broadcast(x, self.ranks[source], group=self.pg)
+
+
+def _backends(pg: dist.ProcessGroup) -> dict[str, str]:
+    """Device type to backend; a group has one for each where it was made without naming any. "" stands for the rest."""
+    backends = {"": str(dist.get_backend(pg))}
+    for pair in str(dist.get_backend_config(pg)).split(","):
+        device, _, backend = pair.partition(":")
+        if backend:
+            backends[device.strip()] = backend.strip()
+    return backends
 
 
 def build_mesh(device_type: str, **sizes: int) -> DeviceMesh:

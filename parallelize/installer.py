@@ -7,13 +7,23 @@ from functools import partial
 from torch import nn
 
 from parallelize.errors import ModelError, Problem
-from parallelize.forwards import Planned, argument_of, install
+from parallelize.forwards import (
+    Planned,
+    argument_of,
+    install,
+    overlap,
+    overlapped_column,
+    overlapped_row,
+    reads_shared,
+    shares_input,
+)
 from parallelize.gradients import Debt, Ledger
 from parallelize.groups import Group, group_for
 from parallelize.layout import even_interval
 from parallelize.local_config import LocalConfig
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary import Vocabulary
+from parallelize.overlap import Overlap, RowSite, SharedInput, SiteRow
 from parallelize.parameters import Slot
 from parallelize.plan.model import ModelFacts
 from parallelize.plan.resolve import ModuleRow, ResolvedPlan
@@ -27,8 +37,16 @@ from parallelize.styles.contract import Edge
 class Installer:
     """Gives every planned module its slots, edges and local attributes."""
 
-    def __init__(self, group: Group, model: ModelFacts, resolved: ResolvedPlan, ledger: Ledger):
-        self.group, self.model, self.resolved, self.ledger = group, model, resolved, ledger
+    def __init__(
+        self,
+        group: Group,
+        model: ModelFacts,
+        resolved: ResolvedPlan,
+        ledger: Ledger,
+        sites: tuple[SiteRow, ...] = (),
+    ):
+        self.group, self.model, self.resolved, self.ledger, self.sites = group, model, resolved, ledger, sites
+        self.overlap = Overlap()
         self.region = Region(group)
         self.orders = {fqn: order for order, fqn in enumerate(resolved.parameters)}
         self.sharers: dict[tuple[int, ...], Group] = {}
@@ -40,6 +58,8 @@ class Installer:
             if slots or row is not None:
                 self._install(self.model.objects[fqn], slots, row)
             self._localise(fqn)
+        for site in self.sites:
+            self._overlap(site)
         if self.resolved.region is not None:
             self._bound_region()
         if self.group.size > 1 and hasattr(self.model.root, "config"):
@@ -121,6 +141,33 @@ class Installer:
     def _split(self, row: ModuleRow):
         start, stop = even_interval(self._width(row), self.group.size, self.group.rank)
         return partial(ops.split_last, group=self.group, start=start, stop=stop)
+
+    def _overlap(self, row: SiteRow) -> None:
+        """Let a site run the linears that it is about, over the forwards that they have."""
+        module, contract = self.model.objects[row.fqn], self.resolved.modules[row.fqn].contract
+        site = self.overlap.site(row, self.group)
+        by_rows = row.op in ("all_gather_linear", "linear_reduce_scatter")
+        region = self.region if by_rows else None
+        if not row.consumers:
+            transposed = hasattr(module, "nf")
+            overlap(module, overlapped_row, RowSite(site, region, contract.sequence_dim, transposed))
+            return
+        linears = [self.model.objects[fqn] for fqn in row.consumers]
+        widths = [self._local_width(fqn) for fqn in row.consumers]
+        shared = SharedInput(site, region, contract.sequence_dim, linears, widths)
+        if row.consumers == (row.fqn,):
+            overlap(module, overlapped_column, shared)
+            return
+        overlap(module, shares_input, shared)
+        module.__dict__["_planned"].enter = shared.enter
+        for place, linear in enumerate(linears):
+            overlap(linear, reads_shared, shared, place)
+
+    def _local_width(self, fqn: str) -> int:
+        """Output features of a column linear on this rank."""
+        layout = self.resolved.parameters[self.model.owners[f"{fqn}.weight"]].layout
+        assert layout.dim is not None
+        return layout.local_shape(self.group.rank)[layout.dim]
 
     # -- attributes and region ------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,12 +102,4 @@ def _shard_of(logits: T) -> tuple[T, Vocabulary]:
     return logits, Vocabulary(logits.shape[-1], _ALONE)
 
 
-class _Alone(Group):
-    """A group of one: whole logits on this rank."""
-
-    def __init__(self) -> None:
-        self.pg: Any = None
-        self.size, self.rank, self.ranks = 1, 0, (0,)
-
-
-_ALONE = _Alone()
+_ALONE = Group.alone()

@@ -142,7 +142,7 @@ class _Handover:
             self.deliver(grad)
         else:
             # a wrapper that swapped the parameter (fully_shard) takes the gradient during backward: settle at once
-            slot.ledger.owe(self, slot.debt, grad, at_once=not slot.own)
+            slot.ledger.owe(self, slot.debt, grad, at_once=not slot.own or private.backward_id() == -1)
 
     def deliver(self, grad: torch.Tensor) -> None:
         """Add a finished local gradient to the parameter's, with the parameter's own hooks around it."""

@@ -63,19 +63,26 @@ class Region:
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Rows of all ranks for a block's sharded projections."""
-        now = self._pass_of(x, dim)
-        if not now.active:
+        if not self.gathers(x, dim):
             return ops.copy(x, self.group)
-        # flattened [tokens, hidden] keeps its padding: its rows are not ordered by position
-        full = now.full if dim == self.dim else x.shape[dim] * self.group.size
-        return ops.gather_sequence(x, self.group, dim, full)
+        return ops.gather_sequence(x, self.group, dim, self.rows(x, dim))
 
     def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Sum a block's partial outputs, own rows of it."""
-        now = self._inside
-        if now is not None and not now.active:
-            return ops.reduce_owned(x, self.group)
-        return ops.scatter_sequence(x, self.group, dim)
+        return ops.scatter_sequence(x, self.group, dim) if self.scatters() else ops.reduce_owned(x, self.group)
+
+    def gathers(self, x: torch.Tensor, dim: int) -> bool:
+        """Whether `x` is a shard now: not while one token is decoded."""
+        return self._pass_of(x, dim).active
+
+    def rows(self, x: torch.Tensor, dim: int) -> int:
+        """How many rows `gather` makes of `x`."""
+        # flattened [tokens, hidden] keeps its padding: its rows are not ordered by position
+        return self._pass_of(x, dim).full if dim == self.dim else x.shape[dim] * self.group.size
+
+    def scatters(self) -> bool:
+        """Whether partial sums are scattered now, rather than reduced."""
+        return self._inside is None or self._inside.active
 
     def _pass_of(self, x: torch.Tensor, dim: int) -> _Pass:
         """The pass that `x` belongs to; what is recomputed in backward finds its own again."""

@@ -86,3 +86,35 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
     ]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def overlap_report(module: nn.Module) -> str:
+    """A table of the sites where collectives run beside products: what was asked, calls, overlapped calls, and why.
+
+    Raises: ModelError `not-parallelized`.
+    """
+    sites = require_record(module).overlap.sites
+    if not sites:
+        return "no overlap: apply the plan with overlap=auto or chunked on more than one rank"
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for site in sites:
+        counts = groups.setdefault((generic(site.row.fqn), site.row.op, site.row.asked, site.why), [0, 0, 0])
+        counts[:] = counts[0] + 1, counts[1] + site.calls, counts[2] + site.fused
+    rows: list[tuple[str, ...]] = [
+        (f"{key[0]} (x{found})" if found > 1 else key[0], key[1], key[2], f"{fused} of {calls}", key[3])
+        for key, (found, calls, fused) in groups.items()
+    ]
+    return "\n".join(_table(("where", "op", "asked", "overlapped", "last choice"), rows))
+
+
+def overlap_counts(module: nn.Module, reset: bool = False) -> dict[str, tuple[int, int]]:
+    """Of each site by module name: (forwards, those that ran overlapped) since the model was parallelized, or the last reset.
+
+    Raises: ModelError `not-parallelized`.
+    """
+    counts = {}
+    for site in require_record(module).overlap.sites:
+        counts[site.row.fqn] = site.calls, site.fused
+        if reset:
+            site.calls = site.fused = 0
+    return counts

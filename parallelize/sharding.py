@@ -37,6 +37,7 @@ class Record:
     tp: DeviceMesh
     group: Group
     ledger: Ledger
+    overlap: Any = None  # parallelize.overlap.Overlap
 
     def __deepcopy__(self, memo: dict) -> Record:
         return self

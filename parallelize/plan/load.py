@@ -15,6 +15,7 @@ from parallelize.errors import PlanError, Problem, did_you_mean, near
 from parallelize.plan.nodes import Reader, compose, is_decimal
 from parallelize.plan.pattern import check_pattern
 from parallelize.plan.schema import SCHEMA_VERSION, LocalAttribute, Plan, Region, Rule, Size
+from parallelize.styles.contract import OVERLAPS
 from parallelize.styles.text import parse_style
 
 KEYS = {
@@ -81,7 +82,9 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
     top = reader.known(compose(text, source), "the plan", KEYS)
     _check_version(reader, top, source)
     defaults = (
-        reader.known(top["defaults"], "defaults", {"sequence_parallel", "loss_parallel"}) if "defaults" in top else {}
+        reader.known(top["defaults"], "defaults", {"sequence_parallel", "loss_parallel", "overlap"})
+        if "defaults" in top
+        else {}
     )
     sizes = _sizes(reader, top)
     plan = Plan(
@@ -95,6 +98,7 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
         local=tuple(_local(reader, top)),
         sequence_parallel=_default(reader, defaults, "sequence_parallel"),
         loss_parallel=_default(reader, defaults, "loss_parallel"),
+        overlap=_overlap(reader, defaults),
         source=source,
     )
     _check_sizes(reader, plan)
@@ -123,6 +127,17 @@ def _texts(reader: Reader, top: dict[str, yaml.Node], key: str) -> tuple[str, ..
 
 def _default(reader: Reader, defaults: dict[str, yaml.Node], key: str) -> bool:
     return key in defaults and reader.flag(defaults[key], key)
+
+
+def _overlap(reader: Reader, defaults: dict[str, yaml.Node]) -> str:
+    if "overlap" not in defaults:
+        return "off"
+    node = defaults["overlap"]
+    # YAML reads a bare `off` as false
+    word = "off" if isinstance(node, yaml.ScalarNode) and node.value == "off" else reader.text(node, "overlap")
+    if word is not None and word not in OVERLAPS:
+        reader.wrong(node, "bad-value", f"overlap is {word!r}", "one of: " + ", ".join(OVERLAPS))
+    return word or "off"
 
 
 def _sizes(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, Size]:

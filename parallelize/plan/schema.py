@@ -77,15 +77,19 @@ class Plan:
     local: tuple[LocalAttribute, ...] = ()
     sequence_parallel: bool = False
     loss_parallel: bool = False
+    overlap: str = "off"  # one of styles.contract.OVERLAPS
     source: str = ""
     unclaimed: str = "refuse"  # "refuse", or "replicate" for plans that were translated
 
-    def with_options(self, *, sequence_parallel: bool | None, loss_parallel: bool | None) -> Plan:
+    def with_options(
+        self, *, sequence_parallel: bool | None, loss_parallel: bool | None, overlap: str | None = None
+    ) -> Plan:
         """The same plan with the caller's choices over the file's defaults (None keeps the default)."""
         return replace(
             self,
             sequence_parallel=self.sequence_parallel if sequence_parallel is None else sequence_parallel,
             loss_parallel=self.loss_parallel if loss_parallel is None else loss_parallel,
+            overlap=self.overlap if overlap is None else overlap,
         )
 
     def facts(self) -> dict[str, str]:
@@ -96,6 +100,7 @@ class Plan:
         facts["region"] = f"{self.region.layers} {self.region.leave}" if self.region else ""
         facts["sequence_parallel"] = str(self.sequence_parallel)
         facts["loss_parallel"] = str(self.loss_parallel)
+        facts["overlap"] = self.overlap
         return facts
 
     def digest(self) -> str:

@@ -35,6 +35,10 @@ class Edge(Enum):
         return self.value[1]
 
 
+OVERLAPS = ("auto", "off", "chunked", "symm_mem")
+"""How the collectives of a linear run beside its products: by measurement, not, in pieces, by symmetric memory."""
+
+
 @dataclass(frozen=True)
 class Use:
     """How one parameter lies over `tp`.
@@ -66,6 +70,7 @@ class Contract:
             "rowwise" (bias added once, after the reduction), "embedding" (ids outside the local rows give zeros),
             "rms_norm" (the mean square is taken over all ranks).
         local_attributes: attributes that hold a sharded dim's width and become local with it.
+        overlap: one of `OVERLAPS`, where the rule says so; empty: as the plan says.
     """
 
     style: str
@@ -76,3 +81,4 @@ class Contract:
     uses: dict[str, Use] = field(default_factory=dict)
     compute: str = "stock"
     local_attributes: dict[str, str] = field(default_factory=dict)
+    overlap: str = ""

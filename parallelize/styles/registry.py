@@ -7,7 +7,7 @@ a module whose input is gathered) through `Place`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallelize.errors import ModelError, Problem
 from parallelize.styles.contract import Contract, Edge, Use
@@ -41,7 +41,8 @@ def contract_of(style: StyleText, module: ModuleFacts, place: Place) -> Contract
 
     Raises: ModelError `wrong-module-for-style`.
     """
-    return _BUILDERS[style.word](style, module, place)
+    contract = _BUILDERS[style.word](style, module, place)
+    return replace(contract, overlap=style.options["overlap"]) if "overlap" in style.options else contract
 
 
 def _colwise(style: StyleText, module: ModuleFacts, place: Place) -> Contract:

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 from parallelize.errors import PlanError, Problem, did_you_mean
+from parallelize.styles.contract import OVERLAPS
 
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\(([^()]*)\))?\s*\Z")
 _SIZES = re.compile(r"[A-Za-z_]\w*(?:\s*\+\s*[A-Za-z_]\w*)*\Z")
@@ -20,13 +21,14 @@ WORDS: dict[str, dict[str, tuple[str, ...] | None]] = {
         "chunks": None,
         "input": ("tokens",),
         "output": ("shard", "full", "vocabulary"),
+        "overlap": OVERLAPS,
     },
-    "rowwise": {"unit": None, "input": ("shard", "full"), "output": ("tokens",)},
+    "rowwise": {"unit": None, "input": ("shard", "full"), "output": ("tokens",), "overlap": OVERLAPS},
     "embedding": {},
     "embedding_colwise": {},
     "sequence": {},
     "replicate": {"gradient": ("full", "partial")},
-    "gather": {"argument": None},
+    "gather": {"argument": None, "overlap": OVERLAPS},
     "rms_norm": {"unit": None},
     "shard": {"dim": None, "unit": None, "chunks": None},
 }

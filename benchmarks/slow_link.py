@@ -1,0 +1,146 @@
+"""Run two ranks with a slow network between them, honestly, on one Linux machine.
+
+    sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.collective_matmul
+    sudo python -m benchmarks.slow_link --rate 4gbit --delay 0.2ms -- my_training_script.py --steps 10
+
+Each rank gets a network namespace and a core of its own. The namespaces are joined by a `veth` pair, each end limited by
+`tc`'s token bucket (tbf) to the rate, after a delay if one is asked for. Scripts find RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT and GLOO_SOCKET_IFNAME as under torchrun. Everything is removed at the end, after an error or a signal too.
+
+Exit status: that of the first rank that failed; 3 without root or without `ip` and `tc`, which is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+CANNOT = 3
+PORT = 29511
+_BURST = "256kb"  # above the 64 KiB that a segmentation offload hands down at once
+_QUEUE = "100ms"
+
+
+class EmulationError(Exception):
+    """This machine lacks what it takes."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="slow_link", description=__doc__.split("\n")[0])
+    parser.add_argument("--rate", default="1gbit", help="of each direction, as tc writes it: 1gbit, 400mbit, 10gbit")
+    parser.add_argument("--delay", default="", help="one way, as tc writes it: 0.5ms")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which the ranks are ended")
+    parser.add_argument("command", nargs="+", help="after `--`: a script or `-m module`, and its arguments")
+    options = parser.parse_args(argv)
+    try:
+        check()
+        with interruptible(), link(options.rate, options.delay) as names:
+            return run(names, options.command, options.timeout)
+    except EmulationError as reason:
+        print(f"slow_link: {reason}", file=sys.stderr)
+        return CANNOT
+
+
+def check() -> None:
+    """Raises: EmulationError."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        raise EmulationError("network namespaces need Linux and root")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise EmulationError(f"{' and '.join(missing)} not found (package iproute2)")
+
+
+@contextlib.contextmanager
+def link(rate: str, delay: str = "") -> Iterator[list[str]]:
+    """Two namespaces, 10.77.0.1 and 10.77.0.2, joined at `rate`. Yields their names."""
+    names = [f"slow{os.getpid()}r{rank}" for rank in (0, 1)]
+    try:
+        for name in names:
+            _do("ip", "netns", "add", name)
+        ends = [name.replace("slow", "sl") for name in names]
+        _do("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for rank, (name, end) in enumerate(zip(names, ends, strict=True)):
+            _do("ip", "link", "set", end, "netns", name)
+            inside = ("ip", "netns", "exec", name)
+            _do(*inside, "ip", "link", "set", end, "name", "slow0")
+            _do(*inside, "ip", "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "slow0")
+            _do(*inside, "ip", "link", "set", "slow0", "up")
+            _do(*inside, "ip", "link", "set", "lo", "up")
+            bucket = ("tbf", "rate", rate, "burst", _BURST, "latency", _QUEUE)
+            _do(*inside, "tc", "qdisc", "add", "dev", "slow0", "root", "handle", "1:", *bucket)
+            if delay:
+                beneath = ("parent", "1:1", "handle", "10:", "netem", "delay", delay, "limit", "100000")
+                _do(*inside, "tc", "qdisc", "add", "dev", "slow0", *beneath)
+        yield names
+    finally:
+        for name in names:  # takes the veth pair with it
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30)
+
+
+def run(names: list[str], command: list[str], timeout_s: float) -> int:
+    """`python command` once in each namespace, a core each. A rank that fails ends the other."""
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = []
+    for rank, name in enumerate(names):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(len(names)),
+            "MASTER_ADDR": "10.77.0.1",
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": "slow0",
+            "OMP_NUM_THREADS": "1",
+        }
+        pinned = ["taskset", "-c", str(cores[rank % len(cores)])] if shutil.which("taskset") else []
+        full = ["ip", "netns", "exec", name, *pinned, sys.executable, *command]
+        ranks.append(subprocess.Popen(full, env=environment, start_new_session=True))
+    end = time.monotonic() + timeout_s
+    try:
+        while True:
+            codes = [rank.poll() for rank in ranks]
+            failed = [code for code in codes if code]
+            if failed:
+                return failed[0]
+            if None not in codes:
+                return 0
+            if time.monotonic() > end:
+                print(f"slow_link: still running after {timeout_s:.0f} s", file=sys.stderr)
+                return 1
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.wait()
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """A terminating signal becomes an exception, so that nothing is left behind."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    kept = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _do(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise EmulationError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""Gradients of the collective matmuls, and weight gradients that are computed later.
+
+A zero-bubble schedule splits backward in two: input gradients, which the stage before waits for, and weight gradients,
+which fill the idle time. Inside `with deferred.deferring():` the ops of this package give the input gradient and keep
+what the weight gradient needs; `deferred.compute()` then adds it to `.grad`, as backward would have.
+
+Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from parallelize.groups import Group
+from parallelize.ops import pipeline
+from parallelize.ops.collectives import refuse_double_backward
+from parallelize.ops.linears import LIBRARY, NAMESPACE, weight_gradient
+from parallelize.ops.shards import flat
+
+T = torch.Tensor
+_ops = torch.ops.parallelize
+_LOCAL = threading.local()
+
+
+class DeferredGradients:
+    """Weight gradients to be computed later, in the order in which backward came by them."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self._pending: list[tuple[T, Callable[[], T]]] = []
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __deepcopy__(self, memo: dict) -> DeferredGradients:
+        return DeferredGradients()
+
+    @contextmanager
+    def deferring(self) -> Iterator[DeferredGradients]:
+        """Backward passes inside give input gradients only."""
+        kept, self.active = self.active, True
+        try:
+            yield self
+        finally:
+            self.active = kept
+
+    def compute(self, most: int | None = None) -> None:
+        """Add all that is pending (or the oldest `most`) to the weights' `.grad`."""
+        number = len(self._pending) if most is None else most
+        now, self._pending = self._pending[:number], self._pending[number:]
+        with torch.no_grad():
+            for weight, work in now:
+                accumulate(weight, work())
+
+    def takes(self, weight: T) -> bool:
+        return self.active and weight.is_leaf
+
+    def add(self, weight: T, work: Callable[[], T]) -> None:
+        self._pending.append((weight, work))
+
+
+def accumulate(leaf: T, grad: T) -> None:
+    """What autograd does when a leaf's gradient arrives, its hooks included."""
+    for hook in list((leaf._backward_hooks or {}).values()):
+        changed: Any = hook(grad)
+        grad = grad if changed is None else changed
+    leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+    hooks: Any = leaf._post_accumulate_grad_hooks
+    for hook in list((hooks or {}).values()):
+        hook(leaf)
+
+
+@contextmanager
+def deferral(deferred: DeferredGradients | None) -> Iterator[None]:
+    """Ops called inside hand their weight gradients to `deferred` while it is active."""
+    _LOCAL.deferred = deferred
+    try:
+        yield
+    finally:
+        _LOCAL.deferred = None
+
+
+def _deferred() -> DeferredGradients | None:
+    return getattr(_LOCAL, "deferred", None)
+
+
+def _matched(dx: T, x: T) -> T:
+    return dx if dx.dtype == x.dtype else dx.to(x.dtype)
+
+
+class _Split:
+    """Which weight gradients are computed now, and which later."""
+
+    def __init__(self, ctx: Any, weights: list[T], wanted: list[bool]):
+        deferred = ctx.deferred
+        self.later = [
+            want and deferred is not None and deferred.takes(w) for w, want in zip(weights, wanted, strict=True)
+        ]
+        self.now = [want and not later for want, later in zip(wanted, self.later, strict=True)]
+
+
+def _returned(now: list[bool], computed: list[T]) -> list[T | None]:
+    rest = iter(computed)
+    return [next(rest) if want else None for want in now]
+
+
+# -- all_gather_linear --------------------------------------------------------------------------------------------------
+
+
+def _save_gather(ctx: Any, inputs: tuple, output: list[T]) -> None:
+    x, weights, biases, ctx.dim, ctx.full, ctx.group, ctx.way, ctx.keep = inputs
+    ctx.set_materialize_grads(False)
+    ctx.deferred, ctx.x_dtype = _deferred(), x.dtype
+    ctx.needs = x.requires_grad, [w.requires_grad for w in weights], [b.requires_grad for b in biases]
+    trains = any(ctx.needs[1])
+    ctx.save_for_backward((output[-1] if ctx.keep else x) if trains else x, *weights)
+
+
+def _gather_backward(ctx: Any, grads: list[T | None]):
+    refuse_double_backward()
+    *outs, other = grads
+    rows, *weights = ctx.saved_tensors
+    need_x, need_weights, need_biases = ctx.needs
+    used = [n for n, grad in enumerate(outs) if grad is not None]
+    given = [outs[n].contiguous() for n in used]  # type: ignore[union-attr]
+    split = _Split(ctx, [weights[n] for n in used], [need_weights[n] for n in used])
+    gathered = ctx.keep and any(need_weights)
+    dx, dws = None, []
+    if used or other is not None:
+        place = (ctx.dim, ctx.full, ctx.group, ctx.way)
+        results = _ops.all_gather_linear_backward(
+            given, other, rows, [weights[n] for n in used], gathered, need_x, split.now, *place
+        )
+        dx = results[0] if need_x else None
+        dws = _returned(split.now, results[1:] if need_x else results)
+    d_weights: list[T | None] = [None] * len(weights)
+    d_biases: list[T | None] = [None] * len(need_biases)
+    for place_, n in enumerate(used):
+        d_weights[n] = dws[place_]
+        if split.later[place_]:
+            ctx.deferred.add(weights[n], _later(given[place_], rows, weights[n], None if gathered else ctx))
+        if need_biases and need_biases[n]:
+            d_biases[n] = flat(given[place_]).sum(0)
+    dx = dx if dx is None or dx.dtype == ctx.x_dtype else dx.to(ctx.x_dtype)
+    return dx, d_weights, d_biases, None, None, None, None, None
+
+
+def _later(grad: T, rows: T, weight: T, gather: Any) -> Callable[[], T]:
+    def compute() -> T:
+        whole = (
+            rows if gather is None else pipeline.gather_rows(rows, gather.dim, gather.full, Group.by_key(gather.group))
+        )
+        out = torch.empty_like(weight)
+        weight_gradient(grad, whole, out)
+        return out
+
+    return compute
+
+
+# -- linear_reduce_scatter ----------------------------------------------------------------------------------------------
+
+
+def _save_scatter(ctx: Any, inputs: tuple, output: T) -> None:
+    x, weight, ctx.dim, ctx.group, ctx.way = inputs
+    ctx.deferred = _deferred()
+    ctx.needs = x.requires_grad, weight.requires_grad
+    ctx.save_for_backward(x, weight)
+
+
+def _scatter_backward(ctx: Any, grad: T):
+    refuse_double_backward()
+    x, weight = ctx.saved_tensors
+    need_x, need_weight = ctx.needs
+    split = _Split(ctx, [weight], [need_weight])
+    results = _ops.linear_reduce_scatter_backward(
+        grad.contiguous(), x, weight, need_x, split.now[0], ctx.dim, ctx.group, ctx.way
+    )
+    if split.later[0]:
+        ctx.deferred.add(weight, _later(results[-1], x, weight, None))
+    dx = _matched(results[0], x) if need_x else None
+    return dx, results[int(need_x)] if split.now[0] else None, None, None, None
+
+
+# -- linear_all_reduce --------------------------------------------------------------------------------------------------
+
+
+def _save_reduce(ctx: Any, inputs: tuple, output: T) -> None:
+    x, weight, _, _ = inputs
+    ctx.deferred = _deferred()
+    ctx.needs = x.requires_grad, weight.requires_grad
+    ctx.save_for_backward(x, weight)
+
+
+def _reduce_backward(ctx: Any, grad: T):
+    """Nothing to send: the gradient of a sum is whole on every rank."""
+    refuse_double_backward()
+    x, weight = ctx.saved_tensors
+    need_x, need_weight = ctx.needs
+    split = _Split(ctx, [weight], [need_weight])
+    dx = _matched(grad @ weight, x) if need_x else None
+    dw = None
+    if split.now[0]:
+        dw = flat(grad).t() @ flat(x).to(grad.dtype)
+    if split.later[0]:
+        ctx.deferred.add(weight, _later(grad, x, weight, None))
+    return dx, dw, None, None
+
+
+# -- column_linear ------------------------------------------------------------------------------------------------------
+
+
+def _save_column(ctx: Any, inputs: tuple, output: list[T]) -> None:
+    x, weights, biases, ctx.group, ctx.way = inputs
+    ctx.set_materialize_grads(False)
+    ctx.deferred = _deferred()
+    ctx.needs = x.requires_grad, [w.requires_grad for w in weights], [b.requires_grad for b in biases]
+    ctx.save_for_backward(x, *weights)
+
+
+def _column_backward(ctx: Any, grads: list[T | None]):
+    refuse_double_backward()
+    x, *weights = ctx.saved_tensors
+    need_x, need_weights, need_biases = ctx.needs
+    used = [n for n, grad in enumerate(grads) if grad is not None]
+    given = [grads[n].contiguous() for n in used]  # type: ignore[union-attr]
+    split = _Split(ctx, [weights[n] for n in used], [need_weights[n] for n in used])
+    dx: T | None = None
+    if need_x and used:
+        dx, *computed = _ops.column_linear_backward(given, x, [weights[n] for n in used], split.now, ctx.group, ctx.way)
+        dx = _matched(dx, x)
+    else:
+        computed = [_later(g, x, weights[n], None)() for g, n, now in zip(given, used, split.now, strict=True) if now]
+    dws = _returned(split.now, computed)
+    d_weights: list[T | None] = [None] * len(weights)
+    d_biases: list[T | None] = [None] * len(need_biases)
+    for place, n in enumerate(used):
+        d_weights[n] = dws[place]
+        if split.later[place]:
+            ctx.deferred.add(weights[n], _later(given[place], x, weights[n], None))
+        if need_biases and need_biases[n]:
+            d_biases[n] = flat(given[place]).sum(0)
+    return dx, d_weights, d_biases, None, None
+
+
+for _name, _formula, _setup in (
+    ("all_gather_linear", _gather_backward, _save_gather),
+    ("linear_reduce_scatter", _scatter_backward, _save_scatter),
+    ("linear_all_reduce", _reduce_backward, _save_reduce),
+    ("column_linear", _column_backward, _save_column),
+):
+    torch.library.register_autograd(f"{NAMESPACE}::{_name}", _formula, setup_context=_setup, lib=LIBRARY)

@@ -1,0 +1,264 @@
+"""The collective matmuls as dispatcher ops: schemas, kernels, fake kernels, autograd.
+
+Each op is `F.linear` with a collective before or after it, on this rank's local tensors. A `way` says how it is done:
+"sync", "chunked/8" (8 pieces a shard), "symm_mem". Groups are named by `Group.key`.
+
+    all_gather_linear       own rows -> products of all rows with this rank's weights, and the gathered rows
+    linear_reduce_scatter   partial products -> own rows of their sum
+    linear_all_reduce       partial products -> their sum
+    column_linear           replicated input -> products with this rank's weights; the gradient is all-reduced
+
+Backward of each is one more op, so that DTensor, simulation and compilers see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from parallelize.groups import Group
+from parallelize.layout import even_interval
+from parallelize.ops import pipeline, symmetric
+from parallelize.ops.pipeline import Sum, Thunk
+from parallelize.ops.shards import as_rows, flat
+
+T = torch.Tensor
+NAMESPACE = "parallelize"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+_WGRAD_PIECES = 4  # a weight gradient beside a two-phase reduction is computed in so many runs of its rows
+
+
+def steps_of(way: str) -> int:
+    """Pieces a shard; 0 for no overlap. What symmetric memory has no kernel for is done in pieces over the same group."""
+    kind, _, number = way.partition("/")
+    return int(number) if kind == "chunked" else 4 if kind == "symm_mem" else 0
+
+
+Kernel = Callable[..., Any]
+KERNELS: dict[str, Kernel] = {}  # by name; they take a Group where the op takes its key
+_GROUP_AT: dict[str, int] = {}
+
+
+def _op(schema: str) -> Callable[[Kernel], Kernel]:
+    """Define an op by its schema; the decorated function is its kernel on every device."""
+    name, _, arguments = schema.partition("(")
+    at = [text.split()[1] for text in arguments.partition(")")[0].split(", ")].index("group")
+    LIBRARY.define(schema)
+
+    def kernel(function: Kernel) -> Kernel:
+        KERNELS[name], _GROUP_AT[name] = function, at
+        LIBRARY.impl(name, lambda *args: function(*with_group(name, args, Group.by_key(args[at]))), _EVERY_DEVICE)
+        return function
+
+    return kernel
+
+
+def with_group(name: str, args: tuple, group: Any) -> tuple:
+    """An op's arguments with the group itself in the place of its key."""
+    at = _GROUP_AT[name]
+    return (*args[:at], group, *args[at + 1 :])
+
+
+def group_key(name: str, args: tuple) -> str:
+    return args[_GROUP_AT[name]]
+
+
+_EVERY_DEVICE = "CompositeExplicitAutograd"
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@_op(
+    "all_gather_linear(Tensor x, Tensor[] weights, Tensor[] biases, int dim, SymInt full, "
+    "str group, str way, "
+    "bool keep) -> Tensor[]"
+)
+def _all_gather_linear(
+    x: T, weights: list[T], biases: list[T], dim: int, full: int, team: Group, way: str, keep: bool
+) -> list[T]:
+    """The products, and the gathered rows. `keep`: backward finds these saved, rather than gather them again."""
+    given = [bias if bias.numel() else None for bias in biases] or [None] * len(weights)
+    run = symmetric.gather_products if way == "symm_mem" else partial(pipeline.gather_products, steps=steps_of(way))
+    outs, gathered = run(x, [weight.t() for weight in weights], given, dim, full, team)
+    return [*outs, gathered]
+
+
+@_op(
+    "all_gather_linear_backward(Tensor[] grads, Tensor? other, Tensor rows, Tensor[] weights, bool gathered, "
+    "bool input_grad, bool[] weight_grads, int dim, SymInt full, str group, str way) -> Tensor[]"
+)
+def _all_gather_linear_backward(
+    grads: list[T],
+    other: T | None,
+    rows: T,
+    weights: list[T],
+    gathered: bool,
+    input_grad: bool,
+    weight_grads: list[bool],
+    dim: int,
+    full: int,
+    team: Group,
+    way: str,
+) -> list[T]:
+    """[input gradient, if wanted] and the weight gradients that are."""
+    wanted = [(grad, weight) for grad, weight, want in zip(grads, weights, weight_grads, strict=True) if want]
+    results = [torch.empty_like(weight) for _, weight in wanted]
+    run = symmetric.scatter_products if way == "symm_mem" else partial(pipeline.scatter_products, steps=steps_of(way))
+
+    def scatter(rows: T, works: list[Thunk]) -> list[T]:
+        works = works + [
+            partial(weight_gradient, grad, rows, out) for (grad, _), out in zip(wanted, results, strict=True)
+        ]
+        if input_grad:
+            return [run(Sum(list(zip(grads, weights, strict=True)), other), dim, team, meanwhile=works), *results]
+        for work in works:
+            work()
+        return results
+
+    if gathered or not wanted:
+        return scatter(rows, [])
+    with pipeline.Gather(rows, dim, full, team, steps_of(way), stream=2) as gather:
+        if not steps_of(way):
+            gather.finish()
+        return scatter(gather.gathered, [gather.finish] if steps_of(way) else [])
+
+
+@_op("linear_reduce_scatter(Tensor x, Tensor weight, int dim, str group, str way) -> Tensor")
+def _linear_reduce_scatter(x: T, weight: T, dim: int, team: Group, way: str) -> T:
+    run = symmetric.scatter_products if way == "symm_mem" else partial(pipeline.scatter_products, steps=steps_of(way))
+    return run(Sum([(x, weight.t())]), dim, team)
+
+
+@_op(
+    "linear_reduce_scatter_backward(Tensor grad, Tensor x, Tensor weight, bool input_grad, bool weight_grad, int dim, "
+    "str group, str way) -> Tensor[]"
+)
+def _linear_reduce_scatter_backward(
+    grad: T, x: T, weight: T, input_grad: bool, weight_grad: bool, dim: int, team: Group, way: str
+) -> list[T]:
+    """[input gradient, if wanted], [weight gradient, if wanted], and the gathered output gradient."""
+    full = x.shape[dim]
+    if not input_grad:
+        whole = pipeline.gather_rows(grad, dim, full, team)
+        return [*([_weight_gradient_of(whole, x, weight)] if weight_grad else []), whole]
+    if not (weight_grad and steps_of(way)):
+        run = symmetric.gather_products if way == "symm_mem" else partial(pipeline.gather_products, steps=steps_of(way))
+        (dx,), whole = run(grad, [weight], [None], dim, full, team)
+        return [dx, *([_weight_gradient_of(whole, x, weight)] if weight_grad else []), whole]
+    dw = torch.empty_like(weight)
+    right = as_rows(x, dim)
+
+    def add(rank: int, gathered: T) -> None:
+        """The part of the weight gradient that one rank's rows make, own rows first."""
+        start, stop = even_interval(full, team.size, rank)
+        left = as_rows(gathered, dim)[:, start:stop]
+        left = left.reshape(left.numel() // max(1, weight.shape[0]), weight.shape[0])
+        rows = right[:, start:stop].reshape(len(left), weight.shape[1])
+        if rank == team.rank:
+            torch.mm(left.t(), rows, out=dw)
+        elif rows.numel():
+            dw.addmm_(left.t(), rows)
+
+    (dx,), whole = pipeline.gather_products(grad, [weight], [None], dim, full, team, steps_of(way), add)
+    return [dx, dw, whole]
+
+
+@_op("linear_all_reduce(Tensor x, Tensor weight, str group, str way) -> Tensor")
+def _linear_all_reduce(x: T, weight: T, team: Group, way: str) -> T:
+    return pipeline.reduce_products(Sum([(x, weight.t())]), team, steps_of(way))
+
+
+@_op("column_linear(Tensor x, Tensor[] weights, Tensor[] biases, str group, str way) -> Tensor[]")
+def _column_linear(x: T, weights: list[T], biases: list[T], team: Group, way: str) -> list[T]:
+    x = x if not weights or x.dtype == weights[0].dtype else x.to(weights[0].dtype)
+    given = [bias if bias.numel() else None for bias in biases] or [None] * len(weights)
+    return [F.linear(x, weight, bias) for weight, bias in zip(weights, given, strict=True)]
+
+
+@_op(
+    "column_linear_backward(Tensor[] grads, Tensor x, Tensor[] weights, bool[] weight_grads, str group, str way) -> "
+    "Tensor[]"
+)
+def _column_linear_backward(
+    grads: list[T], x: T, weights: list[T], weight_grads: list[bool], team: Group, way: str
+) -> list[T]:
+    """The input gradient, and the weight gradients that are wanted."""
+    wanted = [(grad, weight) for grad, weight, want in zip(grads, weights, weight_grads, strict=True) if want]
+    results = [torch.empty_like(weight) for _, weight in wanted]
+    works: list[Thunk] = []
+    for (grad, weight), out in zip(wanted, results, strict=True):
+        for n in range(_WGRAD_PIECES):
+            lo, hi = (weight.shape[0] * m // _WGRAD_PIECES for m in (n, n + 1))
+            works.append(partial(weight_gradient, grad[..., lo:hi], x, out[lo:hi]))
+    total = Sum(list(zip(grads, weights, strict=True)))
+    return [pipeline.reduce_products(total, team, steps_of(way), works), *results]
+
+
+def weight_gradient(grad: T, rows: T, out: T) -> None:
+    """out[N, K] = sum over rows of grad[.., N] x rows[.., K]."""
+    left, right = flat(grad), flat(rows)
+    torch.mm(left.t(), right if right.dtype == left.dtype else right.to(left.dtype), out=out)
+
+
+def _weight_gradient_of(grad: T, rows: T, weight: T) -> T:
+    out = torch.empty_like(weight)
+    weight_gradient(grad, rows, out)
+    return out
+
+
+# -- fake kernels: shapes on one rank ---------------------------------------------------------------------------------
+
+
+def _fake(name: str) -> Callable[[Callable], Callable]:
+    return torch.library.register_fake(f"{NAMESPACE}::{name}", lib=LIBRARY)
+
+
+@_fake("all_gather_linear")
+def _(x, weights, biases, dim, full, group, way, keep):
+    shape = (*x.shape[:dim], full, *x.shape[dim + 1 :])
+    return [*(weight.new_empty((*shape[:-1], weight.shape[0])) for weight in weights), x.new_empty(shape)]
+
+
+@_fake("all_gather_linear_backward")
+def _(grads, other, rows, weights, gathered, input_grad, weight_grads, dim, full, group, way):
+    dws = [torch.empty_like(weight) for weight, want in zip(weights, weight_grads, strict=True) if want]
+    return [_own_rows(grads[0] if grads else other, dim, rows.shape[-1], group), *dws] if input_grad else dws
+
+
+@_fake("linear_reduce_scatter")
+def _(x, weight, dim, group, way):
+    return _own_rows(x, dim, weight.shape[0], group).to(weight.dtype)
+
+
+@_fake("linear_reduce_scatter_backward")
+def _(grad, x, weight, input_grad, weight_grad, dim, group, way):
+    whole = grad.new_empty((*x.shape[:-1], weight.shape[0]))
+    dx = [grad.new_empty(x.shape)] if input_grad else []
+    return [*dx, *([torch.empty_like(weight)] if weight_grad else []), whole]
+
+
+@_fake("linear_all_reduce")
+def _(x, weight, group, way):
+    return weight.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@_fake("column_linear")
+def _(x, weights, biases, group, way):
+    return [weight.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
+
+
+@_fake("column_linear_backward")
+def _(grads, x, weights, weight_grads, group, way):
+    dws = [torch.empty_like(weight) for weight, want in zip(weights, weight_grads, strict=True) if want]
+    return [grads[0].new_empty(x.shape), *dws]
+
+
+def _own_rows(like: T, dim: int, features: int, group: str) -> T:
+    team = Group.by_key(group)
+    start, stop = even_interval(like.shape[dim], team.size, team.rank)
+    return like.new_empty((*like.shape[:dim], stop - start, *like.shape[dim + 1 : -1], features))

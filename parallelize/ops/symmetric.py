@@ -1,0 +1,62 @@
+"""The same products by PyTorch's symmetric-memory kernels: CUDA only, between devices that can map each other's memory.
+
+Used where the kernels fit (even shards, one dim of rows, a single product to scatter); anything else inside an op that
+runs this way is done by the pipelined version, over the same group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from parallelize import _torch_private as private
+from parallelize.errors import MeshError, Problem
+from parallelize.groups import Group
+from parallelize.ops import pipeline
+from parallelize.ops.pipeline import Sum, Thunk
+
+T = torch.Tensor
+_STEPS = 4  # of the pipelined version, where a kernel does not fit
+
+
+def unavailable(group: Group, device: torch.device) -> str:
+    """Why this group cannot use symmetric memory on this device; empty where it can."""
+    if device.type != "cuda":
+        return f"symmetric memory needs CUDA, and this is {device.type}"
+    if not hasattr(torch.ops.symm_mem, "fused_all_gather_matmul"):
+        return f"torch {torch.__version__} has no fused symmetric-memory ops"
+    return private.enable_symmetric_memory(group.pg)
+
+
+def require(group: Group, device: torch.device) -> None:
+    """Raises: MeshError `no-symmetric-memory` saying why."""
+    why = unavailable(group, device)
+    if why:
+        raise MeshError(Problem("no-symmetric-memory", why, fix="overlap: auto or chunked, which work on any group"))
+
+
+def gather_products(
+    x: T, rights: Sequence[T], biases: Sequence[T | None], dim: int, full: int, group: Group
+) -> tuple[list[T], T]:
+    """As `pipeline.gather_products`."""
+    if full % group.size:
+        return pipeline.gather_products(x, rights, biases, dim, full, group, _STEPS)
+    cast = x if not rights or x.dtype == rights[0].dtype else x.to(rights[0].dtype)
+    gathered, outs = torch.ops.symm_mem.fused_all_gather_matmul(
+        cast.contiguous(), list(rights), dim, group.pg.group_name, return_A=True
+    )
+    pairs = zip(outs, biases, strict=True)
+    return [out if bias is None else out + bias for out, bias in pairs], gathered.to(x.dtype)
+
+
+def scatter_products(total: Sum, dim: int, group: Group, meanwhile: Iterable[Thunk] = ()) -> T:
+    """As `pipeline.scatter_products`."""
+    if len(total.pairs) != 1 or total.base is not None or total.shape[dim] % group.size:
+        return pipeline.scatter_products(total, dim, group, _STEPS, meanwhile)
+    left, right = total.pairs[0]
+    left = left if left.dtype == right.dtype else left.to(right.dtype)
+    out = torch.ops.symm_mem.fused_matmul_reduce_scatter(left, right, "sum", dim, group.pg.group_name)
+    for work in meanwhile:
+        work()
+    return out

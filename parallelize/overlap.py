@@ -1,0 +1,303 @@
+"""Where a plan overlaps collectives with products, and what came of it.
+
+A site is one call of a collective matmul: a row linear, a column linear with an input of its own, or a block whose gathered
+input several column linears share. The block's products are computed together while its input arrives; its stock forward
+then calls q, k and v one after another on that input, and each finds its product done. Which linears do so is known from
+the plan, and corrected by the first forward: one that was not called with the block's input is left alone from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallelize.errors import ModelError, Problem
+from parallelize.groups import Group
+from parallelize.hardware import Choice, Work
+from parallelize.layout import even_interval
+from parallelize.ops import collectives as ops
+from parallelize.ops import symmetric
+from parallelize.ops.collective_matmul import Call, decide, way_of
+from parallelize.ops.linear_gradients import DeferredGradients
+from parallelize.plan.model import ModelFacts
+from parallelize.plan.resolve import ResolvedPlan
+from parallelize.region import Region
+from parallelize.sharding import require_record
+from parallelize.styles.contract import Edge
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class SiteRow:
+    """A site as the plan has it: the module, the op, what was asked, and the column linears that share its input."""
+
+    fqn: str
+    op: str
+    asked: str
+    consumers: tuple[str, ...] = ()
+
+
+def site_rows(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[SiteRow]:
+    """The sites of a plan on a model. Nothing is changed."""
+    for fqn, row in resolved.modules.items():
+        contract = row.contract
+        asked = contract.overlap or resolved.plan.overlap
+        if asked == "off":
+            continue
+        if contract.compute == "rowwise" and contract.leave in _ROW_OPS and is_plain_linear(model.objects[fqn]):
+            yield SiteRow(fqn, _ROW_OPS[contract.leave], asked)
+        elif contract.style == "colwise" and contract.enter in _COLUMN_OPS and is_plain_linear(model.objects[fqn]):
+            yield SiteRow(fqn, _COLUMN_OPS[contract.enter], asked, (fqn,))
+        elif contract.style == "gather" and contract.enter in _COLUMN_OPS:
+            consumers = tuple(_sharing(fqn, resolved, model))
+            if consumers:
+                yield SiteRow(fqn, _COLUMN_OPS[contract.enter], asked, consumers)
+
+
+_ROW_OPS = {Edge.SCATTER_SEQUENCE: "linear_reduce_scatter", Edge.REDUCE: "linear_all_reduce"}
+_COLUMN_OPS = {Edge.GATHER_SEQUENCE: "all_gather_linear", Edge.COPY: "column_linear"}
+
+
+def _sharing(block: str, resolved: ResolvedPlan, model: ModelFacts) -> Iterator[str]:
+    """Column linears whose nearest gathered block above is this one."""
+    blocks = {fqn for fqn, row in resolved.modules.items() if row.contract.style == "gather"}
+    for fqn, row in resolved.modules.items():
+        if row.contract.style != "colwise" or row.contract.enter is not Edge.NONE:
+            continue
+        above = fqn
+        while above and (above == fqn or above not in blocks):
+            above = above.rpartition(".")[0]
+        if above == block and is_plain_linear(model.objects[fqn]):
+            yield fqn
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """A linear whose forward is known: `nn.Linear` itself, or `transformers`' Conv1D (its weight is [in, out])."""
+    known = type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    return known and "forward" not in module.__dict__
+
+
+def check_sites(resolved: ResolvedPlan, model: ModelFacts, group: Group, device: torch.device) -> tuple[SiteRow, ...]:
+    """The sites, or why what was asked for cannot be: before anything is changed.
+
+    Raises: ModelError `no-overlap`, MeshError `no-symmetric-memory`.
+    """
+    way_of(resolved.plan.overlap)
+    rows = tuple(site_rows(resolved, model))
+    if group.size == 1:  # nothing is sent, so nothing is left to hide
+        return ()
+    if any(row.asked == "symm_mem" for row in rows) or resolved.plan.overlap == "symm_mem":
+        symmetric.require(group, device)
+    asked = {row.contract.overlap or resolved.plan.overlap for row in resolved.modules.values()} - {"off", "auto"}
+    missing = asked - {row.asked for row in rows}
+    if missing:
+        linears = [fqn for fqn, row in resolved.modules.items() if row.contract.style in ("colwise", "rowwise")]
+        kinds = sorted({type(model.objects[fqn]).__name__ for fqn in linears}) or ["no column or row linears"]
+        raise ModelError(
+            Problem(
+                "no-overlap",
+                f"overlap={sorted(missing)[0]} is asked for, and there is no linear to overlap with a collective",
+                rows=(("linears", f"{', '.join(kinds)}; nn.Linear and Conv1D can be, with their own forward"),),
+                fix="overlap=off, or a plan with colwise and rowwise linears",
+            )
+        )
+    return rows
+
+
+@dataclass
+class Site:
+    """One site at run time.
+
+    Args:
+        row: what the plan says.
+        calls: forwards so far. fused: those of them that ran overlapped (in forward or, for a replicated input, in
+            backward).
+        why: the last choice in words.
+    """
+
+    row: SiteRow
+    group: Group
+    deferred: DeferredGradients
+    calls: int = 0
+    fused: int = 0
+    why: str = "not called yet"
+    choices: dict[tuple[Work, torch.dtype], Choice] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict) -> Site:
+        return self  # counts what copies of the model do, too
+
+    def way(self, work: Work, dtype: torch.dtype, device: torch.device) -> str:
+        """How to do this call."""
+        choice = self.choices.get((work, dtype))
+        if choice is None:
+            if self.row.asked == "auto":
+                choice = decide(self.group, dtype, device, work)
+            else:
+                choice = Choice(way_of(self.row.asked, None), "asked for")
+            if not torch.compiler.is_compiling():
+                self.choices[work, dtype] = choice
+        if not torch.compiler.is_compiling():  # a graph would be compiled again for every count
+            self.calls += 1
+            self.fused += choice.way != "sync"
+            self.why = f"{choice.way}: {choice.why}"
+        return choice.way
+
+    def call(self, x: T, weights: list[T], biases: list[T | None]) -> Call:
+        return Call(self.row.op, x, weights, biases, self.group, decided=self.way)
+
+
+class RowSite:
+    """A row linear that sums its partial products while they are made.
+
+    Args:
+        dim: of the sequence, where sums are scattered over a region; None where they are reduced.
+        transposed: the weight is stored [in, out].
+    """
+
+    def __init__(self, site: Site, region: Region | None, dim: int, transposed: bool):
+        self.site, self.region, self.dim, self.transposed = site, region, dim, transposed
+
+    def __call__(self, x: T, weight: T, bias: T | None) -> T:
+        weight = weight.t() if self.transposed else weight
+        region, site = self.region, self.site
+        if region is None or not region.scatters():
+            return Call("linear_all_reduce", x, [weight], bias, site.group, decided=site.way).reduce(site.deferred)
+        full = x.shape[self.dim]
+        out = site.call(x, [weight], [bias]).scatter(self.dim, site.deferred)
+        return _padded(out, self.dim, -(-full // site.group.size))
+
+
+def _padded(out: T, dim: int, rows: int) -> T:
+    """Shards inside a region hold equally many rows on every rank."""
+    missing = rows - out.shape[dim]
+    return F.pad(out, [0, 0] * (out.ndim - 1 - dim) + [0, missing]) if missing else out
+
+
+class SharedInput:
+    """An input that column linears share: their products are made with it, and handed out as they are called.
+
+    Args:
+        region: where rows are gathered; None where the input is replicated.
+        dim: of the rows.
+        linears: with the output features that each has on this rank in `widths`.
+    """
+
+    def __init__(self, site: Site, region: Region | None, dim: int, linears: list[nn.Module], widths: list[int]):
+        self.site, self.region, self.dim, self.linears, self.widths = site, region, dim, linears, widths
+        self.serves = [True] * len(linears)
+        self.x: T | None = None
+        self.outs: dict[int, T] = {}
+        self.taken: set[int] = set()
+        self._outer: list[tuple[Any, ...]] = []
+
+    def enter(self, x: T) -> T:
+        """The whole input for the block, which reads its products from `take`."""
+        self._outer.append((self.x, self.outs, self.taken))
+        self.x, self.outs, self.taken = None, {}, set()
+        which, weights, biases = self._parameters(x)
+        gathers = self.region is not None and self.region.gathers(x, self.dim)
+        if not which:
+            self.x = self.region.gather(x, self.dim) if self.region is not None else ops.copy(x, self.site.group)
+            return self.x
+        call = self.site.call(x, weights, biases)
+        if gathers:
+            outs, self.x = self._gathered(call)
+        else:
+            call.op = "column_linear"
+            outs, self.x = call.column(self.site.deferred), ops.copy(x, self.site.group)
+        self.outs = dict(zip(which, outs, strict=True))
+        return self.x
+
+    def _gathered(self, call: Call) -> tuple[list[T], T]:
+        assert self.region is not None
+        full = self.region.rows(call.x, self.dim)
+        start, stop = even_interval(full, self.site.group.size, self.site.group.rank)
+        if stop - start != call.x.shape[self.dim]:
+            call.x = call.x.narrow(self.dim, 0, stop - start)
+        return call.gather(self.dim, full, True, self.site.deferred)
+
+    def _parameters(self, x: T) -> tuple[list[int], list[T], list[T | None]]:
+        """Places, weights and biases of the linears that are expected to read this input."""
+        which, weights, biases = [], [], []
+        for place, linear in enumerate(self.linears):
+            if not self.serves[place]:
+                continue
+            planned, parameters = linear.__dict__["_planned"], linear._parameters
+            weight = planned.weight.local(parameters)
+            weight = weight.t() if hasattr(linear, "nf") else weight
+            if weight.shape != (self.widths[place], x.shape[-1]):
+                continue  # a wrapper has it sharded until the linear itself is called
+            which.append(place)
+            weights.append(weight)
+            biases.append(None if planned.bias is None else planned.bias.local(parameters))
+        return which, weights, biases
+
+    def take(self, place: int, x: T) -> T | None:
+        """The product of the linear at `place`, if `x` is the input that it was made of; once."""
+        if x is not self.x:
+            return None
+        self.taken.add(place)
+        return self.outs.pop(place, None)
+
+    @property
+    def depth(self) -> int:
+        """How many calls of the block are under way, one inside another."""
+        return len(self._outer)
+
+    def leave(self, depth: int, failed: bool = False) -> None:
+        """A call of the block that began at this depth has ended: forget its input, remember who did not read it.
+
+        Raises: ModelError `overlap-unused` where overlap was asked for by name and no linear took its product.
+        """
+        unread, taken = list(self.outs), self.taken
+        while len(self._outer) > depth:
+            self.x, self.outs, self.taken = self._outer.pop()
+        if failed or torch.compiler.is_compiling():
+            return
+        for place in unread:
+            self.serves[place] = False
+        if unread and not taken:
+            self._unused()
+
+    def _unused(self) -> None:
+        site = self.site
+        site.why = "sync: no linear of this block was called with the block's own input"
+        if site.row.asked != "auto":
+            raise ModelError(
+                Problem(
+                    "overlap-unused",
+                    f"overlap={site.row.asked} of {site.row.fqn} has no effect: none of its linears is called with its input",
+                    rows=(
+                        ("linears", ", ".join(site.row.consumers)),
+                        ("input", f"converted by the plan for {site.row.fqn}"),
+                    ),
+                    fix="give the linears their own rule without `gather`, or overlap=off for this block",
+                )
+            )
+
+
+class Overlap:
+    """The sites of one model, and the weight gradients that they may defer."""
+
+    def __init__(self) -> None:
+        self.sites: list[Site] = []
+        self.deferred = DeferredGradients()
+
+    def site(self, row: SiteRow, group: Group) -> Site:
+        site = Site(row, group, self.deferred)
+        self.sites.append(site)
+        return site
+
+
+def deferred_gradients(module: nn.Module) -> DeferredGradients:
+    """Where the weight gradients of a model's overlapped linears go inside `with ...deferring():`.
+
+    Raises: ModelError `not-parallelized`.
+    """
+    return require_record(module).overlap.deferred

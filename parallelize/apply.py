@@ -87,30 +87,43 @@ def parallelize_module(
         _refuse_overlap_of_styles(overlap)
         return _apply_styles(module, mesh, tp, parallelize_plan, src_data_rank, handshake_timeout_s)
     model = describe(module)
-    options = {"dtype": str(dtype), "src_data_rank": str(src_data_rank), "check_replicated": str(check_replicated)}
+    settings = {"dtype": str(dtype), "src_data_rank": str(src_data_rank), "check_replicated": str(check_replicated)}
+    choices = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "overlap": overlap}
+    resolved, sites = _resolved_together(model, mesh, parallelize_plan, choices, settings, handshake_timeout_s)
+    with Transaction(module):
+        _apply(module, mesh, tp, model, resolved, sites, src_data_rank, dtype, device, check_replicated)
+    return module
+
+
+def _resolved_together(
+    model: ModelFacts,
+    mesh: DeviceMesh,
+    given: Any,
+    choices: dict[str, Any],
+    settings: dict[str, str],
+    timeout_s: float,
+) -> tuple[ResolvedPlan, tuple[SiteRow, ...]]:
+    """The plan for this model and its overlapped sites, the same on every rank, or the same error on every rank."""
+    tp = tp_mesh(mesh)
     failure, resolved = None, None
     sites: tuple[SiteRow, ...] = ()
     try:
-        _refuse_twice(module)
-        plan = _plan_of(module, parallelize_plan)
-        plan = plan.with_options(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, overlap=overlap)
-        resolved = resolve(plan, model, tp.size())
+        _refuse_twice(model.root)
+        resolved = resolve(_plan_of(model.root, given).with_options(**choices), model, tp.size())
         _check_modules(resolved, model)
         sites = check_sites(resolved, model, Group(tp.get_group()), torch.device(mesh.device_type))
     except ParallelizeError as error:
         failure = error
-    facts = _facts(model, resolved, options, failure)
+    facts = _facts(model, resolved, settings, failure)
     try:
-        handshake(mesh, facts, handshake_timeout_s)
+        handshake(mesh, facts, timeout_s)
     except ParallelizeError:
         if failure is None:
             raise
     if failure is not None:
         raise failure
     assert resolved is not None
-    with Transaction(module):
-        _apply(module, mesh, tp, model, resolved, sites, src_data_rank, dtype, device, check_replicated)
-    return module
+    return resolved, sites
 
 
 def _refuse_overlap_of_styles(overlap: str | None) -> None:

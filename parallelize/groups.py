@@ -134,6 +134,12 @@ class Group:
         _reduce_scatter(out, x, group=self.pg)
         return out
 
+    def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """[sum of sent] -> [sum of received]: flat, split by rank into so many elements."""
+        out = x.new_empty(sum(received))
+        dist.all_to_all_single(out, x, received, sent, group=self.pg)
+        return out
+
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """Overwrite `x` with that of the group's rank `source`."""
         dist.broadcast(x, self.ranks[source], group=self.pg)

@@ -19,7 +19,6 @@ from parallelize.forwards import (
 )
 from parallelize.gradients import Debt, Ledger
 from parallelize.groups import Group, group_for
-from parallelize.layout import even_interval
 from parallelize.local_config import LocalConfig
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary import Vocabulary
@@ -127,8 +126,10 @@ class Installer:
             Edge.REDUCE: lambda: partial(ops.reduce_owned if fused else ops.reduce, group=group),
             Edge.GATHER_SEQUENCE: lambda: partial(self.region.gather, dim=dim),
             Edge.SCATTER_SEQUENCE: lambda: partial(self.region.scatter, dim=dim),
-            Edge.GATHER_LAST: lambda: partial(ops.gather_last, group=group, full=self._width(row)),
-            Edge.SPLIT_LAST: lambda: self._split(row),
+            Edge.GATHER_LAST: lambda: partial(
+                ops.gather, group=group, dim=-1, full=self._width(row), gradient="replicate"
+            ),
+            Edge.SPLIT_LAST: lambda: partial(ops.split, group=group, dim=-1),
         }
         return bound[edge]()
 
@@ -137,10 +138,6 @@ class Installer:
         layout = self.resolved.parameters[self.model.owners[f"{row.fqn}.weight"]].layout
         assert layout.dim is not None
         return layout.shape[layout.dim]
-
-    def _split(self, row: ModuleRow):
-        start, stop = even_interval(self._width(row), self.group.size, self.group.rank)
-        return partial(ops.split_last, group=self.group, start=start, stop=stop)
 
     def _overlap(self, row: SiteRow) -> None:
         """Let a site run the linears that it is about, over the forwards that they have."""

@@ -48,7 +48,7 @@ class Region:
             self._inside = now
         if not active:
             return x
-        out = ops.enter_region(x, self.group, self.dim)
+        out = ops.split(x, self.group, self.dim, padded=True)
         if not torch.compiler.is_compiling() and out.grad_fn is not None:
             self._alive.add(now)
             metadata: Any = out.grad_fn.metadata
@@ -59,17 +59,19 @@ class Region:
         """All rows again; outside, the gradient is whole on every rank."""
         now = self._pass_of(x, self.dim)
         self._inside = None
-        return ops.leave_region(x, self.group, self.dim, now.full) if now.active else x
+        return ops.gather(x, self.group, self.dim, now.full, "replicate") if now.active else x
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Rows of all ranks for a block's sharded projections."""
         if not self.gathers(x, dim):
             return ops.copy(x, self.group)
-        return ops.gather_sequence(x, self.group, dim, self.rows(x, dim))
+        return ops.gather(x, self.group, dim, self.rows(x, dim), "partial")
 
     def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Sum a block's partial outputs, own rows of it."""
-        return ops.scatter_sequence(x, self.group, dim) if self.scatters() else ops.reduce_owned(x, self.group)
+        return (
+            ops.reduce_scatter(x, self.group, dim, padded=True) if self.scatters() else ops.reduce_owned(x, self.group)
+        )
 
     def gathers(self, x: torch.Tensor, dim: int) -> bool:
         """Whether `x` is a shard now: not while one token is decoded."""

@@ -56,7 +56,7 @@ class ShardedLogits(torch.Tensor):
 
     def full_tensor(self) -> T:
         """All of it on every rank (one all-gather), with autograd."""
-        return ops.gather_last(self.to_local(), self.vocabulary.group, self.vocabulary.full)
+        return ops.gather(self.to_local(), self.vocabulary.group, -1, self.vocabulary.full, "replicate")
 
 
 def mark(local: T, vocabulary: Vocabulary) -> ShardedLogits:

@@ -57,9 +57,8 @@ def _measure(group: Group, dtype: torch.dtype, device: torch.device) -> LinkProf
         link = sent_bytes / max(taken - latency, taken / 10)
         side, matmul_s = _grow(group, _matmul(dtype, device), 128, device, 1 << 12)
         flops = 2 * side**3 / matmul_s
-        steps = _mean(group, _time(lambda: [exchange(16)() for _ in range(4)], device)) / 4
         hidden = _hidden(group, dtype, device, link, flops)
-        return LinkProfile(latency * 1e6, link, flops, steps * 1e6 / 2, hidden)
+        return LinkProfile(latency * 1e6, link, flops, latency * 1e6, hidden)
     finally:
         group.traffic = kept
 

@@ -1,23 +1,24 @@
 """Collectives with their adjoints: each activation edge of a plan is one autograd Function on plain local tensors.
 
-    copy              x            -> x              backward: sum over ranks
-    reduce            partial sums -> their sum      backward: identity
-    gather_sequence   [.., S/P, ..] -> [.., S, ..]   backward: reduce-scatter (the gradient is a partial sum)
-    scatter_sequence  partial [.., S, ..] -> [.., S/P, ..]   backward: all-gather
-    enter_region      [.., S, ..]  -> [.., S/P, ..]  backward: all-gather
-    leave_region      [.., S/P, ..] -> [.., S, ..]   backward: own slice (the gradient is whole on every rank)
-    gather_last       [.., N/P]    -> [.., N]        backward: own slice
-    split_last        [.., N]      -> [.., N/P]      backward: all-gather
-    sum_both          partial sums -> their sum      backward: sum over ranks
+    copy            x            -> x              backward: sum over ranks
+    reduce          partial sums -> their sum      backward: identity
+    sum_both        partial sums -> their sum      backward: sum over ranks
+    gather          [.., s, ..]  -> [.., S, ..]    backward: by the gradient's placement, reduce-scatter or own rows
+    reduce_scatter  partial [.., S, ..] -> [.., s, ..]   backward: all-gather
+    split           [.., S, ..]  -> [.., s, ..]    backward: all-gather
+    all_to_all      [.., S, .., t, ..] -> [.., s, .., T, ..]   backward: the reverse
 
-S is the full sequence length. Where P does not divide it, shards are padded at the end of the sequence to ceil(S/P), so
-that every rank holds equally many rows; gathering drops the padding again, and its gradient is zero.
+S is full and s this rank's part of it, along any dim, as `torch.chunk` cuts it: the last parts may be smaller or empty.
+`padded` parts have ceil(S/P) rows on every rank, zeros at the end; `gather` takes either. No input is changed, and on a
+group of one rank everything is the identity.
 
-Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198 (sequence parallelism).
+Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198 (sequence parallelism);
+Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509 (all-to-all).
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -102,77 +103,57 @@ class _SumBoth(Function):
         return grad, None
 
 
-class _GatherSequence(Function):
+class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:
-        ctx.args = group, dim
-        return gather_dim(x, group, dim, full)
+    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, full: int, partial: bool) -> torch.Tensor:
+        ctx.args = group, dim, x.shape[dim], partial
+        rows = -(-full // group.size)
+        return gather_dim(x if x.shape[dim] == rows else _pad(x, dim, rows), group, dim, full)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
         refuse_double_backward()
-        return reduce_scatter_dim(grad, *ctx.args), None, None, None
+        group, dim, rows, partial = ctx.args
+        own = reduce_scatter_dim(grad, group, dim) if partial else split_dim(grad, group, dim)
+        return own if own.shape[dim] == rows else own.narrow(dim, 0, rows), None, None, None, None
 
 
-class _ScatterSequence(Function):
+class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, padded: bool) -> torch.Tensor:
         ctx.args = group, dim, x.shape[dim]
-        return reduce_scatter_dim(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        refuse_double_backward()
-        return gather_dim(grad, *ctx.args), None, None
-
-
-class _EnterRegion(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-        ctx.args = group, dim, x.shape[dim]
-        return split_dim(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        refuse_double_backward()
-        return gather_dim(grad, *ctx.args), None, None
-
-
-class _LeaveRegion(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:
-        ctx.args = group, dim
-        return gather_dim(x, group, dim, full)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        refuse_double_backward()
-        return split_dim(grad, *ctx.args), None, None, None
-
-
-class _GatherLast(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, full: int) -> torch.Tensor:
-        ctx.args = group, x.shape[-1], even_interval(full, group.size, group.rank)[0]
-        return gather_uneven(x, group, full)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):
-        refuse_double_backward()
-        _, size, start = ctx.args
-        return grad.narrow(-1, start, size).contiguous(), None, None
-
-
-class _SplitLast(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, start: int, stop: int) -> torch.Tensor:
-        ctx.args = group, x.shape[-1]
-        return x.narrow(-1, start, stop - start).contiguous()
+        own = reduce_scatter_dim(x, group, dim)
+        return own if padded else _unpadded(own, group, dim, x.shape[dim])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
         refuse_double_backward()
         return gather_uneven(grad, *ctx.args), None, None, None
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, padded: bool) -> torch.Tensor:
+        ctx.args = group, dim, x.shape[dim]
+        own = split_dim(x, group, dim)
+        return own if padded else _unpadded(own, group, dim, x.shape[dim])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        refuse_double_backward()
+        return gather_uneven(grad, *ctx.args), None, None, None
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, split: int, concat: int, full: int) -> torch.Tensor:
+        ctx.args = group, concat, split, x.shape[split]
+        return exchange_dims(x, group, split, concat, full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        refuse_double_backward()
+        return exchange_dims(grad, *ctx.args), None, None, None, None
 
 
 def copy(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -195,34 +176,44 @@ def sum_both(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x if group.size == 1 else _SumBoth.apply(x, group)
 
 
-def gather_sequence(x: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:
-    """All-gather along `dim` to `full` rows; backward reduce-scatters the partial gradients."""
-    return x if group.size == 1 else _GatherSequence.apply(x, group, dim, full)
+def gather(x: torch.Tensor, group: Group, dim: int, full: int, gradient: str) -> torch.Tensor:
+    """All-gather along `dim`.
+
+    Args:
+        x: this rank's part of `full` rows, or the same padded to ceil(full/P) rows.
+        gradient: the placement of the output's gradient. "partial": each rank has a part of the sum, which is
+            reduce-scattered. "replicate": every rank has all of it, and keeps its own rows.
+    """
+    if group.size == 1:
+        return x
+    return _Gather.apply(x, group, dim % x.ndim, full, _PARTIAL[gradient])
 
 
-def scatter_sequence(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    """Reduce-scatter partial results along `dim`; backward all-gathers."""
-    return x if group.size == 1 else _ScatterSequence.apply(x, group, dim)
+_PARTIAL = {"partial": True, "replicate": False}
 
 
-def enter_region(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, group: Group, dim: int, padded: bool = False) -> torch.Tensor:
+    """Sum partial results over ranks and keep own rows; backward all-gathers."""
+    return x if group.size == 1 else _ReduceScatter.apply(x, group, dim % x.ndim, padded)
+
+
+def split(x: torch.Tensor, group: Group, dim: int, padded: bool = False) -> torch.Tensor:
     """Own rows of a replicated tensor; backward all-gathers."""
-    return x if group.size == 1 else _EnterRegion.apply(x, group, dim)
+    return x if group.size == 1 else _Split.apply(x, group, dim % x.ndim, padded)
 
 
-def leave_region(x: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:
-    """All-gather along `dim`; backward keeps own rows of the replicated gradient."""
-    return x if group.size == 1 else _LeaveRegion.apply(x, group, dim, full)
+def all_to_all(x: torch.Tensor, group: Group, split: int, concat: int, full: int) -> torch.Tensor:
+    """Trade a shard of dim `concat` for a shard of dim `split`; backward trades back.
 
+    Args:
+        x: all of dim `split`, this rank's part of dim `concat`.
+        full: size of dim `concat` over all ranks.
 
-def gather_last(x: torch.Tensor, group: Group, full: int) -> torch.Tensor:
-    """All-gather column shards (cut as `torch.chunk` cuts `full`); backward keeps own columns."""
-    return x if group.size == 1 else _GatherLast.apply(x, group, full)
-
-
-def split_last(x: torch.Tensor, group: Group, start: int, stop: int) -> torch.Tensor:
-    """Own columns [start, stop) of a replicated tensor; backward all-gathers."""
-    return x if group.size == 1 else _SplitLast.apply(x, group, start, stop)
+    Returns: this rank's part of dim `split`, all of dim `concat`.
+    """
+    if group.size == 1:
+        return x
+    return _AllToAll.apply(x, group, split % x.ndim, concat % x.ndim, full)
 
 
 def gather_dim(x: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:
@@ -250,11 +241,31 @@ def split_dim(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return own.contiguous() if stop - start == rows else _pad(own, dim, rows).contiguous()
 
 
-def gather_uneven(x: torch.Tensor, group: Group, full: int) -> torch.Tensor:
-    """Column shards as `torch.chunk` cuts them -> all `full` columns. No autograd."""
+def gather_uneven(x: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:
+    """Parts as `torch.chunk` cuts them, padded or not -> all `full` rows. No autograd."""
     rows = -(-full // group.size)
-    padded = x if x.shape[-1] == rows else _pad(x, x.ndim - 1, rows)
-    return gather_dim(padded, group, x.ndim - 1, full)
+    return gather_dim(x if x.shape[dim] == rows else _pad(x, dim, rows), group, dim, full)
+
+
+def exchange_dims(x: torch.Tensor, group: Group, split: int, concat: int, full: int) -> torch.Tensor:
+    """The all-to-all of `all_to_all`, without autograd."""
+    cuts = [even_interval(x.shape[split], group.size, rank) for rank in range(group.size)]
+    sent = [x.narrow(split, start, stop - start).reshape(-1) for start, stop in cuts]
+    own = cuts[group.rank][1] - cuts[group.rank][0]
+    shapes = []
+    for rank in range(group.size):
+        start, stop = even_interval(full, group.size, rank)
+        shape = list(x.shape)
+        shape[split], shape[concat] = own, stop - start
+        shapes.append(shape)
+    received = group.all_to_all(torch.cat(sent), [part.numel() for part in sent], [prod(shape) for shape in shapes])
+    parts = received.split([prod(shape) for shape in shapes])
+    return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], concat)
+
+
+def _unpadded(own: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:
+    start, stop = even_interval(full, group.size, group.rank)
+    return own if own.shape[dim] == stop - start else own.narrow(dim, 0, stop - start).contiguous()
 
 
 def _blocks(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:

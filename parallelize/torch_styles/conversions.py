@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from parallelize.groups import Group
-from parallelize.layout import even_interval
 from parallelize.ops import collectives as ops
 
 
@@ -31,7 +30,7 @@ def leave(
     have, want = positive(have, y.ndim), positive(want, y.ndim)
     if have != want:
         if have.is_shard() and want.is_replicate() and width is not None:
-            y = ops.gather_last(y, group, width)
+            y = ops.gather(y, group, -1, width, "replicate")
         else:
             y = redistribute(y, mesh, group, have, want, partial_grad=False)
         width = None
@@ -47,17 +46,17 @@ def redistribute(
     if have == want:
         return x
     if have.is_shard() and want.is_replicate():
-        edge = ops.gather_sequence if partial_grad else ops.leave_region
-        return edge(x, group, have.dim, x.shape[have.dim] * group.size)
+        gradient = "partial" if partial_grad else "replicate"
+        return ops.gather(x, group, have.dim, x.shape[have.dim] * group.size, gradient)
     if have.is_replicate() and want.is_shard() and want.dim == x.ndim - 1:
-        return ops.split_last(x, group, *even_interval(x.shape[-1], group.size, group.rank))
+        return ops.split(x, group, -1)
     even = want.is_shard() and x.shape[want.dim] % group.size == 0
     if have.is_replicate() and even:
-        return ops.enter_region(x, group, want.dim)
+        return ops.split(x, group, want.dim)
     if have.is_partial() and want.is_replicate():
         return ops.sum_both(x, group) if partial_grad else ops.reduce(x, group)
     if have.is_partial() and even:
-        return ops.scatter_sequence(x, group, want.dim)
+        return ops.reduce_scatter(x, group, want.dim)
     return DTensor.from_local(x, mesh, (have,), run_check=False).redistribute(placements=(want,)).to_local()
 
 

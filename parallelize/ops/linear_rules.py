@@ -54,7 +54,7 @@ class Place:
             if weight.placements[self.axis] != Shard(weight_dim):
                 self._refuse(f"a weight is {weight.placements}", f"Shard({weight_dim}) on axis {self.axis}")
         if _positive(x.placements[self.axis], x.ndim) != x_want:
-            self._refuse(f"x is {x.placements}", f"x.redistribute to {x_want} on axis {self.axis}")
+            self._refuse(f"x is {x.placements}", f"x.redistribute to {x_want!r} on axis {self.axis}")
         for n, placement in enumerate(x.placements):
             rows = placement.is_replicate() or (placement.is_shard() and placement.dim % x.ndim < x.ndim - 1)
             same = dim is not None and placement.is_shard() and placement.dim % x.ndim == dim % x.ndim

@@ -227,7 +227,7 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
 
 
-def compiled(rank: int, backend: str, sequence_parallel: bool) -> dict[str, Any]:
+def compiled(rank: int, backend: str, sequence_parallel: bool, overlap: str = "off") -> dict[str, Any]:
     """A model with one decoder layer compiled with fullgraph, against eager: differences, and collectives in its graphs."""
     from collections import Counter
 
@@ -236,7 +236,7 @@ def compiled(rank: int, backend: str, sequence_parallel: bool) -> dict[str, Any]
     from parallelize.groups import Group
 
     model = tiny_model("llama", torch.float64)
-    parallelize_module(model, build_mesh("cpu", tp=2), sequence_parallel=sequence_parallel)
+    parallelize_module(model, build_mesh("cpu", tp=2), sequence_parallel=sequence_parallel, overlap=overlap)
     layer = model.model.layers[1]
     ids, labels = tiny_batch(length=8)
     counts: Counter = Counter()

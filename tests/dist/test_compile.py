@@ -6,16 +6,17 @@ import shutil
 
 import pytest
 
-from tests.dist import jobs
+from tests.dist import jobs, overlap_jobs
 
 pytestmark = pytest.mark.processes
 BACKENDS = ["aot_eager", *(["inductor"] if shutil.which("g++") else [])]
 
 
+@pytest.mark.parametrize("overlap", ["off", "chunked"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_same_numbers(two_processes, backend, sequence_parallel):
-    for found in two_processes.run(jobs.compiled, backend, sequence_parallel, timeout_s=240):
+def test_same_numbers(two_processes, backend, sequence_parallel, overlap):
+    for found in two_processes.run(jobs.compiled, backend, sequence_parallel, overlap, timeout_s=240):
         assert max(found["output"], found["gradients"]) < 1e-12, found
 
 
@@ -39,3 +40,9 @@ def test_same_collectives_for_sequence_parallelism(two_processes):
 def test_a_compiled_layer_follows_its_parameters(two_processes):
     for found in two_processes.run(jobs.compiled_then_changed, timeout_s=240):
         assert max(found) < 1e-12, found
+
+
+def test_overlapped_linears_are_in_the_graph(two_processes):
+    found = two_processes.run(overlap_jobs.compiled_ops, timeout_s=240)[0]
+    assert found["forward"] == {"all_gather_linear": 2, "linear_reduce_scatter": 2}
+    assert found["backward"] == {"all_gather_linear_backward": 2, "linear_reduce_scatter_backward": 2}

@@ -1,0 +1,114 @@
+"""The overlapped linears between real processes: numbers, bits, memory, failures, graphs, and `auto`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.dist import jobs, overlap_jobs
+from tests.support.linears import OPS
+from tests.support.models import FAMILIES
+
+pytestmark = pytest.mark.processes
+WAYS = [{"overlap": "off"}, {"overlap": "chunked", "chunks": 3}]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_two_ranks_equal_the_unsharded_linear(two_processes, op):
+    two_processes.run(overlap_jobs.equal_unsharded, op, WAYS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_four_ranks_equal_the_unsharded_linear(four_processes, op):
+    four_processes.run(overlap_jobs.equal_unsharded, op, WAYS)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_planned_models(two_processes, family, sequence_parallel):
+    options = {"sequence_parallel": sequence_parallel, "loss_parallel": sequence_parallel, "overlap": "chunked"}
+    two_processes.run(jobs.parity, family, 2, options)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_results_do_not_depend_on_the_pieces(two_processes, op):
+    """fp32 at 512: outputs and input gradients bit-equal to sync; weight gradients to rounding; repeats always bit-equal."""
+    for found in two_processes.run(overlap_jobs.bits, op, torch.float32, 512, 512):
+        assert found["again"] == 0
+        assert found["out"] <= 1e-6 and found["dx"] <= 1e-6 and found["dw"] <= 2e-6, found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_bound_where_kernels_round_otherwise(four_processes, op, dtype):
+    bound = {torch.float64: 1e-14, torch.bfloat16: 2e-2}[dtype]
+    for found in four_processes.run(overlap_jobs.bits, op, dtype, 24, 16):
+        assert found["again"] == 0 and max(found.values()) <= bound, found
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_peak_memory_of_a_gather(four_processes, chunks):
+    """No more than the gathered input, the product, and one piece."""
+    for found in four_processes.run(overlap_jobs.peak_memory, "gather", chunks):
+        assert found["wanted"] <= found["most"] <= found["wanted"] + found["chunk"], found
+
+
+def test_peak_memory_of_a_scatter(four_processes):
+    """No more than without overlap: partial products going out and coming in, and own rows."""
+    sync = four_processes.run(overlap_jobs.peak_memory, "scatter", 0)[0]["most"]
+    for found in four_processes.run(overlap_jobs.peak_memory, "scatter", 4):
+        assert found["most"] <= sync + found["chunk"], (found, sync)
+
+
+@pytest.mark.parametrize("differs", ["rows", "dtype"])
+def test_ranks_that_disagree(two_processes, differs):
+    for said, following in two_processes.run(overlap_jobs.disagree, differs):
+        assert "ranks-disagree" in said and "rank 0" in said and "rank 1" in said
+        assert {"rows": "8 over dim 0", "dtype": "torch.float32"}[differs] in said
+        assert {"rows": "12 over dim 0", "dtype": "torch.int32"}[differs] in said
+        assert following == 8 * 4 * 6
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("op", OPS)
+def test_a_failure_in_the_middle(two_processes, op, everywhere):
+    """The failing rank raises; a peer that needs its products gets NaN, never a wrong number; the next step is right."""
+    first, second = two_processes.run(overlap_jobs.fails_in_the_middle, op, everywhere)
+    assert second == "raised"
+    assert first == "raised" if everywhere else first in ("ok", "nan")
+    if not everywhere and op in ("linear_reduce_scatter", "linear_all_reduce"):
+        assert first == "nan"
+
+
+def test_a_silent_peer_is_an_error_within_the_timeout(two_processes):
+    said = two_processes.run(overlap_jobs.waits_for_silent_peer, timeout_s=30)
+    assert said[1] == "silent" and said[0] != "nothing"
+
+
+@pytest.mark.parametrize("on_dtensors", [False, True], ids=["ranks", "dtensors"])
+def test_compiled(two_processes, on_dtensors):
+    assert max(two_processes.run(overlap_jobs.compiled_calls, on_dtensors, timeout_s=240)) < 1e-12
+
+
+def test_auto_measures_once_and_says_why(two_processes):
+    for found in two_processes.run(overlap_jobs.auto_on_a_mesh):
+        profile = found["profile"]
+        assert profile["bytes_per_s"] > 1e6 and profile["flops"] > 1e8 and 0 <= profile["hidden"]["chunked"] <= 1
+        assert found["again"] and found["error"] < 1e-12
+        assert "communication" in found["report"] and "ms" in found["report"]
+        assert all(calls == 1 for calls, _ in found["calls"].values())
+
+
+def test_ranks_choose_alike(four_processes):
+    reports = {found["report"] for found in four_processes.run(overlap_jobs.auto_on_a_mesh)}
+    assert len(reports) == 1
+
+
+def test_nothing_stays_alive(two_processes):
+    for counts in two_processes.run(overlap_jobs.nothing_stays):
+        assert counts[1] == counts[3], counts
+
+
+def test_all_messages_of_a_gather_are_posted_before_the_first_product(two_processes):
+    for found in two_processes.run(overlap_jobs.link_is_busy_during_products):
+        assert found["posts before products"] == found["posts"] > 1

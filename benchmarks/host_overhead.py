@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +23,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import llama
+from benchmarks.timing import interleaved, ratio
 from parallelize import clip_grad_norm_, destroy_groups, local_optimizer, parallelize_module
 
 TP = 2
@@ -62,31 +61,6 @@ def variants(hidden: int, names: tuple[str, ...]) -> dict[str, torch.nn.Module]:
             parallelize_module(model, mesh, llama.plan())
         made[name] = model
     return made
-
-
-def interleaved(work: dict[str, Callable[[], None]], rounds: int, inner: int) -> dict[str, list[float]]:
-    """Seconds a call, `rounds` of each; the order within a round is shuffled, the same on every rank."""
-    order = random.Random(0)
-    for run in work.values():
-        run()
-        run()
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(rounds):
-        for name in order.sample(list(work), len(work)):
-            began = time.perf_counter()
-            for _ in range(inner):
-                work[name]()
-            times[name].append((time.perf_counter() - began) / inner)
-    return times
-
-
-def ratio(times: dict[str, list[float]], top: str, bottom: str) -> dict[str, float]:
-    """Median of per-round ratios, and the 95% interval of that median (order statistics)."""
-    ratios = sorted(a / b for a, b in zip(times[top], times[bottom], strict=True))
-    n = len(ratios)
-    half = 0.98 * n**0.5
-    low, high = ratios[max(0, int(n / 2 - half))], ratios[min(n - 1, int(n / 2 + half))]
-    return {"median": statistics.median(ratios), "low": low, "high": high}
 
 
 def measure(hidden: int, rounds: int, inner: int, step_only: bool) -> dict:

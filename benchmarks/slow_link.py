@@ -3,7 +3,8 @@
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.collective_matmul
     sudo python -m benchmarks.slow_link --rate 4gbit --delay 0.2ms -- my_training_script.py --steps 10
 
-Each rank gets a network namespace and a core of its own. The namespaces are joined by a `veth` pair, each end limited by
+Each rank gets a network namespace and a core of its own, and runs as a batch job (SCHED_BATCH), so that the threads that
+serve the network take their turn instead of breaking into a product at every packet. The namespaces are joined by a `veth` pair, each end limited by
 `tc`'s token bucket (tbf) to the rate, after a delay if one is asked for. Scripts find RANK, WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT and GLOO_SOCKET_IFNAME as under torchrun. Everything is removed at the end, after an error or a signal too.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -98,9 +100,9 @@ def run(names: list[str], command: list[str], timeout_s: float) -> int:
             "GLOO_SOCKET_IFNAME": "slow0",
             "OMP_NUM_THREADS": "1",
         }
-        pinned = ["taskset", "-c", str(cores[rank % len(cores)])] if shutil.which("taskset") else []
-        full = ["ip", "netns", "exec", name, *pinned, sys.executable, *command]
-        ranks.append(subprocess.Popen(full, env=environment, start_new_session=True))
+        full = ["ip", "netns", "exec", name, sys.executable, *command]
+        placed = functools.partial(_placed, cores[rank % len(cores)])
+        ranks.append(subprocess.Popen(full, env=environment, start_new_session=True, preexec_fn=placed))
     end = time.monotonic() + timeout_s
     try:
         while True:
@@ -119,6 +121,12 @@ def run(names: list[str], command: list[str], timeout_s: float) -> int:
             if rank.poll() is None:
                 os.killpg(rank.pid, signal.SIGKILL)
             rank.wait()
+
+
+def _placed(core: int) -> None:
+    """In the child: one core, as a batch job. All that it starts inherits both."""
+    os.sched_setaffinity(0, {core})
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,200 @@
+"""Overlapped linears against the same without overlap, against PyTorch, and against what the machine could do at best.
+
+    torchrun --nproc-per-node 2 -m benchmarks.collective_matmul
+    sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.collective_matmul --json out.json --plot out.svg
+
+For each shape: `link` is the leanest exchange of one phase of messages alone, `compute` one product alone. The limit is the
+larger of what a pass needs of either, added over the passes. `sync` is this package without overlap, `chunked/n` in n
+pieces a shard, `auto` what the calibration chose, `stock` PyTorch's all-gather then `F.linear`, or `F.linear` then
+reduce-scatter. Every round times each variant once, in random order; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from benchmarks import svg
+from benchmarks.timing import interleaved, join, medians_ms, ratio
+from parallelize import all_gather_linear, destroy_groups, linear_all_reduce, linear_reduce_scatter
+from parallelize.groups import Group
+from parallelize.ops.calibrate import profile_of
+from parallelize.ops.exchange import Exchange
+
+T = torch.Tensor
+SQUARE = (2048, 2048, 2048)
+GRID = [SQUARE, (2048, 1024, 4096), (2048, 2048, 512), (2048, 512, 2048), (1024, 256, 1024), (4096, 1024, 512)]
+# op -> (phases of messages, products) of forward and of backward
+PASSES = {
+    "all_gather_linear": ((1, 1), (1, 2)),
+    "linear_reduce_scatter": ((1, 1), (1, 2)),
+    "linear_all_reduce": ((2, 1), (0, 2)),
+}
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Shape:
+    """[rows, inner] times [outs, inner] on this rank: for a gather `inner` is whole and `outs` sharded, else the reverse."""
+
+    def __init__(self, op: str, rows: int, inner: int, outs: int, group: Group):
+        self.op, self.group, self.rows, self.size = op, group, rows, group.size
+        random = torch.Generator().manual_seed(group.rank)
+        gathers = op == "all_gather_linear"
+        self.inner, self.outs = (inner, outs // self.size) if gathers else (inner // self.size, outs)
+        self.x = torch.randn(rows // self.size if gathers else rows, self.inner, generator=random)
+        self.weight = torch.randn(self.outs, self.inner, generator=random)
+        self.upstream = torch.randn(
+            rows // self.size if op == "linear_reduce_scatter" else rows, self.outs, generator=random
+        )
+        self.travels = self.inner if gathers else self.outs  # features of the rows that are sent
+
+    def call(self, overlap: str, chunks: int | None = None) -> Callable[[T, T], T]:
+        function = {
+            "all_gather_linear": all_gather_linear,
+            "linear_reduce_scatter": linear_reduce_scatter,
+            "linear_all_reduce": linear_all_reduce,
+        }[self.op]
+        return lambda x, weight: function(x, weight, group=self.group, overlap=overlap, chunks=chunks)
+
+    def stock(self, x: T, weight: T) -> T:
+        if self.op == "all_gather_linear":
+            whole = x.new_empty(self.rows, self.inner)
+            _all_gather(whole, x)
+            return F.linear(whole, weight)
+        out = F.linear(x, weight)
+        if self.op == "linear_all_reduce":
+            dist.all_reduce(out)
+            return out
+        own = out.new_empty(self.rows // self.size, self.outs)
+        _reduce_scatter(own, out)
+        return own
+
+    def forward(self, function: Callable[[T, T], T]) -> Callable[[], object]:
+        return lambda: function(self.x, self.weight)
+
+    def both(self, function: Callable[[T, T], T]) -> Callable[[], object]:
+        x, weight = self.x.clone().requires_grad_(), self.weight.clone().requires_grad_()
+
+        def run() -> None:
+            function(x, weight).backward(self.upstream)
+            x.grad = weight.grad = None
+
+        return run
+
+    def link(self) -> Callable[[], None]:
+        """The leanest exchange: each rank sends each peer one part of the rows."""
+        sent = torch.ones(self.rows // self.size, self.travels)
+        received = {rank: torch.empty_like(sent) for rank in range(self.size) if rank != self.group.rank}
+
+        def run() -> None:
+            with Exchange(self.group) as link:
+                link.post(dict.fromkeys(received, sent), received)
+
+        return run
+
+    def compute(self) -> Callable[[], object]:
+        whole = torch.randn(self.rows, self.inner)
+        return lambda: F.linear(whole, self.weight)
+
+
+def measure(op: str, dims: tuple[int, int, int], chunks: list[int], rounds: int, backward: bool) -> dict:
+    """One shape: milliseconds of each variant, and the ratios that matter."""
+    shape = Shape(op, *dims, Group(dist.group.WORLD))  # type: ignore[arg-type]
+    passes = shape.both if backward else shape.forward
+    work: dict[str, Callable[[], object]] = {
+        "link": shape.link(),
+        "compute": shape.compute(),
+        "sync": passes(shape.call("off")),
+        **{f"chunked/{n}": passes(shape.call("chunked", n)) for n in chunks},
+        "auto": passes(shape.call("auto")),
+    }
+    if not backward:
+        work["stock"] = shape.forward(shape.stock)
+    times = interleaved(work, rounds, before=dist.barrier)
+    ms = medians_ms(times)
+    best = min((f"chunked/{n}" for n in chunks), key=ms.__getitem__)
+    better = best if ms[best] < ms["sync"] else "sync"
+    needs = PASSES[op][: 2 if backward else 1]
+    limit = sum(max(phases * ms["link"], products * ms["compute"]) for phases, products in needs)
+    found = {
+        "op": op + (" forward+backward" if backward else ""),
+        "rows, inner, outs": dims,
+        "ms": ms,
+        "limit_ms": limit,
+        "compute/link": sum(n for _, n in needs) * ms["compute"] / (sum(n for n, _ in needs) * ms["link"]),
+        "best chunked": best,
+        "efficiency": {name: limit / value for name, value in ms.items() if name not in ("link", "compute")},
+        "sync/chunked": ratio(times, "sync", best),
+        "auto/better": ratio(times, "auto", better),
+    }
+    if not backward:
+        found["stock/chunked"] = ratio(times, "stock", best)
+    return found
+
+
+def show(found: dict) -> None:
+    ms = found["ms"]
+    print(f"{found['op']} {found['rows, inner, outs']}: compute/link {found['compute/link']:.2f}", flush=True)
+    print("   " + "  ".join(f"{name} {value:.1f}" for name, value in ms.items()) + " ms", flush=True)
+    best = found["best chunked"]
+    over = ms[best] / found["limit_ms"]
+    line = f"   {best}: {over:.2f} x limit"
+    for key in ("sync/chunked", "stock/chunked", "auto/better"):
+        if key in found:
+            line += f", {key} {found[key]['median']:.2f} [{found[key]['low']:.2f}, {found[key]['high']:.2f}]"
+    print(line, flush=True)
+
+
+def draw(path: Path, results: list[dict], title: str) -> None:
+    """Efficiency (limit over time) over the ratio of compute to communication, forward ops."""
+    series: dict[str, list[tuple[float, float]]] = {"in pieces": [], "auto": [], "sync": [], "PyTorch": []}
+    for found in results:
+        if "stock" in found["ms"]:
+            at = found["compute/link"]
+            names = (found["best chunked"], "auto", "sync", "stock")
+            for values, name in zip(series.values(), names, strict=True):
+                values.append((at, found["efficiency"][name]))
+    svg.points(path, title, "compute / communication", "limit / time", series)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--chunks", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--square", action="store_true", help="only the 2048 x 2048 shape")
+    parser.add_argument("--ops", nargs="*", default=["all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="an SVG of efficiency over the ratio of compute to communication")
+    parser.add_argument("--title", default="Collective matmul, two ranks")
+    options = parser.parse_args()
+    join()
+    group = Group(dist.group.WORLD)  # type: ignore[arg-type]
+    profile = profile_of(group, torch.float32, torch.device("cpu"))
+    results = []
+    first = dist.get_rank() == 0
+    if first:
+        print(f"calibrated: {profile}", flush=True)
+    for dims in [SQUARE] if options.square else GRID:
+        for op in options.ops:
+            for backward in (False, True):
+                found = measure(op, dims, options.chunks, options.rounds, backward)
+                results.append(found)
+                if first:
+                    show(found)
+    if first and options.json:
+        about = {"title": options.title, "torch": torch.__version__, "ranks": group.size, "profile": profile.as_dict()}
+        options.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    if first and options.plot:
+        draw(options.plot, results, options.title)
+    destroy_groups()
+
+
+if __name__ == "__main__":
+    main()

@@ -111,6 +111,19 @@ def leave_loss_parallel() -> None:
     _disable_custom_loss_ops()
 
 
+def saved_tensor_hooks() -> Any:
+    """The innermost hooks on tensors saved for backward, which recompute and offloading set (since 2.1); None without."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(True)
+
+
+def symmetric_ops() -> Any:
+    """The `symm_mem` ops, which exist once the module that defines them is imported (since 2.5)."""
+    import torch.distributed._symmetric_memory
+
+    return torch.ops.symm_mem
+
+
 def enable_symmetric_memory(pg: dist.ProcessGroup) -> str:
     """Make symmetric memory usable on a group; why it is not, or an empty text."""
     try:

@@ -261,17 +261,17 @@ def _add_bias(out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 # -- the same with collectives beside products; see parallelize.overlap ---------------------------------------------------
 
 
-def overlapped_row(self: Any, input: torch.Tensor) -> torch.Tensor:
-    planned, parameters = self._planned, self._parameters
+def overlapped_row(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    planned, parameters, input = self._planned, self._parameters, _only(args, kwargs)
     if planned.enter is not None:
         input = planned.enter(input)
     bias = planned.bias
     return planned.overlap(input, planned.weight.local(parameters), None if bias is None else bias.local(parameters))
 
 
-def overlapped_column(self: Any, input: torch.Tensor) -> torch.Tensor:
+def overlapped_column(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A column linear with an input of its own."""
-    planned = self._planned
+    planned, input = self._planned, _only(args, kwargs)
     shared, depth = planned.overlap, planned.overlap.depth
     try:
         out = _taken(self, shared.enter(input))
@@ -282,9 +282,15 @@ def overlapped_column(self: Any, input: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def reads_shared(self: Any, input: torch.Tensor) -> torch.Tensor:
+def reads_shared(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A column linear whose product was made when its block's input came."""
-    return _taken(self, input)
+    return _taken(self, _only(args, kwargs))
+
+
+def _only(args: tuple, kwargs: dict) -> torch.Tensor:
+    """The one input of a linear, by position or by whatever name its class gives it."""
+    (value,) = (*args, *kwargs.values())
+    return value
 
 
 def _taken(self: Any, input: torch.Tensor) -> torch.Tensor:

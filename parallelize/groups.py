@@ -26,6 +26,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 _BY_KEY: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # key -> Group
 
+_PROFILES: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()  # process group -> profiles
+
 Wire = Callable[[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor], int], list[Any]]
 """(send, receive, tag) -> objects to wait for; tensors by the peer's rank in the group."""
 
@@ -36,7 +38,7 @@ class Group:
     Collectives work on contiguous tensors. A copy of a model shares its groups, so copying returns the same object.
     """
 
-    __slots__ = ("__weakref__", "backends", "key", "pg", "profiles", "rank", "ranks", "size", "traffic", "wire")
+    __slots__ = ("__weakref__", "backends", "key", "pg", "rank", "ranks", "size", "traffic", "wire")
 
     backends: dict[str, str]
     key: str
@@ -46,7 +48,6 @@ class Group:
     size: int
     traffic: list[tuple[str, int]] | None  # what overlapped ops have sent, while somebody records it
     wire: Wire | None  # carries messages in the place of the process group
-    profiles: dict[tuple[str, torch.dtype], LinkProfile]  # what calibration found, or was given
 
     def __new__(cls, pg: dist.ProcessGroup) -> Group:
         """One object a process group, so that what is set on it holds wherever it is found."""
@@ -55,12 +56,17 @@ class Group:
         if known is not None and known.pg is pg:
             return known
         group = _BY_KEY[key] = super().__new__(cls)
-        group.pg, group.key, group.profiles = pg, key, {}
+        group.pg, group.key = pg, key
         group.traffic = group.wire = None
         group.size, group.rank = pg.size(), pg.rank()
         group.ranks = tuple(dist.get_process_group_ranks(pg))
         group.backends = _backends(pg)
         return group
+
+    @property
+    def profiles(self) -> dict[tuple[str, torch.dtype], LinkProfile]:
+        """What calibration found or was given, by device type and dtype. Lives as long as the process group."""
+        return _PROFILES.setdefault(self.pg, {})
 
     def backend(self, device: torch.device) -> str:
         """What carries tensors of this device: "gloo", "nccl", ..."""
@@ -83,7 +89,7 @@ class Group:
         group = object.__new__(Group)
         group.pg, group.key, group.ranks, group.size = self.pg, self.key, self.ranks, self.size
         group.rank, group.wire, group.backends = rank, wire, {"": "simulated"}
-        group.profiles, group.traffic = self.profiles, None
+        group.traffic = None
         return group
 
     @staticmethod
@@ -91,7 +97,7 @@ class Group:
         """A group of one rank, without a process group."""
         group = object.__new__(Group)
         group.pg, group.key, group.ranks, group.size, group.rank = None, "", (0,), 1, 0  # type: ignore[assignment]
-        group.backends, group.profiles, group.traffic, group.wire = {}, {}, None, None
+        group.backends, group.traffic, group.wire = {}, None, None
         return group
 
     @contextmanager

@@ -147,11 +147,14 @@ class Installer:
         region = self.region if by_rows else None
         if not row.consumers:
             transposed = hasattr(module, "nf")
-            overlap(module, overlapped_row, RowSite(site, region, contract.sequence_dim, transposed))
+            features = self._most(f"{row.fqn}.weight")
+            features = (features[0], features[1]) if transposed else (features[1], features[0])
+            overlap(module, overlapped_row, RowSite(site, region, contract.sequence_dim, transposed, features))
             return
         linears = [self.model.objects[fqn] for fqn in row.consumers]
         widths = [self._local_width(fqn) for fqn in row.consumers]
-        shared = SharedInput(site, region, contract.sequence_dim, linears, widths)
+        most = [max(self._most(f"{fqn}.weight")[self._out_dim(fqn)], 1) for fqn in row.consumers]
+        shared = SharedInput(site, region, contract.sequence_dim, linears, widths, most)
         if row.consumers == (row.fqn,):
             overlap(module, overlapped_column, shared)
             return
@@ -159,6 +162,14 @@ class Installer:
         module.__dict__["_planned"].enter = shared.enter
         for place, linear in enumerate(linears):
             overlap(linear, reads_shared, shared, place)
+
+    def _most(self, name: str) -> tuple[int, ...]:
+        """The shape of a parameter on the rank that has most of it."""
+        layout = self.resolved.parameters[self.model.owners[name]].layout
+        return max(layout.local_shape(rank) for rank in range(self.group.size))
+
+    def _out_dim(self, fqn: str) -> int:
+        return 1 if hasattr(self.model.objects[fqn], "nf") else 0
 
     def _local_width(self, fqn: str) -> int:
         """Output features of a column linear on this rank."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.groups import Group
 from parallelize.hardware import Choice, Work
@@ -116,7 +116,7 @@ class Site:
 
     Args:
         row: what the plan says.
-        calls: forwards so far. fused: those of them that ran overlapped (in forward or, for a replicated input, in
+        calls: forwards so far. fused: those whose collective ran beside products (in forward, or for a replicated input in
             backward).
         why: the last choice in words.
     """
@@ -136,41 +136,57 @@ class Site:
         """How to do this call."""
         choice = self.choices.get((work, dtype))
         if choice is None:
-            if self.row.asked == "auto":
-                choice = decide(self.group, dtype, device, work)
-            else:
-                choice = Choice(way_of(self.row.asked, None), "asked for")
+            choice = self._choose(work, dtype, device)
             if not torch.compiler.is_compiling():
                 self.choices[work, dtype] = choice
-        if not torch.compiler.is_compiling():  # a graph would be compiled again for every count
-            self.calls += 1
-            self.fused += choice.way != "sync"
-            self.why = f"{choice.way}: {choice.why}"
+        self.note(choice.way != "sync", f"{choice.way}: {choice.why}")
         return choice.way
 
-    def call(self, x: T, weights: list[T], biases: list[T | None]) -> Call:
-        return Call(self.row.op, x, weights, biases, self.group, decided=self.way)
+    def _choose(self, work: Work, dtype: torch.dtype, device: torch.device) -> Choice:
+        if self.row.asked == "auto":
+            return decide(self.group, dtype, device, work)
+        return Choice(way_of(self.row.asked), "asked for")
+
+    def note(self, fused: bool, why: str) -> None:
+        """Count a forward."""
+        if not torch.compiler.is_compiling():  # a graph would be compiled again for every count
+            self.calls += 1
+            self.fused += fused
+            self.why = why
+
+    def had_no_effect(self, why: str, fix: str) -> None:
+        """A forward that overlapped nothing, for a reason that will not go away.
+
+        Raises: ModelError `overlap-unused` where overlap was asked for by name.
+        """
+        self.why = f"sync: {why}"
+        if self.row.asked != "auto":
+            what = f"overlap={self.row.asked} of {self.row.fqn} has no effect: {why}"
+            rows = (("linears", ", ".join(self.row.consumers)),)
+            raise ModelError(Problem("overlap-unused", what, rows=rows, fix=fix))
 
 
 class RowSite:
     """A row linear that sums its partial products while they are made.
 
     Args:
-        dim: of the sequence, where sums are scattered over a region; None where they are reduced.
+        dim: of the sequence, where sums are scattered over a region; `region` is None where they are reduced.
         transposed: the weight is stored [in, out].
+        features: (input, output), of the rank that has most.
     """
 
-    def __init__(self, site: Site, region: Region | None, dim: int, transposed: bool):
-        self.site, self.region, self.dim, self.transposed = site, region, dim, transposed
+    def __init__(self, site: Site, region: Region | None, dim: int, transposed: bool, features: tuple[int, int]):
+        self.site, self.region, self.dim, self.transposed, self.features = site, region, dim, transposed, features
 
     def __call__(self, x: T, weight: T, bias: T | None) -> T:
         weight = weight.t() if self.transposed else weight
-        region, site = self.region, self.site
-        if region is None or not region.scatters():
-            return Call("linear_all_reduce", x, [weight], bias, site.group, decided=site.way).reduce(site.deferred)
-        full = x.shape[self.dim]
-        out = site.call(x, [weight], [bias]).scatter(self.dim, site.deferred)
-        return _padded(out, self.dim, -(-full // site.group.size))
+        site, scatters = self.site, self.region is not None and self.region.scatters()
+        op = "linear_reduce_scatter" if scatters else "linear_all_reduce"
+        call = Call(op, x, [weight], bias, site.group, decided=site.way, features=self.features)
+        if not scatters:
+            return call.reduce(site.deferred)
+        rows = -(-x.shape[self.dim] // site.group.size)
+        return _padded(call.scatter(self.dim, site.deferred), self.dim, rows)
 
 
 def _padded(out: T, dim: int, rows: int) -> T:
@@ -179,42 +195,82 @@ def _padded(out: T, dim: int, rows: int) -> T:
     return F.pad(out, [0, 0] * (out.ndim - 1 - dim) + [0, missing]) if missing else out
 
 
+_MISSES = 3  # forwards in a row without a call, after which a linear's product is not made any more
+
+
+class _Entry:
+    """One call of a block: its input, the products made of it, and the state that they were made in."""
+
+    def __init__(self, x: T | None = None, outs: dict[int, T] | None = None):
+        self.x, self.outs, self.taken = x, outs or {}, 0
+        self.state = _state(x)
+
+
+def _state(x: T | None) -> tuple:
+    """What must still be so for a product made at the entry to be what the linear would give now."""
+    if x is None or torch.compiler.is_compiling():  # a graph has one state, and traces writes as new values
+        return ()
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return x._version, torch.is_grad_enabled(), autocast, private.saved_tensor_hooks()
+
+
 class SharedInput:
     """An input that column linears share: their products are made with it, and handed out as they are called.
 
     Args:
         region: where rows are gathered; None where the input is replicated.
         dim: of the rows.
-        linears: with the output features that each has on this rank in `widths`.
+        linears: with the output features that each has on this rank in `widths`, and on the rank that has most in `most`.
     """
 
-    def __init__(self, site: Site, region: Region | None, dim: int, linears: list[nn.Module], widths: list[int]):
-        self.site, self.region, self.dim, self.linears, self.widths = site, region, dim, linears, widths
-        self.serves = [True] * len(linears)
-        self.x: T | None = None
-        self.outs: dict[int, T] = {}
-        self.taken: set[int] = set()
-        self._outer: list[tuple[Any, ...]] = []
+    def __init__(
+        self,
+        site: Site,
+        region: Region | None,
+        dim: int,
+        linears: list[nn.Module],
+        widths: list[int],
+        most: list[int],
+    ):
+        self.site, self.region, self.dim = site, region, dim
+        self.linears, self.widths, self.most = linears, widths, most
+        self.misses = [0] * len(linears)
+        self.ever_taken = False
+        self.now = _Entry()
+        self._outer: list[_Entry] = []
+
+    @property
+    def depth(self) -> int:
+        """How many calls of the block are under way, one inside another."""
+        return len(self._outer)
 
     def enter(self, x: T) -> T:
-        """The whole input for the block, which reads its products from `take`."""
-        self._outer.append((self.x, self.outs, self.taken))
-        self.x, self.outs, self.taken = None, {}, set()
+        """The whole input for the block; `take` hands out the products made of it."""
+        self._outer.append(self.now)
+        self.now = _Entry()
         which, weights, biases = self._parameters(x)
         gathers = self.region is not None and self.region.gathers(x, self.dim)
         if not which:
-            self.x = self.region.gather(x, self.dim) if self.region is not None else ops.copy(x, self.site.group)
-            return self.x
-        call = self.site.call(x, weights, biases)
-        if gathers:
-            outs, self.x = self._gathered(call)
-        else:
-            call.op = "column_linear"
-            outs, self.x = call.column(self.site.deferred), ops.copy(x, self.site.group)
-        self.outs = dict(zip(which, outs, strict=True))
-        return self.x
+            self.site.note(False, "sync: no product is made ahead")
+            whole = self.region.gather(x, self.dim) if self.region is not None else ops.copy(x, self.site.group)
+            self.now = _Entry(whole)
+            return whole
+        op = "all_gather_linear" if gathers else "column_linear"
+        features = x.shape[-1], sum(self.most[place] for place in which)
+        call = Call(op, x, weights, biases, self.site.group, decided=self.site.way, features=features)
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            outs, whole = self._made(call, gathers)
+        else:  # there tensors do not tell that they were written to; what is made outside of it does
+            with torch.inference_mode(False), torch.no_grad():
+                outs, whole = self._made(call, gathers)
+        self.now = _Entry(whole, dict(zip(which, outs, strict=True)))
+        return whole
 
-    def _gathered(self, call: Call) -> tuple[list[T], T]:
+    def _made(self, call: Call, gathers: bool) -> tuple[list[T], T]:
+        """The products, and the whole input for whoever else reads it."""
+        if not gathers:
+            return call.column(self.site.deferred), ops.copy(call.x, self.site.group)
         assert self.region is not None
         full = self.region.rows(call.x, self.dim)
         start, stop = even_interval(full, self.site.group.size, self.site.group.rank)
@@ -223,63 +279,51 @@ class SharedInput:
         return call.gather(self.dim, full, True, self.site.deferred)
 
     def _parameters(self, x: T) -> tuple[list[int], list[T], list[T | None]]:
-        """Places, weights and biases of the linears that are expected to read this input."""
-        which, weights, biases = [], [], []
+        """Places, weights and biases of the linears that are expected to read this input as it is."""
+        which, weights, biases, sharded = [], [], [], False
+        casts = torch.is_autocast_enabled(x.device.type)
         for place, linear in enumerate(self.linears):
-            if not self.serves[place]:
-                continue
             planned, parameters = linear.__dict__["_planned"], linear._parameters
             weight = planned.weight.local(parameters)
             weight = weight.t() if hasattr(linear, "nf") else weight
             if weight.shape != (self.widths[place], x.shape[-1]):
-                continue  # a wrapper has it sharded until the linear itself is called
-            which.append(place)
-            weights.append(weight)
-            biases.append(None if planned.bias is None else planned.bias.local(parameters))
+                sharded = True  # a wrapper has it sharded until the linear itself is called
+            elif self.misses[place] < _MISSES and (casts or weight.dtype == x.dtype):
+                which.append(place)
+                weights.append(weight)
+                biases.append(None if planned.bias is None else planned.bias.local(parameters))
+        if sharded and not which:
+            fix = "wrap the block with fully_shard rather than each linear, or overlap=off for it"
+            self.site.had_no_effect("its weights are not whole when its input comes", fix)
         return which, weights, biases
 
     def take(self, place: int, x: T) -> T | None:
-        """The product of the linear at `place`, if `x` is the input that it was made of; once."""
-        if x is not self.x:
+        """The product of the linear at `place`, once; None where `x` is not the input that it was made of, as it was."""
+        if x is not self.now.x:
             return None
-        self.taken.add(place)
-        return self.outs.pop(place, None)
-
-    @property
-    def depth(self) -> int:
-        """How many calls of the block are under way, one inside another."""
-        return len(self._outer)
+        self.now.taken += 1
+        return self.now.outs.pop(place, None) if self.now.state == _state(x) else None
 
     def leave(self, depth: int, failed: bool = False) -> None:
         """A call of the block that began at this depth has ended: forget its input, remember who did not read it.
 
-        Raises: ModelError `overlap-unused` where overlap was asked for by name and no linear took its product.
+        Raises: ModelError `overlap-unused` where overlap was asked for by name and no linear ever took its product.
         """
-        unread, taken = list(self.outs), self.taken
+        unread, taken, made = set(self.now.outs), self.now.taken, bool(self.now.outs) or self.now.taken > 0
         while len(self._outer) > depth:
-            self.x, self.outs, self.taken = self._outer.pop()
+            self.now = self._outer.pop()
         if failed or torch.compiler.is_compiling():
             return
-        for place in unread:
-            self.serves[place] = False
-        if unread and not taken:
-            self._unused()
-
-    def _unused(self) -> None:
-        site = self.site
-        site.why = "sync: no linear of this block was called with the block's own input"
-        if site.row.asked != "auto":
-            raise ModelError(
-                Problem(
-                    "overlap-unused",
-                    f"overlap={site.row.asked} of {site.row.fqn} has no effect: none of its linears is called with its input",
-                    rows=(
-                        ("linears", ", ".join(site.row.consumers)),
-                        ("input", f"converted by the plan for {site.row.fqn}"),
-                    ),
-                    fix="give the linears their own rule without `gather`, or overlap=off for this block",
+        self.ever_taken = self.ever_taken or taken > 0
+        for place in range(len(self.misses)):
+            self.misses[place] = min(self.misses[place] + 1, _MISSES) if place in unread else 0
+        if made and not taken:
+            self.site.fused -= 1
+            if not self.ever_taken:
+                self.site.had_no_effect(
+                    "none of its linears is called with its input",
+                    "give the linears their own rule without `gather`, or overlap=off for this block",
                 )
-            )
 
 
 class Overlap:

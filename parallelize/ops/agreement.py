@@ -3,7 +3,8 @@
 Mismatched messages hang, kill a healthy rank, or give wrong numbers without an error (gloo, other dtype of equal size).
 So a line of text of fixed length goes ahead. On a network that is driven by the host it goes ahead of every op (about
 0.1 ms on loopback); on one that is driven by a device, where the host would have to wait for it, a line that this rank
-has not used before goes through the store, and no data is sent until all ranks have posted the same.
+has not used before goes through the store, and no data is sent until all ranks have posted the same. There, ranks that
+fall out of step between lines that they all know are not noticed.
 """
 
 from __future__ import annotations
@@ -27,22 +28,12 @@ _STORE_TIMEOUT_S = 60.0
 _seen: dict[tuple[str, str], int] = {}
 
 
-def agree(group: Group, device: torch.device, line: str, problem: Problem | None = None) -> None:
-    """Meet the other ranks on `line`; one that has found a `problem` with its own arguments says so instead.
+def agree(group: Group, device: torch.device, line: str) -> None:
+    """Meet the other ranks on `line`.
 
-    Raises: ShapeError `ranks-disagree` naming each rank's line, on every rank; `problem` on the rank that has it.
+    Raises: ShapeError `ranks-disagree` naming each rank's line, on every rank.
     """
-    if problem is not None:
-        line = f"error {problem.slug}: {problem.what}"
-    backend = group.backend(device)
-    if backend == "fake" or group.size == 1:
-        lines = [line]
-    elif backend in _BY_STORE:
-        lines = _through_store(group, line)
-    else:
-        lines = _through_messages(group, line)
-    if problem is not None:
-        raise ShapeError(problem)
+    lines = _lines(group, device, line)
     if len(set(lines)) > 1:
         said = [(f"rank {group.ranks[place]}", text) for place, text in enumerate(lines)]
         raise ShapeError(
@@ -53,6 +44,26 @@ def agree(group: Group, device: torch.device, line: str, problem: Problem | None
                 fix="give every rank the same batch shape, dtype and overlap; pass `full=` where shards are uneven",
             )
         )
+
+
+def tell(group: Group, device: torch.device, problem: Problem) -> None:
+    """Let the other ranks, which are waiting at an op, know that this one cannot come. Nothing is raised here."""
+    _lines(group, device, f"error {problem.slug}: {problem.what}")
+
+
+def first_of(group: Group, device: torch.device, word: str) -> str:
+    """The word of the group's first rank, where ranks may have come to different ones and the host drives the network."""
+    if group.backend(device) in _BY_STORE or group.size == 1:
+        return word
+    lines = _lines(group, device, f"auto {word}")
+    return lines[0].removeprefix("auto ") if all(line.startswith("auto ") for line in lines) else word
+
+
+def _lines(group: Group, device: torch.device, line: str) -> list[str]:
+    backend = group.backend(device)
+    if backend == "fake" or group.size == 1:
+        return [line]
+    return _through_store(group, line) if backend in _BY_STORE else _through_messages(group, line)
 
 
 def _through_messages(group: Group, line: str) -> list[str]:

@@ -24,20 +24,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from parallelize.errors import Problem, ShapeError
+from parallelize.errors import ParallelizeError, Problem, ShapeError
 from parallelize.groups import Group
 from parallelize.hardware import Choice, Work, choose, gather_work, reduce_work, scatter_work
 from parallelize.layout import even_interval
 from parallelize.ops import linear_gradients as gradients
 from parallelize.ops import linear_rules, symmetric
 from parallelize.ops import simulate as _simulate  # noqa: F401 (registers the rules of simulation)
-from parallelize.ops.agreement import agree
+from parallelize.ops.agreement import first_of, tell
 from parallelize.ops.calibrate import profile_of
 from parallelize.ops.linear_gradients import DeferredGradients
 from parallelize.styles.contract import OVERLAPS
@@ -161,7 +162,8 @@ class Call:
     Args:
         op: its name.
         x, weights, biases, group, overlap, chunks: as the public functions take them.
-        decided: a way that was chosen before, in the place of `overlap`.
+        decided: what chooses the way, in the place of `overlap`.
+        features: (input, output) features to choose by, where a rank's own may differ from its peers'.
     """
 
     def __init__(
@@ -174,71 +176,76 @@ class Call:
         overlap: str = "auto",
         chunks: int | None = None,
         decided: Callable[[Work, torch.dtype, torch.device], str] | None = None,
+        features: tuple[int, int] | None = None,
     ):
-        self.op, self.overlap, self.chunks, self.decided = op, overlap, chunks, decided
+        self.op, self.overlap, self.chunks, self.decided, self.features = op, overlap, chunks, decided, features
         self.x, self.weights, self.biases = x, [_autocast(weight) for weight in weights], _listed(biases, len(weights))
         self.biases = [None if bias is None else _autocast(bias) for bias in self.biases]
         self.is_dtensor = isinstance(x, DTensor) or any(isinstance(weight, DTensor) for weight in weights)
+        self.team: Group | None = None
         self._given = group
 
     def gather(self, dim: int, full: int | None, keep: bool, deferred: DeferredGradients | None) -> tuple[list[T], T]:
         """The products, and the gathered rows, which are differentiable too."""
-        self._locate(0, dim)
-        if self.size == 1 and not self.is_dtensor:
+        ready = self._ready(0, dim, full, gather_work, deferred)
+        if ready is None:
             return self._plain(), self.x
-        dim, problem = self._checked(dim)
-        if self.is_dtensor:
-            full = self.x.shape[dim]
-        else:
-            full = self.x.shape[dim] * self.size if full is None else full
-            problem = problem or _wrong_rows(self.x, dim, full, _group_of(self._given))
-        whole = [*self.shape[:dim], full, *self.shape[dim + 1 :]]
-        way = self._agreed(gather_work, prod(whole[:-1]), whole[-1], self.width, problem, whole, dim)
-        with gradients.deferral(self._deferrable(deferred)):
+        dim, full, way = ready
+        with gradients.deferral(deferred):
             *outs, gathered = _ops.all_gather_linear(
                 self.x, self.weights, self._bias_tensors(), dim, full, self.key, way, keep
             )
         return outs, gathered
 
     def scatter(self, dim: int, deferred: DeferredGradients | None) -> T:
-        self._locate(1, dim)
-        if self.size == 1 and not self.is_dtensor:
+        ready = self._ready(1, dim, None, scatter_work, deferred)
+        if ready is None:
             return self._plain()[0]
-        dim, problem = self._checked(dim)
-        whole = [*self.shape[:-1], self.width]
-        way = self._agreed(scatter_work, prod(whole[:-1]), self.shape[-1], self.width, problem, whole, dim)
-        with gradients.deferral(self._deferrable(deferred)):
-            out = _ops.linear_reduce_scatter(self._cast_x(), self.weights[0], dim, self.key, way)
-        return self._with_bias(out)
+        dim, _, way = ready
+        with gradients.deferral(deferred):
+            return self._with_bias(_ops.linear_reduce_scatter(self._cast_x(), self.weights[0], dim, self.key, way))
 
     def reduce(self, deferred: DeferredGradients | None) -> T:
-        self._locate(1, None)
-        if self.size == 1 and not self.is_dtensor:
+        ready = self._ready(1, None, None, reduce_work, deferred)
+        if ready is None:
             return self._plain()[0]
-        _, problem = self._checked(None)
-        whole = [*self.shape[:-1], self.width]
-        way = self._agreed(reduce_work, prod(whole[:-1]), self.shape[-1], self.width, problem, whole, None)
-        with gradients.deferral(self._deferrable(deferred)):
-            out = _ops.linear_all_reduce(self._cast_x(), self.weights[0], self.key, way)
-        return self._with_bias(out)
+        with gradients.deferral(deferred):
+            return self._with_bias(_ops.linear_all_reduce(self._cast_x(), self.weights[0], self.key, ready[2]))
 
     def column(self, deferred: DeferredGradients | None) -> list[T]:
-        self._locate(0, None)
-        if self.size == 1 and not self.is_dtensor:
+        ready = self._ready(0, None, None, reduce_work, deferred)
+        if ready is None:
             return self._plain()
-        _, problem = self._checked(None)
-        whole = list(self.shape)
-        way = self._agreed(reduce_work, prod(whole[:-1]), self.width, whole[-1], problem, whole, None)
-        with gradients.deferral(self._deferrable(deferred)):
-            return _ops.column_linear(self.x, self.weights, self._bias_tensors(), self.key, way)
+        with gradients.deferral(deferred):
+            return _ops.column_linear(self.x, self.weights, self._bias_tensors(), self.key, ready[2])
 
     # -- steps of every call -----------------------------------------------------------------------------------------
+
+    def _ready(
+        self, weight_dim: int, dim: int | None, full: int | None, work: Callable[..., Work], deferred: Any
+    ) -> tuple[int, int, str] | None:
+        """(dim, full rows, way), checked; None for one rank, which sends nothing. A failure is told to the other ranks.
+
+        Raises: ShapeError, MeshError.
+        """
+        try:
+            self._locate(weight_dim, dim)
+            if self.size == 1 and not self.is_dtensor:
+                return None
+            if deferred is not None and self.is_dtensor:
+                what = f"{self.op} on DTensors cannot defer weight gradients"
+                raise ShapeError(Problem("cannot-defer", what, fix="pass local tensors and a group"))
+            return self._checked(weight_dim, dim, full, work)
+        except ParallelizeError as error:
+            known = error.slugs == ("ranks-disagree",) or torch.compiler.is_compiling()
+            if self.team is not None and not known:
+                tell(self.team, self.x.device, error.problems[0])
+            raise
 
     def _locate(self, weight_dim: int, dim: int | None) -> None:
         """The group, its key in the op's arguments, and the shape that a rank of the group computes with."""
         if not self.is_dtensor:
-            team = _group_of(self._given)
-            self.team: Group | None = team
+            self.team = team = _group_of(self._given)
             self.key, self.size, self.shape = team.key, team.size, tuple(self.x.shape)
             self.width = sum(weight.shape[0] for weight in self.weights)
             return
@@ -247,51 +254,40 @@ class Call:
         self.team = None if torch.compiler.is_compiling() else place.group()
         self.key, self.shape, self.width, self.size = place.key, place.shape, place.width, place.size
 
-    def _plain(self) -> list[T]:
-        """One rank: nothing is sent."""
-        return [F.linear(self._cast_x(), w, b) for w, b in zip(self.weights, self.biases, strict=True)]
-
-    def _checked(self, dim: int | None) -> tuple[int, Problem | None]:
-        return _checked(self.op, self.x, self.weights, dim)
-
-    def _agreed(
-        self,
-        work: Callable[..., Work],
-        rows: int,
-        inner: int,
-        outs: int,
-        problem: Problem | None,
-        whole: list,
-        dim: int | None,
-    ) -> str:
-        """The way, after all ranks have said that they do the same.
-
-        Raises: ShapeError `problem`, `ranks-disagree`; MeshError.
-        """
+    def _checked(
+        self, weight_dim: int, dim: int | None, full: int | None, work: Callable[..., Work]
+    ) -> tuple[int, int, str]:
+        place = _checked(self.op, self.x, self.weights, dim)
+        rows = prod(self.shape[:-1])
+        if dim is None or weight_dim:
+            full = self.x.shape[place]
+        else:
+            own = self.x.shape[place]
+            full = own * (1 if self.is_dtensor else self.size) if full is None else full
+            if self.team is not None and not self.is_dtensor:
+                _check_rows(own, full, self.team)
+            rows = prod(self.shape[:place]) * full * prod(self.shape[place + 1 : -1])
+        inner, outs = self.features or (self.shape[-1], self.width)
+        if self.op == "column_linear":  # what travels is the input gradient, a product with the weights' other side
+            inner, outs = outs, inner
         dtype, device = self.weights[0].dtype, self.x.device
-        way = "sync" if problem else self._way(work(rows, inner, outs, self.size, dtype.itemsize), dtype, device)
-        if torch.compiler.is_compiling() or self.team is None:
-            if problem is not None:
-                raise ShapeError(problem)
-            return way
-        what = whole if dim is None else [*whole[:dim], f"{whole[dim]} over dim {dim}", *whole[dim + 1 :]]
-        agree(self.team, device, f"{self.op} {dtype} [{', '.join(map(str, what))}] {way}", problem)
-        return way
+        return place, full, self._way(work(rows, inner, outs, self.size, dtype.itemsize), dtype, device)
 
     def _way(self, work: Work, dtype: torch.dtype, device: torch.device) -> str:
         if self.decided is not None:
             return self.decided(work, dtype, device)
         if self.overlap == "symm_mem" and self.team is not None:
             symmetric.require(self.team, device)
-        if self.overlap == "auto":
-            return "sync" if self.team is None else decide(self.team, dtype, device, work).way
-        return way_of(self.overlap, self.chunks)
+        if self.overlap != "auto":
+            return way_of(self.overlap, self.chunks)
+        if self.team is None:
+            return "sync"
+        way = decide(self.team, dtype, device, work).way
+        return way if self.is_dtensor or torch.compiler.is_compiling() else first_of(self.team, device, way)
 
-    def _deferrable(self, deferred: DeferredGradients | None) -> DeferredGradients | None:
-        if deferred is not None and self.is_dtensor:
-            what = f"{self.op} on DTensors cannot defer weight gradients"
-            raise ShapeError(Problem("cannot-defer", what, fix="pass local tensors and a group"))
-        return deferred
+    def _plain(self) -> list[T]:
+        """One rank: nothing is sent."""
+        return [F.linear(self._cast_x(), w, b) for w, b in zip(self.weights, self.biases, strict=True)]
 
     def _cast_x(self) -> T:
         """Under autocast, in the weight's dtype."""
@@ -342,29 +338,34 @@ def _autocast(x: T) -> T:
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _checked(op: str, x: T, weights: list[T], dim: int | None) -> tuple[int, Problem | None]:
-    """The dim counted from the front, and what is wrong with the arguments."""
+def _checked(op: str, x: T, weights: list[T], dim: int | None) -> int:
+    """The dim counted from the front. Raises: ShapeError `wrong-shape`, `wrong-dtype`."""
     for weight in weights:
         if weight.ndim != 2 or x.ndim < 1 or weight.shape[1] != x.shape[-1]:
             what = f"{op} cannot multiply rows of {list(x.shape)} by a weight [out, in] of {list(weight.shape)}"
-            return 0, Problem("wrong-shape", what, fix="the last dim of x and of the weight must be equal")
+            raise ShapeError(Problem("wrong-shape", what, fix="the last dim of x and of the weight must be equal"))
         if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             what = f"{op} got x of {x.dtype} and a weight of {weight.dtype}"
-            return 0, Problem("wrong-dtype", what, fix="cast one of them, or use autocast")
+            raise ShapeError(Problem("wrong-dtype", what, fix="cast one of them, or use autocast"))
     if dim is None:
-        return 0, None
+        return 0
     if not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
         what = f"{op} of {list(x.shape)} along dim {dim}: rows lie along any dim but the last"
-        return 0, Problem("wrong-shape", what, fix="`parallelize.ops.collectives.gather` gathers features")
-    return dim % x.ndim, None
+        fix = "`parallelize.ops.collectives.gather` gathers features"
+        raise ShapeError(Problem("wrong-shape", what, fix=fix))
+    return dim % x.ndim
 
 
-def _wrong_rows(x: T, dim: int, full: int, team: Group) -> Problem | None:
+def _check_rows(own: int, full: int, team: Group) -> None:
+    """Raises: ShapeError `wrong-shape`."""
     start, stop = even_interval(full, team.size, team.rank)
-    if x.shape[dim] == stop - start:
-        return None
-    what = f"rank {team.ranks[team.rank]} holds {x.shape[dim]} rows, and its shard of {full} is {stop - start}"
-    return Problem("wrong-shape", what, fix="cut rows as torch.chunk does, and pass full= where they are uneven")
+    if own != stop - start and type(own) is int:  # under simulation every rank has a size of its own
+        what = f"rank {team.ranks[team.rank]} holds {own} rows, and its shard of {full} is {stop - start}"
+        fix = "cut rows as torch.chunk does, and pass full= where they are uneven"
+        raise ShapeError(Problem("wrong-shape", what, fix=fix))
+
+
+# -- ways -------------------------------------------------------------------------------------------------------------
 
 
 def way_of(overlap: str, chunks: int | None = None) -> str:

@@ -42,9 +42,9 @@ class Step:
 
         Raises: RuntimeError where a peer died, or stayed silent for the group's timeout.
         """
-        works, self.received = self.received, []
-        for work in works:
+        for work in self.received:
             work.wait()
+        self.received = []
 
 
 class Exchange:

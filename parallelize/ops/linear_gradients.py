@@ -58,7 +58,7 @@ class DeferredGradients:
                 accumulate(weight, work())
 
     def takes(self, weight: T) -> bool:
-        return self.active and weight.is_leaf
+        return self.active and weight.is_leaf and weight.requires_grad
 
     def add(self, weight: T, work: Callable[[], T]) -> None:
         self._pending.append((weight, work))
@@ -93,15 +93,23 @@ def _matched(dx: T, x: T) -> T:
     return dx if dx.dtype == x.dtype else dx.to(x.dtype)
 
 
-class _Split:
-    """Which weight gradients are computed now, and which later."""
+def _keep_leaves(ctx: Any, weights: list[T]) -> None:
+    """The weights themselves, where their gradients may wait: hooks on saved tensors (recompute, offloading) give copies."""
+    ctx.deferred = _deferred()
+    ctx.leaves = weights if ctx.deferred is not None else []
 
-    def __init__(self, ctx: Any, weights: list[T], wanted: list[bool]):
+
+class _Split:
+    """Which weight gradients are computed now, and which later.
+
+    Args:
+        which: places of weights whose outputs have a gradient. wanted: whether each of all weights needs one.
+    """
+
+    def __init__(self, ctx: Any, which: list[int], wanted: list[bool]):
         deferred = ctx.deferred
-        self.later = [
-            want and deferred is not None and deferred.takes(w) for w, want in zip(weights, wanted, strict=True)
-        ]
-        self.now = [want and not later for want, later in zip(wanted, self.later, strict=True)]
+        self.later = [wanted[n] and deferred is not None and deferred.takes(ctx.leaves[n]) for n in which]
+        self.now = [wanted[n] and not later for n, later in zip(which, self.later, strict=True)]
 
 
 def _returned(now: list[bool], computed: list[T]) -> list[T | None]:
@@ -115,7 +123,8 @@ def _returned(now: list[bool], computed: list[T]) -> list[T | None]:
 def _save_gather(ctx: Any, inputs: tuple, output: list[T]) -> None:
     x, weights, biases, ctx.dim, ctx.full, ctx.group, ctx.way, ctx.keep = inputs
     ctx.set_materialize_grads(False)
-    ctx.deferred, ctx.x_dtype = _deferred(), x.dtype
+    ctx.x_dtype = x.dtype
+    _keep_leaves(ctx, weights)
     ctx.needs = x.requires_grad, [w.requires_grad for w in weights], [b.requires_grad for b in biases]
     trains = any(ctx.needs[1])
     ctx.save_for_backward((output[-1] if ctx.keep else x) if trains else x, *weights)
@@ -128,7 +137,7 @@ def _gather_backward(ctx: Any, grads: list[T | None]):
     need_x, need_weights, need_biases = ctx.needs
     used = [n for n, grad in enumerate(outs) if grad is not None]
     given = [outs[n].contiguous() for n in used]  # type: ignore[union-attr]
-    split = _Split(ctx, [weights[n] for n in used], [need_weights[n] for n in used])
+    split = _Split(ctx, used, need_weights)
     gathered = ctx.keep and any(need_weights)
     dx, dws = None, []
     if used or other is not None:
@@ -143,7 +152,7 @@ def _gather_backward(ctx: Any, grads: list[T | None]):
     for place_, n in enumerate(used):
         d_weights[n] = dws[place_]
         if split.later[place_]:
-            ctx.deferred.add(weights[n], _later(given[place_], rows, weights[n], None if gathered else ctx))
+            ctx.deferred.add(ctx.leaves[n], _later(given[place_], rows, weights[n], None if gathered else ctx))
         if need_biases and need_biases[n]:
             d_biases[n] = flat(given[place_]).sum(0)
     dx = dx if dx is None or dx.dtype == ctx.x_dtype else dx.to(ctx.x_dtype)
@@ -167,7 +176,7 @@ def _later(grad: T, rows: T, weight: T, gather: Any) -> Callable[[], T]:
 
 def _save_scatter(ctx: Any, inputs: tuple, output: T) -> None:
     x, weight, ctx.dim, ctx.group, ctx.way = inputs
-    ctx.deferred = _deferred()
+    _keep_leaves(ctx, [weight])
     ctx.needs = x.requires_grad, weight.requires_grad
     ctx.save_for_backward(x, weight)
 
@@ -176,12 +185,12 @@ def _scatter_backward(ctx: Any, grad: T):
     refuse_double_backward()
     x, weight = ctx.saved_tensors
     need_x, need_weight = ctx.needs
-    split = _Split(ctx, [weight], [need_weight])
+    split = _Split(ctx, [0], [need_weight])
     results = _ops.linear_reduce_scatter_backward(
         grad.contiguous(), x, weight, need_x, split.now[0], ctx.dim, ctx.group, ctx.way
     )
     if split.later[0]:
-        ctx.deferred.add(weight, _later(results[-1], x, weight, None))
+        ctx.deferred.add(ctx.leaves[0], _later(results[-1], x, weight, None))
     dx = _matched(results[0], x) if need_x else None
     return dx, results[int(need_x)] if split.now[0] else None, None, None, None
 
@@ -191,7 +200,7 @@ def _scatter_backward(ctx: Any, grad: T):
 
 def _save_reduce(ctx: Any, inputs: tuple, output: T) -> None:
     x, weight, _, _ = inputs
-    ctx.deferred = _deferred()
+    _keep_leaves(ctx, [weight])
     ctx.needs = x.requires_grad, weight.requires_grad
     ctx.save_for_backward(x, weight)
 
@@ -201,13 +210,13 @@ def _reduce_backward(ctx: Any, grad: T):
     refuse_double_backward()
     x, weight = ctx.saved_tensors
     need_x, need_weight = ctx.needs
-    split = _Split(ctx, [weight], [need_weight])
+    split = _Split(ctx, [0], [need_weight])
     dx = _matched(grad @ weight, x) if need_x else None
     dw = None
     if split.now[0]:
         dw = flat(grad).t() @ flat(x).to(grad.dtype)
     if split.later[0]:
-        ctx.deferred.add(weight, _later(grad, x, weight, None))
+        ctx.deferred.add(ctx.leaves[0], _later(grad, x, weight, None))
     return dx, dw, None, None
 
 
@@ -217,7 +226,7 @@ def _reduce_backward(ctx: Any, grad: T):
 def _save_column(ctx: Any, inputs: tuple, output: list[T]) -> None:
     x, weights, biases, ctx.group, ctx.way = inputs
     ctx.set_materialize_grads(False)
-    ctx.deferred = _deferred()
+    _keep_leaves(ctx, weights)
     ctx.needs = x.requires_grad, [w.requires_grad for w in weights], [b.requires_grad for b in biases]
     ctx.save_for_backward(x, *weights)
 
@@ -228,7 +237,7 @@ def _column_backward(ctx: Any, grads: list[T | None]):
     need_x, need_weights, need_biases = ctx.needs
     used = [n for n, grad in enumerate(grads) if grad is not None]
     given = [grads[n].contiguous() for n in used]  # type: ignore[union-attr]
-    split = _Split(ctx, [weights[n] for n in used], [need_weights[n] for n in used])
+    split = _Split(ctx, used, need_weights)
     dx: T | None = None
     if need_x and used:
         dx, *computed = _ops.column_linear_backward(given, x, [weights[n] for n in used], split.now, ctx.group, ctx.way)
@@ -241,7 +250,7 @@ def _column_backward(ctx: Any, grads: list[T | None]):
     for place, n in enumerate(used):
         d_weights[n] = dws[place]
         if split.later[place]:
-            ctx.deferred.add(weights[n], _later(given[place], x, weights[n], None))
+            ctx.deferred.add(ctx.leaves[n], _later(given[place], x, weights[n], None))
         if need_biases and need_biases[n]:
             d_biases[n] = flat(given[place]).sum(0)
     return dx, d_weights, d_biases, None, None

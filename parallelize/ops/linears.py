@@ -13,7 +13,7 @@ Backward of each is one more op, so that DTensor, simulation and compilers see i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,22 +70,40 @@ def group_key(name: str, args: tuple) -> str:
 _EVERY_DEVICE = "CompositeExplicitAutograd"
 
 
+def _line(op: str, x: T, other: T, whole: Sequence[int], dim: int | None, *notes: str) -> str:
+    """What the ranks must agree on: op, dtypes, the whole shape of the rows that travel, and how."""
+    shown = [f"{size} over dim {dim}" if n == dim else str(size) for n, size in enumerate(whole)]
+    dtypes = str(x.dtype) if x.dtype == other.dtype else f"{x.dtype} by {other.dtype}"
+    return " ".join([op, dtypes, f"[{', '.join(shown)}]", *notes])
+
+
+def _gather(way: str) -> Callable:
+    return symmetric.gather_products if way == "symm_mem" else partial(pipeline.gather_products, steps=steps_of(way))
+
+
+def _scatter(way: str) -> Callable:
+    return symmetric.scatter_products if way == "symm_mem" else partial(pipeline.scatter_products, steps=steps_of(way))
+
+
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @_op(
-    "all_gather_linear(Tensor x, Tensor[] weights, Tensor[] biases, int dim, SymInt full, "
-    "str group, str way, "
-    "bool keep) -> Tensor[]"
+    "all_gather_linear(Tensor x, Tensor[] weights, Tensor[] biases, int dim, SymInt full, str group, str way, bool keep) "
+    "-> Tensor[]"
 )
 def _all_gather_linear(
     x: T, weights: list[T], biases: list[T], dim: int, full: int, team: Group, way: str, keep: bool
 ) -> list[T]:
     """The products, and the gathered rows. `keep`: backward finds these saved, rather than gather them again."""
     given = [bias if bias.numel() else None for bias in biases] or [None] * len(weights)
-    run = symmetric.gather_products if way == "symm_mem" else partial(pipeline.gather_products, steps=steps_of(way))
-    outs, gathered = run(x, [weight.t() for weight in weights], given, dim, full, team)
+    line = _line("all_gather_linear", x, weights[0], (*x.shape[:dim], full, *x.shape[dim + 1 :]), dim, way)
+    rights = [weight.t() for weight in weights]
+    outs, gathered = _gather(way)(x, rights, given, dim, full, team, line=f"{line} save {_SAVE[keep]}")
     return [*outs, gathered]
+
+
+_SAVE = {True: "gathered", False: "shard"}
 
 
 @_op(
@@ -108,21 +126,23 @@ def _all_gather_linear_backward(
     """[input gradient, if wanted] and the weight gradients that are."""
     wanted = [(grad, weight) for grad, weight, want in zip(grads, weights, weight_grads, strict=True) if want]
     results = [torch.empty_like(weight) for _, weight in wanted]
-    run = symmetric.scatter_products if way == "symm_mem" else partial(pipeline.scatter_products, steps=steps_of(way))
+    like = grads[0] if other is None else other
+    line = _line("all_gather_linear_backward", like, rows, (*like.shape[:-1], rows.shape[-1]), dim, way)
 
     def scatter(rows: T, works: list[Thunk]) -> list[T]:
         works = works + [
             partial(weight_gradient, grad, rows, out) for (grad, _), out in zip(wanted, results, strict=True)
         ]
         if input_grad:
-            return [run(Sum(list(zip(grads, weights, strict=True)), other), dim, team, meanwhile=works), *results]
+            total = Sum(list(zip(grads, weights, strict=True)), other)
+            return [_scatter(way)(total, dim, team, meanwhile=works, line=line), *results]
         for work in works:
             work()
         return results
 
     if gathered or not wanted:
         return scatter(rows, [])
-    with pipeline.Gather(rows, dim, full, team, steps_of(way), stream=2) as gather:
+    with pipeline.Gather(rows, dim, full, team, steps_of(way), f"{line} save shard", stream=2) as gather:
         if not steps_of(way):
             gather.finish()
         return scatter(gather.gathered, [gather.finish] if steps_of(way) else [])
@@ -130,8 +150,8 @@ def _all_gather_linear_backward(
 
 @_op("linear_reduce_scatter(Tensor x, Tensor weight, int dim, str group, str way) -> Tensor")
 def _linear_reduce_scatter(x: T, weight: T, dim: int, team: Group, way: str) -> T:
-    run = symmetric.scatter_products if way == "symm_mem" else partial(pipeline.scatter_products, steps=steps_of(way))
-    return run(Sum([(x, weight.t())]), dim, team)
+    line = _line("linear_reduce_scatter", x, weight, (*x.shape[:-1], weight.shape[0]), dim, way)
+    return _scatter(way)(Sum([(x, weight.t())]), dim, team, line=line)
 
 
 @_op(
@@ -143,13 +163,12 @@ def _linear_reduce_scatter_backward(
 ) -> list[T]:
     """[input gradient, if wanted], [weight gradient, if wanted], and the gathered output gradient."""
     full = x.shape[dim]
-    if not input_grad:
-        whole = pipeline.gather_rows(grad, dim, full, team)
-        return [*([_weight_gradient_of(whole, x, weight)] if weight_grad else []), whole]
-    if not (weight_grad and steps_of(way)):
-        run = symmetric.gather_products if way == "symm_mem" else partial(pipeline.gather_products, steps=steps_of(way))
-        (dx,), whole = run(grad, [weight], [None], dim, full, team)
-        return [dx, *([_weight_gradient_of(whole, x, weight)] if weight_grad else []), whole]
+    shape = (*x.shape[:-1], weight.shape[0])
+    line = _line("linear_reduce_scatter_backward", grad, weight, shape, dim, way)
+    if not (input_grad and weight_grad and way.startswith("chunked")):
+        rights = [weight] if input_grad else []
+        dxs, whole = _gather(way)(grad, rights, [None] * len(rights), dim, full, team, line=line)
+        return [*dxs, *([_weight_gradient_of(whole, x, weight)] if weight_grad else []), whole]
     dw = torch.empty_like(weight)
     right = as_rows(x, dim)
 
@@ -164,13 +183,14 @@ def _linear_reduce_scatter_backward(
         elif rows.numel():
             dw.addmm_(left.t(), rows)
 
-    (dx,), whole = pipeline.gather_products(grad, [weight], [None], dim, full, team, steps_of(way), add)
+    (dx,), whole = pipeline.gather_products(grad, [weight], [None], dim, full, team, steps_of(way), add, line)
     return [dx, dw, whole]
 
 
 @_op("linear_all_reduce(Tensor x, Tensor weight, str group, str way) -> Tensor")
 def _linear_all_reduce(x: T, weight: T, team: Group, way: str) -> T:
-    return pipeline.reduce_products(Sum([(x, weight.t())]), team, steps_of(way))
+    line = _line("linear_all_reduce", x, weight, (*x.shape[:-1], weight.shape[0]), None, way)
+    return pipeline.reduce_products(Sum([(x, weight.t())]), team, steps_of(way), line=line)
 
 
 @_op("column_linear(Tensor x, Tensor[] weights, Tensor[] biases, str group, str way) -> Tensor[]")
@@ -196,7 +216,8 @@ def _column_linear_backward(
             lo, hi = (weight.shape[0] * m // _WGRAD_PIECES for m in (n, n + 1))
             works.append(partial(weight_gradient, grad[..., lo:hi], x, out[lo:hi]))
     total = Sum(list(zip(grads, weights, strict=True)))
-    return [pipeline.reduce_products(total, team, steps_of(way), works), *results]
+    line = _line("column_linear_backward", grads[0], weights[0], x.shape, None, way)
+    return [pipeline.reduce_products(total, team, steps_of(way), works, line), *results]
 
 
 def weight_gradient(grad: T, rows: T, out: T) -> None:

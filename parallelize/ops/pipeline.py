@@ -6,8 +6,10 @@
 
 Three rules hold in all of them. Products are cut by rows only, and contributions are summed in rank order, so the result
 does not depend on the number of pieces (bit for bit where the matmul kernel computes a row alike in any batch of rows).
-Everything is allocated before the first message. And the messages of an op are always completed: where a product fails,
-its peers are sent NaN and this rank raises when all is through, so that the next op meets no message of this one.
+Everything is allocated before the ranks agree on a line (see `agreement`), and that is the first message: a rank that fails
+before it is named by its next op, rather than waited for. And after it the messages of an op are always completed: where a
+product fails, its peers are sent NaN and this rank raises when all is through, so that the next op meets no message of this
+one.
 
 `steps=0` is the version without overlap: one message a peer, one product.
 
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 
 from parallelize.groups import Group
+from parallelize.ops.agreement import agree
 from parallelize.ops.exchange import Exchange, Step
 from parallelize.ops.shards import Box, Shards, as_rows, flat, shards_of, take
 
@@ -132,6 +135,7 @@ def gather_products(
     group: Group,
     steps: int,
     also: Callable[[int, T], None] | None = None,
+    line: str = "",
 ) -> tuple[list[T], T]:
     """All ranks' rows times each right factor.
 
@@ -141,6 +145,7 @@ def gather_products(
         steps: pieces a shard; 0 for one exchange and then one product.
         also: called with (rank, all rows gathered so far) when that rank's rows are complete, own rows first; not
             without overlap.
+        line: what the ranks must agree on.
 
     Returns: products [.., full, .., N], and the gathered rows [.., full, .., K].
     """
@@ -152,7 +157,7 @@ def gather_products(
         for view, right, bias in zip(views, rights, biases, strict=True):
             product(take(gather.rows, box), right, bias, take(view, box))
 
-    with Gather(x, dim, full, group, steps) as gather:
+    with Gather(x, dim, full, group, steps, line) as gather:
         for rank, box, complete in gather.arrivals():
             if steps:
                 guard.run(partial(multiply, box))
@@ -177,11 +182,12 @@ class Gather:
     Args:
         x, dim, full, group: as for `gather_products`.
         steps: pieces a shard (0 is one).
+        line: what the ranks must agree on before the first message.
         stream: of messages, apart from those of another exchange that goes on at the same time.
     """
 
-    def __init__(self, x: T, dim: int, full: int, group: Group, steps: int, stream: int = 0):
-        self.group, self.stream = group, stream
+    def __init__(self, x: T, dim: int, full: int, group: Group, steps: int, line: str = "", stream: int = 0):
+        self.group, self.line, self.stream = group, line, stream
         self.gathered = x.new_empty((*x.shape[:dim], full, *x.shape[dim + 1 :]))
         self.rows, self.own = as_rows(self.gathered, dim), as_rows(x.contiguous(), dim)
         self.shards = shards = shards_of(tuple(self.gathered.shape), dim, group.size, max(1, steps))
@@ -198,6 +204,7 @@ class Gather:
     def __enter__(self) -> Gather:
         start, stop = self.shards.interval(self.group.rank)
         self.mine = (0, self.shards.outer, start, stop)
+        _agree(self.group, self.gathered, self.line)
         try:
             for _ in self.landing:
                 self._post()
@@ -208,7 +215,12 @@ class Gather:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.link.__exit__(*error)
+        try:
+            while len(self.posted) < self.shards.steps:  # after a failure: peers wait for the rest
+                self.posted[len(self.posted) - len(self.landing)].wait()
+                self._post()
+        finally:
+            self.link.__exit__(*error)
 
     def arrivals(self) -> Iterator[tuple[int, Box, bool]]:
         """(rank, box, whether that rank's rows are complete now): own rows at once, others as they come."""
@@ -249,13 +261,16 @@ class Gather:
 # -- scatter and reduce ---------------------------------------------------------------------------------------------
 
 
-def scatter_products(total: Sum, dim: int, group: Group, steps: int, meanwhile: Iterable[Thunk] = ()) -> T:
+def scatter_products(
+    total: Sum, dim: int, group: Group, steps: int, meanwhile: Iterable[Thunk] = (), line: str = ""
+) -> T:
     """Own rows of the sum over ranks of `total`.
 
     Args:
         total: [.., S, .., N] on each rank.
         steps: pieces a shard; 0 for one product and then one exchange.
         meanwhile: what to compute while messages are under way.
+        line: what the ranks must agree on.
 
     Returns: [.., s, .., N], s as `torch.chunk` cuts S.
     """
@@ -272,6 +287,7 @@ def scatter_products(total: Sum, dim: int, group: Group, steps: int, meanwhile: 
         outgoing = [{rank: take(whole, shards.pieces(rank)[0]).contiguous() for rank in shards.peers(me)}]
         own.copy_(take(whole, mine))
     incoming = _boxes_like(shards, shards.peers(me), own, me)
+    _agree(group, out, line)
     with Exchange(group) as link:
         posted = []
         for step, buffers in enumerate(outgoing):
@@ -291,7 +307,7 @@ def scatter_products(total: Sum, dim: int, group: Group, steps: int, meanwhile: 
     return out
 
 
-def reduce_products(total: Sum, group: Group, steps: int, meanwhile: Sequence[Thunk] = ()) -> T:
+def reduce_products(total: Sum, group: Group, steps: int, meanwhile: Sequence[Thunk] = (), line: str = "") -> T:
     """The sum over ranks of `total`, whole on every rank.
 
     Each piece of rows is summed by one rank and sent on by it: twice (P-1)/P of the result are sent, as by a ring.
@@ -320,6 +336,7 @@ def reduce_products(total: Sum, group: Group, steps: int, meanwhile: Sequence[Th
         receive = {rank: take(rows, shards.pieces(rank)[step]) for rank in peers}
         summed.append(link.post(dict.fromkeys(peers, piece), receive, stream=1))
 
+    _agree(group, out, line)
     with Exchange(group) as link:
         posted: list[Step] = []
         for step, buffers in enumerate(outgoing):
@@ -341,6 +358,11 @@ def reduce_products(total: Sum, group: Group, steps: int, meanwhile: Sequence[Th
         _run_all(guard, meanwhile)
     guard.check()
     return out.view(total.shape)
+
+
+def _agree(group: Group, like: T, line: str) -> None:
+    if line:
+        agree(group, like.device, line)
 
 
 def _boxes_like(shards: Shards, peers: Iterable[int], like: T, owner: int | None = None) -> list[dict[int, T]]:

@@ -14,6 +14,7 @@ from parallelize import _torch_private as private
 from parallelize.errors import MeshError, Problem
 from parallelize.groups import Group
 from parallelize.ops import pipeline
+from parallelize.ops.agreement import agree
 from parallelize.ops.pipeline import Sum, Thunk
 
 T = torch.Tensor
@@ -24,8 +25,6 @@ def unavailable(group: Group, device: torch.device) -> str:
     """Why this group cannot use symmetric memory on this device; empty where it can."""
     if device.type != "cuda":
         return f"symmetric memory needs CUDA, and this is {device.type}"
-    if not hasattr(torch.ops.symm_mem, "fused_all_gather_matmul"):
-        return f"torch {torch.__version__} has no fused symmetric-memory ops"
     return private.enable_symmetric_memory(group.pg)
 
 
@@ -37,26 +36,30 @@ def require(group: Group, device: torch.device) -> None:
 
 
 def gather_products(
-    x: T, rights: Sequence[T], biases: Sequence[T | None], dim: int, full: int, group: Group
+    x: T, rights: Sequence[T], biases: Sequence[T | None], dim: int, full: int, group: Group, line: str = ""
 ) -> tuple[list[T], T]:
     """As `pipeline.gather_products`."""
-    if full % group.size:
-        return pipeline.gather_products(x, rights, biases, dim, full, group, _STEPS)
-    cast = x if not rights or x.dtype == rights[0].dtype else x.to(rights[0].dtype)
-    gathered, outs = torch.ops.symm_mem.fused_all_gather_matmul(
+    if full % group.size or not rights:
+        return pipeline.gather_products(x, rights, biases, dim, full, group, _STEPS, line=line)
+    if line:
+        agree(group, x.device, line)
+    cast = x if x.dtype == rights[0].dtype else x.to(rights[0].dtype)
+    gathered, outs = private.symmetric_ops().fused_all_gather_matmul(
         cast.contiguous(), list(rights), dim, group.pg.group_name, return_A=True
     )
     pairs = zip(outs, biases, strict=True)
     return [out if bias is None else out + bias for out, bias in pairs], gathered.to(x.dtype)
 
 
-def scatter_products(total: Sum, dim: int, group: Group, meanwhile: Iterable[Thunk] = ()) -> T:
+def scatter_products(total: Sum, dim: int, group: Group, meanwhile: Iterable[Thunk] = (), line: str = "") -> T:
     """As `pipeline.scatter_products`."""
     if len(total.pairs) != 1 or total.base is not None or total.shape[dim] % group.size:
-        return pipeline.scatter_products(total, dim, group, _STEPS, meanwhile)
+        return pipeline.scatter_products(total, dim, group, _STEPS, meanwhile, line)
+    if line:
+        agree(group, total.pairs[0][0].device, line)
     left, right = total.pairs[0]
     left = left if left.dtype == right.dtype else left.to(right.dtype)
-    out = torch.ops.symm_mem.fused_matmul_reduce_scatter(left, right, "sum", dim, group.pg.group_name)
+    out = private.symmetric_ops().fused_matmul_reduce_scatter(left, right, "sum", dim, group.pg.group_name)
     for work in meanwhile:
         work()
     return out

@@ -273,7 +273,7 @@ def test_weight_gradients_can_wait(op, save):
         ("rows", r"rank 0 +all_gather_linear torch\.float64 \[8 over dim 0, 6\].*rank 1 .*\[10 over dim 0, 6\]"),
         ("dtype", r"rank 0 .*float64.*rank 1 .*float32"),
         ("overlap", r"rank 0 .*chunked/4.*rank 1 .*sync"),
-        ("op", r"rank 0 +all_gather_linear.*rank 1 +column_linear"),
+        ("op", r"rank 0 +all_gather_linear.*rank 1 +linear_all_reduce"),
     ],
 )
 def test_ranks_that_disagree_are_named(differs, words):
@@ -285,7 +285,7 @@ def test_ranks_that_disagree_are_named(differs, words):
         )
         overlap = "off" if odd and differs == "overlap" else "chunked"
         x, weight, group = torch.ones(rows, 6, dtype=dtype), torch.ones(4, 6, dtype=dtype), dist.group.WORLD
-        call = column_linear if odd and differs == "op" else all_gather_linear
+        call = linear_all_reduce if odd and differs == "op" else all_gather_linear
         with pytest.raises(ShapeError, match=rf"(?s)ranks-disagree.*{words}"):
             call(x, weight, group=group, overlap=overlap)
         x = torch.ones(4, 6)

@@ -203,7 +203,7 @@ class _Entry:
 
     def __init__(self, x: T | None = None, outs: dict[int, T] | None = None):
         self.x, self.outs, self.taken = x, outs or {}, 0
-        self.state = _state(x)
+        self.state = _state(x) if outs else ()
 
 
 def _state(x: T | None) -> tuple:
@@ -249,10 +249,13 @@ class SharedInput:
         """The whole input for the block; `take` hands out the products made of it."""
         self._outer.append(self.now)
         self.now = _Entry()
-        which, weights, biases = self._parameters(x)
         gathers = self.region is not None and self.region.gathers(x, self.dim)
+        sends = gathers or torch.is_grad_enabled()
+        which, weights, biases = self._parameters(x) if sends else ([], [], [])
         if not which:
-            self.site.note(False, "sync: no product is made ahead")
+            self.site.note(
+                False, "sync: no product is made ahead" if sends else "sync: nothing is sent without gradients"
+            )
             whole = self.region.gather(x, self.dim) if self.region is not None else ops.copy(x, self.site.group)
             self.now = _Entry(whole)
             return whole
@@ -302,7 +305,7 @@ class SharedInput:
         if x is not self.now.x:
             return None
         self.now.taken += 1
-        return self.now.outs.pop(place, None) if self.now.state == _state(x) else None
+        return self.now.outs.pop(place, None) if self.now.outs and self.now.state == _state(x) else None
 
     def leave(self, depth: int, failed: bool = False) -> None:
         """A call of the block that began at this depth has ended: forget its input, remember who did not read it.

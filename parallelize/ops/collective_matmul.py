@@ -81,7 +81,8 @@ def all_gather_linear(
     """
     several = not isinstance(weights, torch.Tensor)
     call = Call("all_gather_linear", x, _weights(weights), biases, group, overlap, chunks)
-    outs, _ = call.gather(dim, full, save == "gathered", deferred)
+    trains = torch.is_grad_enabled() and any(weight.requires_grad for weight in call.weights)
+    outs, _ = call.gather(dim, full, save == "gathered" and trains, deferred)
     return outs if several else outs[0]
 
 
@@ -186,7 +187,7 @@ class Call:
         self._given = group
 
     def gather(self, dim: int, full: int | None, keep: bool, deferred: DeferredGradients | None) -> tuple[list[T], T]:
-        """The products, and the gathered rows, which are differentiable too."""
+        """The products, and the gathered rows (differentiable too) if they are kept."""
         ready = self._ready(0, dim, full, gather_work, deferred)
         if ready is None:
             return self._plain(), self.x

@@ -128,11 +128,14 @@ def _all_gather_linear(x, weights, biases, dim, full, key, way, keep):
         x.to_local(), _locals(weights), _locals(biases), dim, full, group, way, keep
     )
     shape = (*x.shape[:dim], full, *x.shape[dim + 1 :])
+    nowhere: list[Placement] = [Replicate()] * mesh.ndim
     columns = _with(x.placements, axis, Shard(x.ndim - 1))
     wrapped = [
         _wrapped(out, mesh, columns, (*shape[:-1], weight.shape[0])) for out, weight in zip(outs, weights, strict=True)
     ]
-    return [*wrapped, _wrapped(gathered, mesh, _with(x.placements, axis, Replicate()), shape)]
+    if not keep:
+        shape = (0,)
+    return [*wrapped, _wrapped(gathered, mesh, _with(x.placements, axis, Replicate()) if keep else nowhere, shape)]
 
 
 def _columns_of(grads: list[DTensor], like: DTensor, axis: int) -> list[T]:

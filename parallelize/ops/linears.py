@@ -95,12 +95,13 @@ def _scatter(way: str) -> Callable:
 def _all_gather_linear(
     x: T, weights: list[T], biases: list[T], dim: int, full: int, team: Group, way: str, keep: bool
 ) -> list[T]:
-    """The products, and the gathered rows. `keep`: backward finds these saved, rather than gather them again."""
+    """The products, and the gathered rows, or nothing in their place unless they are to be kept."""
     given = [bias if bias.numel() else None for bias in biases] or [None] * len(weights)
     line = _line("all_gather_linear", x, weights[0], (*x.shape[:dim], full, *x.shape[dim + 1 :]), dim, way)
     rights = [weight.t() for weight in weights]
-    outs, gathered = _gather(way)(x, rights, given, dim, full, team, line=f"{line} save {_SAVE[keep]}")
-    return [*outs, gathered]
+    line = f"{line} save {_SAVE[keep]}"
+    outs, gathered = _gather(way)(x, rights, given, dim, full, team, line=line, keep=keep)
+    return [*outs, gathered if keep else x.new_empty(0)]
 
 
 _SAVE = {True: "gathered", False: "shard"}
@@ -242,7 +243,8 @@ def _fake(name: str) -> Callable[[Callable], Callable]:
 @_fake("all_gather_linear")
 def _(x, weights, biases, dim, full, group, way, keep):
     shape = (*x.shape[:dim], full, *x.shape[dim + 1 :])
-    return [*(weight.new_empty((*shape[:-1], weight.shape[0])) for weight in weights), x.new_empty(shape)]
+    outs = [weight.new_empty((*shape[:-1], weight.shape[0])) for weight in weights]
+    return [*outs, x.new_empty(shape if keep else 0)]
 
 
 @_fake("all_gather_linear_backward")

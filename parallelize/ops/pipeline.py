@@ -136,6 +136,7 @@ def gather_products(
     steps: int,
     also: Callable[[int, T], None] | None = None,
     line: str = "",
+    keep: bool = True,
 ) -> tuple[list[T], T]:
     """All ranks' rows times each right factor.
 
@@ -146,6 +147,7 @@ def gather_products(
         also: called with (rank, all rows gathered so far) when that rank's rows are complete, own rows first; not
             without overlap.
         line: what the ranks must agree on.
+        keep: the gathered rows are wanted; else own rows may be missing among them.
 
     Returns: products [.., full, .., N], and the gathered rows [.., full, .., K].
     """
@@ -153,18 +155,19 @@ def gather_products(
     outs = [x.new_empty((*shape[:-1], right.shape[1]), dtype=right.dtype) for right in rights]
     views, guard = [as_rows(out, dim) for out in outs], _Guard()
 
-    def multiply(box: Box) -> None:
+    def multiply(rows: T, box: Box) -> None:
         for view, right, bias in zip(views, rights, biases, strict=True):
-            product(take(gather.rows, box), right, bias, take(view, box))
+            product(rows, right, bias, take(view, box))
 
-    with Gather(x, dim, full, group, steps, line) as gather:
+    with Gather(x, dim, full, group, steps, line, keep=keep or not steps) as gather:
         for rank, box, complete in gather.arrivals():
             if steps:
-                guard.run(partial(multiply, box))
+                rows = gather.own if rank == group.rank else take(gather.rows, box)
+                guard.run(partial(multiply, rows, box))
                 if complete and also is not None:
                     guard.run(partial(also, rank, gather.gathered))
     if not steps:
-        multiply((0, gather.shards.outer, 0, full))
+        multiply(gather.rows, (0, gather.shards.outer, 0, full))
     guard.check()
     return outs, gather.gathered
 
@@ -184,10 +187,13 @@ class Gather:
         steps: pieces a shard (0 is one).
         line: what the ranks must agree on before the first message.
         stream: of messages, apart from those of another exchange that goes on at the same time.
+        keep: own rows are put in their place too; else they are only yielded, as `own`.
     """
 
-    def __init__(self, x: T, dim: int, full: int, group: Group, steps: int, line: str = "", stream: int = 0):
-        self.group, self.line, self.stream = group, line, stream
+    def __init__(
+        self, x: T, dim: int, full: int, group: Group, steps: int, line: str = "", stream: int = 0, keep: bool = True
+    ):
+        self.group, self.line, self.stream, self.keep = group, line, stream, keep
         self.gathered = x.new_empty((*x.shape[:dim], full, *x.shape[dim + 1 :]))
         self.rows, self.own = as_rows(self.gathered, dim), as_rows(x.contiguous(), dim)
         self.shards = shards = shards_of(tuple(self.gathered.shape), dim, group.size, max(1, steps))
@@ -208,7 +214,8 @@ class Gather:
         try:
             for _ in self.landing:
                 self._post()
-            take(self.rows, self.mine).copy_(self.own)
+            if self.keep:
+                take(self.rows, self.mine).copy_(self.own)
         except BaseException as error:
             self.link.__exit__(type(error), error, None)
             raise
@@ -397,11 +404,10 @@ def sum_in_order(own: T, others: dict[int, T], me: int) -> None:
         for rank in range(1, size):
             total += own if rank == me else others[rank]
         own.copy_(total)
-    elif me == 0:
-        for rank in range(1, size):
+    else:  # the sum of the ranks before, then own, then those behind; a sum of two is the same either way round
+        for rank in range(1, me):
+            others[0].add_(others[rank])
+        if me:
+            own.add_(others[0])
+        for rank in range(me + 1, size):
             own.add_(others[rank])
-    else:
-        total = others[0]
-        for rank in range(1, size):
-            total.add_(own if rank == me else others[rank])
-        own.copy_(total)

@@ -36,11 +36,18 @@ def require(group: Group, device: torch.device) -> None:
 
 
 def gather_products(
-    x: T, rights: Sequence[T], biases: Sequence[T | None], dim: int, full: int, group: Group, line: str = ""
+    x: T,
+    rights: Sequence[T],
+    biases: Sequence[T | None],
+    dim: int,
+    full: int,
+    group: Group,
+    line: str = "",
+    keep: bool = True,
 ) -> tuple[list[T], T]:
     """As `pipeline.gather_products`."""
     if full % group.size or not rights:
-        return pipeline.gather_products(x, rights, biases, dim, full, group, _STEPS, line=line)
+        return pipeline.gather_products(x, rights, biases, dim, full, group, _STEPS, line=line, keep=keep)
     if line:
         agree(group, x.device, line)
     cast = x if x.dtype == rights[0].dtype else x.to(rights[0].dtype)

@@ -33,7 +33,23 @@ def agree(group: Group, device: torch.device, line: str) -> None:
 
     Raises: ShapeError `ranks-disagree` naming each rank's line, on every rank.
     """
-    lines = _lines(group, device, line)
+    _check(group, _lines(group, device, line))
+
+
+def agree_on_first(group: Group, device: torch.device, line: str, word: str) -> str:
+    """Meet the other ranks on `line`, and take the first rank's word, where ranks may have come to different ones.
+
+    Raises: ShapeError `ranks-disagree`.
+    """
+    said = [text.partition(_MARK) for text in _lines(group, device, f"{line}{_MARK}{word}")]
+    _check(group, [text for text, _, _ in said])
+    return said[0][2] or word
+
+
+_MARK = " | "
+
+
+def _check(group: Group, lines: list[str]) -> None:
     if len(set(lines)) > 1:
         said = [(f"rank {group.ranks[place]}", text) for place, text in enumerate(lines)]
         raise ShapeError(
@@ -49,14 +65,6 @@ def agree(group: Group, device: torch.device, line: str) -> None:
 def tell(group: Group, device: torch.device, problem: Problem) -> None:
     """Let the other ranks, which are waiting at an op, know that this one cannot come. Nothing is raised here."""
     _lines(group, device, f"error {problem.slug}: {problem.what}")
-
-
-def first_of(group: Group, device: torch.device, word: str) -> str:
-    """The word of the group's first rank, where ranks may have come to different ones and the host drives the network."""
-    if group.backend(device) in _BY_STORE or group.size == 1:
-        return word
-    lines = _lines(group, device, f"auto {word}")
-    return lines[0].removeprefix("auto ") if all(line.startswith("auto ") for line in lines) else word
 
 
 def _lines(group: Group, device: torch.device, line: str) -> list[str]:

@@ -38,7 +38,7 @@ from parallelize.layout import even_interval
 from parallelize.ops import linear_gradients as gradients
 from parallelize.ops import linear_rules, symmetric
 from parallelize.ops import simulate as _simulate  # noqa: F401 (registers the rules of simulation)
-from parallelize.ops.agreement import first_of, tell
+from parallelize.ops.agreement import tell
 from parallelize.ops.calibrate import profile_of
 from parallelize.ops.linear_gradients import DeferredGradients
 from parallelize.styles.contract import OVERLAPS
@@ -284,7 +284,7 @@ class Call:
         if self.team is None:
             return "sync"
         way = decide(self.team, dtype, device, work).way
-        return way if self.is_dtensor or torch.compiler.is_compiling() else first_of(self.team, device, way)
+        return way if self.is_dtensor else f"auto/{way}"  # plain shards may be uneven, and ranks choose differently
 
     def _plain(self) -> list[T]:
         """One rank: nothing is sent."""

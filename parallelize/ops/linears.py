@@ -1,7 +1,8 @@
 """The collective matmuls as dispatcher ops: schemas, kernels, fake kernels, autograd.
 
 Each op is `F.linear` with a collective before or after it, on this rank's local tensors. A `way` says how it is done:
-"sync", "chunked/8" (8 pieces a shard), "symm_mem". Groups are named by `Group.key`.
+"sync", "chunked/8" (8 pieces a shard), "symm_mem"; "auto/sync" is this rank's choice, and the first rank's is taken. Groups
+are named by `Group.key`.
 
     all_gather_linear       own rows -> products of all rows with this rank's weights, and the gathered rows
     linear_reduce_scatter   partial products -> own rows of their sum
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from parallelize.groups import Group
 from parallelize.layout import even_interval
 from parallelize.ops import pipeline, symmetric
+from parallelize.ops.agreement import agree_on_first
 from parallelize.ops.pipeline import Sum, Thunk
 from parallelize.ops.shards import as_rows, flat
 
@@ -77,6 +79,14 @@ def _line(op: str, x: T, other: T, whole: Sequence[int], dim: int | None, *notes
     return " ".join([op, dtypes, f"[{', '.join(shown)}]", *notes])
 
 
+def _settled(team: Group, x: T, way: str, line: str) -> tuple[str, str]:
+    """(the way to go, the line that is still to be agreed on)."""
+    kind, _, own = way.partition("/")
+    if kind != "auto":
+        return way, f"{line} {way}"
+    return agree_on_first(team, x.device, line, own), ""
+
+
 def _gather(way: str) -> Callable:
     return symmetric.gather_products if way == "symm_mem" else partial(pipeline.gather_products, steps=steps_of(way))
 
@@ -97,9 +107,10 @@ def _all_gather_linear(
 ) -> list[T]:
     """The products, and the gathered rows, or nothing in their place unless they are to be kept."""
     given = [bias if bias.numel() else None for bias in biases] or [None] * len(weights)
-    line = _line("all_gather_linear", x, weights[0], (*x.shape[:dim], full, *x.shape[dim + 1 :]), dim, way)
+    whole = (*x.shape[:dim], full, *x.shape[dim + 1 :])
+    line = _line("all_gather_linear", x, weights[0], whole, dim, f"save {_SAVE[keep]}")
+    way, line = _settled(team, x, way, line)
     rights = [weight.t() for weight in weights]
-    line = f"{line} save {_SAVE[keep]}"
     outs, gathered = _gather(way)(x, rights, given, dim, full, team, line=line, keep=keep)
     return [*outs, gathered if keep else x.new_empty(0)]
 
@@ -128,7 +139,9 @@ def _all_gather_linear_backward(
     wanted = [(grad, weight) for grad, weight, want in zip(grads, weights, weight_grads, strict=True) if want]
     results = [torch.empty_like(weight) for _, weight in wanted]
     like = grads[0] if other is None else other
-    line = _line("all_gather_linear_backward", like, rows, (*like.shape[:-1], rows.shape[-1]), dim, way)
+    line = _line("all_gather_linear_backward", like, rows, (*like.shape[:-1], rows.shape[-1]), dim)
+    if input_grad or (wanted and not gathered):
+        way, line = _settled(team, like, way, line)
 
     def scatter(rows: T, works: list[Thunk]) -> list[T]:
         works = works + [
@@ -143,7 +156,7 @@ def _all_gather_linear_backward(
 
     if gathered or not wanted:
         return scatter(rows, [])
-    with pipeline.Gather(rows, dim, full, team, steps_of(way), f"{line} save shard", stream=2) as gather:
+    with pipeline.Gather(rows, dim, full, team, steps_of(way), line and f"{line} save shard", stream=2) as gather:
         if not steps_of(way):
             gather.finish()
         return scatter(gather.gathered, [gather.finish] if steps_of(way) else [])
@@ -151,7 +164,7 @@ def _all_gather_linear_backward(
 
 @_op("linear_reduce_scatter(Tensor x, Tensor weight, int dim, str group, str way) -> Tensor")
 def _linear_reduce_scatter(x: T, weight: T, dim: int, team: Group, way: str) -> T:
-    line = _line("linear_reduce_scatter", x, weight, (*x.shape[:-1], weight.shape[0]), dim, way)
+    way, line = _settled(team, x, way, _line("linear_reduce_scatter", x, weight, (*x.shape[:-1], len(weight)), dim))
     return _scatter(way)(Sum([(x, weight.t())]), dim, team, line=line)
 
 
@@ -164,8 +177,8 @@ def _linear_reduce_scatter_backward(
 ) -> list[T]:
     """[input gradient, if wanted], [weight gradient, if wanted], and the gathered output gradient."""
     full = x.shape[dim]
-    shape = (*x.shape[:-1], weight.shape[0])
-    line = _line("linear_reduce_scatter_backward", grad, weight, shape, dim, way)
+    line = _line("linear_reduce_scatter_backward", grad, weight, (*x.shape[:-1], len(weight)), dim)
+    way, line = _settled(team, grad, way, line)
     if not (input_grad and weight_grad and way.startswith("chunked")):
         rights = [weight] if input_grad else []
         dxs, whole = _gather(way)(grad, rights, [None] * len(rights), dim, full, team, line=line)
@@ -190,7 +203,7 @@ def _linear_reduce_scatter_backward(
 
 @_op("linear_all_reduce(Tensor x, Tensor weight, str group, str way) -> Tensor")
 def _linear_all_reduce(x: T, weight: T, team: Group, way: str) -> T:
-    line = _line("linear_all_reduce", x, weight, (*x.shape[:-1], weight.shape[0]), None, way)
+    way, line = _settled(team, x, way, _line("linear_all_reduce", x, weight, (*x.shape[:-1], len(weight)), None))
     return pipeline.reduce_products(Sum([(x, weight.t())]), team, steps_of(way), line=line)
 
 
@@ -217,7 +230,7 @@ def _column_linear_backward(
             lo, hi = (weight.shape[0] * m // _WGRAD_PIECES for m in (n, n + 1))
             works.append(partial(weight_gradient, grad[..., lo:hi], x, out[lo:hi]))
     total = Sum(list(zip(grads, weights, strict=True)))
-    line = _line("column_linear_backward", grads[0], weights[0], x.shape, None, way)
+    way, line = _settled(team, x, way, _line("column_linear_backward", grads[0], weights[0], x.shape, None))
     return [pipeline.reduce_products(total, team, steps_of(way), works, line), *results]
 
 

@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--chunks", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--square", action="store_true", help="only the 2048 x 2048 shape")
+    parser.add_argument("--shape", type=int, nargs=3, metavar=("ROWS", "INNER", "OUTS"), help="only this shape")
     parser.add_argument("--ops", nargs="*", default=["all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG of efficiency over the ratio of compute to communication")
@@ -181,7 +182,8 @@ def main() -> None:
     first = dist.get_rank() == 0
     if first:
         print(f"calibrated: {profile}", flush=True)
-    for dims in [SQUARE] if options.square else GRID:
+    shapes = [tuple(options.shape)] if options.shape else [SQUARE] if options.square else GRID
+    for dims in shapes:
         for op in options.ops:
             for backward in (False, True):
                 found = measure(op, dims, options.chunks, options.rounds, backward)

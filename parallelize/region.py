@@ -63,9 +63,12 @@ class Region:
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Rows of all ranks for a block's sharded projections."""
-        if not self.gathers(x, dim):
-            return ops.copy(x, self.group)
-        return ops.gather(x, self.group, dim, self.rows(x, dim), "partial")
+        now = self._pass_of(x, dim)
+        return (
+            ops.gather(x, self.group, dim, self._rows(now, x, dim), "partial")
+            if now.active
+            else ops.copy(x, self.group)
+        )
 
     def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Sum a block's partial outputs, own rows of it."""
@@ -79,8 +82,11 @@ class Region:
 
     def rows(self, x: torch.Tensor, dim: int) -> int:
         """How many rows `gather` makes of `x`."""
+        return self._rows(self._pass_of(x, dim), x, dim)
+
+    def _rows(self, now: _Pass, x: torch.Tensor, dim: int) -> int:
         # flattened [tokens, hidden] keeps its padding: its rows are not ordered by position
-        return self._pass_of(x, dim).full if dim == self.dim else x.shape[dim] * self.group.size
+        return now.full if dim == self.dim else x.shape[dim] * self.group.size
 
     def scatters(self) -> bool:
         """Whether partial sums are scattered now, rather than reduced."""

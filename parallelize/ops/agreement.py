@@ -28,12 +28,33 @@ _STORE_TIMEOUT_S = 60.0
 _seen: dict[tuple[str, str], int] = {}
 
 
+class Meeting:
+    """A line on its way to the other ranks; `check` waits for theirs. An empty line is no meeting."""
+
+    def __init__(self, group: Group, device: torch.device, line: str):
+        self.group, self.line, self.theirs = group, line, None
+        backend = group.backend(device)
+        self.by_store = backend in _BY_STORE
+        if not line or backend == "fake" or group.size == 1:
+            self.line = ""
+        elif not self.by_store:
+            self.link, self.theirs = _posted(group, line)
+
+    def check(self) -> None:
+        """Raises: ShapeError `ranks-disagree` naming each rank's line, on every rank."""
+        if self.theirs is not None:
+            _check(self.group, _received(self.group, self.link, self.theirs, self.line))
+        elif self.line:
+            _check(self.group, _through_store(self.group, self.line))
+        self.theirs, self.line = None, ""
+
+
 def agree(group: Group, device: torch.device, line: str) -> None:
     """Meet the other ranks on `line`.
 
     Raises: ShapeError `ranks-disagree` naming each rank's line, on every rank.
     """
-    _check(group, _lines(group, device, line))
+    Meeting(group, device, line).check()
 
 
 def agree_on_first(group: Group, device: torch.device, line: str, word: str) -> str:
@@ -75,17 +96,27 @@ def _lines(group: Group, device: torch.device, line: str) -> list[str]:
 
 
 def _through_messages(group: Group, line: str) -> list[str]:
-    raw = line.encode()[:_LENGTH]
-    mine = torch.frombuffer(bytearray(raw.ljust(_LENGTH)), dtype=torch.uint8)
+    return _received(group, *_posted(group, line), line)
+
+
+def _posted(group: Group, line: str) -> tuple[Exchange, dict[int, torch.Tensor]]:
+    """The line on its way, and where those of the others will be."""
+    mine = torch.frombuffer(bytearray(line.encode()[:_LENGTH].ljust(_LENGTH)), dtype=torch.uint8)
     theirs = {rank: torch.empty_like(mine) for rank in range(group.size) if rank != group.rank}
+    link = Exchange(group)
     kept, group.traffic = group.traffic, None  # not part of what an op sends
     try:
-        with Exchange(group) as link:
-            link.post(dict.fromkeys(theirs, mine), theirs, _STREAM).wait()
+        link.post(dict.fromkeys(theirs, mine), theirs, _STREAM)
     finally:
         group.traffic = kept
-    theirs[group.rank] = mine
-    return [bytes(theirs[rank].tolist()).decode(errors="replace").rstrip() for rank in range(group.size)]
+    return link, theirs
+
+
+def _received(group: Group, link: Exchange, theirs: dict[int, torch.Tensor], line: str) -> list[str]:
+    link.__exit__(None, None, None)
+    own = line.encode()[:_LENGTH].decode(errors="replace").rstrip()
+    said = {rank: bytes(raw.numpy()).decode(errors="replace").rstrip() for rank, raw in theirs.items()}
+    return [own if rank == group.rank else said[rank] for rank in range(group.size)]
 
 
 def _through_store(group: Group, line: str) -> list[str]:

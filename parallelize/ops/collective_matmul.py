@@ -6,7 +6,7 @@
     column_linear          nothing to send                           backward: all-reduce beside the weight gradients
 
 On plain tensors they work on this rank's shards, and take the group. On DTensors they mean `F.linear`, and take mesh and
-layout from their arguments. `overlap` is "auto" (decided by a calibration made once a group, see `explain`), "off",
+layout from their arguments. `overlap` is "auto" (`decide` says what and why, from a calibration made once a group), "off",
 "chunked" (pieces, on any group), or "symm_mem" (PyTorch's symmetric-memory kernels, CUDA).
 
 Collectives of one call, P ranks, R full rows of K input and N output features:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from parallelize.groups import Group
-from parallelize.ops.agreement import agree
+from parallelize.ops.agreement import Meeting
 from parallelize.ops.exchange import Exchange, Step
 from parallelize.ops.shards import Box, Shards, as_rows, flat, shards_of, take
 
@@ -210,7 +210,7 @@ class Gather:
     def __enter__(self) -> Gather:
         start, stop = self.shards.interval(self.group.rank)
         self.mine = (0, self.shards.outer, start, stop)
-        _agree(self.group, self.gathered, self.line)
+        Meeting(self.group, self.gathered.device, self.line).check()
         try:
             for _ in self.landing:
                 self._post()
@@ -285,22 +285,24 @@ def scatter_products(
     shards = shards_of(shape, dim, group.size, max(1, steps))
     out = total.empty((*shape[:dim], shards.length(me), *shape[dim + 1 :]))
     own, compute = as_rows(out, dim), total.by_rows(dim)
-    mine = (0, shards.outer, *shards.interval(me))
+    mine, peers = (0, shards.outer, *shards.interval(me)), shards.peers(me)
+    incoming, whole = _boxes_like(shards, peers, own, me), own
     if steps:
-        outgoing = _boxes_like(shards, shards.peers(me), own)
+        outgoing = _boxes_like(shards, peers, own)
     else:
         whole = own.new_empty((shards.outer, shards.rows, own.shape[2]))
-        guard.run(lambda: compute((0, shards.outer, 0, shards.rows), whole), whole)
-        outgoing = [{rank: take(whole, shards.pieces(rank)[0]).contiguous() for rank in shards.peers(me)}]
+    meeting = Meeting(group, out.device, line)
+    if not steps:
+        guard.run(partial(compute, (0, shards.outer, 0, shards.rows), whole), whole)
+        outgoing = [{rank: take(whole, shards.pieces(rank)[0]).contiguous() for rank in peers}]
         own.copy_(take(whole, mine))
-    incoming = _boxes_like(shards, shards.peers(me), own, me)
-    _agree(group, out, line)
     with Exchange(group) as link:
         posted = []
         for step, buffers in enumerate(outgoing):
             for rank, buffer in buffers.items() if steps else ():
                 box = shards.pieces(rank)[step]
                 guard.run(partial(compute, box, buffer), buffer)
+            meeting.check()
             posted.append(link.post(buffers, incoming[step]))
         if steps:
             guard.run(partial(compute, mine, own), own)
@@ -329,12 +331,13 @@ def reduce_products(total: Sum, group: Group, steps: int, meanwhile: Sequence[Th
     shards = shards_of(table.shape, 0, group.size, max(1, steps))
     rows, compute = out.unsqueeze(0), table.by_rows(0)
     own, peers, summed = shards.pieces(me), shards.peers(me), []
-    if steps:
-        outgoing = _boxes_like(shards, peers, rows)
-    else:
-        guard.run(partial(compute, (0, 1, 0, shards.rows), rows), rows)
-        outgoing = [{rank: take(rows, shards.pieces(rank)[0]).clone() for rank in peers}]
     incoming = _boxes_like(shards, peers, rows, me)
+    outgoing = _boxes_like(shards, peers, rows)
+    meeting = Meeting(group, out.device, line)
+    if not steps:
+        guard.run(partial(compute, (0, 1, 0, shards.rows), rows), rows)
+        for rank, buffer in outgoing[0].items():
+            buffer.copy_(take(rows, shards.pieces(rank)[0]))
 
     def pass_on(step: int) -> None:
         posted[step].wait()
@@ -343,12 +346,12 @@ def reduce_products(total: Sum, group: Group, steps: int, meanwhile: Sequence[Th
         receive = {rank: take(rows, shards.pieces(rank)[step]) for rank in peers}
         summed.append(link.post(dict.fromkeys(peers, piece), receive, stream=1))
 
-    _agree(group, out, line)
     with Exchange(group) as link:
         posted: list[Step] = []
         for step, buffers in enumerate(outgoing):
             for rank, buffer in buffers.items() if steps else ():
                 guard.run(partial(compute, shards.pieces(rank)[step], buffer), buffer)
+            meeting.check()
             posted.append(link.post(buffers, incoming[step]))
             if steps:
                 piece = take(rows, own[step])
@@ -365,11 +368,6 @@ def reduce_products(total: Sum, group: Group, steps: int, meanwhile: Sequence[Th
         _run_all(guard, meanwhile)
     guard.check()
     return out.view(total.shape)
-
-
-def _agree(group: Group, like: T, line: str) -> None:
-    if line:
-        agree(group, like.device, line)
 
 
 def _boxes_like(shards: Shards, peers: Iterable[int], like: T, owner: int | None = None) -> list[dict[int, T]]:

@@ -106,7 +106,7 @@ def test_ranks_choose_alike(four_processes):
 
 def test_nothing_stays_alive(two_processes):
     for counts in two_processes.run(overlap_jobs.nothing_stays):
-        assert counts[1] == counts[3], counts
+        assert counts[3] <= counts[1], counts  # what earlier jobs left may still go
 
 
 def test_all_messages_of_a_gather_are_posted_before_the_first_product(two_processes):

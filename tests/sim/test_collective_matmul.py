@@ -84,6 +84,20 @@ def test_outputs_that_nobody_uses():
     run_ranks(3, body)
 
 
+def test_a_group_of_one_is_f_linear():
+    """Nothing is sent, not even to agree: the process group is gone."""
+
+    def body(rank: int) -> None:
+        group = Group(dist.group.WORLD)
+        group.pg = None  # type: ignore[assignment]
+        random = torch.Generator().manual_seed(0)
+        x, weight, bias = (torch.randn(shape, generator=random) for shape in ((4, 6), (3, 6), (3,)))
+        for function in (all_gather_linear, linear_reduce_scatter, linear_all_reduce, column_linear):
+            assert torch.equal(function(x, weight, bias, group=group, overlap="chunked"), F.linear(x, weight, bias))
+
+    run_ranks(1, body)
+
+
 # -- the example of the documentation ----------------------------------------------------------------------------------
 
 

@@ -1,0 +1,121 @@
+"""The benchmarks run, agree with each other, and write what they say; the slow link is taken down again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+ROOT = Path(__file__).parent.parent.parent
+CAN_EMULATE = sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
+
+
+def run(*command: str, timeout_s: float = 120.0, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def two_ranks(*command: str) -> subprocess.CompletedProcess:
+    return run("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *command)
+
+
+def test_collective_matmul(tmp_path):
+    out, plot = tmp_path / "out.json", tmp_path / "out.svg"
+    done = two_ranks(
+        *("benchmarks.collective_matmul", "--rounds", "2", "--chunks", "2", "--shape", "64", "32", "32"),
+        *("--json", str(out), "--plot", str(plot)),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert len(found["results"]) == 6 and found["profile"]["flops"] > 0
+    for result in found["results"]:
+        assert result["limit_ms"] > 0 and {"link", "compute", "sync", "chunked/2", "auto"} <= set(result["ms"])
+    assert plot.read_text().startswith("<svg") and "PyTorch" in plot.read_text()
+
+
+def test_a_training_step_is_the_same_in_every_variant(tmp_path):
+    out = tmp_path / "out.json"
+    done = two_ranks(
+        *("benchmarks.llama_step", "--hidden", "64", "--layers", "1", "--length", "64", "--rounds", "2"),
+        *("--json", str(out)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(out.read_text())["results"][0]["ms"]) == {"stock", "sync", "chunked", "auto"}
+
+
+def test_timeline(tmp_path):
+    drawn = tmp_path / "timeline.svg"
+    sizes = ("--rows", "64", "--features", "32", "--outs", "32", "--svg", str(drawn))
+    done = two_ranks("benchmarks.timeline", *sizes)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1" in done.stdout and "rows of another rank" in drawn.read_text()
+
+
+@pytest.mark.skipif(bool(CAN_EMULATE), reason="this machine can emulate a slow link")
+def test_without_root_or_tc_it_says_so():
+    done = run("benchmarks.slow_link", "--", "-c", "print(1)")
+    assert done.returncode == 3 and "slow_link:" in done.stderr
+
+
+def test_without_tools_it_says_so(tmp_path):
+    done = run("benchmarks.slow_link", "--", "-c", "print(1)", PATH=str(tmp_path))
+    assert done.returncode == 3
+    assert "ip and tc not found" in done.stderr or "need Linux and root" in done.stderr
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+needs_root = pytest.mark.skipif(not CAN_EMULATE, reason="network namespaces need Linux, root, ip and tc")
+EXCHANGE = """
+import os, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(1 << 19)
+dist.barrier(); began = time.perf_counter()
+dist.broadcast(x, 0)
+dist.barrier()
+print("seconds", time.perf_counter() - began, len(os.sched_getaffinity(0)), flush=True)
+"""
+
+
+@needs_root
+def test_the_link_is_as_slow_as_asked():
+    """2 MiB at 100 Mbit/s take 0.168 s."""
+    before = namespaces()
+    done = run("benchmarks.slow_link", "--rate", "100mbit", "--", "-c", EXCHANGE)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("seconds")]
+    assert len(lines) == 2 and all(0.15 < float(line[1]) < 1.0 and line[2] == "1" for line in lines), done.stdout
+    assert namespaces() == before
+
+
+@needs_root
+def test_a_failing_rank_ends_the_other_and_leaves_nothing():
+    before = namespaces()
+    code = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(60)"
+    done = run("benchmarks.slow_link", "--", "-c", code, timeout_s=30)
+    assert done.returncode == 7 and namespaces() == before
+
+
+@needs_root
+def test_a_signal_leaves_nothing():
+    before = namespaces()
+    command = [sys.executable, "-m", "benchmarks.slow_link", "--", "-c", "import time; print('up', flush=True); time.sleep(60)"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.terminate()
+    assert process.wait(30) == 128 + 15
+    assert namespaces() == before

@@ -55,12 +55,12 @@ class Recorder:
 
         def arrivals(gather: Any) -> Iterator[Any]:
             waiting = recorder.now()
-            for rank, box, complete in recorder.real(gather):
+            for rank, box, left in recorder.real(gather):
                 came = recorder.now()
                 if came - waiting > 0.05:
                     recorder.spans.append((waiting, came, "wait", "waiting for rows"))
                 recorder.sent.append((came, sent_bytes()))
-                yield rank, box, complete
+                yield rank, box, left
                 waiting = recorder.now()
                 kind = "own rows" if rank == gather.group.rank else "rows of another rank"
                 recorder.spans.append((came, waiting, f"X{rank}", kind))

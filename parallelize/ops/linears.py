@@ -26,7 +26,7 @@ from parallelize.layout import even_interval
 from parallelize.ops import pipeline, symmetric
 from parallelize.ops.agreement import agree_on_first
 from parallelize.ops.pipeline import Sum, Thunk
-from parallelize.ops.shards import as_rows, flat
+from parallelize.ops.shards import Box, as_rows, flat, merged, take
 
 T = torch.Tensor
 NAMESPACE = "parallelize"
@@ -184,18 +184,16 @@ def _linear_reduce_scatter_backward(
         dxs, whole = _gather(way)(grad, rights, [None] * len(rights), dim, full, team, line=line)
         return [*dxs, *([_weight_gradient_of(whole, x, weight)] if weight_grad else []), whole]
     dw = torch.empty_like(weight)
-    right = as_rows(x, dim)
+    waiting: dict[int, list[Box]] = {rank: [] for rank in range(team.size)}
 
-    def add(rank: int, gathered: T) -> None:
-        """The part of the weight gradient that one rank's rows make, own rows first."""
-        start, stop = even_interval(full, team.size, rank)
-        left = as_rows(gathered, dim)[:, start:stop]
-        left = left.reshape(left.numel() // max(1, weight.shape[0]), weight.shape[0])
-        rows = right[:, start:stop].reshape(len(left), weight.shape[1])
-        if rank == team.rank:
-            torch.mm(left.t(), rows, out=dw)
-        elif rows.numel():
-            dw.addmm_(left.t(), rows)
+    def add(rank: int, gathered: T, box: Box, left: int) -> None:
+        """The part of the weight gradient that rows make: own rows first, then each rank's in two parts, of which the
+        second is its last piece, so that little is left to do when all has come."""
+        waiting[rank].append(box)
+        if left in (0, 1):
+            for outer in merged(waiting[rank]):
+                _add_rows(dw, take(as_rows(gathered, dim), outer), take(as_rows(x, dim), outer), rank == team.rank)
+            waiting[rank].clear()
 
     (dx,), whole = pipeline.gather_products(grad, [weight], [None], dim, full, team, steps_of(way), add, line)
     return [dx, dw, whole]
@@ -232,6 +230,17 @@ def _column_linear_backward(
     total = Sum(list(zip(grads, weights, strict=True)))
     way, line = _settled(team, x, way, _line("column_linear_backward", grads[0], weights[0], x.shape, None))
     return [pipeline.reduce_products(total, team, steps_of(way), works, line), *results]
+
+
+def _add_rows(dw: T, grad: T, rows: T, first: bool) -> None:
+    """dw[N, K] = or += what these rows contribute, both seen as [outer, rows, inner]."""
+    features, inputs = dw.shape
+    vectors = grad.numel() // max(1, features)
+    left, right = grad.reshape(vectors, features), rows.reshape(vectors, inputs)
+    if first:
+        torch.mm(left.t(), right, out=dw)
+    elif vectors:
+        dw.addmm_(left.t(), right)
 
 
 def weight_gradient(grad: T, rows: T, out: T) -> None:

@@ -134,7 +134,7 @@ def gather_products(
     full: int,
     group: Group,
     steps: int,
-    also: Callable[[int, T], None] | None = None,
+    also: Callable[[int, T, Box, int], None] | None = None,
     line: str = "",
     keep: bool = True,
 ) -> tuple[list[T], T]:
@@ -144,8 +144,8 @@ def gather_products(
         x: own rows [.., s, .., K], as `torch.chunk` cuts `full` rows along `dim`.
         rights: [K, N] each, with a bias [N] or None.
         steps: pieces a shard; 0 for one exchange and then one product.
-        also: called with (rank, all rows gathered so far) when that rank's rows are complete, own rows first; not
-            without overlap.
+        also: called with (rank, all rows gathered so far, box, pieces of that rank still to come) for each box of rows
+            that has come, own rows first; not without overlap.
         line: what the ranks must agree on.
         keep: the gathered rows are wanted; else own rows may be missing among them.
 
@@ -160,12 +160,12 @@ def gather_products(
             product(rows, right, bias, take(view, box))
 
     with Gather(x, dim, full, group, steps, line, keep=keep or not steps) as gather:
-        for rank, box, complete in gather.arrivals():
+        for rank, box, left in gather.arrivals():
             if steps:
                 rows = gather.own if rank == group.rank else take(gather.rows, box)
                 guard.run(partial(multiply, rows, box))
-                if complete and also is not None:
-                    guard.run(partial(also, rank, gather.gathered))
+                if also is not None:
+                    guard.run(partial(also, rank, gather.gathered, box, left))
     if not steps:
         multiply(gather.rows, (0, gather.shards.outer, 0, full))
     guard.check()
@@ -229,16 +229,16 @@ class Gather:
         finally:
             self.link.__exit__(*error)
 
-    def arrivals(self) -> Iterator[tuple[int, Box, bool]]:
-        """(rank, box, whether that rank's rows are complete now): own rows at once, others as they come."""
-        yield self.group.rank, self.mine, True
+    def arrivals(self) -> Iterator[tuple[int, Box, int]]:
+        """(rank, box, pieces of that rank still to come): own rows at once, others as they come."""
+        yield self.group.rank, self.mine, 0
         for step in range(self.shards.steps):
             self.posted[step].wait()
             for rank in self.peers:
                 box = self.shards.pieces(rank)[step]
                 if not self.in_place:
                     take(self.rows, box).copy_(self.landing[step % len(self.landing)][rank])
-                yield rank, box, step == self.shards.steps - 1
+                yield rank, box, self.shards.steps - 1 - step
             if len(self.posted) < self.shards.steps:
                 self._post()
 

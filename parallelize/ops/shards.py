@@ -93,3 +93,16 @@ def take(x: T, box: Box) -> T:
 def flat(x: T) -> T:
     """[.., features] -> [vectors, features], also where a dim is empty."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def merged(boxes: list[Box]) -> list[Box]:
+    """Boxes in order, those put together that make one box."""
+    out: list[Box] = []
+    for a, b, lo, hi in boxes:
+        if out and out[-1][:2] == (a, b) and out[-1][3] == lo:
+            out[-1] = (a, b, out[-1][2], hi)
+        elif out and out[-1][2:] == (lo, hi) and out[-1][1] == a:
+            out[-1] = (out[-1][0], b, lo, hi)
+        else:
+            out.append((a, b, lo, hi))
+    return out

@@ -13,7 +13,7 @@ _FONT = 'font-family="sans-serif" font-size="12"'
 def points(
     path: Path, title: str, x_label: str, y_label: str, series: dict[str, Sequence[tuple[float, float]]]
 ) -> None:
-    """Each series as a line with dots; x logarithmic, y from 0 to at least 1."""
+    """Each series as dots; x logarithmic, y from 0 to at least 1."""
     width, height, left, top, right, bottom = 720, 420, 60, 40, 170, 50
     xs = [x for values in series.values() for x, _ in values]
     low, high = math.floor(math.log2(min(xs))), math.ceil(math.log2(max(xs)))
@@ -42,9 +42,7 @@ def points(
     for place, (name, values) in enumerate(series.items()):
         colour = COLOURS[place % len(COLOURS)]
         spots = [at(x, y) for x, y in sorted(values)]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
-        body.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in spots]
+        body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}" fill-opacity="0.75"/>' for x, y in spots]
         y = top + 10 + 18 * place
         body.append(f'<rect x="{width - right + 14}" y="{y}" width="10" height="10" fill="{colour}"/>')
         body.append(f'<text x="{width - right + 30}" y="{y + 9}" {_FONT}>{name}</text>')

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 PIECES = (2, 4, 8, 16)
-MARGIN = 0.04  # overlap has to promise at least so much, as a share of sync
+MARGIN = 0.01  # overlap has to promise at least so much, as a share of sync
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,11 @@ def _measure(group: Group, dtype: torch.dtype, device: torch.device) -> LinkProf
 
 
 def _hidden(group: Group, dtype: torch.dtype, device: torch.device, link: float, flops: float) -> dict[str, float]:
-    """How much of the communication each backend hides, on a product that takes about as long as its messages."""
+    """How much of the communication each backend hides: what it gains over sync, side by side, on a product that takes
+    about as long as its messages (longer where the link is fast, so that it is a product like those to come)."""
     features = 512
     outs = round(features * dtype.itemsize * flops / link / (2 * features) * (group.size - 1) / group.size)
-    outs = min(max(outs, 64), 4096)
+    outs = min(max(outs, 256), 4096)
     per_row = max(2 * features * outs / flops, features * dtype.itemsize / link)
     rows = min(max(int(0.02 / per_row), 64 * group.size), 8192) // group.size * group.size
     own = torch.ones(rows // group.size, features, dtype=dtype, device=device)
@@ -96,8 +97,8 @@ def _hidden(group: Group, dtype: torch.dtype, device: torch.device, link: float,
         if name in mean:
             ideal = max(mean["link"], mean["compute"])
             edge = mean["compute"] * (group.size - 1) / group.size / _PIECES if name == "chunked" else 0.0
-            edge = max(0.0, min(edge, mean["link"] + edge - ideal))
-            hidden[name] = min(1.0, max(0.0, 1 - (mean[name] - ideal - edge) / least))
+            edge = max(0.0, mean["link"] + edge - ideal)  # what the last piece adds, which is no fault of hiding
+            hidden[name] = min(1.0, max(0.0, (mean["sync"] - mean[name] + edge) / least))
     return hidden
 
 

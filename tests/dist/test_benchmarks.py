@@ -93,12 +93,12 @@ print("seconds", time.perf_counter() - began, len(os.sched_getaffinity(0)), flus
 
 @needs_root
 def test_the_link_is_as_slow_as_asked():
-    """2 MiB at 100 Mbit/s take 0.168 s."""
+    """2 MiB at 100 Mbit/s take 0.147 s once the bucket of 256 KiB is empty."""
     before = namespaces()
     done = run("benchmarks.slow_link", "--rate", "100mbit", "--", "-c", EXCHANGE)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("seconds")]
-    assert len(lines) == 2 and all(0.15 < float(line[1]) < 1.0 and line[2] == "1" for line in lines), done.stdout
+    assert len(lines) == 2 and all(0.14 < float(line[1]) < 1.0 and line[2] == "1" for line in lines), done.stdout
     assert namespaces() == before
 
 

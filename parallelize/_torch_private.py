@@ -158,5 +158,5 @@ def simulated_groups(pg: dist.ProcessGroup) -> list[list[int]]:
     """The ranks of this group and of those beside it on the mesh, which one call serves all under `LocalTensorMode`."""
     from torch.distributed._local_tensor._c10d import _prepare_collective_groups
 
-    ranks, offsets, _ = _prepare_collective_groups(pg)
+    ranks, offsets = _prepare_collective_groups(pg)[:2]  # 2.13 adds a third
     return [[offset + rank for rank in ranks] for offset in offsets]

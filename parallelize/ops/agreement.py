@@ -115,7 +115,7 @@ def _posted(group: Group, line: str) -> tuple[Exchange, dict[int, torch.Tensor]]
 def _received(group: Group, link: Exchange, theirs: dict[int, torch.Tensor], line: str) -> list[str]:
     link.__exit__(None, None, None)
     own = line.encode()[:_LENGTH].decode(errors="replace").rstrip()
-    said = {rank: bytes(raw.numpy()).decode(errors="replace").rstrip() for rank, raw in theirs.items()}
+    said = {rank: bytes(raw.tolist()).decode(errors="replace").rstrip() for rank, raw in theirs.items()}
     return [own if rank == group.rank else said[rank] for rank in range(group.size)]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +69,7 @@ def _sharing(block: str, resolved: ResolvedPlan, model: ModelFacts) -> Iterator[
     """Column linears whose nearest gathered block above is this one."""
     blocks = {fqn for fqn, row in resolved.modules.items() if row.contract.style == "gather"}
     for fqn, row in resolved.modules.items():
-        if row.contract.style != "colwise" or row.contract.enter is not Edge.NONE:
+        if row.contract.style != "colwise" or row.contract.enter is not Edge.NONE or row.contract.overlap == "off":
             continue
         above = fqn
         while above and (above == fqn or above not in blocks):
@@ -96,6 +97,13 @@ def check_sites(resolved: ResolvedPlan, model: ModelFacts, group: Group, device:
         symmetric.require(group, device)
     asked = {row.contract.overlap or resolved.plan.overlap for row in resolved.modules.values()} - {"off", "auto"}
     missing = asked - {row.asked for row in rows}
+    served = {row.fqn for row in rows}
+    alone = [fqn for fqn, row in resolved.modules.items() if row.contract.overlap in _BY_NAME and fqn not in served]
+    if alone:
+        what = f"the rule of {alone[0]} asks for overlap={resolved.modules[alone[0]].contract.overlap}, which it cannot have"
+        rows_ = (("module", type(model.objects[alone[0]]).__name__), ("and", f"{len(alone) - 1} more modules"))
+        fix = "ask where the collective is: on `gather` or `rowwise` over nn.Linear or Conv1D with their own forward"
+        raise ModelError(Problem("no-overlap", what, resolved.modules[alone[0]].rule.where, rows_, fix))
     if missing:
         linears = [fqn for fqn, row in resolved.modules.items() if row.contract.style in ("colwise", "rowwise")]
         kinds = sorted({type(model.objects[fqn]).__name__ for fqn in linears}) or ["no column or row linears"]
@@ -108,6 +116,9 @@ def check_sites(resolved: ResolvedPlan, model: ModelFacts, group: Group, device:
             )
         )
     return rows
+
+
+_BY_NAME = ("chunked", "symm_mem")
 
 
 @dataclass
@@ -127,18 +138,20 @@ class Site:
     calls: int = 0
     fused: int = 0
     why: str = "not called yet"
-    choices: dict[tuple[Work, torch.dtype], Choice] = field(default_factory=dict)
+    choices: dict[tuple[Work, torch.dtype], tuple[Any, Choice]] = field(
+        default_factory=dict
+    )  # with the profile behind it
 
     def __deepcopy__(self, memo: dict) -> Site:
         return self  # counts what copies of the model do, too
 
     def way(self, work: Work, dtype: torch.dtype, device: torch.device) -> str:
         """How to do this call."""
-        choice = self.choices.get((work, dtype))
-        if choice is None:
+        profile, choice = self.choices.get((work, dtype), (None, None))
+        if choice is None or profile is not self.group.profiles.get((device.type, dtype)):
             choice = self._choose(work, dtype, device)
             if not torch.compiler.is_compiling():
-                self.choices[work, dtype] = choice
+                self.choices[work, dtype] = self.group.profiles.get((device.type, dtype)), choice
         self.note(choice.way != "sync", f"{choice.way}: {choice.why}")
         return choice.way
 
@@ -199,11 +212,27 @@ _MISSES = 3  # forwards in a row without a call, after which a linear's product 
 
 
 class _Entry:
-    """One call of a block: its input, the products made of it, and the state that they were made in."""
+    """One call of a block: its input, the products made of it, and the state that they were made in.
 
-    def __init__(self, x: T | None = None, outs: dict[int, T] | None = None):
-        self.x, self.outs, self.taken = x, outs or {}, 0
+    Args:
+        outs: products by place. read: the parameters behind each. fused: whether the call was counted as overlapped.
+    """
+
+    def __init__(
+        self,
+        x: T | None = None,
+        outs: dict[int, T] | None = None,
+        read: dict[int, list[T]] | None = None,
+        fused: bool = False,
+    ):
+        self.x, self.outs, self.taken, self.fused = x, outs or {}, 0, fused
+        self.made = tuple(self.outs)
         self.state = _state(x) if outs else ()
+        self.read = {} if torch.compiler.is_compiling() else {n: _versions(ts) for n, ts in (read or {}).items()}
+
+
+def _versions(tensors: list[T]) -> list[tuple[T, int]]:
+    return [(tensor, -1 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
 
 def _state(x: T | None) -> tuple:
@@ -252,6 +281,7 @@ class SharedInput:
         gathers = self.region is not None and self.region.gathers(x, self.dim)
         sends = gathers or torch.is_grad_enabled()
         which, weights, biases = self._parameters(x) if sends else ([], [], [])
+        before = self.site.fused
         if not which:
             self.site.note(
                 False, "sync: no product is made ahead" if sends else "sync: nothing is sent without gradients"
@@ -267,8 +297,14 @@ class SharedInput:
         else:  # there tensors do not tell that they were written to; what is made outside of it does
             with torch.inference_mode(False), torch.no_grad():
                 outs, whole = self._made(call, gathers)
-        self.now = _Entry(whole, dict(zip(which, outs, strict=True)))
+        read = {place: self._read(place) for place in which}
+        self.now = _Entry(whole, dict(zip(which, outs, strict=True)), read, self.site.fused > before)
         return whole
+
+    def _read(self, place: int) -> list[T]:
+        """The local parameters of a linear, as its next forward would find them."""
+        planned, parameters = self.linears[place].__dict__["_planned"], self.linears[place]._parameters
+        return [slot.local(parameters) for slot in (planned.weight, planned.bias) if slot is not None]
 
     def _made(self, call: Call, gathers: bool) -> tuple[list[T], T]:
         """The products, and the whole input for whoever else reads it."""
@@ -305,23 +341,30 @@ class SharedInput:
         if x is not self.now.x:
             return None
         self.now.taken += 1
-        return self.now.outs.pop(place, None) if self.now.outs and self.now.state == _state(x) else None
+        return self.now.outs.pop(place, None) if place in self.now.outs and self._still_so(place, x) else None
+
+    def _still_so(self, place: int, x: T) -> bool:
+        if torch.compiler.is_compiling():
+            return True
+        now = _versions(self._read(place))
+        same = all(a is b and n == m for (a, n), (b, m) in zip(now, self.now.read[place], strict=True))
+        return same and self.now.state == _state(x)
 
     def leave(self, depth: int, failed: bool = False) -> None:
         """A call of the block that began at this depth has ended: forget its input, remember who did not read it.
 
         Raises: ModelError `overlap-unused` where overlap was asked for by name and no linear ever took its product.
         """
-        unread, taken, made = set(self.now.outs), self.now.taken, bool(self.now.outs) or self.now.taken > 0
+        unread, taken, made, fused = set(self.now.outs), self.now.taken, self.now.made, self.now.fused
         while len(self._outer) > depth:
             self.now = self._outer.pop()
         if failed or torch.compiler.is_compiling():
             return
         self.ever_taken = self.ever_taken or taken > 0
-        for place in range(len(self.misses)):
+        for place in made:
             self.misses[place] = min(self.misses[place] + 1, _MISSES) if place in unread else 0
         if made and not taken:
-            self.site.fused -= 1
+            self.site.fused -= fused
             if not self.ever_taken:
                 self.site.had_no_effect(
                     "none of its linears is called with its input",

@@ -40,6 +40,8 @@ def calibrate(mesh: DeviceMesh, dtype: torch.dtype = torch.float32, profile: Lin
 def profile_of(group: Group, dtype: torch.dtype, device: torch.device) -> LinkProfile:
     """The profile that was given or measured before, or one measured now: a collective of about a quarter of a second."""
     key = (device.type, dtype)
+    if group.size == 1:
+        return LinkProfile(0.0, float("inf"), float("inf"), 0.0)
     if key not in group.profiles:
         agree(group, device, f"calibrate {dtype} {device.type}")
         with torch.no_grad(), torch.autocast(device.type, enabled=False):

@@ -133,8 +133,10 @@ def _save_gather(ctx: Any, inputs: tuple, output: list[T]) -> None:
 def _gather_backward(ctx: Any, grads: list[T | None]):
     refuse_double_backward()
     *outs, other = grads
-    rows, *weights = ctx.saved_tensors
     need_x, need_weights, need_biases = ctx.needs
+    if all(grad is None for grad in outs):  # nobody took a product: what was saved may have been written to since
+        return _gathered_only(ctx, other), [None] * len(need_weights), [None] * len(need_biases), *[None] * 5
+    rows, *weights = ctx.saved_tensors
     used = [n for n, grad in enumerate(outs) if grad is not None]
     given = [outs[n].contiguous() for n in used]  # type: ignore[union-attr]
     split = _Split(ctx, used, need_weights)
@@ -157,6 +159,15 @@ def _gather_backward(ctx: Any, grads: list[T | None]):
             d_biases[n] = flat(given[place_]).sum(0)
     dx = dx if dx is None or dx.dtype == ctx.x_dtype else dx.to(ctx.x_dtype)
     return dx, d_weights, d_biases, None, None, None, None, None
+
+
+def _gathered_only(ctx: Any, other: T | None) -> T | None:
+    """The input gradient where only the gathered rows were used."""
+    if other is None or not ctx.needs[0]:
+        return None
+    place = (ctx.dim, ctx.full, ctx.group, ctx.way)
+    (dx,) = _ops.all_gather_linear_backward([], other, other, [], True, True, [], *place)
+    return dx if dx.dtype == ctx.x_dtype else dx.to(ctx.x_dtype)
 
 
 def _later(grad: T, rows: T, weight: T, gather: Any) -> Callable[[], T]:

@@ -237,7 +237,7 @@ class Gather:
             for rank in self.peers:
                 box = self.shards.pieces(rank)[step]
                 if not self.in_place:
-                    take(self.rows, box).copy_(self.landing[step % len(self.landing)][rank])
+                    take(self.rows, box).copy_(self._landed(rank, step))
                 yield rank, box, self.shards.steps - 1 - step
             if len(self.posted) < self.shards.steps:
                 self._post()
@@ -249,20 +249,20 @@ class Gather:
 
     def _post(self) -> None:
         step = len(self.posted)
-        where = self.landing[step % len(self.landing)]
-        if not self.in_place and step >= len(self.landing):
-            where = {rank: self._fitting(where[rank], rank, step) for rank in self.peers}
-            self.landing[step % len(self.landing)] = where
+        where = {rank: self._landed(rank, step) for rank in self.peers}
         self.posted.append(self.link.post(dict.fromkeys(self.peers, self.sent[step]), where, self.stream))
 
     def _landing(self, rank: int, step: int) -> T:
-        target = take(self.rows, self.shards.pieces(rank)[step])
-        return target if self.in_place else target.new_empty(target.shape)
+        """Where a piece is received: in its place, or in a buffer that takes the largest of that rank."""
+        pieces = self.shards.pieces(rank)
+        if self.in_place:
+            return take(self.rows, pieces[step])
+        most = max(b - a for a, b, _, _ in pieces)
+        return self.rows.new_empty((most, pieces[step][3] - pieces[step][2], self.rows.shape[2]))
 
-    def _fitting(self, buffer: T, rank: int, step: int) -> T:
-        """Pieces may differ by an outer row."""
-        a, b, lo, hi = self.shards.pieces(rank)[step]
-        return buffer if buffer.shape[:2] == (b - a, hi - lo) else self._landing(rank, step)
+    def _landed(self, rank: int, step: int) -> T:
+        a, b, _, _ = self.shards.pieces(rank)[step]
+        return self.landing[step % len(self.landing)][rank][: b - a]
 
 
 # -- scatter and reduce ---------------------------------------------------------------------------------------------
@@ -287,14 +287,14 @@ def scatter_products(
     own, compute = as_rows(out, dim), total.by_rows(dim)
     mine, peers = (0, shards.outer, *shards.interval(me)), shards.peers(me)
     incoming, whole = _boxes_like(shards, peers, own, me), own
-    if steps:
-        outgoing = _boxes_like(shards, peers, own)
-    else:
+    outgoing = _boxes_like(shards, peers, own)
+    if not steps:
         whole = own.new_empty((shards.outer, shards.rows, own.shape[2]))
     meeting = Meeting(group, out.device, line)
     if not steps:
         guard.run(partial(compute, (0, shards.outer, 0, shards.rows), whole), whole)
-        outgoing = [{rank: take(whole, shards.pieces(rank)[0]).contiguous() for rank in peers}]
+        for rank, buffer in outgoing[0].items():
+            buffer.copy_(take(whole, shards.pieces(rank)[0]))
         own.copy_(take(whole, mine))
     with Exchange(group) as link:
         posted = []
@@ -309,7 +309,8 @@ def scatter_products(
             _run_all(guard, meanwhile)
         for step, message in enumerate(posted):
             message.wait()
-            sum_in_order(take(own, shards.own_pieces(me)[step]), incoming[step], me)
+            piece = take(own, shards.own_pieces(me)[step])
+            guard.run(partial(sum_in_order, piece, incoming[step], me), piece)
     if not steps:
         _run_all(guard, meanwhile)
     guard.check()
@@ -342,7 +343,7 @@ def reduce_products(total: Sum, group: Group, steps: int, meanwhile: Sequence[Th
     def pass_on(step: int) -> None:
         posted[step].wait()
         piece = take(rows, own[step])
-        sum_in_order(piece, incoming[step], me)
+        guard.run(partial(sum_in_order, piece, incoming[step], me), piece)
         receive = {rank: take(rows, shards.pieces(rank)[step]) for rank in peers}
         summed.append(link.post(dict.fromkeys(peers, piece), receive, stream=1))
 

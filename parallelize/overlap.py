@@ -302,9 +302,10 @@ class SharedInput:
         return whole
 
     def _read(self, place: int) -> list[T]:
-        """The local parameters of a linear, as its next forward would find them."""
+        """The parameters of a linear as its next forward would find them, stored and local: a write tells on either."""
         planned, parameters = self.linears[place].__dict__["_planned"], self.linears[place]._parameters
-        return [slot.local(parameters) for slot in (planned.weight, planned.bias) if slot is not None]
+        slots = [slot for slot in (planned.weight, planned.bias) if slot is not None]
+        return [tensor for slot in slots for tensor in (parameters[slot.key], slot.local(parameters))]
 
     def _made(self, call: Call, gathers: bool) -> tuple[list[T], T]:
         """The products, and the whole input for whoever else reads it."""

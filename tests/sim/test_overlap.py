@@ -26,7 +26,9 @@ from parallelize import (
     parallelize_module,
 )
 from parallelize.errors import ModelError, ParallelizeError, PlanError
+from parallelize.groups import Group
 from parallelize.hardware import choose, gather_work, reduce_work
+from parallelize.ops import agreement
 from parallelize.plan.load import parse_plan
 from tests.sim.test_planned_equals_unsharded import MODE_IDS, MODES, prepared
 from tests.support.models import FAMILIES
@@ -422,3 +424,125 @@ def test_the_model_of_time():
     assert choose(reduce_work(4096, 1024, 1024, 4, 4), hides).way.startswith("chunked/")
     both = choose(work, replace(hides, hidden={"chunked": 0.5, "symm_mem": 1.0}))
     assert both.way == "symm_mem" and "in turn" in both.why
+
+
+# -- found in the second review ------------------------------------------------------------------------------------------------
+
+
+def halve(module: nn.Module, args: tuple) -> None:
+    with torch.no_grad():
+        module.weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
+def test_a_weight_that_a_hook_changes_before_its_linear_runs(sequence_parallel):
+    """The product was made of the old weight: it is not handed out."""
+    model, x = stack("as usual")
+    models = [copy.deepcopy(model) for _ in range(2)]
+    model.layers[0].mlp.a.register_forward_pre_hook(halve)
+    with torch.no_grad():
+        want = model(x)
+
+    def body(rank: int) -> None:
+        options = {"sequence_parallel": sequence_parallel, "overlap": "chunked"}
+        planned = parallelize_module(models[rank], build_mesh("cpu", tp=2), STACK_PLAN, **options)
+        planned.layers[0].mlp.a.register_forward_pre_hook(halve)
+        with torch.no_grad():
+            assert (planned(x) - want).abs().max() < 1e-12
+
+    run_ranks(2, body)
+
+
+def test_training_a_block_that_writes_to_its_input():
+    """No product is taken, so none of what was saved for them is needed."""
+    model, x = stack("writes to its input")
+    models = [copy.deepcopy(model) for _ in range(2)]
+    out, want = gradients(model, x, 1)
+
+    def body(rank: int) -> None:
+        options = {"sequence_parallel": True, "overlap": "chunked"}
+        planned = parallelize_module(models[rank], build_mesh("cpu", tp=2), STACK_PLAN, **options)
+        got, _ = gradients(planned, x, 1)
+        assert worst({"": got}, {"": out})[0] < 1e-12
+        assert worst(full_gradients(planned), want)[0] < 1e-12
+
+    run_ranks(2, body)
+
+
+def test_counts_and_misses_stay_true():
+    """Auto that chose sync counts nothing as overlapped; a linear that is left alone stays so."""
+    model, x = stack("derives another input")
+    models = [copy.deepcopy(model) for _ in range(2)]
+    slow = replace(FAST, hidden={})
+
+    def body(rank: int) -> None:
+        mesh = build_mesh("cpu", tp=2)
+        for profile in (slow, FAST):
+            calibrate(mesh, torch.float64, profile)
+            planned = parallelize_module(
+                copy.deepcopy(models[rank]), mesh, STACK_PLAN, sequence_parallel=True, overlap="auto"
+            )
+            for _ in range(6):
+                planned(x)
+            counts = overlap_counts(planned)
+            assert all(0 <= fused <= calls == 6 for calls, fused in counts.values())
+            assert counts["layers.0.mlp"] == (6, 0)
+            assert planned.layers[0].mlp.__dict__["_planned"].overlap.misses == [3, 3]
+
+    run_ranks(2, body)
+
+
+def test_a_profile_given_later_counts():
+    model, x = stack("as usual")
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def body(rank: int) -> None:
+        mesh = build_mesh("cpu", tp=2)
+        calibrate(mesh, torch.float64, replace(FAST, hidden={}))
+        planned = parallelize_module(models[rank], mesh, STACK_PLAN, sequence_parallel=True, overlap="auto")
+        planned(x)
+        assert set(overlap_counts(planned, reset=True).values()) == {(1, 0)}
+        calibrate(mesh, torch.float64, FAST)
+        planned(x)
+        assert set(overlap_counts(planned).values()) == {(1, 1)}
+
+    run_ranks(2, body)
+
+
+def test_calibration_of_one_rank():
+    run_ranks(1, lambda rank: calibrate(build_mesh("cpu", tp=1)))
+
+
+def test_a_rule_that_asks_for_what_it_cannot_have():
+    class Odd(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 2
+
+    def body(rank: int) -> None:
+        model, _ = stack("as usual")
+        for layer in model.layers:
+            layer.mlp.a, layer.mlp.b = Odd(8, 12).double(), Odd(8, 12).double()
+        plan = {
+            "layers.*.mlp": "gather(overlap=chunked)",
+            "layers.*.mlp.{a,b}": "colwise",
+            "layers.*.mlp.c": "rowwise(overlap=chunked)",
+        }
+        with pytest.raises(ModelError, match=r"(?s)no-overlap.*layers\.0\.mlp asks for overlap=chunked"):
+            parallelize_module(model, build_mesh("cpu", tp=2), plan)
+
+    run_ranks(2, body)
+
+
+def test_the_first_ranks_word_holds_where_lines_go_through_the_store(monkeypatch):
+    """As over NCCL: a line that is known is not sent again, and its way stays the first rank's."""
+    monkeypatch.setattr(agreement, "_BY_STORE", ("threaded",))
+    store = dist.HashStore()
+    monkeypatch.setattr(agreement.private, "default_store", lambda: store)
+    monkeypatch.setattr(agreement, "_seen", {})
+    monkeypatch.setattr(agreement, "_settled", {})
+
+    def body(rank: int) -> list[str]:
+        group, device = Group(dist.group.WORLD), torch.device("cpu")
+        return [agreement.agree_on_first(group, device, "a line", ["chunked/4", "sync"][rank]) for _ in range(3)]
+
+    assert run_ranks(2, body) == [["chunked/4"] * 3] * 2

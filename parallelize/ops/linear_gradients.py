@@ -112,9 +112,39 @@ class _Split:
         self.now = [wanted[n] and not later for n, later in zip(which, self.later, strict=True)]
 
 
-def _returned(now: list[bool], computed: list[T]) -> list[T | None]:
-    rest = iter(computed)
-    return [next(rest) if want else None for want in now]
+class _Columns:
+    """The outputs of column linears that have a gradient, and where the gradients of their parameters go.
+
+    Args:
+        grads: of every output, None where nobody used it. weights: of every output.
+    """
+
+    def __init__(self, ctx: Any, grads: list[T | None], weights: list[T]):
+        _, self.need_weights, self.need_biases = ctx.needs
+        self.ctx, self.number = ctx, len(weights)
+        self.used = [n for n, grad in enumerate(grads) if grad is not None]
+        self.grads = [grads[n].contiguous() for n in self.used]  # type: ignore[union-attr]
+        self.weights = [weights[n] for n in self.used]
+        self.split = _Split(ctx, self.used, self.need_weights)
+
+    def spread(self, computed: list[T], rows: T, gather: Any = None) -> tuple[list[T | None], list[T | None]]:
+        """(weight gradients, bias gradients) by place; what waits is handed over.
+
+        Args:
+            computed: the weight gradients that are wanted now. rows: what the others are made of later, gathered before
+            if `gather` tells how.
+        """
+        rest = iter(computed)
+        weights: list[T | None] = [None] * self.number
+        biases: list[T | None] = [None] * len(self.need_biases)
+        for place, n in enumerate(self.used):
+            if self.split.now[place]:
+                weights[n] = next(rest)
+            if self.split.later[place]:
+                self.ctx.deferred.add(self.ctx.leaves[n], _later(self.grads[place], rows, self.weights[place], gather))
+            if self.need_biases and self.need_biases[n]:
+                biases[n] = flat(self.grads[place]).sum(0)
+        return weights, biases
 
 
 # -- all_gather_linear --------------------------------------------------------------------------------------------------
@@ -137,28 +167,23 @@ def _gather_backward(ctx: Any, grads: list[T | None]):
     if all(grad is None for grad in outs):  # nobody took a product: what was saved may have been written to since
         return _gathered_only(ctx, other), [None] * len(need_weights), [None] * len(need_biases), *[None] * 5
     rows, *weights = ctx.saved_tensors
-    used = [n for n, grad in enumerate(outs) if grad is not None]
-    given = [outs[n].contiguous() for n in used]  # type: ignore[union-attr]
-    split = _Split(ctx, used, need_weights)
-    gathered = ctx.keep and any(need_weights)
-    dx, dws = None, []
-    if used or other is not None:
-        place = (ctx.dim, ctx.full, ctx.group, ctx.way)
-        results = _ops.all_gather_linear_backward(
-            given, other, rows, [weights[n] for n in used], gathered, need_x, split.now, *place
-        )
-        dx = results[0] if need_x else None
-        dws = _returned(split.now, results[1:] if need_x else results)
-    d_weights: list[T | None] = [None] * len(weights)
-    d_biases: list[T | None] = [None] * len(need_biases)
-    for place_, n in enumerate(used):
-        d_weights[n] = dws[place_]
-        if split.later[place_]:
-            ctx.deferred.add(ctx.leaves[n], _later(given[place_], rows, weights[n], None if gathered else ctx))
-        if need_biases and need_biases[n]:
-            d_biases[n] = flat(given[place_]).sum(0)
+    columns, gathered = _Columns(ctx, outs, weights), ctx.keep and any(need_weights)
+    results = _ops.all_gather_linear_backward(
+        columns.grads,
+        other,
+        rows,
+        columns.weights,
+        gathered,
+        need_x,
+        columns.split.now,
+        ctx.dim,
+        ctx.full,
+        ctx.group,
+        ctx.way,
+    )
+    dx = results.pop(0) if need_x else None
     dx = dx if dx is None or dx.dtype == ctx.x_dtype else dx.to(ctx.x_dtype)
-    return dx, d_weights, d_biases, None, None, None, None, None
+    return dx, *columns.spread(results, rows, None if gathered else ctx), *[None] * 5
 
 
 def _gathered_only(ctx: Any, other: T | None) -> T | None:
@@ -245,26 +270,15 @@ def _save_column(ctx: Any, inputs: tuple, output: list[T]) -> None:
 def _column_backward(ctx: Any, grads: list[T | None]):
     refuse_double_backward()
     x, *weights = ctx.saved_tensors
-    need_x, need_weights, need_biases = ctx.needs
-    used = [n for n, grad in enumerate(grads) if grad is not None]
-    given = [grads[n].contiguous() for n in used]  # type: ignore[union-attr]
-    split = _Split(ctx, used, need_weights)
-    dx: T | None = None
-    if need_x and used:
-        dx, *computed = _ops.column_linear_backward(given, x, [weights[n] for n in used], split.now, ctx.group, ctx.way)
+    columns, dx = _Columns(ctx, grads, weights), None
+    now = columns.split.now
+    if ctx.needs[0] and columns.used:
+        dx, *computed = _ops.column_linear_backward(columns.grads, x, columns.weights, now, ctx.group, ctx.way)
         dx = _matched(dx, x)
     else:
-        computed = [_later(g, x, weights[n], None)() for g, n, now in zip(given, used, split.now, strict=True) if now]
-    dws = _returned(split.now, computed)
-    d_weights: list[T | None] = [None] * len(weights)
-    d_biases: list[T | None] = [None] * len(need_biases)
-    for place, n in enumerate(used):
-        d_weights[n] = dws[place]
-        if split.later[place]:
-            ctx.deferred.add(ctx.leaves[n], _later(given[place], x, weights[n], None))
-        if need_biases and need_biases[n]:
-            d_biases[n] = flat(given[place]).sum(0)
-    return dx, d_weights, d_biases, None, None
+        pairs = zip(columns.grads, columns.weights, now, strict=True)
+        computed = [_later(grad, x, weight, None)() for grad, weight, wanted in pairs if wanted]
+    return dx, *columns.spread(computed, x), None, None
 
 
 for _name, _formula, _setup in (

@@ -169,6 +169,29 @@ def fails_in_the_middle(rank: int, op: str, everywhere: bool) -> str:
     return said
 
 
+def fails_while_gathering_again(rank: int) -> str:
+    """A product of backward fails on rank 1 while rows are gathered again by windows; then the same op must be right."""
+    from parallelize.ops import pipeline
+
+    options: dict[str, Any] = {"overlap": "chunked", "chunks": 4, "save": "shard"}
+    case, real = Case("all_gather_linear", (37, 5), 1), pipeline.product
+    (out,) = case.call(case.leaves(), **options)
+
+    def broken(*args: Any) -> None:
+        raise MemoryError("no memory left")
+
+    pipeline.product = broken if rank == 1 else real
+    try:
+        out.backward(case.own_output(case.grads[0]))
+        said = "through"
+    except MemoryError:
+        said = "raised"
+    finally:
+        pipeline.product = real
+    case.check(*case.run(**options))
+    return said
+
+
 def waits_for_silent_peer(rank: int) -> str:
     """A peer that never comes: an error within the group's timeout."""
     from datetime import timedelta

@@ -84,6 +84,10 @@ def test_a_failure_in_the_middle(two_processes, op, everywhere):
         assert first == "nan"
 
 
+def test_a_failure_while_rows_are_gathered_again(two_processes):
+    assert two_processes.run(overlap_jobs.fails_while_gathering_again, timeout_s=60) == ["through", "raised"]
+
+
 def test_a_silent_peer_is_an_error_within_the_timeout(two_processes):
     said = two_processes.run(overlap_jobs.waits_for_silent_peer, timeout_s=30)
     assert said[1] == "silent" and said[0] != "nothing"

@@ -14,7 +14,7 @@ import yaml
 from parallelize.errors import PlanError, Problem, did_you_mean, near
 from parallelize.plan.nodes import Reader, compose, is_decimal
 from parallelize.plan.pattern import check_pattern
-from parallelize.plan.schema import SCHEMA_VERSION, LocalAttribute, Plan, Region, Rule, Size
+from parallelize.plan.schema import SCHEMA_VERSION, Cuts, LocalAttribute, Plan, Region, Rule, Size, Tie
 from parallelize.styles.contract import OVERLAPS
 from parallelize.styles.text import parse_style
 
@@ -28,6 +28,10 @@ KEYS = {
     "tensor_parallel",
     "sequence_parallel",
     "local",
+    "pipeline",
+    "ties",
+    "zero",
+    "recompute",
 }
 
 
@@ -96,6 +100,10 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
         sizes=sizes,
         region=_region(reader, top),
         local=tuple(_local(reader, top)),
+        cuts=_cuts(reader, top),
+        ties=tuple(_ties(reader, top)),
+        zero_units=_units(reader, top, "zero"),
+        recompute_units=_units(reader, top, "recompute"),
         sequence_parallel=_default(reader, defaults, "sequence_parallel"),
         loss_parallel=_default(reader, defaults, "loss_parallel"),
         overlap=_overlap(reader, defaults),
@@ -224,6 +232,52 @@ def _local(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalAttribute
             if text is not None:
                 size, _, divide_by = (part.strip() for part in text.partition("/"))
                 yield LocalAttribute(pattern, attribute, size, divide_by, reader.where(value))
+
+
+def _cuts(reader: Reader, top: dict[str, yaml.Node]) -> Cuts | None:
+    if "pipeline" not in top:
+        return None
+    node = top["pipeline"]
+    fields = reader.known(node, "pipeline", {"layers", "first", "last", "every", "skips", "argument"})
+    if "layers" not in fields:
+        reader.wrong(node, "missing-key", "pipeline has no `layers`", "name the list of layers")
+        return None
+    lists = {key: reader.texts(fields[key], key) for key in ("first", "last", "every") if key in fields}
+    texts = {key: reader.text(fields[key], key) or "" for key in ("layers", "argument") if key in fields}
+    skips = reader.mapping(fields["skips"], "skips") if "skips" in fields else ()
+    pairs = ((key, reader.text(value, f"where {key} is used") or "") for key, _, value in skips)
+    return Cuts(**texts, **lists, skips=tuple(pairs), where=reader.where(node))
+
+
+def _ties(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[Tie]:
+    for name, _, node in reader.mapping(top["ties"], "ties") if "ties" in top else ():
+        members, reduce = node, "sum"
+        if isinstance(node, yaml.MappingNode):
+            fields = reader.known(node, f"tie {name}", {"members", "reduce"})
+            if "members" not in fields:
+                reader.wrong(node, "missing-key", f"tie {name} has no `members`", "list the parameters that are one")
+                continue
+            members = fields["members"]
+            reduce = (reader.text(fields["reduce"], "reduce") if "reduce" in fields else reduce) or reduce
+            if reduce not in ("sum", "none"):
+                reader.wrong(fields["reduce"], "bad-value", f"reduce is {reduce!r}", "sum or none")
+        names = reader.texts(members, f"tie {name}")
+        if len(set(names)) < 2:
+            reader.wrong(node, "bad-value", f"tie {name} has {len(set(names))} members", "name two parameters or more")
+        yield Tie(name, names, reduce, reader.where(node))
+
+
+def _units(reader: Reader, top: dict[str, yaml.Node], key: str) -> tuple[str, ...]:
+    if key not in top:
+        return ()
+    fields = reader.known(top[key], key, {"units"})
+    units = reader.texts(fields["units"], "units") if "units" in fields else ()
+    for unit in units:
+        try:
+            check_pattern(unit, reader.where(fields["units"]))
+        except PlanError as error:
+            reader.problems.extend(error.problems)
+    return units
 
 
 def _check_sizes(reader: Reader, plan: Plan) -> None:

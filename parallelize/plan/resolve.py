@@ -71,10 +71,10 @@ def resolve(plan: Plan, model: ModelFacts, tp_size: int) -> ResolvedPlan:
 
     Raises: PlanError holding every problem found, in the order of the file.
     """
-    return _Resolver(_for_base_model(plan, model), model, tp_size).run()
+    return _Resolver(for_base_model(plan, model), model, tp_size).run()
 
 
-def _for_base_model(plan: Plan, model: ModelFacts) -> Plan:
+def for_base_model(plan: Plan, model: ModelFacts) -> Plan:
     """The plan for a model without its head: rules of the base model lose their prefix, the others are left out."""
     if not plan.base or plan.base in model.aliases:
         return plan
@@ -83,9 +83,24 @@ def _for_base_model(plan: Plan, model: ModelFacts) -> Plan:
     def cut(name: str) -> str:
         return name.removeprefix(prefix)
 
+    def mine(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(cut(name) for name in names if name.startswith(prefix))
+
     region = plan.region and replace(plan.region, layers=cut(plan.region.layers), leave=cut(plan.region.leave))
+    cuts = plan.cuts and replace(
+        plan.cuts,
+        layers=cut(plan.cuts.layers),
+        first=mine(plan.cuts.first),
+        last=mine(plan.cuts.last),
+        every=mine(plan.cuts.every),
+        skips=tuple((cut(source), cut(target)) for source, target in plan.cuts.skips),
+    )
     return replace(
         plan,
+        cuts=cuts,
+        ties=tuple(replace(tie, members=mine(tie.members)) for tie in plan.ties if len(mine(tie.members)) > 1),
+        zero_units=mine(plan.zero_units),
+        recompute_units=mine(plan.recompute_units),
         rules=tuple(replace(rule, pattern=cut(rule.pattern)) for rule in plan.rules if rule.pattern.startswith(prefix)),
         local=tuple(replace(item, pattern=cut(item.pattern)) for item in plan.local if item.pattern.startswith(prefix)),
         region=region,

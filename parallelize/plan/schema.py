@@ -64,6 +64,41 @@ class LocalAttribute:
 
 
 @dataclass(frozen=True)
+class Cuts:
+    """Where a pipeline may be cut: between the children of `layers`, and before and after them.
+
+    Attributes:
+        layers: the list whose children are called one after another.
+        first, last: modules that run before and after it, in the order in which they run. Where both are empty, the
+            modules that stand before and after `layers` in the model.
+        every: modules without parameters that every stage needs (rotary tables).
+        skips: (from, to) modules: what the first returns is used beside the second, stages later.
+        argument: of a layer's forward, the activation that the layer before returned. Default: the first.
+    """
+
+    layers: str
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    every: tuple[str, ...] = ()
+    skips: tuple[tuple[str, str], ...] = ()
+    argument: str = ""
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """Parameters that are one: copies on several stages start equal and stay equal.
+
+    `reduce`: "sum" where each copy's gradient is a part, "none" where they are equal by construction.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    reduce: str = "sum"
+    where: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
     """All that one plan file says. Order of rules has no meaning."""
 
@@ -75,6 +110,10 @@ class Plan:
     sizes: dict[str, Size] = field(default_factory=dict)
     region: Region | None = None
     local: tuple[LocalAttribute, ...] = ()
+    cuts: Cuts | None = None
+    ties: tuple[Tie, ...] = ()
+    zero_units: tuple[str, ...] = ()
+    recompute_units: tuple[str, ...] = ()
     sequence_parallel: bool = False
     loss_parallel: bool = False
     overlap: str = "off"  # one of styles.contract.OVERLAPS
@@ -97,6 +136,8 @@ class Plan:
         facts = {f"rule {rule.pattern}": str(rule.style) for rule in self.rules}
         facts |= {f"size {name}": f"{size.source} {size.replicate_below_tp}" for name, size in self.sizes.items()}
         facts |= {f"local {item.pattern}.{item.attribute}": f"{item.size}/{item.divide_by}" for item in self.local}
+        facts |= {f"tie {tie.name}": f"{' '.join(tie.members)} {tie.reduce}" for tie in self.ties}
+        facts["pipeline"] = str(self.cuts and replace(self.cuts, where=""))
         facts["region"] = f"{self.region.layers} {self.region.leave}" if self.region else ""
         facts["sequence_parallel"] = str(self.sequence_parallel)
         facts["loss_parallel"] = str(self.loss_parallel)

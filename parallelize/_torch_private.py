@@ -6,7 +6,10 @@ Checked against torch 2.13; written for 2.11 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -160,3 +163,109 @@ def simulated_groups(pg: dist.ProcessGroup) -> list[list[int]]:
 
     ranks, offsets = _prepare_collective_groups(pg)[:2]  # 2.13 adds a third
     return [[offset + rank for rank in ranks] for offset in offsets]
+
+
+def schedule_orders(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int
+) -> list[list[tuple[int, str, int]]] | None:
+    """Each rank's order of (stage, "F" | "B" | "I" | "W", microbatch) in PyTorch's own schedule class `name`.
+
+    Pads (None) are dropped and overlapped pairs written one after the other. None where this torch has no such schedule.
+    """
+    try:
+        from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        get_schedule_class(name)
+    except (ImportError, ValueError):
+        return None
+    per_rank = get_schedule_ops(name, ranks, microbatches, stages_per_rank)
+    flat = [[part for op in order if op for part in getattr(op, "sub_actions", None) or (op,)] for order in per_rank]
+    return [[(op.stage_index, op.computation_type.value, op.microbatch_index) for op in order] for order in flat]
+
+
+def intercept_call(module: Any, call: Callable[..., Any]) -> None:
+    """Let `call` stand before everything that calling `module` does, its hooks included (the slot of `Module.compile`, 2.0)."""
+    module._compiled_call_impl = call
+
+
+def call_module(module: Any, args: tuple, kwargs: dict) -> Any:
+    """What calling a module does when nothing intercepts it: hooks and forward."""
+    return module._call_impl(*args, **kwargs)
+
+
+def tree_flatten(value: Any) -> tuple[list[Any], Any]:
+    """(leaves, structure) of nested containers; the structure can be pickled."""
+    return pytree.tree_flatten(value)
+
+
+def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """The same number for all views of one storage, as long as it lives; meta tensors have no data pointer to ask."""
+    return tensor.untyped_storage()._cdata
+
+
+def record_ops(record: Callable[[Any, tuple, dict, Callable[[], Any]], Any]) -> Any:
+    """A context in which `record(op, args, kwargs, run)` is called in the place of every dispatched op (since 1.13)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            kwargs = kwargs or {}
+            return record(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    return Recording()
+
+
+def on_meta() -> Any:
+    """`torch.device("meta")` as a context that does not show itself.
+
+    An empty `torch.tensor([])`, by which libraries ask for the default device, stays where it was; and the functions of
+    `nn.init` that do nothing on the meta device since 2.13 (`orthogonal_`, `sparse_`, `dirac_`) run there all the same.
+    """
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._device import _device_constructors
+
+    made, asks = _device_constructors(), torch.Tensor.is_meta.__get__
+
+    class OnMeta(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            kwargs = kwargs or {}
+            if func == asks and sys._getframe(1).f_code.co_filename == torch.nn.init.__file__:
+                return False
+            empty = func is torch.tensor and len(args) == 1 and isinstance(args[0], list) and not args[0]
+            if func in made and kwargs.get("device") is None and not empty:
+                kwargs = {**kwargs, "device": "meta"}
+            return func(*args, **kwargs)
+
+    return OnMeta()
+
+
+_PATCHED = threading.RLock()
+
+
+@contextmanager
+def truncated_normals(draw: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Let this thread's `nn.init.trunc_normal_` call `draw(tensor, mean, std, low, high)`.
+
+    Since 2.13 it draws until nothing lies outside, which a meta tensor cannot tell, so there it does nothing at all.
+    """
+    from torch.nn import init
+
+    owner = threading.get_ident()
+    with _PATCHED:
+        stock = init._no_grad_trunc_normal_
+
+        def patched(tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None) -> torch.Tensor:
+            if threading.get_ident() == owner and generator is None:
+                return draw(tensor, mean, std, a, b)
+            return stock(tensor, mean, std, a, b, generator)
+
+        init._no_grad_trunc_normal_ = patched
+        try:
+            yield
+        finally:
+            init._no_grad_trunc_normal_ = stock

@@ -6,7 +6,6 @@ point puts everything back.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,25 +20,22 @@ from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanErro
 from parallelize.forwards import argument_of
 from parallelize.gradients import Ledger
 from parallelize.groups import Group, tp_mesh
-from parallelize.handshake import TIMEOUT_S, check_replicas, compressed, handshake, watch_inputs
+from parallelize.handshake import TIMEOUT_S, agree_on, check_replicas, watch_inputs
 from parallelize.installer import Installer
 from parallelize.meta import guard_buffers
 from parallelize.moves import guard_moves, refuse_ddp
 from parallelize.overlap import SiteRow, check_sites
-from parallelize.plan.choose import choose_plan
-from parallelize.plan.load import load_plan
+from parallelize.pipeline.cut import cut_of, part_of
+from parallelize.plan.choose import plan_of
 from parallelize.plan.model import ModelFacts, describe
 from parallelize.plan.resolve import ResolvedPlan, resolve
-from parallelize.plan.schema import Plan, Rule
+from parallelize.plan.schema import Plan
 from parallelize.sharding import Record, Sharder, record_of
 from parallelize.special import check_embedding, check_rms_norm, reads_of_children
 from parallelize.state import install_state_hooks
 from parallelize.styles.contract import Edge
-from parallelize.styles.text import parse_style
 from parallelize.torch_styles import dicts as faces
 from parallelize.transaction import Transaction
-
-log = logging.getLogger("parallelize")
 
 PlanLike = Plan | str | os.PathLike | Mapping[str, Any] | Any
 
@@ -86,10 +82,12 @@ def parallelize_module(
     if faces.is_style(parallelize_plan) or faces.is_style_dict(parallelize_plan):
         _refuse_overlap_of_styles(overlap)
         return _apply_styles(module, mesh, tp, parallelize_plan, src_data_rank, handshake_timeout_s)
-    model = describe(module)
+    cut = cut_of(module)
+    model = describe(module) if cut is None else cut.facts
     settings = {"dtype": str(dtype), "src_data_rank": str(src_data_rank), "check_replicated": str(check_replicated)}
     choices = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "overlap": overlap}
-    resolved, sites = _resolved_together(model, mesh, parallelize_plan, choices, settings, handshake_timeout_s)
+    whole = _resolved_together(model, mesh, parallelize_plan, choices, settings, handshake_timeout_s)
+    model, resolved, sites = whole
     with Transaction(module):
         _apply(module, mesh, tp, model, resolved, sites, src_data_rank, dtype, device, check_replicated)
     return module
@@ -102,28 +100,20 @@ def _resolved_together(
     choices: dict[str, Any],
     settings: dict[str, str],
     timeout_s: float,
-) -> tuple[ResolvedPlan, tuple[SiteRow, ...]]:
-    """The plan for this model and its overlapped sites, the same on every rank, or the same error on every rank."""
+) -> tuple[ModelFacts, ResolvedPlan, tuple[SiteRow, ...]]:
+    """(model, plan, overlapped sites) of this rank's part of the model, or the same error on every rank."""
     tp = tp_mesh(mesh)
-    failure, resolved = None, None
-    sites: tuple[SiteRow, ...] = ()
-    try:
+    with agree_on(mesh, timeout_s) as facts:
+        facts |= {f"option {key}": value for key, value in settings.items()}
+        facts |= {f"parameter {key}": value for key, value in model.structure().items()}
         _refuse_twice(model.root)
-        resolved = resolve(_plan_of(model.root, given).with_options(**choices), model, tp.size())
-        _check_modules(resolved, model)
-        sites = check_sites(resolved, model, Group(tp.get_group()), torch.device(mesh.device_type))
-    except ParallelizeError as error:
-        failure = error
-    facts = _facts(model, resolved, settings, failure)
-    try:
-        handshake(mesh, facts, timeout_s)
-    except ParallelizeError:
-        if failure is None:
-            raise
-    if failure is not None:
-        raise failure
-    assert resolved is not None
-    return resolved, sites
+        resolved = resolve(plan_of(model.root, given).with_options(**choices), model, tp.size())
+        facts |= {f"plan {key}": value for key, value in resolved.plan.facts().items()}
+        mine = part_of(model)
+        local = resolved.restricted(mine)
+        _check_modules(local, mine)
+        sites = check_sites(local, mine, Group(tp.get_group()), torch.device(mesh.device_type))
+    return mine, local, sites
 
 
 def _refuse_overlap_of_styles(overlap: str | None) -> None:
@@ -132,40 +122,6 @@ def _refuse_overlap_of_styles(overlap: str | None) -> None:
             "write the same as a plan of `gather`, `colwise`, `rowwise`; or call parallelize.all_gather_linear yourself"
         )
         raise PlanError(Problem("no-overlap", "overlap works on plans, not on PyTorch's style objects", fix=fix))
-
-
-def _plan_of(module: nn.Module, given: Any) -> Plan:
-    if given is None:
-        plan, why = choose_plan(module)
-        log.info("plan %s, chosen by %s", plan.name, why)
-        if plan.source == "base_model_tp_plan":
-            log.warning("no shipped plan for %s: using %s", type(module).__name__, why)
-        return plan
-    if isinstance(given, Plan):
-        return given
-    if isinstance(given, (str, os.PathLike)):
-        return load_plan(given)
-    if isinstance(given, Mapping) and all(isinstance(style, str) for style in given.values()):
-        rules = tuple(Rule(pattern, parse_style(style, pattern), "plan dict") for pattern, style in given.items())
-        return Plan("dict", rules, source="plan dict", unclaimed="replicate")
-    raise PlanError(
-        Problem(
-            "bad-plan",
-            f"a plan cannot be a {type(given).__name__}",
-            fix="a plan's name, a path, a Plan, a style, a dict of patterns to styles, or None",
-        )
-    )
-
-
-def _facts(
-    model: ModelFacts, resolved: ResolvedPlan | None, options: dict[str, str], failure: ParallelizeError | None
-) -> dict[str, str]:
-    """All that must be the same on every rank."""
-    facts = {"torch": torch.__version__} | {f"option {key}": value for key, value in options.items()}
-    facts["error"] = ", ".join(failure.slugs) if failure else "none"
-    if resolved is not None:
-        facts |= {f"plan {key}": value for key, value in resolved.plan.facts().items()}
-    return facts | compressed({f"parameter {key}": value for key, value in model.structure().items()})
 
 
 def _refuse_twice(module: nn.Module) -> None:
@@ -248,7 +204,9 @@ def _apply(
     ledger = Ledger()
     installer = Installer(group, model, resolved, ledger, sites)
     installer.run()
-    module.__dict__["_parallelize_record"] = Record(resolved, mesh, tp, group, ledger, installer.overlap)
+    module.__dict__["_parallelize_record"] = Record(
+        resolved, mesh, tp, group, ledger, installer.overlap, installer.region if resolved.region else None
+    )
     install_state_hooks(module)
     guard_buffers(module)
     guard_moves(module)
@@ -273,20 +231,10 @@ def _apply_styles(
     module: nn.Module, mesh: DeviceMesh, tp: DeviceMesh, styles: Any, src_data_rank: int | None, timeout_s: float
 ) -> nn.Module:
     """PyTorch's own form of a plan: styles by name pattern. What no pattern names stays as it is."""
-    failure, matched = None, []
-    try:
+    with agree_on(mesh, timeout_s) as facts:
+        facts |= {f"parameter {key}": value for key, value in describe(module).structure().items()}
         matched = faces.match_styles(module, styles)
-    except ParallelizeError as error:
-        failure = error
-    facts = {"torch": torch.__version__, "error": ", ".join(failure.slugs) if failure else "none"}
-    facts |= {f"style {name}": faces.spelled(style) for name, _, style in matched}
-    try:
-        handshake(mesh, facts | compressed(describe(module).structure()), timeout_s)
-    except ParallelizeError:
-        if failure is None:
-            raise
-    if failure is not None:
-        raise failure
+        facts |= {f"style {name}": faces.spelled(style) for name, _, style in matched}
     with Transaction(module):
         faces.apply_styles(module, matched, tp, src_data_rank)
     return module

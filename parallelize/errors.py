@@ -6,6 +6,7 @@
       ShapeError        a tensor that cannot be split as asked
       ModelError        a model that cannot be planned as it is
       HandshakeError    ranks that disagree, found before any data is sent
+      PipelineError     a step that failed on some rank
 
 Floor 0: imports nothing of the project, nor torch.
 """
@@ -47,6 +48,10 @@ class ParallelizeError(Exception):
     @property
     def slugs(self) -> tuple[str, ...]:
         return tuple(problem.slug for problem in self.problems)
+
+
+class PipelineError(ParallelizeError):
+    """A step of a pipeline that failed, on every rank of the mesh."""
 
 
 class PlanError(ParallelizeError):

@@ -9,7 +9,8 @@ import hashlib
 import json
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import _torch_private as private
-from parallelize.errors import HandshakeError, Problem, short_list
+from parallelize.errors import HandshakeError, ParallelizeError, Problem, short_list
 from parallelize.groups import Group
 
 TIMEOUT_S = 60.0
@@ -51,6 +52,30 @@ def handshake(mesh: DeviceMesh, facts: Facts, timeout_s: float = TIMEOUT_S) -> N
         verdict = _await_verdict(store, prefix, ranks, timeout_s + 5.0)
     if verdict:
         raise HandshakeError(*verdict)
+
+
+@contextmanager
+def agree_on(mesh: DeviceMesh, timeout_s: float = TIMEOUT_S) -> Iterator[Facts]:
+    """Check and decide inside, write down what must be the same on every rank; compared when the block ends.
+
+    A mistake that a rank finds inside is raised there, and every other rank learns of it: nobody goes on alone.
+
+    Raises: what the block raises; HandshakeError.
+    """
+    facts: Facts = {"torch": torch.__version__}
+    failure = None
+    try:
+        yield facts
+    except ParallelizeError as error:
+        failure = error
+    facts["error"] = ", ".join(failure.slugs) if failure else "none"
+    try:
+        handshake(mesh, compressed(facts), timeout_s)
+    except ParallelizeError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
 
 
 def _judge(store: dist.Store, prefix: str, ranks: list[int], deadline: float) -> tuple[list[Problem], list[int]]:

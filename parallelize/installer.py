@@ -199,16 +199,21 @@ class Installer:
         assert region is not None
         if self.group.size == 1:
             return
-        first, last = self.model.objects[region.enter], self.model.objects[region.leave]
-        entry = self._planned(first)
-        entry.argument = argument_of(first, region.argument)
-        entry.enter = self.region.enter
-        install(first, entry)
-        exit_ = self._planned(last)
-        exit_.leave = self.region.leave
-        install(last, exit_)
+        objects = (
+            self.model.objects
+        )  # of this pipeline stage: others enter and leave the region where it has no end here
+        if region.enter in objects:
+            first = objects[region.enter]
+            entry = self._planned(first)
+            entry.argument = argument_of(first, region.argument)
+            entry.enter = self.region.enter
+            install(first, entry)
+        if region.leave in objects:
+            exit_ = self._planned(objects[region.leave])
+            exit_.leave = self.region.leave
+            install(objects[region.leave], exit_)
         holder = region.enter.rpartition(".")[0].rpartition(".")[0]
-        self.model.objects[holder].register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+        objects[holder].register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
 
     def _planned(self, module: nn.Module) -> Planned:
         if "_planned" not in module.__dict__:

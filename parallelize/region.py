@@ -49,11 +49,31 @@ class Region:
         if not active:
             return x
         out = ops.split(x, self.group, self.dim, padded=True)
+        self._mark(out, now)
+        return out
+
+    def _mark(self, out: torch.Tensor, now: _Pass) -> None:
+        """Keep a pass as long as the graph of what it entered with."""
         if not torch.compiler.is_compiling() and out.grad_fn is not None:
             self._alive.add(now)
             metadata: Any = out.grad_fn.metadata
-            metadata["sequence_parallel_pass"] = now  # lives as long as the graph
+            metadata["sequence_parallel_pass"] = now
+
+    def resume(self, x: torch.Tensor, full: int) -> torch.Tensor:
+        """Go on inside with a shard that another pipeline stage has made."""
+        now = self._inside = self._last = _Pass(full, True)
+        out = x.view_as(x)
+        self._mark(out, now)
         return out
+
+    @property
+    def inside(self) -> int | None:
+        """The full length where activations are shards now, else None."""
+        return self._inside.full if self._inside is not None and self._inside.active else None
+
+    def forget(self) -> None:
+        """A forward has ended, or failed, inside."""
+        self._inside = None
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """All rows again; outside, the gradient is whole on every rank."""

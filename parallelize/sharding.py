@@ -38,6 +38,7 @@ class Record:
     group: Group
     ledger: Ledger
     overlap: Any = None  # parallelize.overlap.Overlap
+    region: Any = None  # parallelize.region.Region, where sequence parallelism is on
 
     def __deepcopy__(self, memo: dict) -> Record:
         return self

@@ -5,13 +5,18 @@ Floor 2: torch-free.
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from parallelize.errors import PlanError, Problem, did_you_mean
-from parallelize.plan.load import read_plan, shipped_plans
+from parallelize.plan.load import load_plan, read_plan, shipped_plans
 from parallelize.plan.schema import Plan, Rule
 from parallelize.styles.text import WORDS, parse_style
+
+log = logging.getLogger("parallelize")
 
 
 @lru_cache(maxsize=1)
@@ -86,3 +91,42 @@ def translate(model: Any, base: Any, own: dict[str, str]) -> Plan:
         source="base_model_tp_plan",
         unclaimed="replicate",
     )
+
+
+def plan_of(module: Any, given: Any) -> Plan:
+    """The plan that a caller means: a `Plan`, a name, a path, a dict of style words, or None to choose by the model.
+
+    Raises: PlanError.
+    """
+    if given is None:
+        plan, why = choose_plan(module)
+        log.info("plan %s, chosen by %s", plan.name, why)
+        if plan.source == "base_model_tp_plan":
+            log.warning("no shipped plan for %s: using %s", type(module).__name__, why)
+        return plan
+    if isinstance(given, Plan):
+        return given
+    if isinstance(given, (str, os.PathLike)):
+        return load_plan(given)
+    if isinstance(given, Mapping) and all(isinstance(style, str) for style in given.values()):
+        rules = tuple(Rule(pattern, parse_style(style, pattern), "plan dict") for pattern, style in given.items())
+        return Plan("dict", rules, source="plan dict", unclaimed="replicate")
+    raise PlanError(
+        Problem(
+            "bad-plan",
+            f"a plan cannot be a {type(given).__name__}",
+            fix="a plan's name, a path, a Plan, a style, a dict of patterns to styles, or None",
+        )
+    )
+
+
+def plan_or_none(module: Any, given: Any) -> Plan | None:
+    """The same, where a plan is of use but not needed: None for a model that no plan serves, or for another form of plan."""
+    if given is not None and not isinstance(given, (Plan, str, os.PathLike)):
+        return None
+    try:
+        return plan_of(module, given)
+    except PlanError as error:
+        if given is None and error.slugs == ("no-plan-for-model",):
+            return None
+        raise

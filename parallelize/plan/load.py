@@ -238,15 +238,15 @@ def _cuts(reader: Reader, top: dict[str, yaml.Node]) -> Cuts | None:
     if "pipeline" not in top:
         return None
     node = top["pipeline"]
-    fields = reader.known(node, "pipeline", {"layers", "first", "last", "every", "skips", "argument"})
+    fields = reader.known(node, "pipeline", {"layers", "first", "last", "every", "skips", "carry"})
     if "layers" not in fields:
         reader.wrong(node, "missing-key", "pipeline has no `layers`", "name the list of layers")
         return None
-    lists = {key: reader.texts(fields[key], key) for key in ("first", "last", "every") if key in fields}
-    texts = {key: reader.text(fields[key], key) or "" for key in ("layers", "argument") if key in fields}
+    lists = {key: reader.texts(fields[key], key) for key in ("first", "last", "every", "carry") if key in fields}
+    layers = reader.text(fields["layers"], "layers") or ""
     skips = reader.mapping(fields["skips"], "skips") if "skips" in fields else ()
     pairs = ((key, reader.text(value, f"where {key} is used") or "") for key, _, value in skips)
-    return Cuts(**texts, **lists, skips=tuple(pairs), where=reader.where(node))
+    return Cuts(layers, **lists, skips=tuple(pairs), where=reader.where(node))  # type: ignore[arg-type]
 
 
 def _ties(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[Tie]:

@@ -5,7 +5,8 @@ Floor 2: reads modules by their ordinary methods, so nothing of torch is importe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parallelize.styles.registry import ModuleFacts
@@ -41,6 +42,22 @@ class ModelFacts:
         """The model's config, where it has one; of a multimodal model, that of its text part."""
         config = getattr(self.root, "config", None)
         return getattr(config, "text_config", None) or config
+
+    def restricted(self, present: Callable[[str], bool], objects: dict[str, Any]) -> ModelFacts:
+        """The part of the model that is present here: modules and parameters by any of their names."""
+        parameters = {}
+        for fact in self.parameters.values():
+            names = tuple(name for name in fact.names if present(name))
+            if names:
+                parameters[names[0]] = replace(fact, names=names)
+        return ModelFacts(
+            self.root,
+            {name: facts for name, facts in self.modules.items() if present(name)},
+            {name: module for name, module in objects.items() if present(name)},
+            {name: first for name, first in self.aliases.items() if present(name)},
+            parameters,
+            {name: fact.fqn for fact in parameters.values() for name in fact.names},
+        )
 
     def structure(self) -> dict[str, str]:
         """What must be the same on every rank, as text by parameter name."""

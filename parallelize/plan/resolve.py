@@ -65,6 +65,21 @@ class ResolvedPlan:
     region: RegionRow | None
     attributes: dict[str, dict[str, int]]  # module fqn -> attribute -> local value
 
+    def restricted(self, model: ModelFacts) -> ResolvedPlan:
+        """The rows of the modules and parameters that `model`, a part of the one resolved, holds."""
+        rows = {}
+        for row in self.parameters.values():
+            mine = next((name for name in row.fact.names if name in model.owners), None)
+            if mine is not None:
+                fact = model.parameters[model.owners[mine]]
+                rows[fact.fqn] = replace(row, fact=fact)
+        return replace(
+            self,
+            modules={name: row for name, row in self.modules.items() if name in model.modules},
+            parameters=rows,
+            attributes={name: values for name, values in self.attributes.items() if name in model.modules},
+        )
+
 
 def resolve(plan: Plan, model: ModelFacts, tp_size: int) -> ResolvedPlan:
     """Match every rule, claim every parameter, and lay everything out.

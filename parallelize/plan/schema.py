@@ -73,7 +73,8 @@ class Cuts:
             modules that stand before and after `layers` in the model.
         every: modules without parameters that every stage needs (rotary tables).
         skips: (from, to) modules: what the first returns is used beside the second, stages later.
-        argument: of a layer's forward, the activation that the layer before returned. Default: the first.
+        carry: arguments of a layer's forward that come from the layer before, and travel to another stage. Default: the
+            first; arguments that require a gradient travel always.
     """
 
     layers: str
@@ -81,7 +82,7 @@ class Cuts:
     last: tuple[str, ...] = ()
     every: tuple[str, ...] = ()
     skips: tuple[tuple[str, str], ...] = ()
-    argument: str = ""
+    carry: tuple[str, ...] = ()
     where: str = ""
 
 

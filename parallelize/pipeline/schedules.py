@@ -1,0 +1,293 @@
+"""Pipeline schedules as data: which rank runs which action in which order.
+
+    name, ranks, microbatches --build_schedule--> Schedule --simulate | table | run-->
+
+Nothing here starts a process group. An action says what is computed, never what is sent: messages follow from the order
+(`timeline.with_messages`). The orders with one stage a rank are written here; those with several are PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallelize.errors import MeshError, PlanError, Problem, did_you_mean
+
+KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One microbatch through one stage: "F" forward, "B" whole backward, or its halves "I" (dgrad) and "W" (wgrad).
+
+    The text form is PyTorch's: "2F0" is stage 2, forward, microbatch 0.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action that `text` names. Raises: PlanError `bad-action`."""
+        found = _TEXT.fullmatch(text.strip())
+        if found is None:
+            fix = "write stage, one of F B I W, microbatch: `2F0`"
+            raise PlanError(Problem("bad-action", f"{text!r} is no action of a pipeline schedule", fix=fix))
+        return cls(int(found[1]), found[2], int(found[3]))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each rank computes, in order. `stage_ranks[s]` is the rank of stage s."""
+
+    name: str
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    stage_ranks: tuple[int, ...]
+    orders: tuple[tuple[Action, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A schedule's name in PyTorch and its needs."""
+
+    torch_name: str
+    stages_per_rank: int  # when the caller does not say; the only one allowed unless `more_stages`
+    more_stages: bool = False
+    in_rounds: bool = False  # the microbatches must come in equal rounds of about one per rank
+    v_shape: bool = False  # stages s and 2P-1-s on rank s, else s % P
+    least_per_rank: int = 0  # microbatches
+
+
+SCHEDULES = {
+    "gpipe": _Kind("GPipe", 1),
+    "1f1b": _Kind("1F1B", 1),
+    "interleaved_1f1b": _Kind("Interleaved1F1B", 2, more_stages=True, in_rounds=True),
+    "looped_bfs": _Kind("LoopedBFS", 2, more_stages=True),
+    "interleaved_zero_bubble": _Kind("InterleavedZeroBubble", 2, more_stages=True, in_rounds=True),
+    "zbv": _Kind("ZBVZeroBubble", 2, v_shape=True),
+    "dualpipe_v": _Kind("DualPipeV", 2, v_shape=True, least_per_rank=2),
+}
+"""Every schedule that can be built. PyTorch's class names are understood too."""
+
+
+def schedule_name(name: str) -> str:
+    """The name in `SCHEDULES` that is meant: case, underscores and a leading "Schedule" do not matter.
+
+    Raises: PlanError `unknown-schedule`.
+    """
+    known = {_plain(word): own for own, kind in SCHEDULES.items() for word in (own, kind.torch_name)}
+    if _plain(name) not in known:
+        fix = did_you_mean(name, SCHEDULES)
+        raise PlanError(Problem("unknown-schedule", f"there is no pipeline schedule {name!r}", fix=fix))
+    return known[_plain(name)]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", str(name).lower()).removeprefix("schedule")
+
+
+def build_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+    """The order in which `num_ranks` ranks send `num_microbatches` microbatches through their stages.
+
+    Args:
+        name: a key of `SCHEDULES`, or PyTorch's name of it.
+        stages_per_rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more (default 2) for the others.
+    Returns: a schedule that `check_schedule` has passed.
+    Raises: PlanError `unknown-schedule`, `bad-stages-per-rank`, `too-few-microbatches`, `uneven-microbatches`;
+        MeshError `bad-num-ranks`.
+    Source: GPipe arXiv:1811.06965; 1F1B (PipeDream-flush) and interleaved arXiv:2104.04473; looped BFS arXiv:2211.05953;
+        zero bubble and ZB-V arXiv:2401.10241, 2405.15362; DualPipe arXiv:2412.19437, as DualPipeV in
+        github.com/deepseek-ai/DualPipe.
+    """
+    name = schedule_name(name)
+    kind = SCHEDULES[name]
+    each = kind.stages_per_rank if stages_per_rank is None else stages_per_rank
+    _check_needs(name, num_ranks, num_microbatches, each)
+    if name == "gpipe":
+        orders = [_gpipe(rank, num_microbatches) for rank in range(num_ranks)]
+    elif name == "1f1b":
+        orders = [_1f1b(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+    else:
+        orders = _torch_orders(name, num_ranks, num_microbatches, each)
+    places = stage_places(name, num_ranks, each)
+    schedule = Schedule(name, num_ranks, len(places), num_microbatches, places, tuple(map(tuple, orders)))
+    check_schedule(schedule)
+    return schedule
+
+
+def stage_places(name: str, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+    """The rank of each stage. Raises: PlanError `unknown-schedule`, `bad-stages-per-rank`."""
+    kind = SCHEDULES[schedule_name(name)]
+    each = kind.stages_per_rank if stages_per_rank is None else stages_per_rank
+    problem = _stages_problem(schedule_name(name), each)
+    if problem is not None:
+        raise PlanError(problem)
+    stages = num_ranks * each
+    return tuple(min(s, stages - 1 - s) if kind.v_shape else s % num_ranks for s in range(stages))
+
+
+def _check_needs(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> None:
+    if not isinstance(ranks, int) or ranks < 1:
+        raise MeshError(Problem("bad-num-ranks", f"a pipeline cannot run on {ranks} ranks", fix="use 1 or more"))
+    found = [_stages_problem(name, stages_per_rank), _microbatches_problem(name, ranks, microbatches)]
+    problems = [problem for problem in found if problem is not None]
+    if problems:
+        raise PlanError(*problems)
+
+
+def _stages_problem(name: str, stages_per_rank: int) -> Problem | None:
+    kind = SCHEDULES[name]
+    if _takes(kind, stages_per_rank):
+        return None
+    fix = f"use {kind.stages_per_rank}" + (" or more" if kind.more_stages else "")
+    others = [other for other, its in SCHEDULES.items() if _takes(its, stages_per_rank)]
+    if others:
+        fix += f", or a schedule that takes {stages_per_rank}: " + ", ".join(others)
+    return Problem("bad-stages-per-rank", f"{name} cannot run {stages_per_rank} stages on a rank", fix=fix)
+
+
+def _takes(kind: _Kind, stages_per_rank: int) -> bool:
+    if not isinstance(stages_per_rank, int):
+        return False
+    return stages_per_rank == kind.stages_per_rank or (kind.more_stages and stages_per_rank > kind.stages_per_rank)
+
+
+def _microbatches_problem(name: str, ranks: int, microbatches: int) -> Problem | None:
+    kind = SCHEDULES[name]
+    # one rank has no neighbour to wait for, so there any count will do
+    least = max(1, kind.least_per_rank * ranks) if ranks > 1 else 1
+    if not isinstance(microbatches, int) or microbatches < least:
+        what = f"{name} on {ranks} ranks cannot run {microbatches} microbatches"
+        return Problem("too-few-microbatches", what, fix=f"use {least} or more")
+    if kind.in_rounds and not _even_rounds(ranks, microbatches):
+        rounds = microbatches // ranks
+        below = next(count for count in range(microbatches, 0, -1) if _even_rounds(ranks, count))
+        above = next(count for count in range(microbatches, 2 * microbatches) if _even_rounds(ranks, count))
+        left = microbatches % rounds
+        what = f"{name} on {ranks} ranks runs {rounds} equal rounds: {microbatches} % {rounds} = {left}"
+        fix = f"use {below} or {above} microbatches, or any multiple of {ranks}"
+        return Problem("uneven-microbatches", what, fix=fix)
+    return None
+
+
+def _even_rounds(ranks: int, microbatches: int) -> bool:
+    return microbatches % max(1, microbatches // ranks) == 0
+
+
+def _gpipe(rank: int, microbatches: int) -> list[Action]:
+    """All forwards, then all backwards. Source: arXiv:1811.06965, fig. 2c (backwards in the order of the forwards)."""
+    return [Action(rank, kind, m) for kind in "FB" for m in range(microbatches)]
+
+
+def _1f1b(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """Forwards until the first gradient arrives, then one backward after each forward. Source: arXiv:2104.04473, fig. 4."""
+    warm = min(ranks - 1 - rank, microbatches)
+    order = [Action(rank, "F", m) for m in range(warm)]
+    for m in range(microbatches - warm):
+        order += [Action(rank, "F", warm + m), Action(rank, "B", m)]
+    return order + [Action(rank, "B", m) for m in range(microbatches - warm, microbatches)]
+
+
+def _torch_orders(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
+    if ranks == 1 and microbatches < SCHEDULES[name].least_per_rank:  # which PyTorch refuses, for no need of the data
+        return [_depth_first(stages_per_rank, microbatches)]
+    from parallelize._torch_private import schedule_orders  # here, so that this file stays free of torch
+
+    orders = schedule_orders(SCHEDULES[name].torch_name, ranks, microbatches, stages_per_rank)
+    if orders is None:
+        raise PlanError(Problem("unknown-schedule", f"this torch has no {name}", fix="use `1f1b`, or a newer torch"))
+    return [[Action(*op) for op in order] for order in orders]
+
+
+def _depth_first(stages: int, microbatches: int) -> list[Action]:
+    """One rank alone: each microbatch through all stages and back."""
+    there = [("F", stage) for stage in range(stages)]
+    back = [("B", stage) for stage in reversed(range(stages))]
+    return [Action(stage, kind, m) for m in range(microbatches) for kind, stage in there + back]
+
+
+def sources(schedule: Schedule, action: Action) -> list[tuple[Action, ...]]:
+    """What must have ended before `action` starts; of each tuple one (a gradient comes from "B" or from "I")."""
+    stage, m = action.stage, action.microbatch
+    if action.kind == "W":
+        return [(Action(stage, "I", m),)]
+    if action.kind == "F":
+        return [(Action(stage - 1, "F", m),)] if stage > 0 else []
+    own = [(Action(stage, "F", m),)]
+    return own + ([(Action(stage + 1, "B", m), Action(stage + 1, "I", m))] if stage + 1 < schedule.num_stages else [])
+
+
+def in_turn(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """Every (rank, action), each after all that it needs. Raises: PlanError `bad-schedule` when ranks wait in a circle."""
+    done: set[Action] = set()
+    at = [0] * schedule.num_ranks
+    while True:
+        before = sum(at)
+        for rank, order in enumerate(schedule.orders):
+            while at[rank] < len(order) and not _missing(schedule, order[at[rank]], done):
+                yield rank, order[at[rank]]
+                done.add(order[at[rank]])
+                at[rank] += 1
+        if sum(at) == before:
+            break
+    stuck = [(rank, order[at[rank]]) for rank, order in enumerate(schedule.orders) if at[rank] < len(order)]
+    if stuck:
+        rows = tuple((f"rank {rank}", f"{a} waits for {_missing(schedule, a, done)}") for rank, a in stuck)
+        what = f"{schedule.name}: no rank can go on after {len(done)} actions"
+        raise PlanError(Problem("bad-schedule", what, rows=rows, fix="reorder these actions"))
+
+
+def _missing(schedule: Schedule, action: Action, done: set[Action]) -> str:
+    """What `action` still waits for, or an empty text."""
+    wanted = [choice for choice in sources(schedule, action) if not any(source in done for source in choice)]
+    return ", ".join(" or ".join(map(str, choice)) for choice in wanted)
+
+
+def check_schedule(schedule: Schedule) -> None:
+    """Check that each stage runs each microbatch forward and backward once, on its rank, and that no rank waits for ever.
+
+    Raises: PlanError `bad-schedule`, naming the first actions that are wrong or stuck.
+    """
+    wrong = _misplaced(schedule) or _not_once(schedule)
+    if wrong:
+        shown = tuple(wrong[:8]) + ((("and", f"{len(wrong) - 8} more"),) if len(wrong) > 8 else ())
+        fix = "each stage and microbatch has one F, and one B or one I and one W, on the stage's rank"
+        raise PlanError(Problem("bad-schedule", f"{schedule.name}: {len(wrong)} wrong actions", rows=shown, fix=fix))
+    for _ in in_turn(schedule):
+        pass
+
+
+def _misplaced(schedule: Schedule) -> list[tuple[str, str]]:
+    """Actions of another rank's stage, or of none."""
+    if len(schedule.orders) != schedule.num_ranks or len(schedule.stage_ranks) != schedule.num_stages:
+        sizes = f"{len(schedule.orders)} orders and {len(schedule.stage_ranks)} placed stages"
+        return [("sizes", f"{sizes} for {schedule.num_ranks} ranks and {schedule.num_stages} stages")]
+    found = []
+    for rank, order in enumerate(schedule.orders):
+        for action in order:
+            if not (0 <= action.stage < schedule.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
+                found.append((f"rank {rank}", f"{action} is of no stage or no microbatch"))
+            elif schedule.stage_ranks[action.stage] != rank:
+                found.append((f"rank {rank}", f"{action} belongs to rank {schedule.stage_ranks[action.stage]}"))
+    return found
+
+
+def _not_once(schedule: Schedule) -> list[tuple[str, str]]:
+    """Stages and microbatches whose actions are not F and B, or F, I and W."""
+    counts = Counter(action for order in schedule.orders for action in order)
+    found = []
+    for stage in range(schedule.num_stages):
+        for m in range(schedule.num_microbatches):
+            kinds = "".join(kind * counts[Action(stage, kind, m)] for kind in KINDS)
+            if kinds not in ("FB", "FIW"):
+                found.append((f"stage {stage}", f"microbatch {m} has {' '.join(kinds) or 'no action'}"))
+    return found

@@ -25,7 +25,9 @@ from parallelize.pipeline.step import Data, Headers, StepRun
 from parallelize.pipeline.timeline import Timeline, with_messages
 from parallelize.pipeline.transport import Transport
 from parallelize.pipeline.units import Outcome, StageRunner
+from parallelize.recompute import recomputed
 from parallelize.sharding import record_of
+from parallelize.ties import ties_of
 
 T = torch.Tensor
 
@@ -75,6 +77,7 @@ class Pipeline:
         record = record_of(module)
         self.ledger = record.ledger if record is not None else None
         self.runner = _runner(module, self.cut, record.region if record is not None else None)
+        self.ties = ties_of(module)
         self.everyone = axis_group(mesh, *self.spec.names)
         self._headers: Headers = {}
         self._known: set[tuple] = set()
@@ -112,14 +115,19 @@ class Pipeline:
                 stack.enter_context(self.ledger.accumulating())
             if self.data is not None:
                 self.data.hold()
+            if self.ties is not None:
+                self.ties.reopen()
             self._execute(run)
         failed, loss = self._outcome(run)
+        if self.data is not None:
+            self.data.finish()
         if failed:
+            if self.data is not None:
+                self.data.reset()
             failure.forget_gradients(self.module)
             failure.raise_together(run.failure, self.everyone, run.cause)
-        finish = getattr(self.data, "finish", None)
-        if finish is not None:
-            finish()
+        if self.ties is not None:
+            self.ties.reduce_gradients()
         return loss
 
     @torch.no_grad()
@@ -234,10 +242,6 @@ class Pipeline:
             loss = loss.clone()
             dist.all_reduce(loss, group=axis_group(self.mesh, *axes))
         return loss
-
-
-def recomputed(module):
-    return {}
 
 
 def _is_forward(step: Any) -> bool:

@@ -42,6 +42,12 @@ class Data(Protocol):
 
     def release(self, stage: int) -> None: ...
 
+    def flush(self, stage: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def reset(self) -> None: ...
+
 
 @dataclass
 class _Saved:
@@ -102,6 +108,8 @@ class StepRun:
                 if step in last and self.data is not None:
                     self.data.release(step.stage)
                 self._act(step)
+                if step.kind in "BW" and self.data is not None:  # a failed rank too: others wait for its part
+                    self.data.flush(step.stage)
         if self.transport is not None:
             self.transport.drain()
 

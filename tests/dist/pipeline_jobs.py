@@ -12,6 +12,7 @@ from parallelize import build_mesh, full_gradients, parallelize_module
 from parallelize.pipeline.cut import cut_pipeline
 from parallelize.pipeline.engine import Pipeline
 from parallelize.plan.schema import Cuts
+from parallelize.ties import tie_parameters
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import TOLERANCE, loss_of, worst
 
@@ -52,7 +53,8 @@ def reference(
     model = copy.deepcopy(model)
     loss = loss_of(logits_of(model(ids)), labels)
     loss.backward()
-    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    named = model.named_parameters(remove_duplicate=False)
+    return loss.detach(), {n: p.grad.clone() for n, p in named if p.grad is not None}
 
 
 def schedules(
@@ -66,6 +68,7 @@ def schedules(
     mesh = build_mesh("cpu", pp=world)
     cuts = Cuts("blocks", first=("embed", "scale"), last=("head",)) if family == "blocks" else None
     cut_pipeline(model, mesh, schedule=name, stages_per_rank=stages_per_rank, cuts=cuts)
+    tie_parameters(model)
     pipeline = Pipeline(model, mesh, schedule=name, stages_per_rank=stages_per_rank, num_microbatches=microbatches)
     loss = pipeline.step(ids, targets=labels)
     got = {n: p.grad for n, p in model.named_parameters()}

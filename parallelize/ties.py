@@ -1,0 +1,193 @@
+"""Parameters that are one and live on several pipeline stages: equal copies, whose gradients are summed.
+
+A tie is found by identity before a model is cut, or declared in the plan. Within a stage one parameter serves all its names.
+Across stages each copy sees its own uses alone, so its gradient is a part; the parts are added after ZeRO has reduced them
+over the data axes (sums may be taken in any order), on whatever ZeRO has left of them, and so move 1/dp of the bytes where
+gradients are split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallelize import _torch_private as private
+from parallelize.errors import HandshakeError, PlanError, Problem, did_you_mean
+from parallelize.groups import Group, group_for
+from parallelize.handshake import digest
+from parallelize.pipeline.cut import Cut, cut_of
+from parallelize.plan.schema import Plan
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class TieGroup:
+    """One parameter on several ranks of the pipeline.
+
+    Attributes:
+        name: of the tie. members: fqns, on whatever stage. local: this rank's own, as the model names them.
+        group: the ranks that hold it, the owner first. reduce: "sum" or "none".
+    """
+
+    name: str
+    members: tuple[str, ...]
+    local: tuple[str, ...]
+    group: Group
+    reduce: str = "sum"
+
+    @property
+    def is_owner(self) -> bool:
+        return self.group.rank == 0
+
+
+class Ties:
+    """The ties of a model that this rank has a part in."""
+
+    def __init__(self, module: nn.Module, groups: list[TieGroup]):
+        self.module, self.groups = module, groups
+        self._summed: set[str] = set()
+
+    def parameters(self, tie: TieGroup) -> list[nn.Parameter]:
+        """This rank's copies: one, unless a plan ties parameters of one stage that are not the same object."""
+        found = {id(p): p for p in (self.module.get_parameter(name) for name in tie.local)}
+        return list(found.values())
+
+    @torch.no_grad()
+    def equalize(self) -> None:
+        """Give every copy the owner's value. A collective over each tie's ranks."""
+        for tie in self.groups:
+            first, *others = (_local(p) for p in self.parameters(tie))
+            if first.is_meta:
+                continue
+            if tie.group.size > 1:
+                value = first.contiguous()
+                tie.group.broadcast(value, 0)
+                first.copy_(value)
+            for other in others:
+                other.copy_(first)
+
+    def reopen(self) -> None:
+        """Backwards are about to add to gradients that were summed before: each copy keeps its share of them."""
+        for tie in self.groups:
+            if tie.name in self._summed:
+                for parameter in self.parameters(tie):
+                    if parameter.grad is not None:
+                        _local(parameter.grad).mul_(1.0 / (tie.group.size * len(self.parameters(tie))))
+        self._summed.clear()
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Sum each tie's gradients over its copies. Once a step, when all of its backwards have ended."""
+        for tie in self.groups:
+            if tie.reduce == "none":
+                continue
+            parameters = self.parameters(tie)
+            total = _zeros_like_grad(parameters[0]) if parameters[0].grad is None else _local(parameters[0].grad)
+            for other in parameters[1:]:
+                if other.grad is not None:
+                    total.add_(_local(other.grad))
+            if tie.group.size > 1:
+                tie.group.all_reduce(total)
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = _as_grad(parameter, total)
+                elif _local(parameter.grad).data_ptr() != total.data_ptr():
+                    _local(parameter.grad).copy_(total)
+            self._summed.add(tie.name)
+
+    def check(self) -> None:
+        """Compare the copies by digest. Raises: HandshakeError `ties-differ` on every rank of a tie whose copies differ."""
+        for tie in self.groups:
+            own = [digest(_local(p)) for p in self.parameters(tie)]
+            everyone = tie.group.all_gather(own[0]) if tie.group.size > 1 else own[0][None]
+            if any(not torch.equal(one, everyone[0]) for one in (*everyone, *own)):
+                what = f"copies of {tie.name} ({', '.join(tie.members)}) are not equal any more"
+                raise HandshakeError(
+                    Problem(
+                        "ties-differ", what, fix="let one optimiser of one setting step all copies; then equalize()"
+                    )
+                )
+
+
+def _local(x: Any) -> T:
+    return private.local_of(x) if isinstance(x, DTensor) else x
+
+
+def _zeros_like_grad(parameter: Any) -> T:
+    return torch.zeros_like(_local(parameter))
+
+
+def _as_grad(parameter: Any, value: T) -> Any:
+    return private.wrap(value, private.spec_of(parameter)) if isinstance(parameter, DTensor) else value
+
+
+def ties_of(module: nn.Module) -> Ties | None:
+    """The ties across stages that `tie_parameters` has found."""
+    return module.__dict__.get("_parallelize_ties")
+
+
+def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:
+    """Find the ties of a model that was cut, and make their copies equal. A collective over the pipeline.
+
+    Parameters that were one object before the cut are tied; so are those that the plan's `ties:` name together.
+
+    Returns: the ties, or None where no parameter lives on two stages.
+    Raises: PlanError `unknown-parameter`, `tie-shapes-differ`.
+    """
+    cut = cut_of(module)
+    declared = [] if plan is None else [(tie.name, tie.members, tie.reduce) for tie in plan.ties]
+    if cut is None and not declared:
+        return None
+    if cut is None:
+        names = [(name, members, reduce) for name, members, reduce in declared]
+        groups = [TieGroup(name, members, members, Group.alone(), reduce) for name, members, reduce in names]
+    else:
+        _check_declared(cut, declared)
+        known = {name for _, members, _ in declared for name in members}
+        found = [
+            (fact.fqn, fact.names, "sum")
+            for fact in cut.facts.parameters.values()
+            if len(_ranks(cut, fact.names)) > 1 and not known & set(fact.names)
+        ]
+        groups = [group for one in [*declared, *found] if (group := _group(cut, *one)) is not None]
+    if not groups:
+        return None
+    ties = module.__dict__["_parallelize_ties"] = Ties(module, groups)
+    ties.equalize()
+    return ties
+
+
+def _ranks(cut: Cut, names: tuple[str, ...]) -> list[int]:
+    """pp ranks that hold any of these, in order of their stages."""
+    stages = sorted({stage for name in names if (stage := cut.stages.stage_of(name)) is not None})
+    return list(dict.fromkeys(cut.places[stage] for stage in stages))
+
+
+def _group(cut: Cut, name: str, members: tuple[str, ...], reduce: str) -> TieGroup | None:
+    ranks = _ranks(cut, members)
+    if cut.group.rank not in ranks:
+        return None
+    local = tuple(member for member in members if cut.present(member))
+    group = Group.alone() if len(ranks) == 1 else Group(group_for([cut.group.ranks[rank] for rank in ranks]))
+    return TieGroup(name, members, local, group, reduce)
+
+
+def _check_declared(cut: Cut, declared: list[tuple[str, tuple[str, ...], str]]) -> None:
+    problems = []
+    for tie, members, _ in declared:
+        unknown = [name for name in members if name not in cut.facts.owners]
+        for name in unknown:
+            what = f"tie {tie} names {name!r}, which is no parameter"
+            problems.append(Problem("unknown-parameter", what, fix=did_you_mean(name, cut.facts.owners)))
+        known = [name for name in members if name not in unknown]
+        shapes = {cut.facts.parameters[cut.facts.owners[name]].shape for name in known}
+        if len(shapes) > 1:
+            what = f"tie {tie} joins parameters of shapes {sorted(map(list, shapes))}"
+            problems.append(Problem("tie-shapes-differ", what, fix="tie parameters of one shape"))
+    if problems:
+        raise PlanError(*problems)

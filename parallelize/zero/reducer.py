@@ -1,0 +1,226 @@
+"""Gradients summed over the data axes while backward goes on.
+
+A hook on each parameter sees its finished gradient; when all of a bucket have come, the bucket is sent. Buckets go in one
+order on every rank. In a plain loop each backward ends with its gradients reduced; an engine that runs several backwards a
+step says when: `hold`, `release` before a stage's last backward, `flush` after each, `finish` at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize import _torch_private as private
+from parallelize.errors import ModelError, Problem
+from parallelize.groups import Group
+from parallelize.zero.buckets import Bucket, SplitBucket, WholeBucket, local
+
+BUCKET_BYTES = 25 * 2**20
+"""As PyTorch's DistributedDataParallel has it: large enough for bandwidth, small enough to begin early."""
+IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Managed:
+    """A parameter whose gradient is reduced.
+
+    `stage`: of the pipeline. `late`: its gradient is known only when a step ends. `uses`: how often a backward adds to it.
+    """
+
+    name: str
+    param: nn.Parameter
+    stage: int = 0
+    late: bool = False
+    uses: int = 1
+
+
+class Reducer:
+    """Reduces the gradients of a model over its data axes.
+
+    Args:
+        groups: of the data axes; for split gradients those beside `shard`.
+        shard: the axis over which gradients are split, for ZeRO 2.
+        specs: id of a parameter -> the spec of its split gradient.
+        defer: ZeRO 2 reduces once a step too, and keeps whole gradients until then.
+    """
+
+    splits_backward = True
+
+    def __init__(
+        self,
+        managed: Sequence[Managed],
+        groups: Sequence[Group],
+        dtype: torch.dtype | None,
+        *,
+        shard: Group | None = None,
+        specs: dict[int, Any] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        defer: bool = False,
+    ):
+        self.groups, self.shard, self.specs, self.defer = list(groups), shard, specs or {}, defer
+        self.managed, self.dtype = list(managed), dtype
+        self.buckets = list(self._made(bucket_bytes))
+        self.of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
+        self._next: dict[int, int] = {}
+        self._held: set[int] = set()
+        self._manual = self._queued = False
+        self._flying: list[Bucket] = []
+        for one in self.managed:
+            if self._stored(one.param) != one.param.dtype:
+                one.param.grad_dtype = None  # type: ignore[attr-defined]  # gradients are wider than parameters
+            one.param.register_hook(partial(self._before, one.param))
+            one.param.register_post_accumulate_grad_hook(self._after)
+
+    def _stored(self, param: Any) -> torch.dtype:
+        return self.dtype or param.dtype
+
+    def _made(self, bucket_bytes: int) -> Iterable[Bucket]:
+        """Buckets in the order in which backward fills them: from the last parameter to the first; late ones at the end."""
+        for late in (False, True):
+            groups: dict[tuple, list[Managed]] = {}
+            sizes: dict[tuple, int] = {}
+            for one in reversed([one for one in self.managed if one.late is late]):
+                dtype = self._stored(one.param)
+                key = (one.stage, dtype, one.param.device, late)
+                if sizes.get(key, 0) >= bucket_bytes:
+                    yield self._bucket(groups.pop(key), dtype)
+                    sizes[key] = 0
+                groups.setdefault(key, []).append(one)
+                sizes[key] = sizes.get(key, 0) + local(one.param).numel() * dtype.itemsize
+            for key, ones in groups.items():
+                yield self._bucket(ones, key[1])
+
+    def _bucket(self, ones: list[Managed], dtype: torch.dtype) -> Bucket:
+        given = ([one.param for one in ones], [one.uses for one in ones], ones[0].stage, ones[0].late, dtype)
+        if self.shard is None:
+            return WholeBucket(*given)
+        return SplitBucket(*given, shard=self.shard, specs=self.specs)
+
+    # -- hooks ----------------------------------------------------------------------------------------------------
+
+    def _before(self, param: Any, grad: Any) -> None:
+        """Before a backward adds to `.grad`: what stands there may have been reduced already."""
+        if param.grad is None:
+            return
+        bucket = self.of[id(param)]
+        if isinstance(bucket, WholeBucket):
+            bucket.reopen()
+        elif isinstance(bucket, SplitBucket) and bucket.shown:
+            bucket.hide()
+
+    def _after(self, param: Any) -> None:
+        bucket = self.of[id(param)]
+        bucket.take(param)  # type: ignore[attr-defined]
+        if bucket.stage in self._held:
+            return
+        if not self._manual and not self._queued:
+            self._queued = True
+            private.call_after_backward(self._after_backward)
+        if bucket.complete and not bucket.late:
+            self._launch_complete(bucket.stage)
+
+    def _after_backward(self) -> None:
+        """Once more to the end of the queue: owed gradients are delivered there too."""
+        private.call_after_backward(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._queued = False
+        if not self._manual:
+            self.finish()
+
+    # -- sending --------------------------------------------------------------------------------------------------
+
+    def _of_stage(self, stage: int) -> list[Bucket]:
+        return [bucket for bucket in self.buckets if bucket.stage == stage]
+
+    def _launch_complete(self, stage: int) -> None:
+        buckets = self._of_stage(stage)
+        at = self._next.get(stage, 0)
+        while at < len(buckets) and buckets[at].complete and not buckets[at].late:
+            self._launch(buckets[at])
+            at += 1
+        self._next[stage] = at
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.launch(self.groups)  # type: ignore[attr-defined]
+        self._flying.append(bucket)
+        if self.shard is not None and len(self._flying) > IN_FLIGHT:  # so that few buffers of whole gradients exist
+            self._land(self._flying.pop(0))
+
+    def _land(self, bucket: Bucket) -> None:
+        if isinstance(bucket, SplitBucket):
+            bucket.land()
+        elif isinstance(bucket, WholeBucket):
+            bucket.end()
+
+    def _launch_rest(self, stage: int, late: bool) -> None:
+        buckets = self._of_stage(stage)
+        for bucket in buckets[self._next.get(stage, 0) :]:
+            if not bucket.launched and (late or not bucket.late):
+                self._launch(bucket)
+        self._next[stage] = 0
+
+    # -- an engine's words ----------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """A step of several backwards begins: nothing is reduced before `release` (ZeRO 2: unless it splits each time)."""
+        self._manual = True
+        for bucket in self.buckets:
+            if isinstance(bucket, SplitBucket) and bucket.shown:
+                bucket.hide()
+            elif isinstance(bucket, WholeBucket) and any(param.grad is not None for param in bucket.params):
+                bucket.reopen()
+        if self.shard is None or self.defer:
+            self._held = {one.stage for one in self.managed}
+
+    def release(self, stage: int) -> None:
+        """The stage's next backward is its last of the step."""
+        self._held.discard(stage)
+        for bucket in self._of_stage(stage):
+            if not bucket.launched:
+                bucket.begin()
+
+    def flush(self, stage: int) -> None:
+        """A backward of the stage has ended."""
+        if stage not in self._held and self.shard is not None:
+            self._launch_rest(stage, late=False)
+
+    def finish(self) -> None:
+        """All backwards have ended: reduce the rest, wait for all."""
+        self._held.clear()
+        self._refuse_unmanaged()
+        for stage in sorted({bucket.stage for bucket in self.buckets}):
+            self._launch_rest(stage, late=True)
+        for bucket in self._flying:
+            self._land(bucket)
+        self._flying = []
+        for bucket in self.buckets:
+            if isinstance(bucket, SplitBucket):
+                bucket.show()
+        self._manual = False
+
+    def reset(self) -> None:
+        """A step has failed: forget what it has begun."""
+        for bucket in self._flying:
+            bucket.wait()
+        self._flying, self._next, self._manual, self._queued = [], {}, False, False
+        self._held.clear()
+        for bucket in self.buckets:
+            bucket.begin()
+            if isinstance(bucket, SplitBucket):
+                bucket.seen.clear()
+                bucket.shown = False
+                bucket.own = bucket.own.new_zeros(0)
+
+    def _refuse_unmanaged(self) -> None:
+        late = [one.name for one in self.unmanaged if one.param.grad is not None]
+        if late:
+            what = f"{late[0]} has a gradient that is not reduced: it was frozen when the data axes were set up"
+            raise ModelError(Problem("unmanaged-parameter", what, fix="unfreeze parameters before shard_data"))
+
+    unmanaged: Sequence[Managed] = ()

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
@@ -220,6 +222,14 @@ def record_ops(record: Callable[[Any, tuple, dict, Callable[[], Any]], Any]) -> 
     return Recording()
 
 
+def written_tensors(func: Any, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
+    """The tensors that a dispatched op's schema says it writes."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
 def on_meta() -> Any:
     """`torch.device("meta")` as a context that does not show itself.
 
@@ -269,3 +279,29 @@ def truncated_normals(draw: Callable[..., torch.Tensor]) -> Iterator[None]:
             yield
         finally:
             init._no_grad_trunc_normal_ = stock
+
+
+def masked_scale(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
+    """x * keep * scale in one kernel: the backward of PyTorch's own dropout, which is also its forward (since 1.11)."""
+    return torch.ops.aten.native_dropout_backward(x, keep, scale)
+
+
+plain_calls = getattr(torch._C, "DisableTorchFunction", torch._C.DisableTorchFunctionSubclass)
+"""A context in which neither function modes nor tensor subclasses see a call (since 2.0)."""
+
+
+def split_above(placement: Any, parts: int) -> Any:
+    """The placement on an outer axis that splits dim 0 of what `placement` gives to `parts` ranks (fully_shard's, 2.4)."""
+    if shard_dim(placement) != 0:
+        return Shard(0)
+    return _StridedShard(0, split_factor=parts)
+
+
+def spec(mesh: DeviceMesh, placements: tuple[Any, ...], like: torch.Tensor) -> Any:
+    """A DTensor's spec without a DTensor; `like` has the full shape, on meta."""
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(like.shape, like.stride(), like.dtype))
+
+
+def set_local(shown: Any, value: torch.Tensor) -> None:
+    """Let a DTensor parameter stand for other storage."""
+    shown._local_tensor = value

@@ -7,6 +7,7 @@
       ModelError        a model that cannot be planned as it is
       HandshakeError    ranks that disagree, found before any data is sent
       PipelineError     a step that failed on some rank
+      GradientError     gradients that are not finite
 
 Floor 0: imports nothing of the project, nor torch.
 """
@@ -52,6 +53,10 @@ class ParallelizeError(Exception):
 
 class PipelineError(ParallelizeError):
     """A step of a pipeline that failed, on every rank of the mesh."""
+
+
+class GradientError(ParallelizeError, RuntimeError):
+    """Gradients that cannot be used, on every rank; a RuntimeError, as PyTorch's own clipping raises."""
 
 
 class PlanError(ParallelizeError):

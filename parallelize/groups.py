@@ -134,6 +134,10 @@ class Group:
         _all_gather(out, x if x.ndim else x.reshape(1), group=self.pg)
         return out.view(self.size, *x.shape)
 
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """[n, ...] on each rank -> `out` [size * n, ...], of which `x` may be this rank's own part."""
+        _all_gather(out, x, group=self.pg)
+
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[size * n, ...] -> the sum's own [n, ...]."""
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))

@@ -11,7 +11,7 @@ Under `torch.compile` the slot traces `to_local()` instead: the compiled graph h
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,22 @@ from torch.distributed.tensor import DTensor
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.gradients import Debt, Ledger
+from parallelize.groups import Group
 
 _local_of = private.local_of
 
 
 OWN = "_parallelize_own"  # on a parameter that `apply` made: nothing takes its gradient before backward has ended
 SHARED = "_parallelize_shared"  # on a parameter: which of its local rows other tp ranks hold too
+STAGE = "_parallelize_stage"  # on a parameter of a pipeline stage: a StageMark
 Shared = tuple[tuple[int, int, int, int], ...]  # (dim, start, stop, holders)
+
+
+class StageMark(NamedTuple):
+    """`group`: of the pipeline. `counted`: not a copy of a tied parameter that another stage owns."""
+
+    group: Group
+    counted: bool = True
 
 
 class Slot:

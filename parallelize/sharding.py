@@ -164,12 +164,22 @@ def full_state_dict(module: nn.Module, *, every_rank: bool = False) -> dict[str,
 def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameter name to its whole gradient, for every parameter that has one. A collective over tp."""
     found = {}
-    planned = {names[0]: (layout, group) for layout, group, names in _planned_parameters(module)}
+    record = record_of(module)
+    any_split = record is not None or any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    rows = _planned_parameters(module) if any_split else ()
+    planned = {names[0]: (layout, group) for layout, group, names in rows}
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
-            plain = not isinstance(parameter, DTensor)
-            found[name] = parameter.grad.clone() if plain else unshard(parameter.grad, *planned[name])
+            found[name] = _whole_gradient(parameter, planned.get(name))
     return found
+
+
+def _whole_gradient(parameter: Any, planned: tuple[Layout, Group] | None) -> torch.Tensor:
+    grad = parameter.grad
+    if not isinstance(grad, DTensor):
+        return grad.clone()
+    # ZeRO has split the gradient of a parameter that no plan has
+    return grad.full_tensor() if planned is None or not isinstance(parameter, DTensor) else unshard(grad, *planned)
 
 
 def require_record(module: nn.Module) -> Record:

@@ -19,6 +19,7 @@ from parallelize import _torch_private as private
 from parallelize.errors import HandshakeError, PlanError, Problem, did_you_mean
 from parallelize.groups import Group, group_for
 from parallelize.handshake import digest
+from parallelize.parameters import STAGE, StageMark
 from parallelize.pipeline.cut import Cut, cut_of
 from parallelize.plan.schema import Plan
 
@@ -159,6 +160,10 @@ def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:
         return None
     ties = module.__dict__["_parallelize_ties"] = Ties(module, groups)
     ties.equalize()
+    for tie in groups:
+        for place, parameter in enumerate(ties.parameters(tie)):
+            if cut is not None:
+                setattr(parameter, STAGE, StageMark(cut.group, tie.is_owner and place == 0))
     return ties
 
 

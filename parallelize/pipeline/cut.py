@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.groups import Group, mesh_spec
 from parallelize.handshake import TIMEOUT_S, agree_on
+from parallelize.parameters import STAGE, StageMark
 from parallelize.pipeline.schedules import stage_places
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model import ModelFacts, describe
@@ -40,6 +41,7 @@ class Cut:
     mine: tuple[int, ...]
     facts: ModelFacts
     group: Group
+    mesh: DeviceMesh
 
     def present(self, fqn: str) -> bool:
         """Whether a module or parameter (by any of its names) is on this rank."""
@@ -102,11 +104,13 @@ def cut_pipeline(
         facts_of_ranks |= {"stages": str(stages.starts), "units": str(stages.units), "places": str(places)}
         facts_of_ranks |= {f"parameter {key}": value for key, value in facts.structure().items()}
     mine = tuple(stage for stage, rank in enumerate(places) if rank == group.rank)
-    cut = Cut(stages, places, mine, facts, group)
+    cut = Cut(stages, places, mine, facts, group, mesh)
     for unit in stages.units:
         if stages.stage_of_unit(unit) not in mine:
             _empty(module, unit)
     module.__dict__["_parallelize_cut"] = cut
+    for parameter in module.parameters():
+        setattr(parameter, STAGE, StageMark(group))
     return module
 
 

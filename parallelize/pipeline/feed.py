@@ -78,7 +78,9 @@ def share(value: Any, group: Group, device: torch.device, source: int = 0) -> An
     """A nested value of the group's rank `source`, on every rank. A collective."""
     if group.size == 1:
         return value
-    form, tensors, raw = None, [], torch.empty(0, dtype=torch.uint8)
+    form: Nested | None = None
+    tensors: list[T] = []
+    raw = torch.empty(0, dtype=torch.uint8)
     if group.rank == source:
         form, tensors = Nested.of(value)
         raw = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)

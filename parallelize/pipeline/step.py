@@ -142,7 +142,9 @@ class StepRun:
     # -- forward --------------------------------------------------------------------------------------------------
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        feed, header, tensors = self.feeds[microbatch], None, []
+        feed = self.feeds[microbatch]
+        header: Header | None = None
+        tensors: list[T] = []
         if stage > 0:
             header, tensors = self._input_of(stage, microbatch)
             if header is None:
@@ -158,7 +160,8 @@ class StepRun:
         outcome = self.runner.run(stage, feed.args, feed.kwargs, content, header, learn)
         inputs = [tensor for tensor in tensors if tensor.requires_grad]
         if last:
-            self.headers[after] = outcome.header
+            if outcome.header is not None:
+                self.headers[after] = outcome.header
             self._finish_forward(microbatch, inputs, outcome.output, feed)
         else:
             self._pass_on(stage, microbatch, inputs, outcome, learn)

@@ -243,8 +243,15 @@ _CPU = torch.device("cpu")
 
 def _has_nan(values: list[Any]) -> bool:
     return any(
-        bool(value.isnan().any()) for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()
+        bool(_plain(value).isnan().any())
+        for value in values
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
     )
+
+
+def _plain(value: Any) -> T:
+    """This rank's part of logits that stay sharded, or of a DTensor."""
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def _put(value: Any, local: Any) -> bool:

@@ -54,7 +54,6 @@ class Bucket:
         self.uses = uses  # how often a backward adds to each: planned modules that are tied do so one by one
         self.counts = [0] * len(params)
         self.pending: list[Any] = []  # works on their way
-        self.launched = False
 
     @property
     def complete(self) -> bool:
@@ -69,7 +68,6 @@ class Bucket:
     def begin(self) -> None:
         """A backward that counts begins."""
         self.counts = [0] * len(self.params)
-        self.launched = False
 
     def wait(self) -> None:
         for work in self.pending:
@@ -99,12 +97,13 @@ class WholeBucket(Bucket):
             param.grad = shown_like(param, view)
 
     def reopen(self) -> None:
-        """What was reduced before is about to be added to: each rank keeps its share, so that the sum stays the sum."""
-        if self.reduced:
+        """What was reduced before may be added to: each rank keeps its share, so that the sum stays the sum."""
+        if self.reduced and any(param.grad is not None for param in self.params):
             self.flat.mul_(1.0 / self.ranks)
-            self.reduced = False
+        self.reduced = False
 
     def launch(self, groups: Sequence[Group]) -> None:
+        self.begin()
         self.reopen()
         self.ranks = math.prod(group.size for group in groups)
         self.present.fill_(1.0)
@@ -117,16 +116,14 @@ class WholeBucket(Bucket):
         else:
             for group in groups:
                 group.all_reduce(self.flat)
-        self.launched = True
 
-    def end(self) -> None:
+    def land(self) -> None:
         """Wait, and give a gradient to those that had one elsewhere alone."""
         self.wait()
         self.reduced = True
         for n, param in enumerate(self.params):
             if param.grad is None and bool(self.present[n] > 0):
                 param.grad = shown_like(param, self.views[n])
-        self.begin()
 
 
 class SplitBucket(Bucket):
@@ -155,6 +152,7 @@ class SplitBucket(Bucket):
 
     def launch(self, groups: Sequence[Group]) -> None:
         """Reduce over the shard axis, then what is left over `groups`."""
+        self.begin()
         if self.shown:
             self.hide()
         count = self.shard.size
@@ -167,7 +165,6 @@ class SplitBucket(Bucket):
         self._input, self._output = whole, whole.new_empty(whole.shape[1])
         self.pending = [_reduce_scatter(self._output, whole.view(-1), self.shard)]
         self._others = [group for group in groups if group.size > 1]
-        self.launched = True
 
     def _put(self, whole: T, n: int, grad: T) -> None:
         rows, width, per_rank, at = self.each[n]
@@ -197,7 +194,6 @@ class SplitBucket(Bucket):
         else:
             self.own = values.clone()
         self._input = self._output = None
-        self.begin()
 
     def rows(self, n: int) -> T:
         """The sums of own rows of a parameter."""
@@ -224,6 +220,12 @@ class SplitBucket(Bucket):
         self.shown = False
         if not self.seen:
             self.own = self.own.new_zeros(0)
+
+    def forget(self) -> None:
+        """Gradients are gone."""
+        self.seen.clear()
+        self.shown = False
+        self.own = self.own.new_zeros(0)
 
 
 def _reduce_scatter(out: T, whole: T, group: Group) -> Any:

@@ -66,8 +66,11 @@ class Reducer:
         self.managed, self.dtype = list(managed), dtype
         self.buckets = list(self._made(bucket_bytes))
         self.of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
+        self._stages = sorted({bucket.stage for bucket in self.buckets})
+        self._by_stage = {stage: [b for b in self.buckets if b.stage == stage] for stage in self._stages}
         self._next: dict[int, int] = {}
-        self._held: set[int] = set()
+        self._held: set[int] = set()  # stages that reduce nothing for now
+        self._open: set[int] = set()  # stages with a backward that is to be reduced, and is not yet
         self._manual = self._queued = False
         self._flying: list[Bucket] = []
         for one in self.managed:
@@ -105,11 +108,10 @@ class Reducer:
 
     def _before(self, param: Any, grad: Any) -> None:
         """Before a backward adds to `.grad`: what stands there may have been reduced already."""
-        if param.grad is None:
-            return
         bucket = self.of[id(param)]
         if isinstance(bucket, WholeBucket):
-            bucket.reopen()
+            if bucket.reduced:
+                bucket.reopen()
         elif isinstance(bucket, SplitBucket) and bucket.shown:
             bucket.hide()
 
@@ -120,6 +122,7 @@ class Reducer:
             return
         if not self._manual and not self._queued:
             self._queued = True
+            self._open = set(self._stages)
             private.call_after_backward(self._after_backward)
         if bucket.complete and not bucket.late:
             self._launch_complete(bucket.stage)
@@ -135,35 +138,30 @@ class Reducer:
 
     # -- sending --------------------------------------------------------------------------------------------------
 
-    def _of_stage(self, stage: int) -> list[Bucket]:
-        return [bucket for bucket in self.buckets if bucket.stage == stage]
-
     def _launch_complete(self, stage: int) -> None:
-        buckets = self._of_stage(stage)
+        """Buckets that have all their gradients, in order: the same on every rank, whatever comes first here."""
+        buckets = self._by_stage[stage]
         at = self._next.get(stage, 0)
         while at < len(buckets) and buckets[at].complete and not buckets[at].late:
             self._launch(buckets[at])
             at += 1
         self._next[stage] = at
 
+    def _launch_rest(self, stage: int) -> None:
+        """What a backward has left, late buckets apart."""
+        for bucket in self._by_stage[stage][self._next.get(stage, 0) :]:
+            if not bucket.late:
+                self._launch(bucket)
+        self._next[stage] = 0
+
     def _launch(self, bucket: Bucket) -> None:
+        if bucket in self._flying:  # of the microbatch before
+            self._flying.remove(bucket)
+            bucket.land()  # type: ignore[attr-defined]
         bucket.launch(self.groups)  # type: ignore[attr-defined]
         self._flying.append(bucket)
         if self.shard is not None and len(self._flying) > IN_FLIGHT:  # so that few buffers of whole gradients exist
-            self._land(self._flying.pop(0))
-
-    def _land(self, bucket: Bucket) -> None:
-        if isinstance(bucket, SplitBucket):
-            bucket.land()
-        elif isinstance(bucket, WholeBucket):
-            bucket.end()
-
-    def _launch_rest(self, stage: int, late: bool) -> None:
-        buckets = self._of_stage(stage)
-        for bucket in buckets[self._next.get(stage, 0) :]:
-            if not bucket.launched and (late or not bucket.late):
-                self._launch(bucket)
-        self._next[stage] = 0
+            self._flying.pop(0).land()  # type: ignore[attr-defined]
 
     # -- an engine's words ----------------------------------------------------------------------------------------
 
@@ -173,34 +171,40 @@ class Reducer:
         for bucket in self.buckets:
             if isinstance(bucket, SplitBucket) and bucket.shown:
                 bucket.hide()
-            elif isinstance(bucket, WholeBucket) and any(param.grad is not None for param in bucket.params):
+            elif isinstance(bucket, WholeBucket) and bucket.reduced:
                 bucket.reopen()
         if self.shard is None or self.defer:
-            self._held = {one.stage for one in self.managed}
+            self._held = set(self._stages)
+            self._open = set(self._stages)
 
     def release(self, stage: int) -> None:
         """The stage's next backward is its last of the step."""
         self._held.discard(stage)
-        for bucket in self._of_stage(stage):
-            if not bucket.launched:
-                bucket.begin()
+        for bucket in self._by_stage.get(stage, ()):
+            bucket.begin()
 
     def flush(self, stage: int) -> None:
         """A backward of the stage has ended."""
-        if stage not in self._held and self.shard is not None:
-            self._launch_rest(stage, late=False)
+        if stage in self._by_stage and stage not in self._held:
+            self._launch_rest(stage)
+            self._open.discard(stage)
 
     def finish(self) -> None:
         """All backwards have ended: reduce the rest, wait for all."""
-        self._held.clear()
         self._refuse_unmanaged()
-        for stage in sorted({bucket.stage for bucket in self.buckets}):
-            self._launch_rest(stage, late=True)
-        for bucket in self._flying:
-            self._land(bucket)
-        self._flying = []
+        self._held.clear()
+        for stage in self._stages:
+            if stage in self._open:
+                self._launch_rest(stage)
         for bucket in self.buckets:
-            if isinstance(bucket, SplitBucket):
+            if bucket.late:
+                self._launch(bucket)
+        for bucket in self._flying:
+            bucket.land()  # type: ignore[attr-defined]
+        self._flying = []
+        self._open.clear()
+        for bucket in self.buckets:
+            if isinstance(bucket, SplitBucket) and not bucket.shown:
                 bucket.show()
         self._manual = False
 
@@ -210,12 +214,13 @@ class Reducer:
             bucket.wait()
         self._flying, self._next, self._manual, self._queued = [], {}, False, False
         self._held.clear()
+        self._open.clear()
         for bucket in self.buckets:
             bucket.begin()
             if isinstance(bucket, SplitBucket):
-                bucket.seen.clear()
-                bucket.shown = False
-                bucket.own = bucket.own.new_zeros(0)
+                bucket.forget()
+            elif isinstance(bucket, WholeBucket):
+                bucket.reduced = False
 
     def _refuse_unmanaged(self) -> None:
         late = [one.name for one in self.unmanaged if one.param.grad is not None]

@@ -6,13 +6,17 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from parallelize import build_mesh, full_gradients, parallelize_module
+from parallelize import build_mesh, full_parameter
 from parallelize.pipeline.cut import cut_pipeline
 from parallelize.pipeline.engine import Pipeline
 from parallelize.plan.schema import Cuts
+from parallelize.sharding import record_of
 from parallelize.ties import tie_parameters
+from parallelize.training import parallelize_model
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import TOLERANCE, loss_of, worst
 
@@ -77,3 +81,61 @@ def schedules(
     error, name_ = worst(got, {n: want[n] for n in owned})
     assert error <= TOLERANCE[dtype], (name_, error)
     return max(error, abs(float(loss - want_loss)) / abs(float(want_loss)))
+
+
+def whole(module: nn.Module, name: str, value: Any) -> torch.Tensor:
+    """A parameter or its gradient, whole, whatever has split it."""
+    if not isinstance(value, DTensor):
+        return value.detach()
+    if record_of(module) is not None:
+        return full_parameter(module, name, value).detach()
+    return value.full_tensor().detach()
+
+
+def mesh_parity(rank: int, family: str, axes: dict[str, int], dtype: torch.dtype, options: dict[str, Any]) -> float:
+    """Loss, gradients, norm and weights after three SGD steps of a model on a whole mesh; the largest relative error."""
+    layers = options.pop("layers", axes.get("pp", 1) * (2 if "schedule" in options else 1) + 1)
+    model = build(family, dtype, layers)
+    unsharded = copy.deepcopy(model)
+    mesh = build_mesh("cpu", **axes)
+    if family == "blocks":
+        options["cuts"] = Cuts("blocks", first=("embed", "scale"), last=("head",))
+    parallel = parallelize_model(model, mesh, **options)
+    data = [axis for axis in ("dp_replicate", "dp") if axis in axes]
+    count = 1
+    place = 0
+    for axis in data:
+        place = place * axes[axis] + mesh.get_local_rank(axis)
+        count *= axes[axis]
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.05)
+    reference_optimizer = torch.optim.SGD(unsharded.parameters(), 0.05)
+    rows = 2 * parallel.pipeline.schedule.num_microbatches
+    errors = {}
+    for step in range(3):
+        ids, labels = tiny_batch(batch=rows * count, length=7, seed=step)
+        mine = slice(rows * place, rows * (place + 1))
+        loss = parallel.step(ids[mine], targets=labels[mine])
+        want = loss_of(logits_of(unsharded(ids)), labels)
+        want.backward()
+        errors[f"loss {step}"] = float((loss - want).abs() / want.abs())
+        wanted = dict(unsharded.named_parameters(remove_duplicate=False))
+        if step == 0:
+            got = {n: whole(model, n, p.grad) for n, p in model.named_parameters() if p.grad is not None}
+            assert got.keys() == {n for n, _ in model.named_parameters() if wanted[n].grad is not None}
+            error, name = worst(got, {n: wanted[n].grad for n in got})
+            assert error <= TOLERANCE[dtype], (name, error)
+            errors["gradients"] = error
+        largest = parallel.clip_grad_norm_(1e9, float("inf"))
+        norm = parallel.clip_grad_norm_(0.5)
+        want_largest = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 1e9, float("inf"))
+        want_norm = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.5)
+        errors[f"norm {step}"] = float((norm - want_norm).abs() / want_norm)
+        errors[f"largest {step}"] = float((largest - want_largest).abs() / want_largest)
+        for one in (optimizer, reference_optimizer):
+            one.step()
+            one.zero_grad()
+    parallel.check_ties()
+    got = {n: whole(model, n, p) for n, p in model.named_parameters()}
+    errors["weights"] = worst(got, {n: wanted[n].detach() for n in got})[0]
+    assert max(errors.values()) <= TOLERANCE[dtype], errors
+    return max(errors.values())

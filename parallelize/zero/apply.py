@@ -1,0 +1,186 @@
+"""`shard_data`: the data axes of a mesh, by ZeRO stage. After the plan, before an optimiser is built.
+
+| stage | each data rank holds of gradients | of optimiser state | of parameters |
+|---|---|---|---|
+| 0 | all | all | all |
+| 1 | all | its part | all |
+| 2 | its part | its part | all |
+| 3 | its part | its part | its part (`fully_shard`) |
+
+Source: ZeRO, arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from parallelize.errors import MeshError, ModelError, Problem
+from parallelize.groups import Group, axis_group, mesh_spec
+from parallelize.mesh import DATA_AXES, MeshSpec
+from parallelize.pipeline.cut import cut_of
+from parallelize.sharding import record_of
+from parallelize.zero.fully import shard_fully
+from parallelize.zero.reducer import BUCKET_BYTES, Managed, Reducer
+from parallelize.zero.shards import Shard, split_spec
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass
+class DataRecord:
+    """What `shard_data` did to a model; kept on its root.
+
+    Attributes:
+        zero: the stage. engine: keeps data ranks in step. shards: own rows of each parameter (stages 0 to 2).
+        masters: float32 copies that the optimiser steps, where parameters are narrower.
+    """
+
+    zero: int
+    mesh: DeviceMesh
+    engine: Any
+    shards: list[Shard] = field(default_factory=list)
+    masters: bool = False
+
+    def __deepcopy__(self, memo: dict) -> DataRecord:
+        return self
+
+
+def data_of(module: nn.Module) -> DataRecord | None:
+    """What `shard_data` did to this model, or None."""
+    return module.__dict__.get("_parallelize_data")
+
+
+def shard_data(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    zero: int = 0,
+    *,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    units: Sequence[str] | None = None,
+    defer: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Keep the data-parallel ranks of a mesh in step, in place, and return the model.
+
+    Gradients are SUMS over the axes dp_replicate, dp (or dp_shard) and cp: divide the loss by the global count of tokens,
+    as `Pipeline.step` does. Parts lie over dp (or dp_shard); dp_replicate and cp hold copies.
+
+    Args:
+        module: plain, or after `parallelize_module`. Build the optimiser afterwards, by `build_optimizer`.
+        zero: the stage, 0 to 3.
+        dtype: of parameters and compute (bfloat16); the optimiser then steps float32 copies.
+        reduce_dtype: of sums of gradients. Default: float32 where `dtype` is narrower, else the parameters'.
+        units: for stage 3, patterns of the modules that are gathered as one. Default: the plan's, else its layers.
+        defer: stages 2 and 3 reduce once a step of several backwards, rather than in each: fewer messages, and whole
+            gradients (parameters x reduce_dtype bytes) are kept until then.
+
+    Raises: MeshError `no-data-axis`; ModelError `bad-zero-stage`, `data-axes-taken`, `early-optimizer`.
+    """
+    spec = mesh_spec(mesh)
+    _check(module, spec, zero)
+    narrow = dtype is not None and dtype.itemsize < 4
+    if zero == 3:
+        taken = (dtype, reduce_dtype, units, defer, reshard_after_forward)
+        module.__dict__["_parallelize_data"] = DataRecord(3, mesh, shard_fully(module, mesh, _shard_axis(spec), *taken))
+        return module
+    shard = _shard_axis(spec) if zero else None
+    group = Group(axis_group(mesh, shard)) if shard is not None else Group.alone()
+    shards = [_shard(one, mesh, shard, group, torch.float32 if narrow else None) for one in _managed(module)]
+    if dtype is not None:
+        cast_parameters(module, dtype)
+    reduced = reduce_dtype or (torch.float32 if narrow else None)
+    axes = [axis for axis in DATA_AXES if axis in spec.names and spec.size(axis) > 1]
+    split = zero == 2 and group.size > 1
+    others = [axis for axis in axes if axis != shard] if split else axes
+    groups = [Group(axis_group(mesh, *others))] if others else []
+    managed: list[Managed] = []
+    frozen: list[Managed] = []
+    for one in _managed(module):
+        (managed if one.param.requires_grad else frozen).append(one)
+    engine: Any = None
+    if axes or reduced is not None:
+        specs = {id(one.param): one.spec for one in shards}
+        options: dict[str, Any] = {"shard": group, "specs": specs, "defer": defer} if split else {}
+        engine = Reducer(managed, groups, reduced, bucket_bytes=bucket_bytes, **options)
+        engine.unmanaged = frozen
+    module.__dict__["_parallelize_data"] = DataRecord(zero, mesh, engine, shards, narrow)
+    return module
+
+
+def _check(module: nn.Module, spec: MeshSpec, zero: int) -> None:
+    if zero not in STAGES:
+        raise ModelError(Problem("bad-zero-stage", f"there is no ZeRO stage {zero!r}", fix="0, 1, 2 or 3"))
+    if zero > 0 and not {"dp", "dp_shard"} & set(spec.names):
+        fix = 'name one: build_mesh("cuda", dp=4, tp=2); or zero=0'
+        what = f"ZeRO {zero} divides state over dp, and the mesh {spec} has no such axis"
+        raise MeshError(Problem("no-data-axis", what, fix=fix))
+    if data_of(module) is not None:
+        raise ModelError(Problem("data-axes-taken", "shard_data has been applied to this model", fix="apply it once"))
+    refuse_early_optimizers(module)
+
+
+def refuse_early_optimizers(module: nn.Module) -> None:
+    """An optimiser that holds parameters which are about to be replaced would step nothing, in silence.
+
+    Raises: ModelError `early-optimizer`.
+    """
+    held = {id(parameter) for parameter in module.parameters()}
+    for found in gc.get_objects():
+        # type() rather than isinstance(), which would wake lazy objects
+        if issubclass(type(found), Optimizer) and any(id(parameter) in held for parameter in _stepped_by(found)):
+            what = f"a {type(found).__name__} holds parameters of this model already, and would step them no more"
+            fix = "build the optimiser afterwards, from the model that is returned"
+            raise ModelError(Problem("early-optimizer", what, fix=fix))
+
+
+def _stepped_by(optimizer: Any) -> list[Any]:
+    return [parameter for group in vars(optimizer).get("param_groups", ()) for parameter in group["params"]]
+
+
+def _shard_axis(spec: MeshSpec) -> str:
+    return "dp_shard" if "dp_shard" in spec.names else "dp"
+
+
+def _managed(module: nn.Module) -> Iterator[Managed]:
+    """Every parameter once, with the pipeline stage that its gradient comes from."""
+    cut, record = cut_of(module), record_of(module)
+    rows = record.resolved.parameters if record is not None else {}
+    names: dict[int, list[str]] = {}
+    params: dict[int, Any] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+        params[id(param)] = param
+    for key, found in names.items():
+        stages = {cut.stages.stage_of(name) or 0 for name in found} if cut is not None else {0}
+        row = next((rows[name] for name in found if name in rows), None)
+        owed = row is not None and (row.partial or any(row.layout.shared(rank) for rank in range(row.layout.num_ranks)))
+        owed = owed and record is not None and record.group.size > 1
+        uses = len(found) if row is not None else 1
+        yield Managed(found[0], params[key], max(stages), bool(owed) or len(stages) > 1, uses)
+
+
+def _shard(one: Managed, mesh: DeviceMesh, axis: str | None, group: Group, master: torch.dtype | None) -> Shard:
+    spec = split_spec(one.param, mesh, axis) if axis is not None else None
+    return Shard(one.name, one.param, group, spec, master)
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters in another dtype; buffers (rotary tables) stay as they are."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        return tensor.to(dtype) if is_weight else tensor
+
+    for owner in module.modules():
+        if owner._parameters:
+            owner._apply(cast, recurse=False)

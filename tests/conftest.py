@@ -43,3 +43,12 @@ def four_processes():
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def eight_processes():
+    from tests.support.processes import Pool
+
+    pool = Pool(8)
+    yield pool
+    pool.close()

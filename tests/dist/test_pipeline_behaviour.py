@@ -1,0 +1,93 @@
+"""Pipelines of odd models, with odd inputs; and what happens when a stage fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import behaviour_jobs as jobs
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize(("schedule", "each"), [("1f1b", 1), ("zbv", 2)])
+def test_tuples_dicts_skips_and_changing_shapes(two_processes, schedule, each):
+    assert max(two_processes.run(jobs.odd_model, schedule, each)) < 1e-12
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["given everywhere", "given on the first stage"])
+def test_masks_and_positions_reach_every_stage(two_processes, share):
+    assert max(two_processes.run(jobs.inputs_reach_every_stage, share)) < 1e-12
+
+
+def test_modules_assigned_by_name_and_a_loss_without_parameters(two_processes):
+    assert max(two_processes.run(jobs.explicit_assignment)) < 1e-12
+
+
+FAILURES = [
+    ("1f1b", 1, 1, 2, False, True),
+    ("1f1b", 1, 0, 0, False, True),
+    ("1f1b", 1, 0, 1, False, False),
+    ("gpipe", 1, 1, 3, True, False),
+    ("zbv", 2, 2, 1, True, True),
+    ("zbv", 2, 0, 0, False, True),
+]
+
+
+@pytest.mark.parametrize(("schedule", "each", "layer", "at", "backward", "first"), FAILURES)
+def test_a_failure_is_raised_everywhere_and_the_next_step_works(two_processes, schedule, each, layer, at, backward, first):
+    for told in two_processes.run(jobs.a_stage_fails, schedule, each, layer, at, backward, first):
+        rows = told["rows"]
+        assert rows["microbatch"].startswith(f"{at}, {'backward' if backward else 'forward'}"), rows
+        assert rows["error"] == "ValueError: bang"
+        assert backward or rows["module"] == f"blocks.{layer}"
+        assert told["error"] < 1e-12
+
+
+def test_the_failing_rank_keeps_its_own_traceback(two_processes):
+    causes = [told["cause"] for told in two_processes.run(jobs.a_stage_fails, "1f1b", 1, 1, 2, False, True)]
+    assert sorted(causes) == ["None", "ValueError('bang')"]
+
+
+def test_a_dead_process_is_named():
+    from tests.support.processes import Pool
+
+    pool = Pool(3)
+    try:
+        outcomes = pool.outcomes(jobs.a_process_dies, timeout_s=40)
+        assert outcomes[1][0] == "silent"
+        told = [text for kind, text in (outcomes[0], outcomes[2]) if kind == "ok"]
+        assert len(told) == 2 and any("peer-lost" in text and "rank 1" in text for text in told), outcomes
+    finally:
+        pool.close()
+
+
+MISTAKES = {
+    "more stages than layers": "more-stages-than-layers",
+    "too few microbatches": "too-few-microbatches",
+    "unknown axis": "unknown-axis",
+    "zero without data": "no-data-axis",
+    "early optimizer": "early-optimizer",
+    "unknown schedule": "unknown-schedule",
+    "unassigned": "unassigned-parameter",
+    "indivisible batch": "indivisible-batch",
+}
+
+
+@pytest.mark.parametrize("which", MISTAKES)
+def test_mistakes_are_named_before_anything_changes(two_processes, which):
+    assert all(MISTAKES[which] in slugs for slugs in two_processes.run(jobs.mistakes, which))
+
+
+@pytest.mark.parametrize(("how", "slug"), [("order", "unit-order"), ("uses", "absent-module-used")])
+def test_a_forward_that_uses_absent_modules_otherwise_is_refused(two_processes, how, slug):
+    for told in two_processes.run(jobs.misread, how):
+        assert told[0] == "stage-failed" and slug in told[1], told
+
+
+def test_a_run_repeats_to_the_bit(four_processes):
+    for first, second in four_processes.run(jobs.repeats):
+        assert first == second
+
+
+def test_parameters_tied_by_the_plan(two_processes):
+    assert max(two_processes.run(jobs.ties_in_the_plan)) < 1e-12

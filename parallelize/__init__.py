@@ -1,4 +1,4 @@
-"""Parallelise stock PyTorch modules by plans: tensor, sequence and loss parallelism on a `DeviceMesh`.
+"""Parallelise stock PyTorch modules by plans: tensor, sequence, pipeline and data parallelism on a `DeviceMesh`.
 
 Importing this package does not import torch: names are loaded on first use, so that the command line answers at once.
 """
@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "parallelize.apply": ["parallelize_module"],
     "parallelize.accumulate": ["accumulate_gradients"],
+    "parallelize.apply": ["parallelize_module"],
     "parallelize.clip": ["clip_grad_norm_"],
     "parallelize.errors": [
+        "GradientError",
         "HandshakeError",
         "MeshError",
         "ModelError",
         "ParallelizeError",
+        "PipelineError",
         "PlanError",
         "Problem",
         "ShapeError",
@@ -26,9 +28,10 @@ _PUBLIC = {
     "parallelize.groups": ["axis_group", "build_mesh", "destroy_groups", "group_for", "mesh_spec"],
     "parallelize.hardware": ["LinkProfile"],
     "parallelize.layout": ["Layout", "SlicePair"],
+    "parallelize.logs": ["ConsoleLogger", "HubLogger", "JSONLinesLogger", "Logger", "Loggers", "TensorBoardLogger"],
     "parallelize.loss": ["cross_entropy", "loss_parallel", "valid_tokens"],
-    "parallelize.meta": ["materialize"],
     "parallelize.mesh": ["MeshSpec"],
+    "parallelize.meta": ["materialize"],
     "parallelize.ops.calibrate": ["calibrate"],
     "parallelize.ops.collective_matmul": [
         "all_gather_linear",
@@ -39,11 +42,23 @@ _PUBLIC = {
     "parallelize.ops.linear_gradients": ["DeferredGradients"],
     "parallelize.optimizer": ["local_optimizer"],
     "parallelize.overlap": ["deferred_gradients"],
+    "parallelize.pipeline.cut": ["cut_pipeline"],
+    "parallelize.pipeline.engine": ["Pipeline"],
+    "parallelize.pipeline.gantt": ["describe_schedule"],
+    "parallelize.pipeline.schedules": ["Schedule", "build_schedule"],
+    "parallelize.pipeline.timeline": ["Timeline", "simulate"],
     "parallelize.plan.load": ["load_plan", "shipped_plans"],
-    "parallelize.plan.schema": ["Plan"],
+    "parallelize.plan.schema": ["Cuts", "Plan", "Tie"],
+    "parallelize.randomness.distributions": ["Constant", "Normal", "TruncatedNormal", "Uniform"],
+    "parallelize.randomness.initialise": ["build_on_meta", "initialize"],
+    "parallelize.randomness.install": ["install_dropout"],
+    "parallelize.randomness.position": ["Position"],
+    "parallelize.randomness.streams": ["Streams"],
+    "parallelize.recomputation": ["recompute", "recompute_cost", "recomputed", "set_recompute"],
     "parallelize.report": ["describe_plan", "overlap_counts", "overlap_report"],
     "parallelize.sharded_logits": ["ShardedLogits"],
     "parallelize.sharding": ["ShardInfo", "full_gradients", "full_parameter", "full_state_dict", "shard_info"],
+    "parallelize.ties": ["tie_parameters"],
     "parallelize.torch_styles.boundary": [
         "PrepareModuleInput",
         "PrepareModuleInputOutput",
@@ -51,6 +66,10 @@ _PUBLIC = {
         "SequenceParallel",
     ],
     "parallelize.torch_styles.linear": ["ColwiseParallel", "RowwiseParallel"],
+    "parallelize.training": ["ParallelModel", "parallelize_model"],
+    "parallelize.zero.apply": ["shard_data"],
+    "parallelize.zero.memory": ["bytes_per_rank"],
+    "parallelize.zero.optimizer": ["build_optimizer"],
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = sorted([*_HOME, "__version__"])
@@ -72,10 +91,12 @@ if TYPE_CHECKING:
     from parallelize.accumulate import accumulate_gradients as accumulate_gradients
     from parallelize.apply import parallelize_module as parallelize_module
     from parallelize.clip import clip_grad_norm_ as clip_grad_norm_
+    from parallelize.errors import GradientError as GradientError
     from parallelize.errors import HandshakeError as HandshakeError
     from parallelize.errors import MeshError as MeshError
     from parallelize.errors import ModelError as ModelError
     from parallelize.errors import ParallelizeError as ParallelizeError
+    from parallelize.errors import PipelineError as PipelineError
     from parallelize.errors import PlanError as PlanError
     from parallelize.errors import Problem as Problem
     from parallelize.errors import ShapeError as ShapeError
@@ -87,6 +108,12 @@ if TYPE_CHECKING:
     from parallelize.hardware import LinkProfile as LinkProfile
     from parallelize.layout import Layout as Layout
     from parallelize.layout import SlicePair as SlicePair
+    from parallelize.logs import ConsoleLogger as ConsoleLogger
+    from parallelize.logs import HubLogger as HubLogger
+    from parallelize.logs import JSONLinesLogger as JSONLinesLogger
+    from parallelize.logs import Logger as Logger
+    from parallelize.logs import Loggers as Loggers
+    from parallelize.logs import TensorBoardLogger as TensorBoardLogger
     from parallelize.loss import cross_entropy as cross_entropy
     from parallelize.loss import loss_parallel as loss_parallel
     from parallelize.loss import valid_tokens as valid_tokens
@@ -100,9 +127,31 @@ if TYPE_CHECKING:
     from parallelize.ops.linear_gradients import DeferredGradients as DeferredGradients
     from parallelize.optimizer import local_optimizer as local_optimizer
     from parallelize.overlap import deferred_gradients as deferred_gradients
+    from parallelize.pipeline.cut import cut_pipeline as cut_pipeline
+    from parallelize.pipeline.engine import Pipeline as Pipeline
+    from parallelize.pipeline.gantt import describe_schedule as describe_schedule
+    from parallelize.pipeline.schedules import Schedule as Schedule
+    from parallelize.pipeline.schedules import build_schedule as build_schedule
+    from parallelize.pipeline.timeline import Timeline as Timeline
+    from parallelize.pipeline.timeline import simulate as simulate
     from parallelize.plan.load import load_plan as load_plan
     from parallelize.plan.load import shipped_plans as shipped_plans
+    from parallelize.plan.schema import Cuts as Cuts
     from parallelize.plan.schema import Plan as Plan
+    from parallelize.plan.schema import Tie as Tie
+    from parallelize.randomness.distributions import Constant as Constant
+    from parallelize.randomness.distributions import Normal as Normal
+    from parallelize.randomness.distributions import TruncatedNormal as TruncatedNormal
+    from parallelize.randomness.distributions import Uniform as Uniform
+    from parallelize.randomness.initialise import build_on_meta as build_on_meta
+    from parallelize.randomness.initialise import initialize as initialize
+    from parallelize.randomness.install import install_dropout as install_dropout
+    from parallelize.randomness.position import Position as Position
+    from parallelize.randomness.streams import Streams as Streams
+    from parallelize.recomputation import recompute as recompute
+    from parallelize.recomputation import recompute_cost as recompute_cost
+    from parallelize.recomputation import recomputed as recomputed
+    from parallelize.recomputation import set_recompute as set_recompute
     from parallelize.report import describe_plan as describe_plan
     from parallelize.report import overlap_counts as overlap_counts
     from parallelize.report import overlap_report as overlap_report
@@ -112,9 +161,15 @@ if TYPE_CHECKING:
     from parallelize.sharding import full_parameter as full_parameter
     from parallelize.sharding import full_state_dict as full_state_dict
     from parallelize.sharding import shard_info as shard_info
+    from parallelize.ties import tie_parameters as tie_parameters
     from parallelize.torch_styles.boundary import PrepareModuleInput as PrepareModuleInput
     from parallelize.torch_styles.boundary import PrepareModuleInputOutput as PrepareModuleInputOutput
     from parallelize.torch_styles.boundary import PrepareModuleOutput as PrepareModuleOutput
     from parallelize.torch_styles.boundary import SequenceParallel as SequenceParallel
     from parallelize.torch_styles.linear import ColwiseParallel as ColwiseParallel
     from parallelize.torch_styles.linear import RowwiseParallel as RowwiseParallel
+    from parallelize.training import ParallelModel as ParallelModel
+    from parallelize.training import parallelize_model as parallelize_model
+    from parallelize.zero.apply import shard_data as shard_data
+    from parallelize.zero.memory import bytes_per_rank as bytes_per_rank
+    from parallelize.zero.optimizer import build_optimizer as build_optimizer

@@ -15,6 +15,7 @@ from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.groups import Group
 from parallelize.ops import collectives as ops
+from parallelize.ops import tape
 
 
 class _Pass:
@@ -114,8 +115,10 @@ class Region:
 
     def _pass_of(self, x: torch.Tensor, dim: int) -> _Pass:
         """The pass that `x` belongs to; what is recomputed in backward finds its own again."""
-        if torch.compiler.is_compiling() or private.backward_id() == -1:
+        if torch.compiler.is_compiling():
             now = self._inside
+        elif private.backward_id() == -1 or tape.in_recompute():
+            now = tape.remembered("sequence-parallel region", lambda: self._inside)
         elif dim != self.dim:  # flattened tokens: only `active` counts, and what is recomputed was trained on
             return _Pass(0, True)
         else:

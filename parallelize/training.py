@@ -1,4 +1,4 @@
-"""`parallelize_model`: a stock model on the whole mesh. The order of this file's one long function is the order of the work.
+"""`parallelize_model`: a stock model on the whole mesh. The order of its text is the order of the work.
 
 cut into stages -> tensor parallelism -> recompute -> ZeRO 3 -> values for a meta model -> ZeRO 0 to 2 -> ties -> dropout
 """
@@ -22,9 +22,12 @@ from parallelize.pipeline.cut import cut_of, cut_pipeline
 from parallelize.pipeline.engine import Pipeline
 from parallelize.pipeline.schedules import build_schedule
 from parallelize.plan.choose import plan_or_none
-from parallelize.plan.schema import Cuts
+from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stages import Assignment, Costs
-from parallelize.recompute import recompute as recompute_units
+from parallelize.randomness.initialise import initialize as draw
+from parallelize.randomness.install import drops_by_function, install_dropout
+from parallelize.randomness.sites import rates_of, refused_modules
+from parallelize.recomputation import recompute as recompute_units
 from parallelize.ties import tie_parameters, ties_of
 from parallelize.zero.apply import STAGES, data_of, refuse_early_optimizers, shard_data
 from parallelize.zero.optimizer import build_optimizer
@@ -92,7 +95,7 @@ def parallelize_model(
     defer: bool = False,
     device: torch.device | str | None = None,
     initialize: int | Callable[[nn.Module], Any] | None = None,
-    dropout_seed: int | None = None,
+    dropout_seed: int = 0,
     loss: Callable[[Any, Any], T] | None = None,
     count: Callable[[Any], T | int] | None = None,
     whole: Collection[str] = (),
@@ -112,7 +115,7 @@ def parallelize_model(
         recompute, recompute_every, recompute_save: "full", "selective" or "off": see `recompute`.
         dtype: of compute (bfloat16): the optimiser then keeps float32 copies, and gradients are summed in float32.
         initialize: for a model on meta: a seed, or a function that fills the allocated model (loads a checkpoint).
-        dropout_seed: dropout draws masks that do not depend on the mesh. Needed where the model has dropout and `tp` > 1.
+        dropout_seed: masks are a function of it, the step and the place in the global batch, whatever the mesh.
         loss, count: see `Pipeline`.
 
     Returns: the model with its step, optimiser and clipping.
@@ -126,25 +129,14 @@ def parallelize_model(
         places: dict[str, Any] = {"schedule": schedule, "stages_per_rank": stages_per_rank}
         cut_pipeline(module, mesh, plan, costs=costs, assignment=assignment, cuts=cuts, **places)
     if "tp" in spec.names:
-        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "overlap": overlap}
-        parallelize_module(module, mesh, plan, **options)
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
+        parallelize_module(module, mesh, plan, overlap=overlap, **options)
     if recompute != "off":
         recompute_units(module, recompute, every=recompute_every, save=recompute_save, plan=chosen)
-    has_data = bool({"dp_replicate", "dp", "dp_shard"} & set(spec.names))
-    sharding: dict[str, Any] = {"dtype": dtype, "reduce_dtype": reduce_dtype, "defer": defer}
-    if zero == 3:
-        shard_data(module, mesh, 3, **sharding)
-    if any(parameter.is_meta for parameter in module.parameters()):
-        _fill(module, mesh, device, initialize)
-    if zero < 3 and (has_data or dtype is not None):
-        shard_data(module, mesh, zero, **sharding)
-    ties = tie_parameters(module, chosen)
+    _share_out(module, mesh, spec, zero, dtype, reduce_dtype, defer, lambda: _fill(module, mesh, device, initialize))
+    _tie(module, chosen)
+    clock = install_dropout(module, dropout_seed, mesh) if _drops(module) else None
     data = data_of(module)
-    if ties is not None and data is not None:
-        for shard in data.shards:
-            shard.reload()
-    if dropout_seed is not None:
-        _dropout(module, dropout_seed)
     pipeline = Pipeline(
         module,
         mesh,
@@ -156,8 +148,48 @@ def parallelize_model(
         whole=whole,
         share_inputs=share_inputs,
         data=data.engine if data is not None else None,
+        clock=clock,
     )
     return ParallelModel(module, mesh, pipeline)
+
+
+def _share_out(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    spec: MeshSpec,
+    zero: int,
+    dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    defer: bool,
+    fill: Callable[[], None],
+) -> None:
+    """ZeRO, and values for a model on meta: stage 3 cuts before anything is allocated, the others copy what is there."""
+    has_data = bool({"dp_replicate", "dp", "dp_shard"} & set(spec.names))
+    options: dict[str, Any] = {"dtype": dtype, "reduce_dtype": reduce_dtype, "defer": defer}
+    if zero == 3:
+        shard_data(module, mesh, 3, **options)
+    if any(parameter.is_meta for parameter in module.parameters()):
+        fill()
+    if zero < 3 and (has_data or dtype is not None):
+        shard_data(module, mesh, zero, **options)
+
+
+def _tie(module: nn.Module, plan: Plan | None) -> None:
+    ties, data = tie_parameters(module, plan), data_of(module)
+    if ties is not None and data is not None:
+        for shard in data.shards:  # float32 copies follow what copies on other stages were given
+            shard.reload()
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether anything in the model drops out."""
+    for inner in module.modules():
+        cls: Any = type(inner)
+        if isinstance(inner, nn.Dropout) and inner.p > 0:
+            return True
+        if drops_by_function(cls) and any(getattr(holder, name) > 0 for holder, name in rates_of(inner)):
+            return True
+    return False
 
 
 def _check(
@@ -192,22 +224,18 @@ def _check(
     if cut_of(module) is not None or data_of(module) is not None:
         what = "a part of this work has been done on the model already"
         raise ModelError(Problem("wrong-order", what, fix="call parallelize_model alone, or each part by itself"))
+    if _drops(module):
+        refused = refused_modules(module)
+        if refused:
+            raise ModelError(*refused)
     refuse_early_optimizers(module)
 
 
 def _fill(module: nn.Module, mesh: DeviceMesh, device: Any, initialize: Any) -> None:
     """Memory and values for a model that lay on meta."""
-    from parallelize.randomness.initialise import initialize as draw
-
     where = device if device is not None else mesh.device_type
     if callable(initialize):
         module.to_empty(device=where)
         initialize(module)
     else:
         draw(module, initialize, device=where)
-
-
-def _dropout(module: nn.Module, seed: int) -> None:
-    from parallelize.randomness.install import install_dropout
-
-    install_dropout(module, seed)

@@ -29,6 +29,7 @@ from torch.autograd import Function
 from parallelize.errors import ModelError, Problem
 from parallelize.groups import Group
 from parallelize.layout import even_interval
+from parallelize.ops import tape
 
 
 def refuse_double_backward() -> None:
@@ -64,9 +65,7 @@ class _Copy(Function):
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=group.pg)
-        return out
+        return tape.sent("all_reduce", _sum, x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
@@ -91,9 +90,7 @@ class _SumBoth(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=group.pg)
-        return out
+        return tape.sent("all_reduce", _sum, x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
@@ -108,7 +105,8 @@ class _Gather(Function):
     def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, full: int, partial: bool) -> torch.Tensor:
         ctx.args = group, dim, x.shape[dim], partial
         rows = -(-full // group.size)
-        return gather_dim(x if x.shape[dim] == rows else _pad(x, dim, rows), group, dim, full)
+        padded = x if x.shape[dim] == rows else _pad(x, dim, rows)
+        return tape.sent("all_gather", gather_dim, padded, group, dim, full)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
@@ -122,7 +120,7 @@ class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, padded: bool) -> torch.Tensor:
         ctx.args = group, dim, x.shape[dim]
-        own = reduce_scatter_dim(x, group, dim)
+        own = tape.sent("reduce_scatter", reduce_scatter_dim, x, group, dim)
         return own if padded else _unpadded(own, group, dim, x.shape[dim])
 
     @staticmethod
@@ -148,7 +146,7 @@ class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, split: int, concat: int, full: int) -> torch.Tensor:
         ctx.args = group, concat, split, x.shape[split]
-        return exchange_dims(x, group, split, concat, full)
+        return tape.sent("all_to_all", exchange_dims, x, group, split, concat, full)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
@@ -168,7 +166,9 @@ def reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 def reduce_owned(x: torch.Tensor, group: Group) -> torch.Tensor:
     """`reduce` in place, for a contiguous `x` that the caller has just made and that nobody else reads."""
-    return x if group.size == 1 else _ReduceOwned.apply(x, group)
+    if group.size == 1:
+        return x
+    return _ReduceOwned.apply(x, group) if tape.may_overwrite() else _Reduce.apply(x, group)
 
 
 def sum_both(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -214,6 +214,13 @@ def all_to_all(x: torch.Tensor, group: Group, split: int, concat: int, full: int
     if group.size == 1:
         return x
     return _AllToAll.apply(x, group, split % x.ndim, concat % x.ndim, full)
+
+
+def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum over ranks, in a new tensor. No autograd."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group.pg)
+    return out
 
 
 def gather_dim(x: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:

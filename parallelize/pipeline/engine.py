@@ -25,7 +25,8 @@ from parallelize.pipeline.step import Data, Headers, StepRun
 from parallelize.pipeline.timeline import Timeline, with_messages
 from parallelize.pipeline.transport import Transport
 from parallelize.pipeline.units import Outcome, StageRunner
-from parallelize.recompute import recomputed
+from parallelize.randomness.position import Clock, Position
+from parallelize.recomputation import recomputed
 from parallelize.sharding import record_of
 from parallelize.ties import ties_of
 
@@ -47,7 +48,12 @@ class Pipeline:
         count: (targets) -> what that sum is divided by, as a whole number. Default: targets that are not -100.
         whole: names of inputs that are never cut over the batch.
         share_inputs: only the first pp rank's inputs and targets count; the others get them from it.
-        data: keeps data-parallel ranks in step (what `shard_data` returned).
+        data: keeps data-parallel ranks in step: the `engine` of `data_of(module)`.
+        clock: of `install_dropout`: is told where in training each microbatch stands.
+
+    Attributes:
+        steps_done: with the clock it decides what is dropped out, so it goes into checkpoints.
+        record: True makes `timeline` draw the last step.
     """
 
     def __init__(
@@ -63,16 +69,17 @@ class Pipeline:
         whole: Collection[str] = (),
         share_inputs: bool = False,
         data: Data | None = None,
-        before: Callable[[int, int, Feed], None] | None = None,
+        clock: Clock | None = None,
     ):
-        self.module, self.mesh, self.data, self.before = module, mesh, data, before
+        self.module, self.mesh, self.data, self.clock = module, mesh, data, clock
+        self.steps_done = 0
         self.whole, self.share_inputs = frozenset(whole), share_inputs
         self.loss, self.count = loss or _token_loss, count or valid_tokens
         self.cut = cut_of(module)
         self.spec = mesh_spec(mesh)
         self.group = self.cut.group if self.cut is not None else Group.alone()
         self.schedule = self._schedule(schedule, num_microbatches, stages_per_rank)
-        self.steps = with_messages(self.schedule)[self.group.rank]
+        self.actions = with_messages(self.schedule)[self.group.rank]
         self.device = _device(mesh)
         record = record_of(module)
         self.ledger = record.ledger if record is not None else None
@@ -128,6 +135,7 @@ class Pipeline:
             failure.raise_together(run.failure, self.everyone, run.cause)
         if self.ties is not None:
             self.ties.reduce_gradients()
+        self.steps_done += 1
         return loss
 
     @torch.no_grad()
@@ -186,7 +194,7 @@ class Pipeline:
             with agree_on(self.mesh, TIMEOUT_S) as facts:  # only before the first step with inputs of these shapes
                 facts["inputs of the step"] = str(signature)
             self._known.add(signature)
-        steps = [step for step in self.steps if not forward_only or _is_forward(step)]
+        steps = [step for step in self.actions if not forward_only or _is_forward(step)]
         split = not recomputed(self.module) and getattr(self.data, "splits_backward", True)
         return StepRun(
             self.schedule,
@@ -200,9 +208,15 @@ class Pipeline:
             loss_of,
             split,
             None if forward_only else self.data,
-            self.before,
+            self._enter if self.clock is not None else None,
             self.record,
         )
+
+    def _enter(self, stage: int, microbatch: int, feed: Feed) -> None:
+        """Data ranks hold neighbouring rows of the global batch."""
+        assert self.clock is not None
+        offset = self.clock.data[0] * feed.batch + feed.batch_offset
+        self.clock.move(Position(self.steps_done, offset, feed.rows))
 
     def _execute(self, run: StepRun) -> None:
         known = set(self._headers)

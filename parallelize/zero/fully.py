@@ -27,11 +27,13 @@ class FullyShardedData:
 
     splits_backward = False
 
-    def __init__(self, module: nn.Module, units: list[nn.Module], cut: Cut | None, stages: dict[int, int], defer: bool):
+    def __init__(
+        self, module: nn.Module, units: list[Any], cut: Cut | None, stages: dict[int, int | None], defer: bool
+    ):
         self.module, self.units, self.cut, self.defer = module, units, cut, defer
         self.stages = stages  # id of a unit -> its pipeline stage
 
-    def hold(self) -> None:
+    def hold(self, by_hand: bool = False) -> None:
         """Only a deferred reduction waits for the last backward."""
         if self.defer:
             for unit in self.units:

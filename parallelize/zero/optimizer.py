@@ -120,7 +120,7 @@ def _around_steps(built: Optimizer, shards: list[Shard]) -> None:
             if set_to_none:
                 shard.param.grad = shard.stepped.grad = None
             elif shard.param.grad is not None:
-                shard.param.grad.detach_().zero_()
+                shard.param.grad.detach().zero_()
 
     built.step = MethodType(step, built)  # type: ignore[method-assign]
     built.zero_grad = MethodType(zero_grad, built)  # type: ignore[method-assign]

@@ -71,7 +71,7 @@ class Reducer:
         self._next: dict[int, int] = {}
         self._held: set[int] = set()  # stages that reduce nothing for now
         self._open: set[int] = set()  # stages with a backward that is to be reduced, and is not yet
-        self._manual = self._queued = False
+        self._manual = self._by_hand = self._queued = False
         self._flying: list[Bucket] = []
         for one in self.managed:
             if self._stored(one.param) != one.param.dtype:
@@ -120,9 +120,9 @@ class Reducer:
         bucket.take(param)  # type: ignore[attr-defined]
         if bucket.stage in self._held:
             return
-        if not self._manual and not self._queued:
+        if not self._queued and (not self._manual or (self._by_hand and private.backward_id() != -1)):
             self._queued = True
-            self._open = set(self._stages)
+            self._open |= set(self._stages)
             private.call_after_backward(self._after_backward)
         if bucket.complete and not bucket.late:
             self._launch_complete(bucket.stage)
@@ -135,6 +135,9 @@ class Reducer:
         self._queued = False
         if not self._manual:
             self.finish()
+        elif self._by_hand:
+            for stage in self._stages:
+                self.flush(stage)
 
     # -- sending --------------------------------------------------------------------------------------------------
 
@@ -165,9 +168,12 @@ class Reducer:
 
     # -- an engine's words ----------------------------------------------------------------------------------------
 
-    def hold(self) -> None:
-        """A step of several backwards begins: nothing is reduced before `release` (ZeRO 2: unless it splits each time)."""
-        self._manual = True
+    def hold(self, by_hand: bool = False) -> None:
+        """A step of several backwards begins: nothing is reduced before `release` (ZeRO 2: unless it splits each time).
+
+        `by_hand`: nobody will say `flush`.
+        """
+        self._manual, self._by_hand = True, by_hand
         for bucket in self.buckets:
             if isinstance(bucket, SplitBucket) and bucket.shown:
                 bucket.hide()

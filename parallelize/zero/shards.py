@@ -26,7 +26,7 @@ def split_spec(param: Any, mesh: DeviceMesh, axis: str) -> Any:
         tp = next(name for name in mesh_spec(param.device_mesh).names)
         placement, shape = param.placements[0], tuple(param.shape)
         both = mesh[axis, tp] if axis != tp else mesh[axis]
-        split = private.split_above(placement, mesh.size(mesh.mesh_dim_names.index(tp)))
+        split = private.split_above(placement, mesh_spec(mesh).size(tp))
         placements: tuple[Any, ...] = (split, placement)
     else:
         both, shape, placements = mesh[axis], tuple(own.shape), (SplitDim(0),)

@@ -156,7 +156,9 @@ class _Bomb(nn.Module):
         raise ValueError("bang")
 
 
-def a_stage_fails(rank: int, schedule: str, stages_per_rank: int, layer: int, at: int, backward: bool, first: bool) -> dict:
+def a_stage_fails(
+    rank: int, schedule: str, stages_per_rank: int, layer: int, at: int, backward: bool, first: bool
+) -> dict:
     """What every rank is told, and whether the next step is right. `first`: at the very first step."""
     world = dist.get_world_size()
     model = build("blocks", torch.float64, world * stages_per_rank)
@@ -273,9 +275,7 @@ def repeats(rank: int) -> list[list[float]]:
     found = []
     for _ in range(2):
         model = tiny_model("gpt2", num_hidden_layers=3)
-        parallel = parallelize_model(
-            model, build_mesh("cpu", pp=2, dp=2), zero=2, num_microbatches=2, initialize=None
-        )
+        parallel = parallelize_model(model, build_mesh("cpu", pp=2, dp=2), zero=2, num_microbatches=2, initialize=None)
         optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-2)
         losses = []
         for step in range(3):

@@ -139,7 +139,9 @@ def fails(rank: int, setup: str) -> tuple[str, ...]:
     if setup == "other plan" and rank == 1:
         llama = load_plan("llama")
         head = next(rule for rule in llama.rules if rule.pattern == "lm_head")
-        plan = replace(llama, rules=(*(r for r in llama.rules if r is not head), replace(head, style=parse_style("replicate"))))
+        plan = replace(
+            llama, rules=(*(r for r in llama.rules if r is not head), replace(head, style=parse_style("replicate")))
+        )
     if setup == "other option" and rank == 1:
         options["loss_parallel"] = True
     if setup == "other model" and rank == 1:
@@ -410,15 +412,16 @@ def dict_details(rank: int) -> None:
         else:
             assert worst({"": mine.grad}, {"": whole.grad})[0] < 1e-12
         for name, parameter in plain.named_parameters():
-            assert worst({"": getattr(planned, name).grad.full_tensor()}, {"": parameter.grad})[0] < 1e-12, (style, name)
+            assert worst({"": getattr(planned, name).grad.full_tensor()}, {"": parameter.grad})[0] < 1e-12, (
+                style,
+                name,
+            )
 
     # replicated with its input gathered over the batch
     plain, planned = linear(), linear()
     from parallelize import PrepareModuleInput
 
-    gather = PrepareModuleInput(
-        input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=True
-    )
+    gather = PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),), use_local_output=True)
     parallelize_module(planned, mesh, gather)
     mine = x.chunk(2)[rank].clone().requires_grad_()
     whole = x.clone().requires_grad_()
@@ -452,7 +455,9 @@ def dict_details(rank: int) -> None:
     info = shard_info(model)["head.weight"]
     assert info.full_shape == (7, 5) and [pair.full[0] for pair in info.slices(1)] == [slice(4, 7)]
     assert worst(full_gradients(model), {"embed.weight": plain["embed"].weight.grad})[0] < 1e-12
-    assert tuple(model["embed"].weight.grad.to_local().shape) == ((4, 5) if rank == 0 else (3, 5))  # a shard, not [V, H]
+    assert tuple(model["embed"].weight.grad.to_local().shape) == (
+        (4, 5) if rank == 0 else (3, 5)
+    )  # a shard, not [V, H]
 
     model = copy.deepcopy(plain)  # a tie whose other end has no style would be misread
     model["head"].weight = model["embed"].weight
@@ -675,7 +680,11 @@ def styles_like_stock(rank: int, whose: str, case: str) -> list[torch.Tensor]:
         )
         model, inputs, kwargs = named, [mine], {"b": mine.clone() + 1}
     else:
-        model, style, inputs = linear, s.RowwiseParallel(output_layouts=Shard(1)), [x[..., 4 * rank : 4 * rank + 4].clone()]
+        model, style, inputs = (
+            linear,
+            s.RowwiseParallel(output_layouts=Shard(1)),
+            [x[..., 4 * rank : 4 * rank + 4].clone()],
+        )
     apply = stock.parallelize_module if whose == "stock" else parallelize_module
     apply(model, mesh, style)
     inputs = [i.requires_grad_() if i.is_floating_point() else i for i in inputs]

@@ -129,7 +129,10 @@ class _Allocations:
 
 def disagree(rank: int, differs: str) -> tuple[str, float]:
     """The error of ranks that come with different arguments, and what the next call gives."""
-    rows, dtype = (6 if rank and differs == "rows" else 4), (torch.int32 if rank and differs == "dtype" else torch.float32)
+    rows, dtype = (
+        (6 if rank and differs == "rows" else 4),
+        (torch.int32 if rank and differs == "dtype" else torch.float32),
+    )
     x, weight, group = torch.ones(rows, 6).to(dtype), torch.ones(4, 6).to(dtype), dist.group.WORLD
     try:
         all_gather_linear(x, weight, group=group, overlap="chunked")
@@ -160,7 +163,11 @@ def fails_in_the_middle(rank: int, op: str, everywhere: bool) -> str:
             outs[0].backward(case.own_output(case.grads[0]))
         else:
             outs = case.call(leaves, overlap="chunked")
-        said = "nan" if any(bool(out.isnan().any()) for out in [*outs, *(leaves[:1] if op != "column_linear" else [])]) else "ok"
+        said = (
+            "nan"
+            if any(bool(out.isnan().any()) for out in [*outs, *(leaves[:1] if op != "column_linear" else [])])
+            else "ok"
+        )
     except MemoryError:
         said = "raised"
     finally:
@@ -259,7 +266,8 @@ def compiled_calls(rank: int, on_dtensors: bool) -> float:
     if on_dtensors:
         mesh = build_mesh("cpu", tp=group.size)
         leaves = [
-            distribute_tensor(t.detach(), mesh, [Shard(dim)]).requires_grad_() for t, dim in ((leaves[0], 1), (leaves[3], 0))
+            distribute_tensor(t.detach(), mesh, [Shard(dim)]).requires_grad_()
+            for t, dim in ((leaves[0], 1), (leaves[3], 0))
         ]
         function = on_mesh
 
@@ -341,4 +349,3 @@ def link_is_busy_during_products(rank: int) -> dict[str, float]:
         pipeline.product, Exchange.post = real_product, real_wait  # type: ignore[method-assign]
     order = [kind for kind, _ in sorted(times, key=lambda item: item[1])][1:]  # the first message is the agreement
     return {"posts before products": float(order.index("product")), "posts": float(order.count("post"))}
-

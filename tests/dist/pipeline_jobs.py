@@ -20,6 +20,7 @@ from parallelize.training import parallelize_model
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import TOLERANCE, loss_of, worst
 
+
 class Blocks(nn.Module):
     """A plain model: embedding, blocks, head; a skip from the first block to the last."""
 

@@ -113,7 +113,14 @@ def test_a_failing_rank_ends_the_other_and_leaves_nothing():
 @needs_root
 def test_a_signal_leaves_nothing():
     before = namespaces()
-    command = [sys.executable, "-m", "benchmarks.slow_link", "--", "-c", "import time; print('up', flush=True); time.sleep(60)"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.slow_link",
+        "--",
+        "-c",
+        "import time; print('up', flush=True); time.sleep(60)",
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.terminate()

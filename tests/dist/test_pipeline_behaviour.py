@@ -34,7 +34,9 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("schedule", "each", "layer", "at", "backward", "first"), FAILURES)
-def test_a_failure_is_raised_everywhere_and_the_next_step_works(two_processes, schedule, each, layer, at, backward, first):
+def test_a_failure_is_raised_everywhere_and_the_next_step_works(
+    two_processes, schedule, each, layer, at, backward, first
+):
     for told in two_processes.run(jobs.a_stage_fails, schedule, each, layer, at, backward, first):
         rows = told["rows"]
         assert rows["microbatch"].startswith(f"{at}, {'backward' if backward else 'forward'}"), rows

@@ -13,13 +13,17 @@ pytestmark = pytest.mark.processes
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_equal_unsharded(two_processes, family, sequence_parallel):
-    two_processes.run(jobs.parity, family, 2, {"sequence_parallel": sequence_parallel, "loss_parallel": sequence_parallel})
+    two_processes.run(
+        jobs.parity, family, 2, {"sequence_parallel": sequence_parallel, "loss_parallel": sequence_parallel}
+    )
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_ranks_equal_unsharded(four_processes, family, sequence_parallel):
-    four_processes.run(jobs.parity, family, 4, {"sequence_parallel": sequence_parallel, "loss_parallel": sequence_parallel})
+    four_processes.run(
+        jobs.parity, family, 4, {"sequence_parallel": sequence_parallel, "loss_parallel": sequence_parallel}
+    )
 
 
 MODE = {"sequence_parallel": True, "loss_parallel": True}

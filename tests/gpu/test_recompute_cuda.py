@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.recompute import recompute, recompute_cost
+from parallelize.recomputation import recompute, recompute_cost
 from tests.support.parity import worst
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

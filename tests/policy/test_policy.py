@@ -123,7 +123,9 @@ def test_functions_and_files_stay_small():
         assert text.count("\n") <= 460, file
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno <= 60, f"{file}:{node.lineno} {node.name}"
+                documented = ast.get_docstring(node) is not None
+                first = node.body[1 if documented and len(node.body) > 1 else 0]
+                assert node.end_lineno - first.lineno <= 55, f"{file}:{node.lineno} {node.name}"
 
 
 def test_every_test_is_tracked():

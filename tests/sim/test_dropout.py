@@ -236,7 +236,7 @@ def test_recompute_draws_the_masks_of_its_own_forward(reentrant, order):
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_the_toolkits_recompute(mode):
-    from parallelize.recompute import recompute
+    from parallelize.recomputation import recompute
 
     model, want = one_process("gpt2")
     models = [copy.deepcopy(model) for _ in range(2)]
@@ -293,7 +293,7 @@ def test_a_module_called_twice_draws_twice_and_its_recompute_is_refused():
 
 
 def test_the_toolkits_recompute_tells_calls_of_one_module_apart():
-    from parallelize.recompute import recompute
+    from parallelize.recomputation import recompute
 
     plain, recomputed = Twice(), Twice()
     recomputed.load_state_dict(plain.state_dict())
@@ -370,6 +370,33 @@ def test_dropout_on_split_features_functions_and_attention(tp, sequence_parallel
     for out, grads in run_ranks(tp, body):
         assert worst({"": out}, {"": want.detach()})[0] <= 1e-12
         assert worst(grads, gradients(alone, False))[0] <= 1e-12
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(8, 28), nn.Linear(14, 8), nn.Dropout(0.4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(self.drop(gate.sigmoid() * value))
+
+
+def test_dropout_on_a_chunk_of_a_packed_projection():
+    model = Gated().double()
+    alone = copy.deepcopy(model)
+    install_dropout(alone, SEED)
+    want = alone(inputs(1)).detach()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    plan = "schema_version: 1\ntensor_parallel: {up: colwise(chunks=2), down: rowwise}"
+
+    def body(rank: int) -> torch.Tensor:
+        net = parallelize_module(models[rank], build_mesh("cpu", tp=2), parse_plan(plan))
+        install_dropout(net, SEED)
+        return net(inputs(1)).detach()
+
+    for got in run_ranks(2, body):
+        assert worst({"": got}, {"": want})[0] <= 1e-12
 
 
 # -- the op itself --------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from parallelize.ops import collectives as ops
 from parallelize.ops import tape
 from parallelize.ops.saving import Saving
 from parallelize.plan.load import parse_plan
-from parallelize.recompute import (
+from parallelize.recomputation import (
     in_recompute,
     recompute,
     recompute_cost,

@@ -1,0 +1,177 @@
+"""Named streams of ordinary random numbers, for user code: what must agree over an axis, and what must differ.
+
+    streams = Streams(seed=1, mesh=mesh)
+    streams.declare("augment", differs_over=("dp",))
+    with streams("augment"):
+        image = flip(image) if random.random() < 0.5 else image
+
+Inside, torch's CPU and CUDA generators, Python's `random` and NumPy's (where it is imported) are the stream's own; outside
+they are what they were. A stream's seed comes from (seed, name, this rank's place along the axes over which it differs), so
+ranks agree along all other axes. State is kept per stream, and is small.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.data
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
+from parallelize.randomness.counter import key
+
+State = dict[str, Any]  # "torch", "python", and "cuda", "numpy" where they are: what is saved
+
+
+class Streams:
+    """Random streams by name.
+
+    Args:
+        seed: any whole number, the same on every rank.
+        mesh: its axes can be named in `differs_over`.
+    """
+
+    def __init__(self, seed: int, mesh: DeviceMesh | None = None):
+        self.seed, self.mesh = seed, mesh
+        self._over: dict[str, tuple[str, ...]] = {}
+        self._states: dict[str, State] = {}
+        self._open: list[str] = []
+
+    def declare(self, name: str, differs_over: Sequence[str] = ()) -> None:
+        """A stream, with the mesh axes along which ranks draw different numbers (none: all ranks draw the same).
+
+        Raises: MeshError `unknown-axis`; ModelError `stream-declared` for another declaration of the same name.
+        """
+        axes = tuple(differs_over)
+        known = tuple(self.mesh.mesh_dim_names or ()) if self.mesh is not None else ()
+        for axis in axes:
+            if axis not in known:
+                what = f"stream {name!r} is to differ over {axis!r}, and the mesh has the axes {list(known)}"
+                raise MeshError(
+                    Problem("unknown-axis", what, fix=did_you_mean(axis, known) if known else "give a mesh")
+                )
+        if self._over.setdefault(name, axes) != axes:
+            what = f"stream {name!r} differs over {list(self._over[name])}, and is declared again with {list(axes)}"
+            raise ModelError(Problem("stream-declared", what, fix="use another name"))
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Draw from a stream inside. Streams nest in any order; each goes on where it was left.
+
+        Raises: ModelError `unknown-stream`.
+        """
+        if name not in self._over:
+            fix = f"declare it first; {did_you_mean(name, self._over)}" if self._over else "streams.declare(name)"
+            raise ModelError(Problem("unknown-stream", f"no stream is called {name!r}", fix=fix))
+        outside = _states()
+        if self._open:
+            self._states[self._open[-1]] = outside
+        self._open.append(name)
+        try:
+            self._enter(name)
+            yield
+        finally:
+            self._states[name] = _states()
+            self._open.pop()
+            _restore(self._states[self._open[-1]] if self._open else outside)
+
+    def _enter(self, name: str) -> None:
+        known = self._states.get(name, {})
+        _seed_all(self._seed_of(name), skip=known)
+        _restore(known)
+
+    def _seed_of(self, name: str) -> int:
+        return key(self.seed, f"stream {name}", *self._places(name)).start & (2**63 - 1)
+
+    def _places(self, name: str) -> list[int]:
+        if self.mesh is None:
+            return []
+        return [self.mesh.get_local_rank(axis) for axis in self._over[name]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from: numbers, text and small tensors, which `torch.load(weights_only=True)` reads.
+
+        It is this rank's: ranks at the same place along a stream's axes have the same.
+        """
+        return {
+            "seed": self.seed,
+            "over": {name: list(axes) for name, axes in self._over.items()},
+            "places": {name: self._places(name) for name in self._over},
+            "states": {name: dict(state) for name, state in self._states.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict()` was taken.
+
+        A stream that was at another place of its axes (another mesh, or another rank's file) begins anew from its seed, for
+        its numbers are not this rank's.
+
+        Raises: ModelError `stream-open` inside a stream.
+        """
+        if self._open:
+            raise ModelError(
+                Problem("stream-open", f"stream {self._open[-1]!r} is open", fix="load outside of streams")
+            )
+        self.seed = int(state["seed"])
+        self._over = {name: tuple(axes) for name, axes in state["over"].items()}
+        for name, axes in self._over.items():
+            Streams(self.seed, self.mesh).declare(name, axes)
+        same = {name for name in self._over if list(state["places"][name]) == self._places(name)}
+        self._states = {name: dict(held) for name, held in state["states"].items() if name in same}
+
+
+def _states() -> State:
+    found: State = {"torch": torch.get_rng_state(), "python": _plain(random.getstate())}
+    if _uses_cuda():
+        found["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, words, *rest = numpy.random.get_state()
+        found["numpy"] = (kind, torch.tensor(words.tolist(), dtype=torch.int64), *_numbers(rest))
+    return found
+
+
+def _restore(state: State) -> None:
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    if "python" in state:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+    if "cuda" in state and _uses_cuda():
+        torch.cuda.set_rng_state(state["cuda"])
+    numpy = sys.modules.get("numpy")
+    if "numpy" in state and numpy is not None:
+        kind, words, *rest = state["numpy"]
+        numpy.random.set_state((kind, words.tolist(), *rest))
+
+
+def _seed_all(seed: int, skip: State) -> None:
+    """Begin every generator whose state is not known."""
+    if "torch" not in skip:
+        torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
+    if "python" not in skip:
+        random.seed(seed)
+    if "cuda" not in skip and _uses_cuda():
+        torch.cuda.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if "numpy" not in skip and numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _uses_cuda() -> bool:
+    """Not in a data loader's worker, where CUDA must stay untouched."""
+    return torch.cuda.is_available() and torch.utils.data.get_worker_info() is None
+
+
+def _plain(state: tuple) -> tuple:
+    version, words, gauss = state
+    return version, torch.tensor(words, dtype=torch.int64), gauss
+
+
+def _numbers(values: Sequence[Any]) -> list[Any]:
+    return [int(values[0]), int(values[1]), float(values[2])]

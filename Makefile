@@ -1,14 +1,18 @@
-# `make demo` trains a small Llama in parallel and compares it with one process; `make test` runs every test.
+# `make demo` trains a small Llama in parallel and compares it with one process; `make train` does so on a mesh of eight;
+# `make test` runs every test.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # a CPU build is enough for tests and demo; a plain `torch` would bring gigabytes of CUDA
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test check install-demo install-test bench clean
+.PHONY: demo train test check install-demo install-test bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/demo.py
+
+train: $(VENV)/.demo
+	$(BIN)/torchrun --standalone --nproc-per-node 8 benchmarks/train.py --pp 2 --dp 2 --tp 2 --zero 2 --sequence-parallel
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest

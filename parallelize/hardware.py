@@ -112,3 +112,19 @@ def reduce_work(rows: int, inner: int, outs: int, size: int, item_bytes: int) ->
     """The same, summed on every rank."""
     remote = (size - 1) / size
     return Work(2 * rows * outs * item_bytes * remote, 2.0 * rows * inner * outs, 1.0, phases=2)
+
+
+PEAK_FLOPS: dict[str, dict[str, float]] = {
+    "A100": {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
+    "H100 PCIe": {"bfloat16": 756e12, "float16": 756e12, "float32": 51e12},
+    "H100": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
+    "H200": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
+    "B200": {"bfloat16": 2250e12, "float16": 2250e12, "float32": 75e12},
+}
+"""Dense peak of one device, floating-point operations a second, by a part of its name. [vendor data sheets]"""
+
+
+def known_peak(name: str, dtype: str) -> float | None:
+    """The vendor's figure for a device of this name; None where it is not known here."""
+    found = [part for part in PEAK_FLOPS if all(word in name for word in part.split())]
+    return PEAK_FLOPS[max(found, key=len)].get(dtype) if found else None

@@ -5,6 +5,7 @@ All ranks measure together and agree on the mean, so that they decide alike.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -13,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.groups import Group, tp_mesh
-from parallelize.hardware import LinkProfile
+from parallelize.hardware import LinkProfile, known_peak
 from parallelize.ops import pipeline, symmetric
 from parallelize.ops.agreement import agree
 from parallelize.ops.exchange import Exchange
@@ -174,3 +175,23 @@ def _mean(group: Group, seconds: float) -> float:
         link.post(dict.fromkeys(others, mine), others)
     others[group.rank] = mine
     return sum(others[rank].item() for rank in range(group.size)) / group.size
+
+
+def peak_flops(device_type: str, dtype: torch.dtype, size: int = 1024, rounds: int = 5) -> float:
+    """Floating-point operations a second of one device: the vendor's figure where it is known, else the best product seen.
+
+    What model-FLOP utilisation is a share of. On a CPU it is measured, with the threads that torch has now.
+    """
+    if device_type == "cuda":
+        known = known_peak(torch.cuda.get_device_name(), str(dtype).removeprefix("torch."))
+        if known is not None:
+            return known
+    a = torch.randn(size, size, device=device_type).to(dtype)
+    best = math.inf
+    for _ in range(rounds):
+        began = time.perf_counter()
+        torch.mm(a, a)
+        if device_type != "cpu":
+            torch.accelerator.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2.0 * size**3 / best

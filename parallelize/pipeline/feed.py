@@ -12,7 +12,7 @@ import torch
 from parallelize import _torch_private as private
 from parallelize.errors import Problem, ShapeError
 from parallelize.groups import Group
-from parallelize.pipeline.package import Meta, Nested
+from parallelize.pipeline.package import Meta, Nested, unpickled
 
 T = torch.Tensor
 
@@ -89,7 +89,7 @@ def share(value: Any, group: Group, device: torch.device, source: int = 0) -> An
     raw = raw.to(device) if group.rank == source else torch.empty(int(size), dtype=torch.uint8, device=device)
     group.broadcast(raw, source)
     if form is None:
-        form = pickle.loads(bytes(raw.cpu().tolist()))
+        form = unpickled(raw)
         tensors = [meta.empty(device) for meta in form.metas]
     for place, tensor in enumerate(tensors):
         tensors[place] = tensor = tensor.to(device).contiguous()

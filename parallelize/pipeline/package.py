@@ -7,6 +7,7 @@ sides know what comes, and only tensors travel.
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,7 +86,13 @@ class Header:
 
     @staticmethod
     def from_bytes(raw: T) -> Header:
-        """From a rank of the same job."""
+        return unpickled(raw)
+
+
+def unpickled(raw: T) -> Any:
+    """From a rank of the same job."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own way of unpickling a structure warns in 2.13
         return pickle.loads(bytes(raw.cpu().tolist()))
 
 

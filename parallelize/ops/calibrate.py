@@ -177,7 +177,7 @@ def _mean(group: Group, seconds: float) -> float:
     return sum(others[rank].item() for rank in range(group.size)) / group.size
 
 
-def peak_flops(device_type: str, dtype: torch.dtype, size: int = 1024, rounds: int = 5) -> float:
+def peak_flops(device_type: str, dtype: torch.dtype, size: int = 1024, rounds: int = 20) -> float:
     """Floating-point operations a second of one device: the vendor's figure where it is known, else the best product seen.
 
     What model-FLOP utilisation is a share of. On a CPU it is measured, with the threads that torch has now.

@@ -24,6 +24,7 @@ from parallelize.pipeline.transport import Pending, Transport
 from parallelize.pipeline.units import Outcome
 
 T = torch.Tensor
+AHEAD = 2  # actions during which a message may be on its way
 Headers = dict[tuple[int, tuple], Header]  # (stage that receives it, signature) -> header
 
 
@@ -99,12 +100,15 @@ class StepRun:
     def run(self) -> None:
         """Raises: PipelineError `peer-lost`. Other failures are kept in `failure`."""
         last = self._last_backwards()
-        for step in self.steps:
+        early: set[Step] = set()
+        for place, step in enumerate(self.steps):
             if isinstance(step, Send):
                 self._send(step)
             elif isinstance(step, Receive):
-                self._receive(step)
+                if step not in early:
+                    self._receive(step)
             else:
+                early |= self._post_early(place, early)
                 if step in last and self.data is not None:
                     self.data.release(step.stage)
                 self._act(step)
@@ -112,6 +116,26 @@ class StepRun:
                     self.data.flush(step.stage)
         if self.transport is not None:
             self.transport.drain()
+
+    def _post_early(self, place: int, posted: set[Step]) -> set[Step]:
+        """Where messages find their receive by tag, receives of the next actions are posted already: they then arrive
+        during this one. Transports that match in order keep the order of the schedule."""
+        found: set[Step] = set()
+        if self.transport is None or not self.transport.by_tag:
+            return found
+        actions = 0
+        for step in self.steps[place + 1 :]:
+            actions += isinstance(step, Action)
+            if actions > AHEAD:
+                break
+            if isinstance(step, Receive) and step not in posted and self._known(step):
+                self._receive(step)
+                found.add(step)
+        return found
+
+    def _known(self, step: Receive) -> bool:
+        boundary = step.stage if step.direction == "F" else step.stage + 1
+        return boundary not in self._closed and (boundary, self.signature) in self.headers
 
     def _last_backwards(self) -> set[Action]:
         """For each stage the action that completes its gradients."""
@@ -122,6 +146,7 @@ class StepRun:
         return set(found.values())
 
     def _act(self, action: Action) -> None:
+        self._await(action)
         began = time.perf_counter()
         try:
             if not self.dead:
@@ -138,6 +163,13 @@ class StepRun:
             self._saved.clear()
         if self.record:
             self.spans.append((action, began, time.perf_counter()))
+
+    def _await(self, action: Action) -> None:
+        """Wait for what an action needs, which is no part of what it takes."""
+        held: Any = self._arriving if action.kind == "F" else self._grads
+        pending = held.get((action.stage, action.microbatch))
+        if isinstance(pending, Pending) and action.kind != "W":
+            pending.wait()
 
     # -- forward --------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ class Transport:
 
     def __init__(self, group: Group, device: torch.device):
         self.group, self.device = group, device
+        self.by_tag = group.backend(device) == "gloo"
         self._sending: list[tuple[Any, T, int]] = []
 
     def send(self, tensors: Sequence[T], peer: int, tag: int) -> None:

@@ -95,9 +95,7 @@ def ours(layers: list[nn.Module], name: str, microbatches: int) -> Pipeline:
     model = Stack(layers)
     mesh = build_mesh("cpu", pp=dist.get_world_size())
     cut_pipeline(model, mesh, cuts=LAYERS, schedule=name)
-    return Pipeline(
-        model, mesh, schedule=name, num_microbatches=microbatches, loss=squares, count=lambda y: y.numel()
-    )
+    return Pipeline(model, mesh, schedule=name, num_microbatches=microbatches, loss=squares, count=lambda y: y.numel())
 
 
 def bubbles(microbatches: int, seconds: float, picture: Path | None) -> list[dict[str, Any]]:

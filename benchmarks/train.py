@@ -10,6 +10,7 @@ Copy this file to start your own: all that makes it parallel is `build_mesh` and
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import time
@@ -21,8 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import (
     ConsoleLogger,
+    HubLogger,
     JSONLinesLogger,
     Loggers,
+    ParallelizeError,
     ParallelModel,
     TensorBoardLogger,
     build_mesh,
@@ -64,6 +67,7 @@ def options() -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--text", type=Path, help="a file to read instead of Python's documentation")
     add("--log", type=Path, help="a folder for metrics as JSON lines, and for TensorBoard where it is installed")
+    add("--hub", help="a repository of the Hugging Face Hub to which the folder of --log is uploaded")
     add("--gantt", type=Path, help="write the last step's timeline to this .svg")
     return parser.parse_args()
 
@@ -77,7 +81,9 @@ def text_of(path: Path | None) -> torch.Tensor:
     return torch.frombuffer(bytearray("\n".join(topics[key] for key in sorted(topics)).encode()), dtype=torch.uint8)
 
 
-def batch_of(text: torch.Tensor, step: int, given: argparse.Namespace, mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(
+    text: torch.Tensor, step: int, given: argparse.Namespace, mesh: DeviceMesh
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, next ids) [rows, context] of this data rank: its rows of the step's one global batch."""
     generator = torch.Generator().manual_seed(given.seed * 1_000_003 + step)
     starts = torch.randint(0, len(text) - given.context - 1, (given.batch,), generator=generator)
@@ -128,7 +134,9 @@ def build(given: argparse.Namespace):
         sizes["num_key_value_heads"] = max(2, heads // 2)
     if getattr(known, "head_dim", None) is not None:
         sizes["head_dim"] = given.hidden // heads
-    rates = [name for name in vars(known) if name.endswith(("dropout", "_pdrop", "dropout_prob")) and "layer" not in name]
+    rates = [
+        name for name in vars(known) if name.endswith(("dropout", "_pdrop", "dropout_prob")) and "layer" not in name
+    ]
     sizes |= {name: given.dropout for name in rates if isinstance(getattr(known, name), float)}
     config = AutoConfig.for_model(kind, **sizes)
     config.use_cache = False
@@ -164,10 +172,10 @@ def train(parallel: ParallelModel, mesh: DeviceMesh, given: argparse.Namespace, 
     writers: list = [ConsoleLogger(every=max(1, given.steps // 10))]
     if given.log is not None:
         writers.append(JSONLinesLogger(given.log / "metrics.jsonl", enabled=rank == 0))
-        try:
+        with contextlib.suppress(ParallelizeError):  # TensorBoard is an extra
             writers.append(TensorBoardLogger(given.log, enabled=rank == 0))
-        except Exception:  # an extra
-            pass
+        if given.hub is not None:
+            writers.append(HubLogger(given.hub, given.log, enabled=rank == 0))
     with Loggers(writers, enabled=rank == 0) as logger:
         for step in range(given.steps):
             ids, labels = batch_of(text, step, given, mesh)

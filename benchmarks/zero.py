@@ -1,6 +1,7 @@
 """ZeRO stages against PyTorch's own, used by hand, on the same work in one run: step time and memory.
 
     torchrun --nproc-per-node 2 -m benchmarks.zero
+    torchrun --nproc-per-node 4 -m benchmarks.zero --table   # bytes of parameters, gradients, state; and the arithmetic
     python -m benchmarks.zero --memory            # peak resident memory, each contender in fresh processes
 
 | stage | against |
@@ -32,8 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.llama import Llama
 from benchmarks.timing import interleaved, join, medians_ms, ratio
-from parallelize import build_mesh, build_optimizer, destroy_groups, shard_data
+from parallelize import build_mesh, build_optimizer, bytes_per_rank, destroy_groups, shard_data
 
+RANKS = 2 if "--memory" in sys.argv else 0
 PEERS = {0: "ddp", 1: "ddp + ZeroRedundancyOptimizer", 2: "fully_shard, kept", 3: "fully_shard"}
 Step = Callable[[], object]
 
@@ -105,6 +107,45 @@ def times(given: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+def held(tensors: Any) -> int:
+    """Bytes of storages, each counted once."""
+    plain = [x.to_local() if hasattr(x, "to_local") else x for x in tensors if x is not None]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in plain}.values())
+
+
+def table(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """What a rank holds after two AdamW steps, measured, and by `bytes_per_rank`."""
+    found = []
+    for dtype in (None, torch.bfloat16):
+        for zero in given.stages:
+            model, mesh = model_of(given), build_mesh("cpu", dp=dist.get_world_size())
+            shard_data(model, mesh, zero, dtype=dtype, units=["layers.*"] if zero == 3 else None)
+            optimizer = build_optimizer(model, torch.optim.AdamW, lr=1e-4)
+            ids = torch.randint(0, given.vocab, (1, 8))
+            for _ in range(2):
+                optimizer.zero_grad()
+                F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()).backward()
+                optimizer.step()
+            params = list(model.parameters())
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            masters = stepped if dtype is not None and zero < 3 else []
+            state = [v for one in optimizer.state.values() for v in one.values() if v.ndim]
+            measured = {
+                "parameters": held(params),
+                "gradients": held(p.grad for p in params),
+                "optimizer": held([*masters, *state]),
+            }
+            wanted = bytes_per_rank(model, zero, mesh, mixed=dtype is not None)
+            found.append(
+                {"stage": zero, "dtype": str(dtype or torch.float32), "measured": measured, "arithmetic": wanted}
+            )
+            if dist.get_rank() == 0:
+                name = "bfloat16" if dtype is not None else "float32"
+                cells = "  ".join(f"{measured[key] / 2**20:8.2f} ({wanted[key] / 2**20:.2f})" for key in measured)
+                print(f"{name:<9} ZeRO {zero}  {cells}  together {sum(measured.values()) / 2**20:.2f} MiB", flush=True)
+    return found
+
+
 def peak(given: argparse.Namespace) -> None:
     """Print how far this process's peak memory rises over what it needs before the model is built, in MiB."""
     torch.randn(256, 256) @ torch.randn(256, 256)
@@ -131,8 +172,19 @@ def memory(given: argparse.Namespace, arguments: list[str]) -> list[dict[str, An
                 raise SystemExit(out.stderr[-2000:])
             rises[only] = float(lines[0].split()[1])
         share = rises["ours"] / rises["pytorch"]
-        found.append({"stage": zero, "against": PEERS[zero], "ours_mib": rises["ours"], "pytorch_mib": rises["pytorch"], "ratio": share})
-        print(f"ZeRO {zero}: ours {rises['ours']:7.1f} MiB  {PEERS[zero]} {rises['pytorch']:7.1f} MiB  ratio {share:.3f}", flush=True)
+        found.append(
+            {
+                "stage": zero,
+                "against": PEERS[zero],
+                "ours_mib": rises["ours"],
+                "pytorch_mib": rises["pytorch"],
+                "ratio": share,
+            }
+        )
+        print(
+            f"ZeRO {zero}: ours {rises['ours']:7.1f} MiB  {PEERS[zero]} {rises['pytorch']:7.1f} MiB  ratio {share:.3f}",
+            flush=True,
+        )
     return found
 
 
@@ -143,11 +195,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--only", choices=["ours", "pytorch"], help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.memory and given.only is None:
-        kept = [f"--{name}={getattr(given, name)}" for name in ("hidden", "heads", "layers", "vocab", "batch", "length")]
+        kept = [
+            f"--{name}={getattr(given, name)}" for name in ("hidden", "heads", "layers", "vocab", "batch", "length")
+        ]
         found = memory(given, [*kept, "--memory"])
     else:
         join()
@@ -155,9 +210,14 @@ def main() -> None:
             peak(given)
             destroy_groups()
             return
-        found = times(given)
+        found = table(given) if given.table else times(given)
     if given.json is not None and (given.memory or dist.get_rank() == 0):
-        given.json.write_text(json.dumps({"torch": torch.__version__, "ranks": 2, "results": found}, indent=1) + "\n")
+        given.json.write_text(
+            json.dumps(
+                {"torch": torch.__version__, "ranks": RANKS or dist.get_world_size(), "results": found}, indent=1
+            )
+            + "\n"
+        )
     if dist.is_initialized():
         destroy_groups()
 

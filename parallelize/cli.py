@@ -43,7 +43,29 @@ def _parser() -> argparse.ArgumentParser:
     lint.add_argument("plans", nargs="+", metavar="PLAN", help="a file, or a shipped plan's name")
     lint.add_argument("--json", action="store_true", help="print findings as JSON")
     lint.set_defaults(run=_lint)
+
+    schedule = verbs.add_parser("schedule", help="look at a pipeline schedule: order, bubble, microbatches in flight")
+    schedule.add_argument(
+        "name", help="gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipe_v"
+    )
+    schedule.add_argument("--ranks", type=int, required=True, help="of the pipeline")
+    schedule.add_argument("--microbatches", type=int, required=True)
+    schedule.add_argument("--stages-per-rank", type=int)
+    schedule.add_argument("--svg", type=Path, help="draw it to this file")
+    schedule.set_defaults(run=_schedule)
     return parser
+
+
+def _schedule(options: argparse.Namespace) -> int:
+    from parallelize.pipeline.gantt import describe_schedule, draw  # PyTorch's orders need torch, plans do not
+    from parallelize.pipeline.schedules import build_schedule
+    from parallelize.pipeline.timeline import simulate
+
+    given = (options.name, options.ranks, options.microbatches, options.stages_per_rank)
+    print(describe_schedule(*given))
+    if options.svg is not None:
+        draw(simulate(build_schedule(*given)), options.svg, f"{options.name}, {options.ranks} ranks")
+    return 0
 
 
 def _plans(options: argparse.Namespace) -> int:

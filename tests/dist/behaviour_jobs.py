@@ -308,3 +308,33 @@ def ties_in_the_plan(rank: int) -> float:
         ties.check()
     got = {n: whole(model, n, p.grad) for n, p in model.named_parameters()}
     return worst(got, {n: want[n] for n in got})[0]
+
+
+class Ragged(nn.Module):
+    """Its first block returns fewer rows for some data."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layers[0](x)
+        h = h[:1] if float(x.sum()) < 0 else h
+        return self.layers[1](h)
+
+
+def paths_differ(rank: int) -> tuple[str, ...]:
+    """A stage that passes on another shape than it did for inputs of these shapes."""
+    model = Ragged()
+    mesh = build_mesh("cpu", pp=2)
+    cut_pipeline(model, mesh)
+    total = {"loss": lambda out, y: out.pow(2).sum(), "count": lambda y: y.numel()}
+    pipeline = Pipeline(model, mesh, num_microbatches=2, **total)
+    x = torch.ones(4, 4)
+    pipeline.step(x, targets=x)
+    x[2:] = -1.0
+    try:
+        pipeline.step(x, targets=x)
+    except ParallelizeError as error:
+        return (*error.slugs, dict(error.problems[0].rows)["error"])
+    return ()

@@ -93,3 +93,8 @@ def test_a_run_repeats_to_the_bit(four_processes):
 
 def test_parameters_tied_by_the_plan(two_processes):
     assert max(two_processes.run(jobs.ties_in_the_plan)) < 1e-12
+
+
+def test_a_stage_that_passes_on_other_shapes_than_before_is_named(two_processes):
+    for told in two_processes.run(jobs.paths_differ):
+        assert told[0] == "stage-failed" and "stage-output-changed" in told[1] and "[2, 4]" in told[1], told

@@ -74,3 +74,27 @@ def test_eight_ranks_of_everything(eight_processes, family, dtype):
 def test_eight_ranks_of_everything_at_other_stages_of_zero(eight_processes, zero):
     options = {"zero": zero, "num_microbatches": 4, "recompute": "selective", **MODE}
     eight_processes.run(jobs.mesh_parity, "gpt2", {"pp": 2, "dp": 2, "tp": 2}, torch.float64, options)
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_norms_with_shared_heads_ties_and_frozen_parameters(four_processes, zero):
+    """One key/value head on both tp ranks, an embedding on two stages, norms that do not train."""
+    options = {"zero": zero, "num_microbatches": 2, **MODE}
+    four_processes.run(jobs.mesh_parity, "llama-shared", {"dp": 2, "tp": 2}, torch.float64, options)
+    four_processes.run(jobs.mesh_parity, "llama-shared", {"pp": 2, "dp": 2}, torch.float64, {"zero": zero})
+    if zero == 0:
+        four_processes.run(jobs.mesh_parity, "llama-shared", {"pp": 2, "tp": 2}, torch.float64, MODE)
+
+
+def test_weights_dropout_and_losses_do_not_depend_on_the_mesh(two_processes, four_processes):
+    first = two_processes.run(jobs.from_meta, {"dp": 2}, {"zero": 0})[0]
+    assert len(set(first)) == 3
+    meshes = [
+        ({"dp": 2, "tp": 2}, {"zero": 1, "num_microbatches": 2, **MODE}),
+        ({"pp": 2, "dp": 2}, {"zero": 2, "schedule": "zbv", "num_microbatches": 4}),
+        ({"pp": 2, "tp": 2}, {"num_microbatches": 4, "recompute": "full", **MODE}),
+        ({"dp_replicate": 2, "dp": 2}, {"zero": 3}),
+    ]
+    for axes, options in meshes:
+        for losses in four_processes.run(jobs.from_meta, axes, options):
+            assert losses == pytest.approx(first, rel=2e-6), (axes, losses, first)

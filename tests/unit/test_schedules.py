@@ -435,3 +435,12 @@ def test_seconds_are_drawn_as_milliseconds(tmp_path):
 def test_nothing_measured_is_still_a_picture(tmp_path):
     draw(Timeline.from_measured([[], []]), tmp_path / "chart.svg", "none")
     ElementTree.parse(tmp_path / "chart.svg")
+
+
+def test_the_command_line_shows_a_schedule(tmp_path, capsys):
+    from parallelize.cli import main
+
+    assert main(["schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--svg", str(tmp_path / "a.svg")]) == 0
+    assert "bubble" in capsys.readouterr().out and (tmp_path / "a.svg").exists()
+    assert main(["schedule", "1f2b", "--ranks", "2", "--microbatches", "4"]) == 2
+    assert "unknown-schedule" in capsys.readouterr().err

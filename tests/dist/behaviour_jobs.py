@@ -288,26 +288,40 @@ def repeats(rank: int) -> list[list[float]]:
     return found
 
 
-def ties_in_the_plan(rank: int) -> float:
-    """Parameters that are two objects, tied by name: gradients are sums, copies stay equal."""
+def ties_in_the_plan(rank: int, members: tuple[str, ...]) -> float:
+    """Parameters that are objects of their own, tied by name: gradients are sums, copies stay equal."""
     from parallelize.plan.schema import Plan, Tie
 
     torch.manual_seed(0)
     model = build("blocks", torch.float64, 4)
     unsharded = copy.deepcopy(model)
-    unsharded.head.weight = unsharded.embed.weight
+    first = unsharded.get_parameter(members[0])
+    for name in members[1:]:
+        owner, _, key = name.rpartition(".")
+        setattr(unsharded.get_submodule(owner), key, first)
     ids, labels = tiny_batch(batch=8, length=5)
     _, want = reference(unsharded, ids, labels)
     mesh = build_mesh("cpu", pp=dist.get_world_size())
-    plan = Plan("tied", (), cuts=BLOCKS, ties=(Tie("embeddings", ("embed.weight", "head.weight")),))
+    plan = Plan("tied", (), cuts=BLOCKS, ties=(Tie("one", members),))
     cut_pipeline(model, mesh, plan)
     ties = tie_parameters(model, plan)
     pipeline = Pipeline(model, mesh, num_microbatches=4)
     pipeline.step(ids, targets=labels)
+    got = {n: whole(model, n, p.grad).clone() for n, p in model.named_parameters()}
+    pipeline.step(ids, targets=labels)  # on top of gradients that were summed
+    twice = {n: whole(model, n, p.grad) / 2 for n, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.step()
     if ties is not None:
         ties.check()
-    got = {n: whole(model, n, p.grad) for n, p in model.named_parameters()}
-    return worst(got, {n: want[n] for n in got})[0]
+        with torch.no_grad():
+            ties.parameters(ties.groups[0])[0].add_(float(rank))
+        try:
+            ties.check()
+            return 1.0
+        except ParallelizeError as error:
+            assert error.slugs == ("ties-differ",)
+    return max(worst(found, {n: want[n] for n in got})[0] for found in (got, twice))
 
 
 class Ragged(nn.Module):

@@ -91,8 +91,10 @@ def test_a_run_repeats_to_the_bit(four_processes):
         assert first == second
 
 
-def test_parameters_tied_by_the_plan(two_processes):
-    assert max(two_processes.run(jobs.ties_in_the_plan)) < 1e-12
+def test_parameters_tied_by_the_plan(two_processes, four_processes):
+    assert max(two_processes.run(jobs.ties_in_the_plan, ("embed.weight", "head.weight"))) < 1e-12
+    members = ("blocks.0.0.weight", "blocks.1.0.weight", "blocks.3.0.weight")
+    assert max(four_processes.run(jobs.ties_in_the_plan, members)) < 1e-12
 
 
 def test_a_stage_that_passes_on_other_shapes_than_before_is_named(two_processes):

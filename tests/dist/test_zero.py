@@ -51,3 +51,9 @@ def test_a_gradient_that_is_not_a_number_stops_every_rank_by_name(four_processes
     for told, kept in four_processes.run(jobs.nan_gradient):
         assert "nonfinite-gradients" in told and "model.layers.0.mlp.down_proj.weight" in told and "rank 2" in told
         assert kept
+
+
+@pytest.mark.parametrize(("zero", "defer", "times"), [(0, False, 1), (1, False, 1), (2, False, 4), (2, True, 1)])
+def test_when_gradients_travel(four_processes, zero, defer, times):
+    """Stages 0 and 1 in the last of four backwards, stage 2 in each, or once where that is asked for."""
+    assert set(four_processes.run(jobs.messages, zero, defer, 4)) == {times}

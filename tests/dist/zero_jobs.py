@@ -228,3 +228,31 @@ def nan_gradient(rank: int) -> tuple[str, bool]:
         )
         return str(error), kept
     return "nothing", False
+
+
+def messages(rank: int, zero: int, defer: bool, microbatches: int) -> int:
+    """How many reductions over the data axis a step of so many microbatches sends."""
+    from unittest import mock
+
+    from parallelize.zero import buckets
+
+    model = build("blocks", torch.float64, 2)
+    parallel = parallelize_model(model, build_mesh("cpu", dp=4), zero=zero, defer=defer, num_microbatches=microbatches)
+    ids, labels = tiny_batch(batch=8, length=5)
+    parallel.step(ids, targets=labels)
+    count = 0
+
+    def counting(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    with (
+        mock.patch.object(buckets.dist, "all_reduce", counting(dist.all_reduce)),
+        mock.patch.object(buckets, "_reduce_scatter", counting(buckets._reduce_scatter)),
+    ):
+        parallel.step(ids, targets=labels)
+    return count - 2  # the count of tokens and the loss

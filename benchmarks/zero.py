@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -162,15 +163,16 @@ def peak(given: argparse.Namespace) -> None:
 def memory(given: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
     found = []
     for zero in given.stages:
-        rises = {}
-        for only in ("ours", "pytorch"):
+        each: dict[str, list[float]] = {"ours": [], "pytorch": []}
+        for only in ("ours", "pytorch") * given.repeats:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
             command += ["-m", "benchmarks.zero", *arguments, "--only", only, "--stages", str(zero)]
             out = subprocess.run(command, capture_output=True, text=True, timeout=300)
             lines = [line for line in out.stdout.splitlines() if line.startswith("peak")]
             if not lines:
                 raise SystemExit(out.stderr[-2000:])
-            rises[only] = float(lines[0].split()[1])
+            each[only].append(float(lines[0].split()[1]))
+        rises = {only: statistics.median(values) for only, values in each.items()}
         share = rises["ours"] / rises["pytorch"]
         found.append(
             {
@@ -195,6 +197,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--repeats", type=int, default=3, help="of each contender, with --memory")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--only", choices=["ours", "pytorch"], help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)

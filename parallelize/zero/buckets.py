@@ -129,9 +129,9 @@ class WholeBucket(Bucket):
 class SplitBucket(Bucket):
     """Each rank keeps the sum of its own rows; nothing of full size outlives the reduction."""
 
-    def __init__(self, *args: Any, shard: Group, specs: dict[int, Any]):
+    def __init__(self, *args: Any, shard: Group, specs: dict[int, Any], spare: Spare):
         super().__init__(*args)
-        self.shard, self.specs = shard, specs
+        self.shard, self.specs, self.spare = shard, specs, spare
         self.each: list[tuple[int, int, int, int]] = []  # rows, width, rows a rank, where in a rank's part
         at = 0
         for param in self.params:
@@ -157,23 +157,29 @@ class SplitBucket(Bucket):
             self.hide()
         count = self.shard.size
         self._had = [param.grad is not None for param in self.params]
-        whole = torch.zeros((count, self.size + len(self.params)), dtype=self.dtype, device=self.device)
+        row = self.size + len(self.params)
+        self._input = self.spare.take(count * row, self.dtype, self.device)
+        self._output = self.spare.take(row, self.dtype, self.device)
+        whole = self._input.view(count, row)
+        whole[:, self.size :] = whole.new_tensor(self._had)
         for n, param in enumerate(self.params):
-            if param.grad is not None:
-                self._put(whole, n, local(param.grad))
-                param.grad = None
-        self._input, self._output = whole, whole.new_empty(whole.shape[1])
-        self.pending = [_reduce_scatter(self._output, whole.view(-1), self.shard)]
+            self._put(whole, n, None if param.grad is None else local(param.grad))
+            param.grad = None
+        self.pending = [_reduce_scatter(self._output, self._input, self.shard, self.spare)]
         self._others = [group for group in groups if group.size > 1]
 
-    def _put(self, whole: T, n: int, grad: T) -> None:
+    def _put(self, whole: T, n: int, grad: T | None) -> None:
+        """A gradient's rows, each rank's where that rank will find them."""
         rows, width, per_rank, at = self.each[n]
-        count, flat = self.shard.size, grad.reshape(rows, width)
-        whole[:, self.size + n] = 1.0
-        part = whole[:, at : at + per_rank * width]
+        count, part = self.shard.size, whole[:, at : at + per_rank * width]
+        if grad is None:
+            part.zero_()
+            return
+        flat = grad.reshape(rows, width)
         if rows == count * per_rank:
             part.copy_(flat.reshape(count, per_rank * width))
             return
+        part.zero_()
         for rank in range(count):
             start, stop = even_interval(rows, count, rank)
             if stop > start:
@@ -182,7 +188,7 @@ class SplitBucket(Bucket):
     def land(self) -> None:
         """Wait for what was launched, and add it to the sums."""
         self.wait()
-        assert self._output is not None
+        assert self._input is not None and self._output is not None
         for group in self._others:
             group.all_reduce(self._output)
         values, present = self._output.split([self.size, len(self.params)])
@@ -193,6 +199,8 @@ class SplitBucket(Bucket):
             self.own.add_(values)
         else:
             self.own = values.clone()
+        self.spare.give(self._input)
+        self.spare.give(self._output)
         self._input = self._output = None
 
     def rows(self, n: int) -> T:
@@ -228,21 +236,41 @@ class SplitBucket(Bucket):
         self.own = self.own.new_zeros(0)
 
 
-def _reduce_scatter(out: T, whole: T, group: Group) -> Any:
+class Spare:
+    """Buffers of a bucket's size that one bucket after another uses, so that a step asks for no memory."""
+
+    def __init__(self) -> None:
+        self._free: list[T] = []
+
+    def take(self, count: int, dtype: torch.dtype, device: torch.device) -> T:
+        """A flat tensor of `count` elements, with any values: the smallest that is free and large enough, or a new one."""
+        fitting = [x for x in self._free if x.dtype == dtype and x.device == device and len(x) >= count]
+        if not fitting:
+            return torch.empty(count, dtype=dtype, device=device)
+        best = min(fitting, key=len)
+        self._free = [x for x in self._free if x is not best]
+        return best[:count]
+
+    def give(self, x: T) -> None:
+        """Take back what `take` gave."""
+        self._free.append(x if x._base is None else x._base)
+
+
+def _reduce_scatter(out: T, whole: T, group: Group, spare: Spare) -> Any:
     if group.backend(out.device) != "gloo":
         return dist.reduce_scatter_tensor(out, whole, group=group.pg, async_op=True)
-    return _ByAllToAll(out, whole, group)
+    return _ByAllToAll(out, whole, group, spare)
 
 
 class _ByAllToAll:
     """gloo's reduce_scatter sends as much as its all_reduce; sending each rank its part sends half of that."""
 
-    def __init__(self, out: T, whole: T, group: Group):
-        self.out, self.group = out, group
-        self.parts = torch.empty_like(whole)
+    def __init__(self, out: T, whole: T, group: Group, spare: Spare):
+        self.out, self.group, self.spare = out, group, spare
+        self.parts = spare.take(len(whole), whole.dtype, whole.device)
         self.work = dist.all_to_all_single(self.parts, whole, group=group.pg, async_op=True)
 
     def wait(self) -> None:
         self.work.wait()
         torch.sum(self.parts.view(self.group.size, -1), dim=0, out=self.out)
-        self.parts = self.parts.new_empty(0)
+        self.spare.give(self.parts)

@@ -18,11 +18,11 @@ from torch import nn
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.groups import Group
-from parallelize.zero.buckets import Bucket, SplitBucket, WholeBucket, local
+from parallelize.zero.buckets import Bucket, Spare, SplitBucket, WholeBucket, local
 
 BUCKET_BYTES = 25 * 2**20
 """As PyTorch's DistributedDataParallel has it: large enough for bandwidth, small enough to begin early."""
-IN_FLIGHT = 2
+IN_FLIGHT = 1
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Reducer:
     ):
         self.groups, self.shard, self.specs, self.defer = list(groups), shard, specs or {}, defer
         self.managed, self.dtype = list(managed), dtype
+        self._spare = Spare()
         self.buckets = list(self._made(bucket_bytes))
         self.of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._stages = sorted({bucket.stage for bucket in self.buckets})
@@ -102,7 +103,7 @@ class Reducer:
         given = ([one.param for one in ones], [one.uses for one in ones], ones[0].stage, ones[0].late, dtype)
         if self.shard is None:
             return WholeBucket(*given)
-        return SplitBucket(*given, shard=self.shard, specs=self.specs)
+        return SplitBucket(*given, shard=self.shard, specs=self.specs, spare=self._spare)
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 

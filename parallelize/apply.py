@@ -86,10 +86,10 @@ def parallelize_module(
     model = describe(module) if cut is None else cut.facts
     settings = {"dtype": str(dtype), "src_data_rank": str(src_data_rank), "check_replicated": str(check_replicated)}
     choices = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "overlap": overlap}
-    whole = _resolved_together(model, mesh, parallelize_plan, choices, settings, handshake_timeout_s)
-    model, resolved, sites = whole
+    together = _resolved_together(model, mesh, parallelize_plan, choices, settings, handshake_timeout_s)
+    model, resolved, whole, sites = together
     with Transaction(module):
-        _apply(module, mesh, tp, model, resolved, sites, src_data_rank, dtype, device, check_replicated)
+        _apply(module, mesh, tp, model, resolved, whole, sites, src_data_rank, dtype, device, check_replicated)
     return module
 
 
@@ -100,8 +100,8 @@ def _resolved_together(
     choices: dict[str, Any],
     settings: dict[str, str],
     timeout_s: float,
-) -> tuple[ModelFacts, ResolvedPlan, tuple[SiteRow, ...]]:
-    """(model, plan, overlapped sites) of this rank's part of the model, or the same error on every rank."""
+) -> tuple[ModelFacts, ResolvedPlan, ResolvedPlan, tuple[SiteRow, ...]]:
+    """(model, plan) of this rank's part of the model, the whole plan, overlapped sites; or the same error on every rank."""
     tp = tp_mesh(mesh)
     with agree_on(mesh, timeout_s) as facts:
         facts |= {f"option {key}": value for key, value in settings.items()}
@@ -113,7 +113,7 @@ def _resolved_together(
         local = resolved.restricted(mine)
         _check_modules(local, mine)
         sites = check_sites(local, mine, Group(tp.get_group()), torch.device(mesh.device_type))
-    return mine, local, sites
+    return mine, local, resolved, sites
 
 
 def _refuse_overlap_of_styles(overlap: str | None) -> None:
@@ -188,6 +188,7 @@ def _apply(
     tp: DeviceMesh,
     model: ModelFacts,
     resolved: ResolvedPlan,
+    whole: ResolvedPlan,
     sites: tuple[SiteRow, ...],
     src_data_rank: int | None,
     dtype: torch.dtype | None,
@@ -196,16 +197,23 @@ def _apply(
 ) -> None:
     group = Group(tp.get_group())
     if check_replicated:
-        whole = {
+        copies = {
             row.fqn: module.get_parameter(row.fqn) for row in resolved.parameters.values() if row.layout.dim is None
         }
-        check_replicas(group, whole, "replicated parameters")
+        check_replicas(group, copies, "replicated parameters")
     Sharder(tp, group, src_data_rank, dtype, device).shard(module, resolved)
     ledger = Ledger()
     installer = Installer(group, model, resolved, ledger, sites)
     installer.run()
     module.__dict__["_parallelize_record"] = Record(
-        resolved, mesh, tp, group, ledger, installer.overlap, installer.region if resolved.region else None
+        resolved,
+        mesh,
+        tp,
+        group,
+        ledger,
+        installer.overlap,
+        installer.region if resolved.region else None,
+        whole,
     )
     install_state_hooks(module)
     guard_buffers(module)

@@ -39,6 +39,7 @@ class Record:
     ledger: Ledger
     overlap: Any = None  # parallelize.overlap.Overlap
     region: Any = None  # parallelize.region.Region, where sequence parallelism is on
+    whole: ResolvedPlan | None = None  # of the whole model, where this rank has a pipeline stage of it
 
     def __deepcopy__(self, memo: dict) -> Record:
         return self

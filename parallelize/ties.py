@@ -21,7 +21,10 @@ from parallelize.groups import Group, group_for
 from parallelize.handshake import digest
 from parallelize.parameters import STAGE, StageMark
 from parallelize.pipeline.cut import Cut, cut_of
+from parallelize.plan.model import ModelFacts
+from parallelize.plan.resolve import ResolvedPlan
 from parallelize.plan.schema import Plan
+from parallelize.sharding import record_of
 
 T = torch.Tensor
 
@@ -138,17 +141,19 @@ def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:
     Parameters that were one object before the cut are tied; so are those that the plan's `ties:` name together.
 
     Returns: the ties, or None where no parameter lives on two stages.
-    Raises: PlanError `unknown-parameter`, `tie-shapes-differ`.
+    Raises: PlanError `unknown-parameter`, `tie-shapes-differ`, `tie-layouts-differ`.
     """
-    cut = cut_of(module)
+    cut, record = cut_of(module), record_of(module)
     declared = [] if plan is None else [(tie.name, tie.members, tie.reduce) for tie in plan.ties]
     if cut is None and not declared:
         return None
+    if record is not None and record.whole is not None:
+        _check_layouts(record.whole, declared)
     if cut is None:
         names = [(name, members, reduce) for name, members, reduce in declared]
         groups = [TieGroup(name, members, members, Group.alone(), reduce) for name, members, reduce in names]
     else:
-        _check_declared(cut, declared)
+        check_declared(cut.facts, plan)
         known = {name for _, members, _ in declared for name in members}
         found = [
             (fact.fqn, fact.names, "sum")
@@ -182,15 +187,29 @@ def _group(cut: Cut, name: str, members: tuple[str, ...], reduce: str) -> TieGro
     return TieGroup(name, members, local, group, reduce)
 
 
-def _check_declared(cut: Cut, declared: list[tuple[str, tuple[str, ...], str]]) -> None:
-    problems = []
+def _check_layouts(whole: ResolvedPlan, declared: list[tuple[str, tuple[str, ...], str]]) -> None:
+    """Copies can be summed only where tensor parallelism has cut them alike."""
+    rows = {name: row for row in whole.parameters.values() for name in row.fact.names}
     for tie, members, _ in declared:
-        unknown = [name for name in members if name not in cut.facts.owners]
+        layouts = {(rows[name].layout.dim, rows[name].layout.owned) for name in members if name in rows}
+        if len(layouts) > 1:
+            cuts = tuple((name, f"{rows[name].rule.style}: dim {rows[name].layout.dim}") for name in members)
+            fix = "give them styles that cut the same dim: `embedding` and `colwise(output=vocabulary)`"
+            raise PlanError(
+                Problem("tie-layouts-differ", f"members of {tie} are cut differently over tp", "", cuts, fix)
+            )
+
+
+def check_declared(facts: ModelFacts, plan: Plan | None) -> None:
+    """Raises: PlanError `unknown-parameter`, `tie-shapes-differ` for the ties that a plan declares."""
+    problems = []
+    for tie, members in [] if plan is None else [(tie.name, tie.members) for tie in plan.ties]:
+        unknown = [name for name in members if name not in facts.owners]
         for name in unknown:
             what = f"tie {tie} names {name!r}, which is no parameter"
-            problems.append(Problem("unknown-parameter", what, fix=did_you_mean(name, cut.facts.owners)))
+            problems.append(Problem("unknown-parameter", what, fix=did_you_mean(name, facts.owners)))
         known = [name for name in members if name not in unknown]
-        shapes = {cut.facts.parameters[cut.facts.owners[name]].shape for name in known}
+        shapes = {facts.parameters[facts.owners[name]].shape for name in known}
         if len(shapes) > 1:
             what = f"tie {tie} joins parameters of shapes {sorted(map(list, shapes))}"
             problems.append(Problem("tie-shapes-differ", what, fix="tie parameters of one shape"))

@@ -22,13 +22,14 @@ from parallelize.pipeline.cut import cut_of, cut_pipeline
 from parallelize.pipeline.engine import Pipeline
 from parallelize.pipeline.schedules import build_schedule
 from parallelize.plan.choose import plan_or_none
+from parallelize.plan.model import describe
 from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stages import Assignment, Costs
 from parallelize.randomness.initialise import initialize as draw
 from parallelize.randomness.install import drops_by_function, install_dropout
 from parallelize.randomness.sites import rates_of, refused_modules
 from parallelize.recomputation import recompute as recompute_units
-from parallelize.ties import tie_parameters, ties_of
+from parallelize.ties import check_declared, tie_parameters, ties_of
 from parallelize.zero.apply import STAGES, data_of, refuse_early_optimizers, shard_data
 from parallelize.zero.optimizer import build_optimizer
 
@@ -125,6 +126,7 @@ def parallelize_model(
     _check(module, spec, zero, schedule, num_microbatches, stages_per_rank, initialize)
     pipelined = "pp" in spec.names and spec.size("pp") > 1
     chosen = plan_or_none(module, plan)
+    check_declared(describe(module), chosen)
     if pipelined:
         places: dict[str, Any] = {"schedule": schedule, "stages_per_rank": stages_per_rank}
         cut_pipeline(module, mesh, plan, costs=costs, assignment=assignment, cuts=cuts, **places)

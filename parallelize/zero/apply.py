@@ -114,7 +114,22 @@ def shard_data(
         engine = Reducer(managed, groups, reduced, bucket_bytes=bucket_bytes, **options)
         engine.unmanaged = frozen
     module.__dict__["_parallelize_data"] = DataRecord(zero, mesh, engine, shards, narrow)
+    module.register_load_state_dict_post_hook(_after_load)
     return module
+
+
+def _after_load(module: nn.Module, _: Any) -> None:
+    """Weights were loaded: float32 copies follow. Parameters must still be the ones that are reduced and stepped."""
+    data = data_of(module)
+    if data is None:  # a copy, or a part of the model
+        return
+    held = {id(parameter) for parameter in module.parameters()}
+    replaced = [shard.name for shard in data.shards if id(shard.param) not in held]
+    if replaced:
+        what = f"{replaced[0]} and {len(replaced) - 1} more parameters were replaced after shard_data, which reduces the old"
+        raise ModelError(Problem("parameter-replaced", what, fix="load_state_dict(..., assign=False)"))
+    for shard in data.shards:
+        shard.reload()
 
 
 def _check(module: nn.Module, spec: MeshSpec, zero: int) -> None:

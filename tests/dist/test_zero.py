@@ -57,3 +57,10 @@ def test_a_gradient_that_is_not_a_number_stops_every_rank_by_name(four_processes
 def test_when_gradients_travel(four_processes, zero, defer, times):
     """Stages 0 and 1 in the last of four backwards, stage 2 in each, or once where that is asked for."""
     assert set(four_processes.run(jobs.messages, zero, defer, 4)) == {times}
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_weights_loaded_late_are_the_ones_that_train(four_processes, zero, mixed):
+    for error, told in four_processes.run(jobs.loads_weights, zero, mixed):
+        assert error <= (2**-8 if mixed else 0.0) and told == "parameter-replaced"

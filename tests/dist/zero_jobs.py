@@ -256,3 +256,24 @@ def messages(rank: int, zero: int, defer: bool, microbatches: int) -> int:
     ):
         parallel.step(ids, targets=labels)
     return count - 2  # the count of tokens and the loss
+
+
+def loads_weights(rank: int, zero: int, mixed: bool) -> tuple[float, str]:
+    """Weights loaded after the optimiser was built are the ones that a step moves; replaced parameters are refused."""
+    model = build("blocks", torch.float32, 2)
+    other = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    options: dict[str, Any] = {"dtype": torch.bfloat16} if mixed else {}
+    parallel = parallelize_model(model, build_mesh("cpu", dp=4), zero=zero, **options)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.0)
+    torch.manual_seed(1)
+    other = {name: torch.randn(p.shape) for name, p in other.items()}
+    model.load_state_dict(other)
+    ids, labels = tiny_batch(batch=4, length=5)
+    parallel.step(ids, targets=labels)
+    optimizer.step()
+    error = max(float((p.detach().float() - other[n]).abs().max() / other[n].abs().max()) for n, p in model.named_parameters())
+    try:
+        model.load_state_dict({n: nn.Parameter(p) for n, p in other.items()}, assign=True)
+    except ParallelizeError as found:
+        return error, found.slugs[0]
+    return error, "nothing"

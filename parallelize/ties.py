@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
 from parallelize.errors import HandshakeError, PlanError, Problem, did_you_mean
@@ -25,6 +24,7 @@ from parallelize.plan.model import ModelFacts
 from parallelize.plan.resolve import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.sharding import record_of
+from parallelize.zero.buckets import local, shown_like
 
 T = torch.Tensor
 
@@ -65,7 +65,7 @@ class Ties:
     def equalize(self) -> None:
         """Give every copy the owner's value. A collective over each tie's ranks."""
         for tie in self.groups:
-            first, *others = (_local(p) for p in self.parameters(tie))
+            first, *others = (local(p) for p in self.parameters(tie))
             if first.is_meta:
                 continue
             if tie.group.size > 1:
@@ -81,7 +81,7 @@ class Ties:
             if tie.name in self._summed:
                 for parameter in self.parameters(tie):
                     if parameter.grad is not None:
-                        _local(parameter.grad).mul_(1.0 / (tie.group.size * len(self.parameters(tie))))
+                        local(parameter.grad).mul_(1.0 / (tie.group.size * len(self.parameters(tie))))
         self._summed.clear()
 
     @torch.no_grad()
@@ -90,24 +90,35 @@ class Ties:
         for tie in self.groups:
             if tie.reduce == "none":
                 continue
-            parameters = self.parameters(tie)
-            total = _zeros_like_grad(parameters[0]) if parameters[0].grad is None else _local(parameters[0].grad)
+            parameters = [p for p in self.parameters(tie) if p.requires_grad]
+            if not parameters:
+                continue
+            for parameter in parameters:
+                if parameter.grad is None:  # unused here, used elsewhere
+                    parameter.grad = self._no_gradient(parameter)
+            total = local(parameters[0].grad)
             for other in parameters[1:]:
-                if other.grad is not None:
-                    total.add_(_local(other.grad))
+                total.add_(local(other.grad))
             if tie.group.size > 1:
                 tie.group.all_reduce(total)
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = _as_grad(parameter, total)
-                elif _local(parameter.grad).data_ptr() != total.data_ptr():
-                    _local(parameter.grad).copy_(total)
+            for other in parameters[1:]:
+                local(other.grad).copy_(total)
             self._summed.add(tie.name)
+
+    def _no_gradient(self, parameter: Any) -> Any:
+        """Zeros, in the form in which ZeRO leaves gradients."""
+        data = self.module.__dict__.get("_parallelize_data")
+        shards = data.shards if data is not None and data.zero == 2 else ()
+        shard = next((shard for shard in shards if shard.param is parameter), None)
+        if shard is None or shard.spec is None:
+            return shown_like(parameter, torch.zeros_like(local(parameter)))
+        own = torch.zeros_like(shard.rows(local(parameter)))
+        return private.wrap(own, private.with_dtype(shard.spec, own))
 
     def check(self) -> None:
         """Compare the copies by digest. Raises: HandshakeError `ties-differ` on every rank of a tie whose copies differ."""
         for tie in self.groups:
-            own = [digest(_local(p)) for p in self.parameters(tie)]
+            own = [digest(local(p)) for p in self.parameters(tie)]
             everyone = tie.group.all_gather(own[0]) if tie.group.size > 1 else own[0][None]
             if any(not torch.equal(one, everyone[0]) for one in (*everyone, *own)):
                 what = f"copies of {tie.name} ({', '.join(tie.members)}) are not equal any more"
@@ -116,18 +127,6 @@ class Ties:
                         "ties-differ", what, fix="let one optimiser of one setting step all copies; then equalize()"
                     )
                 )
-
-
-def _local(x: Any) -> T:
-    return private.local_of(x) if isinstance(x, DTensor) else x
-
-
-def _zeros_like_grad(parameter: Any) -> T:
-    return torch.zeros_like(_local(parameter))
-
-
-def _as_grad(parameter: Any, value: T) -> Any:
-    return private.wrap(value, private.spec_of(parameter)) if isinstance(parameter, DTensor) else value
 
 
 def ties_of(module: nn.Module) -> Ties | None:

@@ -120,10 +120,10 @@ class Pipeline:
         with ExitStack() as stack:
             if self.ledger is not None:
                 stack.enter_context(self.ledger.accumulating())
-            if self.data is not None:
-                self.data.hold()
             if self.ties is not None:
                 self.ties.reopen()
+            if self.data is not None:
+                self.data.hold()
             self._execute(run)
         failed, loss = self._outcome(run)
         if self.data is not None:

@@ -137,6 +137,13 @@ def mesh_parity(rank: int, family: str, axes: dict[str, int], dtype: torch.dtype
             assert got.keys() == {n for n, _ in model.named_parameters() if wanted[n].grad is not None}
             error, name = worst(got, {n: wanted[n].grad for n in got})
             errors[f"gradient of {name}"] = error
+            parallel.step(ids[mine], targets=labels[mine])  # once more, on top of gradients that were reduced
+            twice = {n: whole(model, n, p.grad) / 2 for n, p in model.named_parameters() if p.grad is not None}
+            error, name = worst(twice, {n: wanted[n].grad for n in twice})
+            errors[f"gradient after two steps of {name}"] = error
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    (parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad).div_(2)
         largest = parallel.clip_grad_norm_(1e9, float("inf"))
         norm = parallel.clip_grad_norm_(0.5)
         want_largest = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 1e9, float("inf"))

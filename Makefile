@@ -12,7 +12,7 @@ demo: $(VENV)/.demo
 	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/demo.py
 
 train: $(VENV)/.demo
-	$(BIN)/torchrun --standalone --nproc-per-node 8 benchmarks/train.py --pp 2 --dp 2 --tp 2 --zero 2 --sequence-parallel
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 8 benchmarks/train.py --pp 2 --dp 2 --tp 2 --zero 2 --sequence-parallel
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest

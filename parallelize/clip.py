@@ -144,12 +144,14 @@ def _is_finite(grad: Any) -> bool:
 def _gradients(parameters: Any) -> Iterator[tuple[torch.Tensor, Shared, bool]]:
     """Gradients, with the parts of them that several tp ranks hold, and whether they count here."""
     known = shared_of_parameters(parameters) if isinstance(parameters, nn.Module) else None
+    ties = parameters.__dict__.get("_parallelize_ties") if isinstance(parameters, nn.Module) else None
+    copies = ties.copies() if ties is not None else ()
     for tensor in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
         grad = tensor.grad
         if grad is not None:
             mark = tensor.__dict__.get(STAGE)
             shared = tensor.__dict__.get(SHARED, ()) if known is None else known.get(id(tensor), ())
-            yield grad, shared, mark is None or mark.counted
+            yield grad, shared, id(tensor) not in copies and (mark is None or mark.counted)
 
 
 def _zero(like: torch.Tensor) -> torch.Tensor:

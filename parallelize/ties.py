@@ -61,6 +61,15 @@ class Ties:
         found = {id(p): p for p in (self.module.get_parameter(name) for name in tie.local)}
         return list(found.values())
 
+    def copies(self) -> set[int]:
+        """ids of the parameters that are counted elsewhere: all but the owner's first."""
+        found: dict[int, None] = {}
+        for tie in self.groups:
+            for place, parameter in enumerate(self.parameters(tie)):
+                if not tie.is_owner or place:
+                    found[id(parameter)] = None
+        return set(found)
+
     @torch.no_grad()
     def equalize(self) -> None:
         """Give every copy the owner's value. A collective over each tie's ranks."""
@@ -110,9 +119,11 @@ class Ties:
         data = self.module.__dict__.get("_parallelize_data")
         shards = data.shards if data is not None and data.zero == 2 else ()
         shard = next((shard for shard in shards if shard.param is parameter), None)
+        dtype = getattr(data.engine, "dtype", None) if data is not None else None
+        dtype = dtype or parameter.dtype
         if shard is None or shard.spec is None:
-            return shown_like(parameter, torch.zeros_like(local(parameter)))
-        own = torch.zeros_like(shard.rows(local(parameter)))
+            return shown_like(parameter, torch.zeros_like(local(parameter), dtype=dtype))
+        own = torch.zeros_like(shard.rows(local(parameter)), dtype=dtype)
         return private.wrap(own, private.with_dtype(shard.spec, own))
 
     def check(self) -> None:
@@ -164,11 +175,17 @@ def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:
         return None
     ties = module.__dict__["_parallelize_ties"] = Ties(module, groups)
     ties.equalize()
-    for tie in groups:
-        for place, parameter in enumerate(ties.parameters(tie)):
-            if cut is not None:
-                setattr(parameter, STAGE, StageMark(cut.group, tie.is_owner and place == 0))
     return ties
+
+
+def mark_stages(module: nn.Module) -> None:
+    """Tell each parameter which pipeline it is a part of, and whether its gradient counts here in a norm: wrapping a model
+    makes new parameters, so this comes last."""
+    cut, ties = cut_of(module), ties_of(module)
+    copies = ties.copies() if ties is not None else set()
+    for parameter in module.parameters():
+        if cut is not None:
+            setattr(parameter, STAGE, StageMark(cut.group, id(parameter) not in copies))
 
 
 def _ranks(cut: Cut, names: tuple[str, ...]) -> list[int]:

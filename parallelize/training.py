@@ -29,7 +29,7 @@ from parallelize.randomness.initialise import initialize as draw
 from parallelize.randomness.install import drops_by_function, install_dropout
 from parallelize.randomness.sites import rates_of, refused_modules
 from parallelize.recomputation import recompute as recompute_units
-from parallelize.ties import check_declared, tie_parameters, ties_of
+from parallelize.ties import check_declared, mark_stages, tie_parameters, ties_of
 from parallelize.zero.apply import STAGES, data_of, refuse_early_optimizers, shard_data
 from parallelize.zero.optimizer import build_optimizer
 
@@ -137,6 +137,7 @@ def parallelize_model(
         recompute_units(module, recompute, every=recompute_every, save=recompute_save, plan=chosen)
     _share_out(module, mesh, spec, zero, dtype, reduce_dtype, defer, lambda: _fill(module, mesh, device, initialize))
     _tie(module, chosen)
+    mark_stages(module)
     clock = install_dropout(module, dropout_seed, mesh) if _drops(module) else None
     data = data_of(module)
     pipeline = Pipeline(

@@ -83,6 +83,8 @@ class Pipeline:
         self.device = _device(mesh)
         record = record_of(module)
         self.ledger = record.ledger if record is not None else None
+        # halves of a backward would each gather what an overlapped linear gathers beside its product
+        self._overlaps = record is not None and bool(getattr(record.overlap, "sites", ()))
         self.runner = _runner(module, self.cut, record.region if record is not None else None)
         self.ties = ties_of(module)
         self.everyone = axis_group(mesh, *self.spec.names)
@@ -132,7 +134,7 @@ class Pipeline:
             if self.data is not None:
                 self.data.reset()
             failure.forget_gradients(self.module)
-            failure.raise_together(run.failure, self.everyone, run.cause)
+            self._raise(run)
         if self.ties is not None:
             self.ties.reduce_gradients()
         self.steps_done += 1
@@ -148,7 +150,7 @@ class Pipeline:
         self._execute(run)
         failed, loss = self._outcome(run)
         if failed:
-            failure.raise_together(run.failure, self.everyone, run.cause)
+            self._raise(run)
         return loss
 
     @torch.no_grad()
@@ -160,7 +162,7 @@ class Pipeline:
         self._execute(run)
         failed, _ = self._outcome(run)
         if failed:
-            failure.raise_together(run.failure, self.everyone, run.cause)
+            self._raise(run)
         return run.outputs
 
     def timeline(self) -> Timeline:
@@ -181,7 +183,8 @@ class Pipeline:
     def _total(self, targets: Any) -> T:
         """What the loss is divided by: a count over all data ranks. One scalar all-reduce."""
         count = self.count(targets) if targets is not None else 1
-        total = count.detach().clone() if isinstance(count, torch.Tensor) else torch.tensor(count, device=self.device)
+        given = count.detach().clone() if isinstance(count, torch.Tensor) else torch.tensor(count)
+        total = given.to(self.device)
         axes = [axis for axis in DATA_AXES if axis in self.spec.names and self.spec.size(axis) > 1]
         if axes:
             dist.all_reduce(total, group=axis_group(self.mesh, *axes))
@@ -191,11 +194,12 @@ class Pipeline:
         mode = (torch.is_grad_enabled(), self.module.training)
         signature = feeds[0].signature(mode)
         if self.group.size > 1 and signature not in self._known:
-            with agree_on(self.mesh, TIMEOUT_S) as facts:  # only before the first step with inputs of these shapes
+            # only before the first step with inputs of these shapes; data ranks may have others
+            with agree_on(self.mesh["pp"], TIMEOUT_S) as facts:
                 facts["inputs of the step"] = str(signature)
             self._known.add(signature)
         steps = [step for step in self.actions if not forward_only or _is_forward(step)]
-        split = not recomputed(self.module) and getattr(self.data, "splits_backward", True)
+        split = not recomputed(self.module) and not self._overlaps and getattr(self.data, "splits_backward", True)
         return StepRun(
             self.schedule,
             steps,
@@ -229,14 +233,20 @@ class Pipeline:
             raise
         finally:
             self._spans = run.spans
-        if self.group.size == 1 and run.cause is not None:
+            if self.clock is not None:
+                self.clock.move(None)
+
+    def _raise(self, run: StepRun) -> None:
+        """The failure, on every rank; in one process alone it is the error itself."""
+        if self.mesh.size() == 1 and run.cause is not None:
             raise run.cause
+        failure.raise_together(run.failure, self.everyone, run.cause)
 
     def _outcome(self, run: StepRun) -> tuple[bool, T]:
         """(whether any rank failed, the loss): one all-reduce over the whole mesh."""
         loss = torch.stack(run.losses).sum() if run.losses else torch.zeros((), device=self.device)
-        if self.group.size == 1:
-            return False, self._loss_over_data(loss)
+        if self.mesh.size() == 1:
+            return run.failure is not None, loss
         mine = self._counts_loss()
         told = torch.zeros(2, dtype=torch.float64, device=self.device)
         told[0] = float(run.failure is not None)
@@ -249,13 +259,6 @@ class Pipeline:
         """One rank of each tp group counts."""
         here = self.spec.coordinates(self.mesh.mesh.flatten().tolist().index(dist.get_rank()))
         return all(index == 0 for axis, index in here.items() if axis not in (*DATA_AXES, "pp"))
-
-    def _loss_over_data(self, loss: T) -> T:
-        axes = [axis for axis in DATA_AXES if axis in self.spec.names and self.spec.size(axis) > 1]
-        if axes:
-            loss = loss.clone()
-            dist.all_reduce(loss, group=axis_group(self.mesh, *axes))
-        return loss
 
 
 def _is_forward(step: Any) -> bool:

@@ -104,7 +104,7 @@ def check_same_form(found: Nested, known: Nested, where: str) -> None:
                 "stage-output-changed",
                 f"{where} passes on something else than it did for inputs of the same shapes",
                 rows=(("before", _shown(known)), ("now", _shown(found))),
-                fix="give the same shapes for the same inputs, or pad; shapes may change between steps, with the inputs'",
+                fix="give the same shapes for the same inputs, or pad; after freezing parameters, make a new Pipeline",
             )
         )
 

@@ -100,12 +100,13 @@ class _Graph:
         roots = [node for node in map(_node_of, outputs) if node is not None]
         nodes, self.parents = _walk(roots)
         wanted = {node for node in map(_node_of, inputs) if node is not None}
-        self.to_inputs = self._above(wanted & nodes)
+        self.to_inputs = self._above(node for node in nodes if node in wanted)
         self.groups = self._grouped([node for node in nodes if hasattr(node, "variable") and node not in wanted])
 
     def _above(self, below: Iterable[Node]) -> set[Node]:
         """Every node from which one of `below` is reached."""
-        found, todo = set(below), list(below)
+        todo = list(below)
+        found = set(todo)
         while todo:
             for parent in self.parents.get(todo.pop(), ()):
                 if parent not in found:
@@ -141,10 +142,10 @@ class _Graph:
         return list({id(group): group for group in of_node.values()}.values())
 
 
-def _walk(roots: list[Node]) -> tuple[set[Node], dict[Node, list[Node]]]:
-    """(every node, node -> the nodes above it)."""
+def _walk(roots: list[Node]) -> tuple[dict[Node, None], dict[Node, list[Node]]]:
+    """(every node, node -> the nodes above it). In the graph's order, not memory's: ranks must run halves alike."""
     parents: dict[Node, list[Node]] = {}
-    seen, todo = set(roots), list(roots)
+    seen, todo = dict.fromkeys(roots), list(roots)
     while todo:
         node = todo.pop()
         for below, _ in node.next_functions:
@@ -152,7 +153,7 @@ def _walk(roots: list[Node]) -> tuple[set[Node], dict[Node, list[Node]]]:
                 continue
             parents.setdefault(below, []).append(node)
             if below not in seen:
-                seen.add(below)
+                seen[below] = None
                 todo.append(below)
     return seen, parents
 

@@ -112,7 +112,7 @@ class StepRun:
                 if step in last and self.data is not None:
                     self.data.release(step.stage)
                 self._act(step)
-                if step.kind in "BW" and self.data is not None:  # a failed rank too: others wait for its part
+                if step.kind in self._ends and self.data is not None:  # a failed rank too: others wait for its part
                     self.data.flush(step.stage)
         if self.transport is not None:
             self.transport.drain()
@@ -137,11 +137,16 @@ class StepRun:
         boundary = step.stage if step.direction == "F" else step.stage + 1
         return boundary not in self._closed and (boundary, self.signature) in self.headers
 
+    @property
+    def _ends(self) -> str:
+        """Kinds of actions that complete a microbatch's gradients."""
+        return "BW" if self.split else "BI"
+
     def _last_backwards(self) -> set[Action]:
         """For each stage the action that completes its gradients."""
         found: dict[int, Action] = {}
         for step in self.steps:
-            if isinstance(step, Action) and step.kind in "BW":
+            if isinstance(step, Action) and step.kind in self._ends:
                 found[step.stage] = step
         return set(found.values())
 

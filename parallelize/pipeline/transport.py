@@ -50,6 +50,9 @@ class Transport:
 
     def send(self, tensors: Sequence[T], peer: int, tag: int) -> None:
         """Begin to send; the tensors are kept until they have gone."""
+        if len(tensors) > _LEAVES:
+            what = f"a stage passes on {len(tensors)} tensors, at most {_LEAVES} travel"
+            raise PipelineError(Problem("too-many-tensors", what, fix="pass fewer, larger tensors"))
         self._sending = [sent for sent in self._sending if not sent[0].is_completed()]
         for place, tensor in enumerate(tensors):
             tensor = tensor.detach().contiguous()

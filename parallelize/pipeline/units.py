@@ -77,9 +77,9 @@ class StageRunner:
                 self.modules[unit] = inner = module.get_submodule(unit)
                 private.intercept_call(inner, _Call(self, place, inner))
         # the end of a stage is caught inside the root's own call, so that wrappers around it see a normal return
-        module.__dict__["forward"] = _Ending(
-            self, module.__dict__.get("forward") or MethodType(type(module).forward, module)
-        )
+        own = module.__dict__.get("forward") or MethodType(type(module).forward, module)
+        own = own.forward if isinstance(own, _Ending) else own  # of a runner before this one
+        module.__dict__["forward"] = _Ending(self, own)
 
     def run(
         self, stage: int, args: tuple, kwargs: dict, content: dict[str, Any], header: Header | None, learn: bool

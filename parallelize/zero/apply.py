@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,6 +96,9 @@ def shard_data(
         return module
     shard = _shard_axis(spec) if zero else None
     group = Group(axis_group(mesh, shard)) if shard is not None else Group.alone()
+    wider = reduce_dtype.itemsize if reduce_dtype is not None and dtype is None else 0
+    narrow = narrow or any(p.is_floating_point() and p.dtype.itemsize < wider for p in module.parameters())
+    make_contiguous(module)
     shards = [_shard(one, mesh, shard, group, torch.float32 if narrow else None) for one in _managed(module)]
     if dtype is not None:
         cast_parameters(module, dtype)
@@ -113,22 +117,30 @@ def shard_data(
         options: dict[str, Any] = {"shard": group, "specs": specs, "defer": defer} if split else {}
         engine = Reducer(managed, groups, reduced, bucket_bytes=bucket_bytes, **options)
         engine.unmanaged = frozen
+        engine.after = partial(_show_gradients, shards)
     module.__dict__["_parallelize_data"] = DataRecord(zero, mesh, engine, shards, narrow)
-    module.register_load_state_dict_post_hook(_after_load)
+    record = module.__dict__["_parallelize_data"]
+    for name, owner in module.named_modules():
+        if owner._parameters:
+            owner.register_load_state_dict_post_hook(partial(_after_load, record, f"{name}." if name else ""))
     return module
 
 
-def _after_load(module: nn.Module, _: Any) -> None:
+def _show_gradients(shards: list[Shard]) -> None:
+    """Gradients of this step, also where the optimiser holds own rows: for clipping and scaling by `param_groups`."""
+    for shard in shards:
+        shard.refresh()
+
+
+def _after_load(data: DataRecord, prefix: str, owner: nn.Module, _: Any) -> None:
     """Weights were loaded: float32 copies follow. Parameters must still be the ones that are reduced and stepped."""
-    data = data_of(module)
-    if data is None:  # a copy, or a part of the model
-        return
-    held = {id(parameter) for parameter in module.parameters()}
-    replaced = [shard.name for shard in data.shards if id(shard.param) not in held]
+    held = {id(parameter) for parameter in owner._parameters.values()}
+    mine = [shard for shard in data.shards if shard.name.rpartition(".")[0] == prefix.rstrip(".")]
+    replaced = [shard.name for shard in mine if id(shard.param) not in held]
     if replaced:
         what = f"{replaced[0]} and {len(replaced) - 1} more parameters were replaced after shard_data, which reduces the old"
         raise ModelError(Problem("parameter-replaced", what, fix="load_state_dict(..., assign=False)"))
-    for shard in data.shards:
+    for shard in mine:
         shard.reload()
 
 
@@ -150,12 +162,19 @@ def refuse_early_optimizers(module: nn.Module) -> None:
     Raises: ModelError `early-optimizer`.
     """
     held = {id(parameter) for parameter in module.parameters()}
+    if any(True for _ in _optimizers_of(held)):
+        gc.collect()  # one that nobody holds any more may still lie in a cycle
+    for found in _optimizers_of(held):
+        what = f"a {type(found).__name__} holds parameters of this model already, and would step them no more"
+        fix = "build the optimiser afterwards, from the model that is returned"
+        raise ModelError(Problem("early-optimizer", what, fix=fix))
+
+
+def _optimizers_of(held: set[int]) -> Iterator[Any]:
     for found in gc.get_objects():
         # type() rather than isinstance(), which would wake lazy objects
         if issubclass(type(found), Optimizer) and any(id(parameter) in held for parameter in _stepped_by(found)):
-            what = f"a {type(found).__name__} holds parameters of this model already, and would step them no more"
-            fix = "build the optimiser afterwards, from the model that is returned"
-            raise ModelError(Problem("early-optimizer", what, fix=fix))
+            yield found
 
 
 def _stepped_by(optimizer: Any) -> list[Any]:
@@ -185,8 +204,21 @@ def _managed(module: nn.Module) -> Iterator[Managed]:
 
 
 def _shard(one: Managed, mesh: DeviceMesh, axis: str | None, group: Group, master: torch.dtype | None) -> Shard:
+    if one.param.ndim == 0:  # every rank steps a scalar
+        return Shard(one.name, one.param, Group.alone(), None, master)
     spec = split_spec(one.param, mesh, axis) if axis is not None else None
     return Shard(one.name, one.param, group, spec, master)
+
+
+def make_contiguous(module: nn.Module) -> None:
+    """Parameters whose rows lie one after another, as gradients do: fused optimisers take both to lie alike."""
+
+    def dense(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous() if isinstance(tensor, nn.Parameter) else tensor
+
+    for owner in module.modules():
+        if any(p is not None and not p.is_contiguous() for p in owner._parameters.values()):
+            owner._apply(dense, recurse=False)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

@@ -69,6 +69,12 @@ class Bucket:
         """A backward that counts begins."""
         self.counts = [0] * len(self.params)
 
+    def widen(self, param: Any) -> None:
+        """Keep a gradient that waits in the dtype in which it is summed, so that nothing is lost in adding."""
+        grad = local(param.grad)
+        if grad.dtype != self.dtype:
+            param.grad = shown_like(param, grad.to(self.dtype))
+
     def wait(self) -> None:
         for work in self.pending:
             work.wait()

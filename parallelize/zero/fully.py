@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from parallelize.errors import ModelError, Problem, did_you_mean
 from parallelize.groups import mesh_spec
-from parallelize.parameters import SHARED, STAGE, StageMark
+from parallelize.parameters import SHARED
 from parallelize.pipeline.cut import Cut, cut_of
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.pattern import matches
@@ -51,7 +51,12 @@ class FullyShardedData:
         """`fully_shard` has waited."""
 
     def reset(self) -> None:
-        """Units that a failed forward left gathered are let go."""
+        """What a failed forward or backward has left half done is let go."""
+        for unit in self.units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+        again: Any = getattr(self.module, "reset_iter_state", None)  # since 2.13
+        if again is not None:
+            again()
         for unit in self.units:
             unit.reshard()
 
@@ -71,6 +76,10 @@ def shard_fully(
     data = mesh["dp_replicate", axis] if "dp_replicate" in spec.names else mesh[axis]
     cut = cut_of(module)
     names = _units(module, patterns, cut)
+    scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        what = f"{scalars[0]} is a scalar, which `fully_shard` cannot split"
+        raise ModelError(Problem("scalar-parameter", what, fix="make it a tensor of one element, or use zero=2"))
     narrow = dtype is not None and dtype.itemsize < 4
     reduced = reduce_dtype or (torch.float32 if narrow else None)
     policy = MixedPrecisionPolicy(dtype if narrow else None, reduced, cast_forward_inputs=False)
@@ -86,9 +95,6 @@ def shard_fully(
         unit.set_force_sum_reduction_for_comms(True)
     for name, rows in marks.items():
         setattr(module.get_parameter(name), SHARED, rows)
-    if cut is not None:
-        for parameter in module.parameters():
-            setattr(parameter, STAGE, StageMark(cut.group))
     stages = {}
     if cut is not None:
         stages = {id(unit): cut.stages.stage_of(name) for name, unit in zip(names, units, strict=True)}

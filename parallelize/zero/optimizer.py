@@ -56,9 +56,8 @@ def build_optimizer(
     built = optimizer(given, **options)
     if local:
         local_optimizer(built, elementwise=True)
-    mine = [shard for shard in shards.values() if shard.stepped is not shard.param]
-    if mine:
-        _around_steps(built, mine)
+    if any(shard.stepped is not shard.param for shard in shards.values()):
+        _around_steps(built, module, shards)
     return built
 
 
@@ -97,14 +96,21 @@ def _mapped(given: Any, module: nn.Module, shards: dict[int, Shard]) -> Any:
     return given if shard is None else shard.stepped
 
 
-def _around_steps(built: Optimizer, shards: list[Shard]) -> None:
-    inner_step, inner_zero = built.step, built.zero_grad
+def _around_steps(built: Optimizer, module: nn.Module, known: dict[int, Shard]) -> None:
+    inner_step, inner_zero, inner_add = built.step, built.zero_grad, built.add_param_group
+    by_stepped = {id(shard.stepped): shard for shard in known.values()}
+
+    def mine() -> list[Shard]:
+        """Of the parameters that this optimiser holds: there may be others beside it."""
+        held = [by_stepped.get(id(param)) for group in built.param_groups for param in group["params"]]
+        return [shard for shard in held if shard is not None and shard.stepped is not shard.param]
 
     def step(self: Any, closure: Any = None, **keywords: Any) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        shards = mine()
         for shard in shards:
             shard.refresh()
         inner_step(**keywords)
@@ -116,11 +122,15 @@ def _around_steps(built: Optimizer, shards: list[Shard]) -> None:
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         inner_zero(set_to_none)
-        for shard in shards:
+        for shard in mine():
             if set_to_none:
                 shard.param.grad = shard.stepped.grad = None
             elif shard.param.grad is not None:
                 shard.param.grad.detach().zero_()
 
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        inner_add(_mapped(param_group, module, known))
+
+    built.add_param_group = MethodType(add_param_group, built)  # type: ignore[method-assign]
     built.step = MethodType(step, built)  # type: ignore[method-assign]
     built.zero_grad = MethodType(zero_grad, built)  # type: ignore[method-assign]

@@ -7,13 +7,14 @@ step says when: `hold`, `release` before a stage's last backward, `flush` after 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
@@ -65,6 +66,8 @@ class Reducer:
         self.groups, self.shard, self.specs, self.defer = list(groups), shard, specs or {}, defer
         self.managed, self.dtype = list(managed), dtype
         self._spare = Spare()
+        self._nodes: list[Any] = []  # kept, or PyTorch would make new ones without our hooks
+        self.after: Callable[[], None] | None = None  # called when gradients are finished
         self.buckets = list(self._made(bucket_bytes))
         self.of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._stages = sorted({bucket.stage for bucket in self.buckets})
@@ -72,13 +75,24 @@ class Reducer:
         self._next: dict[int, int] = {}
         self._held: set[int] = set()  # stages that reduce nothing for now
         self._open: set[int] = set()  # stages with a backward that is to be reduced, and is not yet
-        self._manual = self._by_hand = self._queued = False
+        self._manual = self._by_hand = False
+        self._queued: int | None = None  # the backward at whose end something is to be done
         self._flying: list[Bucket] = []
         for one in self.managed:
             if self._stored(one.param) != one.param.dtype:
                 one.param.grad_dtype = None  # type: ignore[attr-defined]  # gradients are wider than parameters
-            one.param.register_hook(partial(self._before, one.param))
+            self._watch(one.param)
             one.param.register_post_accumulate_grad_hook(self._after)
+
+    def _watch(self, param: Any) -> None:
+        """Have `_before` called when `.grad` is about to be added to, and not when somebody asks for a derivative."""
+        if isinstance(param, DTensor):  # planned modules hand gradients over, hooks and all
+            param.register_hook(partial(self._before, param))
+            return
+        with torch.enable_grad():
+            node: Any = param.view_as(param).grad_fn.next_functions[0][0]
+        node.register_prehook(lambda grads: self._before(param, grads))
+        self._nodes.append(node)
 
     def _stored(self, param: Any) -> torch.dtype:
         return self.dtype or param.dtype
@@ -90,7 +104,7 @@ class Reducer:
             sizes: dict[tuple, int] = {}
             for one in reversed([one for one in self.managed if one.late is late]):
                 dtype = self._stored(one.param)
-                key = (one.stage, dtype, one.param.device, late)
+                key = (one.stage, dtype, one.param.device, late, one.param.ndim == 0)
                 if sizes.get(key, 0) >= bucket_bytes:
                     yield self._bucket(groups.pop(key), dtype)
                     sizes[key] = 0
@@ -101,7 +115,7 @@ class Reducer:
 
     def _bucket(self, ones: list[Managed], dtype: torch.dtype) -> Bucket:
         given = ([one.param for one in ones], [one.uses for one in ones], ones[0].stage, ones[0].late, dtype)
-        if self.shard is None:
+        if self.shard is None or ones[0].param.ndim == 0:  # a scalar has no rows
             return WholeBucket(*given)
         return SplitBucket(*given, shard=self.shard, specs=self.specs, spare=self._spare)
 
@@ -118,11 +132,16 @@ class Reducer:
 
     def _after(self, param: Any) -> None:
         bucket = self.of[id(param)]
+        number = private.backward_id()
+        if self._queued not in (None, number) and number != -1 and not self._manual:
+            self.reset()  # the backward before has failed, and so never came to its end
         bucket.take(param)  # type: ignore[attr-defined]
+        if bucket.stage in self._held or bucket.late:
+            bucket.widen(param)
         if bucket.stage in self._held:
             return
-        if not self._queued and (not self._manual or (self._by_hand and private.backward_id() != -1)):
-            self._queued = True
+        if self._queued is None and number != -1 and (not self._manual or self._by_hand):
+            self._queued = number
             self._open |= set(self._stages)
             private.call_after_backward(self._after_backward)
         if bucket.complete and not bucket.late:
@@ -133,7 +152,7 @@ class Reducer:
         private.call_after_backward(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        self._queued = False
+        self._queued = None
         if not self._manual:
             self.finish()
         elif self._by_hand:
@@ -162,7 +181,9 @@ class Reducer:
         if bucket in self._flying:  # of the microbatch before
             self._flying.remove(bucket)
             bucket.land()  # type: ignore[attr-defined]
-        bucket.launch(self.groups)  # type: ignore[attr-defined]
+        whole = self.shard is not None and isinstance(bucket, WholeBucket)
+        groups = [*self.groups, self.shard] if whole else self.groups
+        bucket.launch(groups)  # type: ignore[attr-defined]
         self._flying.append(bucket)
         if self.shard is not None and len(self._flying) > IN_FLIGHT:  # so that few buffers of whole gradients exist
             self._flying.pop(0).land()  # type: ignore[attr-defined]
@@ -214,12 +235,14 @@ class Reducer:
             if isinstance(bucket, SplitBucket) and not bucket.shown:
                 bucket.show()
         self._manual = False
+        if self.after is not None:
+            self.after()
 
     def reset(self) -> None:
         """A step has failed: forget what it has begun."""
         for bucket in self._flying:
             bucket.wait()
-        self._flying, self._next, self._manual, self._queued = [], {}, False, False
+        self._flying, self._next, self._manual, self._queued = [], {}, False, None
         self._held.clear()
         self._open.clear()
         for bucket in self.buckets:

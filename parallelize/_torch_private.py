@@ -305,3 +305,14 @@ def spec(mesh: DeviceMesh, placements: tuple[Any, ...], like: torch.Tensor) -> A
 def set_local(shown: Any, value: torch.Tensor) -> None:
     """Let a DTensor parameter stand for other storage."""
     shown._local_tensor = value
+
+
+def forget_unsharded_gradients(unit: Any) -> None:
+    """Drop what a failed backward has left on a `fully_shard` module's gathered parameters (2.4; one group before 2.12)."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for group in groups:
+        for param in group.fsdp_params if group is not None else ():
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None

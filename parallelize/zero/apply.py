@@ -90,6 +90,7 @@ def shard_data(
     spec = mesh_spec(mesh)
     _check(module, spec, zero)
     narrow = dtype is not None and dtype.itemsize < 4
+    make_contiguous(module)
     if zero == 3:
         taken = (dtype, reduce_dtype, units, defer, reshard_after_forward)
         module.__dict__["_parallelize_data"] = DataRecord(3, mesh, shard_fully(module, mesh, _shard_axis(spec), *taken))
@@ -98,7 +99,6 @@ def shard_data(
     group = Group(axis_group(mesh, shard)) if shard is not None else Group.alone()
     wider = reduce_dtype.itemsize if reduce_dtype is not None and dtype is None else 0
     narrow = narrow or any(p.is_floating_point() and p.dtype.itemsize < wider for p in module.parameters())
-    make_contiguous(module)
     shards = [_shard(one, mesh, shard, group, torch.float32 if narrow else None) for one in _managed(module)]
     if dtype is not None:
         cast_parameters(module, dtype)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem, did_you_mean
 from parallelize.groups import mesh_spec
 from parallelize.parameters import SHARED
@@ -58,6 +59,7 @@ class FullyShardedData:
         if again is not None:
             again()
         for unit in self.units:
+            private.forget_unsharded_gradients(unit)
             unit.reshard()
 
 

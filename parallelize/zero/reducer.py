@@ -8,7 +8,7 @@ step says when: `hold`, `release` before a stage's last backward, `flush` after 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,9 @@ class Reducer:
         defer: bool = False,
     ):
         self.groups, self.shard, self.specs, self.defer = list(groups), shard, specs or {}, defer
-        self.managed, self.dtype = list(managed), dtype
+        # a scalar has no rows to split: it stays whole, and is reduced once a step
+        self.managed = [replace(one, late=one.late or (shard is not None and one.param.ndim == 0)) for one in managed]
+        self.dtype = dtype
         self._spare = Spare()
         self._nodes: list[Any] = []  # kept, or PyTorch would make new ones without our hooks
         self.after: Callable[[], None] | None = None  # called when gradients are finished
@@ -136,7 +138,7 @@ class Reducer:
         if self._queued not in (None, number) and number != -1 and not self._manual:
             self.reset()  # the backward before has failed, and so never came to its end
         bucket.take(param)  # type: ignore[attr-defined]
-        if bucket.stage in self._held or bucket.late:
+        if (bucket.stage in self._held or bucket.late) and isinstance(bucket, SplitBucket):
             bucket.widen(param)
         if bucket.stage in self._held:
             return

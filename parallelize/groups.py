@@ -134,9 +134,9 @@ class Group:
         _all_gather(out, x if x.ndim else x.reshape(1), group=self.pg)
         return out.view(self.size, *x.shape)
 
-    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """[n, ...] on each rank -> `out` [size * n, ...], of which `x` may be this rank's own part."""
-        _all_gather(out, x, group=self.pg)
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> Any:
+        """[n, ...] on each rank -> `out` [size * n, ...], of which `x` may be this rank's own part. Wait for what it returns."""
+        return _all_gather(out, x, group=self.pg, async_op=True)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[size * n, ...] -> the sum's own [n, ...]."""

@@ -119,16 +119,19 @@ GATHER_BYTES = 1 << 20
 def gather_parameters(shards: list[Shard]) -> None:
     """Give every rank all rows of all parameters, which their owners have stepped."""
     small: dict[tuple, list[Shard]] = {}
+    going = []  # all at once: one's way hides the next one's start
     for shard in shards:
         if shard.group.size == 1 or not shard.param.requires_grad:
             continue
         whole = local(shard.param).detach()
         if shard.even and whole.is_contiguous() and whole.numel() * whole.element_size() >= GATHER_BYTES:
-            shard.group.all_gather_into(whole, shard.rows(whole))
+            going.append(shard.group.all_gather_into(whole, shard.rows(whole)))
         else:
             small.setdefault((shard.group, whole.dtype, whole.device), []).append(shard)
     for (group, dtype, device), together in small.items():
         _gather_together(group, dtype, device, together)
+    for work in going:
+        work.wait()
 
 
 def _gather_together(group: Group, dtype: torch.dtype, device: torch.device, shards: list[Shard]) -> None:

@@ -212,3 +212,20 @@ def lengths_of_their_own(rank: int) -> float:
         wanted = dict(unsharded.named_parameters())
         errors.append(worst(got, {n: wanted[n].grad for n in got})[0])
     return max(errors)
+
+
+def large_parameters(rank: int, zero: int) -> float:
+    """Parameters that are gathered in place, beside small ones that share a buffer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 1024), nn.Tanh(), nn.Linear(1024, 256)).double()
+    unsharded = copy.deepcopy(model)
+    shard_data(model, build_mesh("cpu", dp=dist.get_world_size()), zero)
+    optimizer = build_optimizer(model, torch.optim.SGD, lr=0.1)
+    reference = torch.optim.SGD(unsharded.parameters(), 0.1)
+    for step in range(2):
+        _backward(model, unsharded, step)
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    got = {n: whole(model, n, p) for n, p in model.named_parameters()}
+    return worst(got, {n: p.detach() for n, p in unsharded.named_parameters()})[0]

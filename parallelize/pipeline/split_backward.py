@@ -55,9 +55,8 @@ class _Group:
                     if grad is not None:
                         edges.append(GradientEdge(node, place))
                         values.append(grad)
-                if (
-                    len(self.nodes) > 1
-                ):  # a weight used twice: what flows from one use to the other is in `grads` already
+                # of a weight used twice: what flows from one use to the other is in `grads` already
+                if len(self.nodes) > 1:
                     handles.append(node.register_prehook(lambda _, kept=grads: kept))
             if edges:
                 torch.autograd.backward(edges, values, inputs=list(self.leaves.values()), retain_graph=retain)

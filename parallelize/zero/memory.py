@@ -69,17 +69,3 @@ def _tp_shape(param: Any) -> tuple[int, ...]:
             start, stop = even_interval(shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
             shape[dim] = stop - start
     return tuple(shape)
-
-
-def table(parameters: int, data_ranks: int, mixed: bool = True, state_bytes: int = ADAM_STATE_BYTES) -> str:
-    """The arithmetic for a model of so many parameters, as text: GiB on each rank by stage."""
-    lines = ["stage  parameters  gradients  optimizer  together (GiB a rank)"]
-    share = parameters / data_ranks
-    for zero in range(4):
-        b, g = (2 if mixed else 4), 4
-        params = share * 4 if zero == 3 else parameters * b
-        grads = (share if zero >= 2 else parameters) * g
-        state = (share if zero >= 1 else parameters) * (state_bytes + (4 if mixed and zero < 3 else 0))
-        parts = [value / 2**30 for value in (params, grads, state)]
-        lines.append(f"{zero:>5}  {parts[0]:>10.2f}  {parts[1]:>9.2f}  {parts[2]:>9.2f}  {sum(parts):.2f}")
-    return "\n".join(lines)

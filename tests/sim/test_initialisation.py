@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -473,20 +474,22 @@ print(json.dumps({"count": count, "before": before, "peak": peak(), "held": held
 
 def measured(layers: int, rank: int, world: int, how: str) -> dict[str, int]:
     arguments = [sys.executable, "-c", MEMORY, str(layers), str(rank), str(world), how]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200)
+    # every tensor in pages of its own, which go when it goes: the peak is then what is alive, not what the allocator keeps
+    steady = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, env=steady)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @pytest.mark.parametrize(("how", "rank"), [("own", 1), ("stock", 3)])
 def test_a_rank_holds_its_shard_and_one_tensor(how, rank):
-    """The peak of a fresh process at two sizes: its slope against parameters is at most 1.05 / world; what is left over at
-    either size is less than one full tensor (with a margin for the allocator)."""
+    """The rise of a fresh process's peak at two sizes: its slope against parameters is at most 1.05 / world; what is left
+    over at either size is less than one full tensor (with a margin for the allocator)."""
     world, item = 4, 4
     small, large = measured(4, rank, world, how), measured(16, rank, world, how)
-    slope = (large["peak"] - small["peak"]) / (large["count"] - small["count"])
+    slope = (large["peak"] - large["before"] - small["peak"] + small["before"]) / (large["count"] - small["count"])
     assert slope * world / item <= 1.05, (slope * world / item, small, large)
     assert large["held"] * world / item <= 1.01 * large["count"]
     one_tensor = 2816 * 1024 * item
     for found in (small, large):
-        assert found["peak"] - found["before"] - found["held"] <= 2 * one_tensor + (8 << 20), found
+        assert found["peak"] - found["before"] - found["held"] <= one_tensor + (4 << 20), found

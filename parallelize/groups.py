@@ -138,6 +138,10 @@ class Group:
         """[n, ...] on each rank -> `out` [size * n, ...], of which `x` may be this rank's own part. Wait for what it returns."""
         return _all_gather(out, x, group=self.pg, async_op=True)
 
+    def reduce_scatter_into(self, out: torch.Tensor, x: torch.Tensor) -> Any:
+        """[size * n] on each rank -> the sum's own [n] in `out`. Wait for what it returns."""
+        return _reduce_scatter(out, x, group=self.pg, async_op=True)
+
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[size * n, ...] -> the sum's own [n, ...]."""
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))

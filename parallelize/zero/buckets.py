@@ -264,7 +264,7 @@ class Spare:
 
 def _reduce_scatter(out: T, whole: T, group: Group, spare: Spare) -> Any:
     if group.backend(out.device) != "gloo":
-        return dist.reduce_scatter_tensor(out, whole, group=group.pg, async_op=True)
+        return group.reduce_scatter_into(out, whole)
     return _ByAllToAll(out, whole, group, spare)
 
 

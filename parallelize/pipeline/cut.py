@@ -6,7 +6,6 @@ and buffers. How the model's own forward runs on what is left: `pipeline/units.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,10 +152,3 @@ def _empty(module: nn.Module, unit: str) -> None:
 
 def _real(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
-
-
-def absent_units(cut: Cut) -> Iterator[str]:
-    """The units that other ranks own."""
-    for unit in cut.stages.units:
-        if cut.stages.stage_of_unit(unit) not in cut.mine:
-            yield unit

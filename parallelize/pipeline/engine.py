@@ -83,7 +83,7 @@ class Pipeline:
         self.device = _device(mesh)
         record = record_of(module)
         self.ledger = record.ledger if record is not None else None
-        # halves of a backward would each gather what an overlapped linear gathers beside its product
+        self._splits = any(action.kind == "W" for order in self.schedule.orders for action in order)
         self._overlaps = record is not None and bool(getattr(record.overlap, "sites", ()))
         self.runner = _runner(module, self.cut, record.region if record is not None else None)
         self.ties = ties_of(module)
@@ -199,7 +199,7 @@ class Pipeline:
                 facts["inputs of the step"] = str(signature)
             self._known.add(signature)
         steps = [step for step in self.actions if not forward_only or _is_forward(step)]
-        split = not recomputed(self.module) and not self._overlaps and getattr(self.data, "splits_backward", True)
+        split = self._splits and not forward_only and self._may_split()
         return StepRun(
             self.schedule,
             steps,
@@ -215,6 +215,11 @@ class Pipeline:
             self._enter if self.clock is not None else None,
             self.record,
         )
+
+    def _may_split(self) -> bool:
+        """Whether the halves of a backward may run apart: what is recomputed or gathered for one is so for the other too."""
+        recomputes = any(mode != "off" for mode in recomputed(self.module).values())
+        return not recomputes and not self._overlaps and getattr(self.data, "splits_backward", True)
 
     def _enter(self, stage: int, microbatch: int, feed: Feed) -> None:
         """Data ranks hold neighbouring rows of the global batch."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -97,6 +98,9 @@ class StepRun:
     _closed: set[int] = field(default_factory=set)  # boundaries (by the stage after) over which nothing comes any more
     _learned: set[int] = field(default_factory=set)  # boundaries whose header is to be sent
 
+    def __post_init__(self) -> None:
+        self._mine = {step.stage for step in self.steps if isinstance(step, Action)}
+
     def run(self) -> None:
         """Raises: PipelineError `peer-lost`. Other failures are kept in `failure`."""
         last = self._last_backwards()
@@ -124,7 +128,7 @@ class StepRun:
         if self.transport is None or not self.transport.by_tag:
             return found
         actions = 0
-        for step in self.steps[place + 1 :]:
+        for step in islice(self.steps, place + 1, None):
             actions += isinstance(step, Action)
             if actions > AHEAD:
                 break
@@ -283,8 +287,7 @@ class StepRun:
     # -- messages -------------------------------------------------------------------------------------------------
 
     def _is_mine(self, stage: int) -> bool:
-        own = next(step.stage for step in self.steps if isinstance(step, Action))
-        return self.schedule.stage_ranks[stage] == self.schedule.stage_ranks[own]
+        return stage in self._mine
 
     def _tag(self, boundary: int, microbatch: int, direction: str) -> int:
         return (microbatch * (self.schedule.num_stages + 1) + boundary) * 4 + (0 if direction == "F" else 1)

@@ -92,6 +92,8 @@ def shard_data(
     narrow = dtype is not None and dtype.itemsize < 4
     make_contiguous(module)
     if zero == 3:
+        if dtype is not None and not narrow:  # `fully_shard` knows the dtype of compute alone
+            cast_parameters(module, dtype)
         taken = (dtype, reduce_dtype, units, defer, reshard_after_forward)
         module.__dict__["_parallelize_data"] = DataRecord(3, mesh, shard_fully(module, mesh, _shard_axis(spec), *taken))
         return module
@@ -103,27 +105,41 @@ def shard_data(
     if dtype is not None:
         cast_parameters(module, dtype)
     reduced = reduce_dtype or (torch.float32 if narrow else None)
-    axes = [axis for axis in DATA_AXES if axis in spec.names and spec.size(axis) > 1]
-    split = zero == 2 and group.size > 1
-    others = [axis for axis in axes if axis != shard] if split else axes
-    groups = [Group(axis_group(mesh, *others))] if others else []
-    managed: list[Managed] = []
-    frozen: list[Managed] = []
-    for one in _managed(module):
-        (managed if one.param.requires_grad else frozen).append(one)
-    engine: Any = None
-    if axes or reduced is not None:
-        specs = {id(one.param): one.spec for one in shards}
-        options: dict[str, Any] = {"shard": group, "specs": specs, "defer": defer} if split else {}
-        engine = Reducer(managed, groups, reduced, bucket_bytes=bucket_bytes, **options)
-        engine.unmanaged = frozen
-        engine.after = partial(_show_gradients, shards)
+    split = shard if zero == 2 and group.size > 1 else None
+    options: dict[str, Any] = {"shard": group, "defer": defer} if split is not None else {}
+    engine = _reducer(module, mesh, split, shards, reduced, bucket_bytes, options)
     module.__dict__["_parallelize_data"] = DataRecord(zero, mesh, engine, shards, narrow)
     record = module.__dict__["_parallelize_data"]
     for name, owner in module.named_modules():
         if owner._parameters:
             owner.register_load_state_dict_post_hook(partial(_after_load, record, f"{name}." if name else ""))
     return module
+
+
+def _reducer(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    split: str | None,
+    shards: list[Shard],
+    dtype: torch.dtype | None,
+    bucket_bytes: int,
+    options: dict[str, Any],
+) -> Reducer | None:
+    """What sums gradients over the data axes, those beside `split` whole; None where nothing is to be summed or widened."""
+    spec = mesh_spec(mesh)
+    axes = [axis for axis in DATA_AXES if axis in spec.names and spec.size(axis) > 1]
+    if not axes and dtype is None:
+        return None
+    whole = [axis for axis in axes if axis != split]
+    groups = [Group(axis_group(mesh, *whole))] if whole else []
+    managed = list(_managed(module))
+    if split is not None:
+        options = {**options, "specs": {id(one.param): one.spec for one in shards}}
+    trained = [one for one in managed if one.param.requires_grad]
+    reducer = Reducer(trained, groups, dtype, bucket_bytes=bucket_bytes, **options)
+    reducer.unmanaged = [one for one in managed if not one.param.requires_grad]
+    reducer.after = partial(_show_gradients, shards)
+    return reducer
 
 
 def _show_gradients(shards: list[Shard]) -> None:

@@ -28,10 +28,8 @@ class FullyShardedData:
 
     splits_backward = False
 
-    def __init__(
-        self, module: nn.Module, units: list[Any], cut: Cut | None, stages: dict[int, int | None], defer: bool
-    ):
-        self.module, self.units, self.cut, self.defer = module, units, cut, defer
+    def __init__(self, module: nn.Module, units: list[Any], stages: dict[int, int | None], defer: bool):
+        self.module, self.units, self.defer = module, units, defer
         self.stages = stages  # id of a unit -> its pipeline stage
 
     def hold(self, by_hand: bool = False) -> None:
@@ -100,7 +98,7 @@ def shard_fully(
     stages = {}
     if cut is not None:
         stages = {id(unit): cut.stages.stage_of(name) for name, unit in zip(names, units, strict=True)}
-    return FullyShardedData(module, held, cut, stages, defer)
+    return FullyShardedData(module, held, stages, defer)
 
 
 def _units(module: nn.Module, patterns: Sequence[str] | None, cut: Cut | None) -> list[str]:

@@ -35,8 +35,8 @@ from parallelize import (
     parallelize_model,
 )
 from parallelize.ops.calibrate import peak_flops
+from parallelize.pieces import data_rank
 from parallelize.pipeline.gantt import draw
-from parallelize.randomness.pieces import data_rank
 
 DATA = ("dp_replicate", "dp")
 

@@ -13,8 +13,10 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "parallelize.accumulate": ["accumulate_gradients"],
     "parallelize.apply": ["parallelize_module"],
+    "parallelize.checkpoint.checkpointer": ["Checkpointer", "load_checkpoint"],
     "parallelize.clip": ["clip_grad_norm_"],
     "parallelize.errors": [
+        "CheckpointError",
         "GradientError",
         "HandshakeError",
         "MeshError",
@@ -90,7 +92,10 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from parallelize.accumulate import accumulate_gradients as accumulate_gradients
     from parallelize.apply import parallelize_module as parallelize_module
+    from parallelize.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from parallelize.checkpoint.checkpointer import load_checkpoint as load_checkpoint
     from parallelize.clip import clip_grad_norm_ as clip_grad_norm_
+    from parallelize.errors import CheckpointError as CheckpointError
     from parallelize.errors import GradientError as GradientError
     from parallelize.errors import HandshakeError as HandshakeError
     from parallelize.errors import MeshError as MeshError

@@ -8,6 +8,7 @@
       HandshakeError    ranks that disagree, found before any data is sent
       PipelineError     a step that failed on some rank
       GradientError     gradients that are not finite
+      CheckpointError   a checkpoint that cannot be written, or that is not what it says
 
 Floor 0: imports nothing of the project, nor torch.
 """
@@ -57,6 +58,10 @@ class PipelineError(ParallelizeError):
 
 class GradientError(ParallelizeError, RuntimeError):
     """Gradients that cannot be used, on every rank; a RuntimeError, as PyTorch's own clipping raises."""
+
+
+class CheckpointError(ParallelizeError):
+    """A checkpoint that cannot be written, or that is not what it says it is."""
 
 
 class PlanError(ParallelizeError):

@@ -11,7 +11,7 @@ Floor 0: pure arithmetic, torch-free.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from parallelize.errors import Problem, ShapeError
@@ -53,6 +53,9 @@ class Layout:
     num_ranks: int
     dim: int | None = None
     owned: tuple[tuple[Interval, ...], ...] = ()
+    chunks: tuple[Chunk, ...] = field(
+        default=(), compare=False
+    )  # what `owned` was cut from, for other numbers of ranks
 
     def local_size(self, rank: int) -> int:
         """Elements along `dim` on this rank (the whole first dim's size has no meaning when replicated)."""
@@ -125,9 +128,8 @@ def replicated(shape: Sequence[int], num_ranks: int) -> Layout:
 def chunked(shape: Sequence[int], dim: int, num_ranks: int) -> Layout:
     """Contiguous shards as `torch.chunk` cuts them: ceil(size / ranks) each, the last ones smaller or empty."""
     size = shape[dim]
-    return Layout(
-        tuple(shape), num_ranks, dim, tuple(filled(even_interval(size, num_ranks, r)) for r in range(num_ranks))
-    )
+    owned = tuple(filled(even_interval(size, num_ranks, rank)) for rank in range(num_ranks))
+    return Layout(tuple(shape), num_ranks, dim, owned, (Chunk(size),))
 
 
 def packed(shape: Sequence[int], dim: int, num_ranks: int, chunks: Sequence[Chunk]) -> Layout:
@@ -144,7 +146,7 @@ def packed(shape: Sequence[int], dim: int, num_ranks: int, chunks: Sequence[Chun
             intervals += filled((at + start, at + stop))
             at += chunk.size
         owned.append(tuple(intervals))
-    return Layout(tuple(shape), num_ranks, dim, tuple(owned))
+    return Layout(tuple(shape), num_ranks, dim, tuple(owned), tuple(chunks))
 
 
 def even_interval(size: int, num_ranks: int, rank: int) -> Interval:

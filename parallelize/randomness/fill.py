@@ -7,9 +7,9 @@ import math
 import torch
 
 from parallelize.layout import SlicePair
+from parallelize.pieces import Stored
 from parallelize.randomness.counter import Key, Run, blocks
 from parallelize.randomness.distributions import Distribution
-from parallelize.randomness.pieces import Stored
 from parallelize.randomness.recipes import Box
 
 

@@ -15,13 +15,13 @@ from torch import nn
 from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.layout import replicated
 from parallelize.meta import materialize
+from parallelize.pieces import Stored, stored_parameters
 from parallelize.pipeline.cut import cut_of
 from parallelize.plan.pattern import check_pattern, generic, matches
 from parallelize.randomness import stock as stock_numbers
 from parallelize.randomness.counter import key
 from parallelize.randomness.distributions import Distribution
 from parallelize.randomness.fill import clear_padding, copy_into, draw_into
-from parallelize.randomness.pieces import Stored, stored_parameters
 from parallelize.randomness.recipes import Layer, Layers, Played, Reading, Recipe, Unknown
 from parallelize.randomness.recording import recording
 from parallelize.randomness.shadow import recipe_of_stand_ins

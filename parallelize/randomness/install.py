@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import Layout
 from parallelize.mesh import DATA_AXES
-from parallelize.randomness.pieces import data_rank
+from parallelize.pieces import data_rank
 from parallelize.randomness.position import Clock
 from parallelize.randomness.sites import Columns, Sites, dropout_forward, rates_of, refused_modules, scoped_forward
 from parallelize.randomness.where import unplaceable

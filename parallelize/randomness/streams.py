@@ -68,7 +68,7 @@ class Streams:
         if name not in self._over:
             fix = f"declare it first; {did_you_mean(name, self._over)}" if self._over else "streams.declare(name)"
             raise ModelError(Problem("unknown-stream", f"no stream is called {name!r}", fix=fix))
-        outside = _states()
+        outside = generator_states()
         if self._open:
             self._states[self._open[-1]] = outside
         self._open.append(name)
@@ -76,14 +76,14 @@ class Streams:
             self._enter(name)
             yield
         finally:
-            self._states[name] = _states()
+            self._states[name] = generator_states()
             self._open.pop()
-            _restore(self._states[self._open[-1]] if self._open else outside)
+            restore_generators(self._states[self._open[-1]] if self._open else outside)
 
     def _enter(self, name: str) -> None:
         known = self._states.get(name, {})
-        _seed_all(self._seed_of(name), skip=known)
-        _restore(known)
+        seed_generators(self._seed_of(name), skip=known)
+        restore_generators(known)
 
     def _seed_of(self, name: str) -> int:
         return key(self.seed, f"stream {name}", *self._places(name)).start & (2**63 - 1)
@@ -125,7 +125,8 @@ class Streams:
         self._states = {name: dict(held) for name, held in state["states"].items() if name in same}
 
 
-def _states() -> State:
+def generator_states() -> State:
+    """Where torch's, Python's and NumPy's own generators stand."""
     found: State = {"torch": torch.get_rng_state(), "python": _plain(random.getstate())}
     if _uses_cuda():
         found["cuda"] = torch.cuda.get_rng_state()
@@ -136,7 +137,8 @@ def _states() -> State:
     return found
 
 
-def _restore(state: State) -> None:
+def restore_generators(state: State) -> None:
+    """Put them back."""
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     if "python" in state:
@@ -150,7 +152,7 @@ def _restore(state: State) -> None:
         numpy.random.set_state((kind, words.tolist(), *rest))
 
 
-def _seed_all(seed: int, skip: State) -> None:
+def seed_generators(seed: int, skip: State) -> None:
     """Begin every generator whose state is not known."""
     if "torch" not in skip:
         torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())

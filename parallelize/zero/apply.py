@@ -42,6 +42,7 @@ class DataRecord:
     Attributes:
         zero: the stage. engine: keeps data ranks in step. shards: own rows of each parameter (stages 0 to 2).
         masters: float32 copies that the optimiser steps, where parameters are narrower.
+        compute: the dtype of compute, where parameters are kept in a wider one (stage 3).
     """
 
     zero: int
@@ -49,6 +50,7 @@ class DataRecord:
     engine: Any
     shards: list[Shard] = field(default_factory=list)
     masters: bool = False
+    compute: torch.dtype | None = None
 
     def __deepcopy__(self, memo: dict) -> DataRecord:
         return self
@@ -95,7 +97,8 @@ def shard_data(
         if dtype is not None and not narrow:  # `fully_shard` knows the dtype of compute alone
             cast_parameters(module, dtype)
         taken = (dtype, reduce_dtype, units, defer, reshard_after_forward)
-        module.__dict__["_parallelize_data"] = DataRecord(3, mesh, shard_fully(module, mesh, _shard_axis(spec), *taken))
+        engine3 = shard_fully(module, mesh, _shard_axis(spec), *taken)
+        module.__dict__["_parallelize_data"] = DataRecord(3, mesh, engine3, compute=dtype if narrow else None)
         return module
     shard = _shard_axis(spec) if zero else None
     group = Group(axis_group(mesh, shard)) if shard is not None else Group.alone()

@@ -165,7 +165,7 @@ def from_meta(rank: int, axes: dict[str, int], options: dict[str, Any]) -> list[
     import transformers
 
     from parallelize import build_on_meta
-    from parallelize.randomness.pieces import data_rank
+    from parallelize.pieces import data_rank
 
     sizes = {"vocab_size": 67, "n_embd": 48, "n_layer": 4, "n_head": 8, "n_positions": 64, "n_inner": 72}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "resid_pdrop": 0.1, "attn_pdrop": 0.2, "embd_pdrop": 0.1}

@@ -1,0 +1,55 @@
+"""The dtypes of safetensors files, and their names in PyTorch. Torch-free."""
+
+from __future__ import annotations
+
+SIZES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+    "C64": 8,
+}
+"""Bytes of an element."""
+
+TORCH = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+
+CODES = {name: code for code, name in TORCH.items()}
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def loses(saved: str, wanted: str) -> bool:
+    """Whether a value may change when it goes from one dtype to the other."""
+    if saved == wanted:
+        return False
+    widens = {("F32", "F64"), ("F16", "F32"), ("F16", "F64"), ("BF16", "F32"), ("BF16", "F64")}
+    return (saved, wanted) not in widens

@@ -1,0 +1,137 @@
+"""Filling what a rank holds out of the files of a checkpoint: only the bytes of its own elements, in the order of the files.
+
+Values are read beside the model, into memory that becomes the optimiser's state or is copied into the parameters: a model
+is loaded when everything was read and every hash was right, on every rank, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallelize.checkpoint.boxes import Box, box_of, common, moved, slices_of, starts, volume
+from parallelize.checkpoint.boxes import whole as whole_box
+from parallelize.checkpoint.manifest import Manifest, Saved
+from parallelize.checkpoint.memory import empty, torch_dtype
+from parallelize.checkpoint.reader import TensorFile
+from parallelize.errors import CheckpointError, Problem
+from parallelize.pieces import Stored
+
+T = torch.Tensor
+_MOST_OPEN = 128
+
+
+class Files:
+    """The open files of one folder. Close it, or use `with`."""
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self.folder, self.manifest = folder, manifest
+        self._open: OrderedDict[str, TensorFile] = OrderedDict()
+        self._bytes_read = 0
+
+    @property
+    def bytes_read(self) -> int:
+        """Of tensors, by this rank."""
+        return self._bytes_read + sum(file.bytes_read for file in self._open.values())
+
+    def __getitem__(self, name: str) -> TensorFile:
+        if name not in self._open:
+            if len(self._open) >= _MOST_OPEN:
+                self._close(next(iter(self._open)))
+            self._open[name] = TensorFile(self.folder, name, self.manifest.files[name])
+        self._open.move_to_end(name)
+        return self._open[name]
+
+    def _close(self, name: str) -> None:
+        file = self._open.pop(name)
+        self._bytes_read += file.bytes_read
+        file.close()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._open):
+            self._close(name)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One read: a box of an entry of a file, into a part of what a rank holds."""
+
+    file: str
+    key: str
+    start: int
+    box: Box
+    out: T
+
+    @property
+    def num_bytes(self) -> int:
+        return volume(self.box) * self.out.element_size()
+
+
+def jobs_for(files: Files, saved: Saved, stored: Stored, into: T) -> list[Job]:
+    """What to read for a tensor of which this rank holds `stored.pieces`, into `into`, shaped as its local tensor.
+
+    Raises: CheckpointError of `TensorFile`, `wrong-entry` where a file does not hold what the manifest says.
+    """
+    found = []
+    for pair in stored.pieces:
+        wanted = box_of(pair.full)
+        for piece in saved.pieces:
+            shared = common(wanted, piece.box)
+            if shared is None:
+                continue
+            entry = files[piece.file].entry(piece.key)
+            sizes = tuple(stop - start for start, stop in piece.box)
+            if (entry.dtype, entry.shape) != (saved.dtype, sizes):
+                what = (
+                    f"{piece.key} is {entry.dtype} {list(entry.shape)}, the manifest says {saved.dtype} {list(sizes)}"
+                )
+                raise CheckpointError(Problem("wrong-entry", what, str(files.folder / piece.file)))
+            inside = moved(shared, starts(piece.box))
+            local = moved(moved(shared, starts(wanted)), [-part.start for part in pair.local])
+            found.append(Job(piece.file, piece.key, entry.start, inside, into[slices_of(local)]))
+    return found
+
+
+def read_jobs(
+    files: Files, jobs: Sequence[Job], check: bool = True, progress: Callable[[int], None] | None = None
+) -> None:
+    """Read everything, in the order in which it stands in the files."""
+    for job in sorted(jobs, key=lambda job: (job.file, job.start, job.box)):
+        files[job.file].read(job.key, job.box, job.out, check)
+        if progress is not None:
+            progress(job.num_bytes)
+
+
+def room_for(stored: Stored, dtype: torch.dtype) -> T:
+    """Memory for a local tensor, of zeros where pieces leave a part of it out (padding)."""
+    made = empty(tuple(stored.local.shape), dtype)
+    if sum(volume(box_of(pair.local)) for pair in stored.pieces) < made.numel():
+        made.zero_()
+    return made
+
+
+def read_whole(files: Files, name: str, check: bool = True) -> T:
+    """A tensor of the checkpoint in full. Raises: CheckpointError `missing-tensor`."""
+    saved = files.manifest.tensors.get(name)
+    if saved is None:
+        raise CheckpointError(Problem("missing-tensor", f"no tensor {name!r} was saved", str(files.folder)))
+    full = empty(saved.shape, torch_dtype(saved.dtype))
+    read_box(files, saved, whole_box(saved.shape), full, check)
+    return full
+
+
+def read_box(files: Files, saved: Saved, box: Box, out: T, check: bool = True) -> None:
+    """A box of a tensor into `out`, out of however many pieces it was saved in."""
+    for piece in saved.pieces:
+        shared = common(box, piece.box)
+        if shared is not None:
+            view: Any = out[slices_of(moved(shared, starts(box)))]
+            files[piece.file].read(piece.key, moved(shared, starts(piece.box)), view, check)

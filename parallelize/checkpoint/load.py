@@ -1,0 +1,243 @@
+"""Loading a training checkpoint into whatever mesh there is: match, read beside, agree, and only then change anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallelize.checkpoint import folders, run_state
+from parallelize.checkpoint.dtypes import loses
+from parallelize.checkpoint.fill import Files, Job, jobs_for, read_jobs, read_whole, room_for
+from parallelize.checkpoint.held import Held, Place, targets
+from parallelize.checkpoint.manifest import Manifest, Saved, read_manifest
+from parallelize.checkpoint.meeting import Meeting
+from parallelize.checkpoint.restore import Restored, plan_optimizer
+from parallelize.checkpoint.schedulers import load_scheduler
+from parallelize.checkpoint.snapshot import Run, fold
+from parallelize.checkpoint.tree_reader import decode
+from parallelize.errors import CheckpointError, Problem, near, short_list
+
+T = torch.Tensor
+
+
+@dataclass
+class Loading:
+    """Everything that a load has read, before it changes anything."""
+
+    manifest: Manifest
+    weights: list[tuple[Held, T]] = field(default_factory=list)
+    optimizers: list[Restored] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    values: Any = None
+    jobs: list[Job] = field(default_factory=list)
+    bytes_read: int = 0
+
+
+def load_run(
+    folder: Path,
+    run: Run,
+    place: Place,
+    meeting: Meeting,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    check: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> Loading:
+    """Load a checkpoint into a run. A collective of `meeting`.
+
+    Args:
+        strict: a missing or unexpected tensor is an error. cast: dtypes may lose precision.
+        check: compare every hash of what is read.
+
+    Returns: what was read; `values` are those that were given to the save.
+    Raises: CheckpointError, on every rank, before anything is changed.
+    """
+    fold(run.module)
+    loading, error = None, None
+    names = _all_names(place, meeting)
+    try:
+        loading = _read(folder, run, place, names, strict, cast, check, progress)
+    except CheckpointError as found:
+        error = found
+    meeting.agree(error)
+    assert loading is not None
+    _agree_on_digest(loading.manifest, meeting)
+    _commit(loading, run, place)
+    return loading
+
+
+def _all_names(place: Place, meeting: Meeting) -> set[str]:
+    """Tensors of the whole model, those of other pipeline stages too."""
+    own = [held.name for held in targets(place)] if place.is_first else []
+    return {name for names in meeting.all(own) for name in names}
+
+
+def _agree_on_digest(manifest: Manifest, meeting: Meeting) -> None:
+    digests = meeting.all(manifest.digest)
+    if len(set(digests)) > 1:
+        what = f"ranks read different checkpoints: manifests {short_list(sorted(set(digests)))}"
+        raise CheckpointError(Problem("other-checkpoint", what, fix="let all of them read the same folder"))
+
+
+def _read(
+    folder: Path,
+    run: Run,
+    place: Place,
+    names: set[str],
+    strict: bool,
+    cast: bool,
+    check: bool,
+    progress: Callable[[int], None] | None,
+) -> Loading:
+    manifest = read_manifest(folders.resolve(folder))
+    wanted = targets(place)
+    _check_names(manifest, wanted, names, strict, str(folder))
+    loading = Loading(manifest)
+    with Files(folders.resolve(folder), manifest) as files:
+        _plan_weights(loading, files, wanted, cast)
+        for called, optimizer in run.optimizers.items():
+            share = _share_of(manifest, called, strict)
+            if share is not None:
+                restored, jobs = plan_optimizer(place, called, optimizer, share, files, strict)
+                loading.optimizers.append(restored)
+                loading.jobs += jobs
+        read_jobs(files, loading.jobs, check, progress)
+        _read_state(loading, files, run, place, check)
+        loading.bytes_read = files.bytes_read
+    return loading
+
+
+def _share_of(manifest: Manifest, called: str, strict: bool) -> dict[str, Any] | None:
+    saved = manifest.state.get("optimizers", {})
+    if called not in saved and strict:
+        there = short_list(list(saved)) or "none"
+        what = f"no state of an optimiser called {called!r} was saved; there: {there}"
+        raise CheckpointError(
+            Problem("no-optimizer-state", what, fix="load without an optimiser, or with strict=False")
+        )
+    return saved.get(called)
+
+
+def _check_names(manifest: Manifest, wanted: list[Held], names: set[str], strict: bool, where: str) -> None:
+    """Missing, unexpected and misshapen tensors, all at once."""
+    saved = {name: one for name, one in manifest.tensors.items() if name.startswith("model/")}
+    problems = []
+    missing = [name for name in dict.fromkeys(held.name for held in wanted) if name not in saved]
+    unexpected = [name for name in saved if name not in names]
+    if strict:
+        problems += [_unmatched("missing-tensor", "was not saved", name, saved, where) for name in missing]
+        problems += [_unmatched("unexpected-tensor", "is not in this model", name, names, where) for name in unexpected]
+    for held in wanted:
+        one = saved.get(held.name)
+        if one is not None and one.shape != held.stored.shape:
+            what = f"{_plain(held.name)} was saved as {list(one.shape)}, the model has {list(held.stored.shape)}"
+            problems.append(Problem("wrong-shape", what, where, fix="load it into the model that was saved"))
+    if problems:
+        more = (
+            [Problem("more-problems", f"and {len(problems) - 20} more of the kind", where)]
+            if len(problems) > 20
+            else []
+        )
+        raise CheckpointError(*problems[:20], *more)
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("model/")
+
+
+def _unmatched(slug: str, what: str, name: str, others: Iterable[str], where: str) -> Problem:
+    close = near(_plain(name), [_plain(other) for other in others])
+    fix = (
+        "did you mean " + " or ".join(f"`{one}`" for one in close) + "?"
+        if close
+        else "load it into the model that was saved"
+    )
+    return Problem(slug, f"{_plain(name)} {what}", where, fix=fix + " strict=False goes on without")
+
+
+def _plan_weights(loading: Loading, files: Files, wanted: list[Held], cast: bool) -> None:
+    _check_dtypes(loading.manifest, wanted, cast)
+    for held in wanted:
+        saved = loading.manifest.tensors.get(held.name)
+        if saved is not None:
+            room = room_for(held.stored, held.stored.local.dtype)
+            loading.weights.append((held, room))
+            loading.jobs += jobs_for(files, saved, held.stored, room)
+
+
+def _check_dtypes(manifest: Manifest, wanted: list[Held], cast: bool) -> None:
+    """A weight may be kept in a narrower dtype where a copy beside it holds all of it."""
+    kept: dict[str, bool] = {}
+    for held in wanted:
+        saved = manifest.tensors.get(held.name)
+        if saved is not None:
+            kept[held.name] = kept.get(held.name, False) or not loses(saved.dtype, held.dtype)
+    lost = [name for name, fine in kept.items() if not fine]
+    if lost and not cast:
+        saved, held = manifest.tensors[lost[0]], next(one for one in wanted if one.name == lost[0])
+        what = f"{len(lost)} tensors were saved in a wider dtype than the model keeps: {_plain(lost[0])} "
+        what += f"{saved.dtype}, here {held.dtype}"
+        raise CheckpointError(
+            Problem("narrower-dtype", what, fix="cast=True accepts the loss; or widen the model first")
+        )
+
+
+def _read_state(loading: Loading, files: Files, run: Run, place: Place, check: bool) -> None:
+    """Everything that is no tensor, decoded: what is wrong with it shows now."""
+    state = loading.manifest.state
+
+    def tensors(key: str) -> T:
+        return read_whole(files, key, check)
+
+    loading.values = decode(state.get("values"), tensors, "values")
+    if run.data is not None and state.get("data") is not None:
+        loading.state["data"] = decode(state["data"], tensors, "data")
+    saved = state.get("user") or {}
+    loading.state["user"] = {name: decode(saved[name], tensors, f"user.{name}") for name in run.user if name in saved}
+    absent = [name for name in run.user if name not in saved]
+    if absent and state.get("user") is not None:
+        what = f"no state of {short_list(absent)} was saved"
+        raise CheckpointError(Problem("missing-state", what, fix="leave it out of user={...}"))
+    if run.streams is not None and state.get("streams"):
+        loading.state["streams"] = run_state.decoded_streams(run.streams, state["streams"], tensors)
+    if run.generators and state.get("generators"):
+        same = loading.manifest.about.get("mesh") == mesh_of(place)
+        loading.state["generators"] = run_state.decoded_generators(place, state["generators"], same, tensors)
+
+
+def mesh_of(place: Place) -> list[list[Any]]:
+    """The mesh as a manifest keeps it."""
+    return [[name, size] for name, size in place.spec.axes] if place.spec is not None else []
+
+
+@torch.no_grad()
+def _commit(loading: Loading, run: Run, place: Place) -> None:
+    """Nothing fails from here on but what users' own objects do."""
+    for held, values in loading.weights:
+        held.stored.local.copy_(values)
+    loading.weights.clear()
+    for restored in loading.optimizers:
+        restored.apply()
+    state, saved = loading.manifest.state, loading.state
+    for name, scheduler in run.schedulers.items():
+        if name in (state.get("schedulers") or {}):
+            load_scheduler(scheduler, state["schedulers"][name])
+    run_state.restore_position(place, run.pipeline, state.get("position") or {})
+    if "streams" in saved and run.streams is not None:
+        run.streams.load_state_dict(saved["streams"])
+    if "data" in saved:
+        run.data.load_state_dict(saved["data"])
+    for name, one in saved.get("user", {}).items():
+        run.user[name].load_state_dict(one)
+    if "generators" in saved:
+        saved["generators"]()
+
+
+def saved_weights(manifest: Manifest) -> dict[str, Saved]:
+    """The model's tensors of a checkpoint, by their names in the model."""
+    return {_plain(name): one for name, one in manifest.tensors.items() if name.startswith("model/")}

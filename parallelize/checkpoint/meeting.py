@@ -1,0 +1,123 @@
+"""How the ranks of a save or load agree: small texts, over a process group of their own.
+
+Their own, because a save goes on in a background thread beside training's collectives. Tensors never travel here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize.checkpoint.memory import bytes_of
+from parallelize.checkpoint.strict_json import read_json, write_json
+from parallelize.errors import CheckpointError, Problem
+
+TIMEOUT_S = 1800.0
+
+
+class Meeting:
+    """Ranks that save and load together. All calls are collectives: the same ones in the same order on every rank.
+
+    Args:
+        mesh: whose ranks take part; None: all processes, or this one alone where there are no others.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S):
+        self.ranks: list[int] = [0]
+        self.group: Any = None
+        if dist.is_available() and dist.is_initialized():
+            self.ranks = mesh.mesh.flatten().tolist() if mesh is not None else list(range(dist.get_world_size()))
+            everyone = len(self.ranks) == dist.get_world_size()
+            if len(self.ranks) > 1:
+                self.group = dist.new_group(
+                    self.ranks,
+                    backend="gloo",
+                    timeout=timedelta(seconds=timeout_s),
+                    use_local_synchronization=not everyone,
+                )
+        self.rank = self.ranks.index(dist.get_rank()) if self.group is not None else 0
+        self.size = len(self.ranks)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every rank's value, on the first rank; None on the others. Values are plain, as JSON has them."""
+        if self.group is None:
+            return [value]
+        mine = _packed(value)
+        with _named("gather"):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(sizes, torch.tensor([mine.numel()]), group=self.group)
+            longest = int(max(map(int, sizes)))
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: mine.numel()] = mine
+            found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)] if self.leads else None
+            dist.gather(padded, found, dst=self.ranks[0], group=self.group)
+        return [_unpacked(one[: int(n)]) for one, n in zip(found, sizes, strict=True)] if found is not None else None
+
+    def share(self, value: Any = None) -> Any:
+        """The first rank's value, on every rank."""
+        if self.group is None:
+            return value
+        with _named("share"):
+            mine = _packed(value) if self.leads else torch.empty(0, dtype=torch.uint8)
+            size = torch.tensor([mine.numel()])
+            dist.broadcast(size, self.ranks[0], group=self.group)
+            if not self.leads:
+                mine = torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(mine, self.ranks[0], group=self.group)
+        return _unpacked(mine)
+
+    def all(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        return self.share(self.gather(value))
+
+    def agree(self, error: CheckpointError | None) -> None:
+        """Go on only where no rank has an error. Raises: this rank's own; or CheckpointError with those of the others."""
+        problems = self.all([[p.slug, p.what, p.where, list(p.rows), p.fix] for p in error.problems] if error else None)
+        if error is not None:
+            raise error
+        failed = [rank for rank, found in enumerate(problems) if found]
+        if failed:
+            raise CheckpointError(*(restored(p, self.ranks[rank]) for rank in failed[:4] for p in problems[rank][:4]))
+
+    def close(self) -> None:
+        """Give the process group back. A collective of nobody: each rank for itself."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+
+def restored(given: list[Any], rank: int) -> Problem:
+    """A problem that another rank has found."""
+    slug, what, where, rows, fix = given
+    return Problem(slug, what, where, (("on", f"rank {rank}"), *((str(a), str(b)) for a, b in rows)), fix)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """gloo's errors name sockets; this says what was going on. Raises: CheckpointError `rank-lost`."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).splitlines()[0][:200]
+        lost = f"a rank did not answer while a checkpoint was being agreed on ({what}): {said}"
+        fix = "look at the other ranks' errors; what was saved before is as it was"
+        raise CheckpointError(Problem("rank-lost", lost, fix=fix)) from error
+
+
+def _packed(value: Any) -> torch.Tensor:
+    text = write_json(value)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _unpacked(data: torch.Tensor) -> Any:
+    return read_json(bytes(bytes_of(data)), "another rank's message")

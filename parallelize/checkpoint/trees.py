@@ -1,0 +1,236 @@
+"""Plain values as JSON and back, exactly: what a checkpoint keeps beside the weights, without pickle.
+
+    None, bool, str, list, whole numbers of 64 bits, finite floats    as JSON has them
+    a dict whose keys are all text                                    a JSON object, in its own order
+    everything else                                                   an object {"$": tag, ...}, see `tree_reader.py`
+
+A dict that itself has a key "$" is written as a tag, so nothing a user keeps can be taken for one. Equal values give equal
+JSON: dicts keep their order (write the JSON without `sort_keys`), sets are sorted by the JSON of their members.
+
+Tensors are their values: dense, detached, and on the CPU when they come back. Attributes set on a dict are not kept.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
+from typing import Any, NoReturn
+
+import torch
+
+from parallelize.checkpoint.tree_reader import FACTORIES, MOST_DEPTH, NUMPY, PATHS, TAG, UNMADE, TensorSource, decode
+from parallelize.errors import CheckpointError, Problem
+
+__all__ = ["TensorSink", "TensorSource", "decode", "encode"]
+
+TensorSink = Callable[[str, torch.Tensor], str]
+"""(where, tensor) -> the key under which it is stored. The tensor is detached; it may share memory with the user's."""
+
+INLINE_BYTES = 4096  # larger tensors go to the sink
+
+
+def encode(value: Any, where: str = "value", tensors: TensorSink | None = None) -> Any:
+    """A value as what `json.dumps(..., allow_nan=False)` takes.
+
+    Args:
+        where: what the value is called in errors and for `tensors`, such as `user`.
+        tensors: keeps tensors of more than INLINE_BYTES; without it their bytes stand in the JSON.
+
+    Raises: CheckpointError `unsavable-value` with the path of what cannot be kept.
+    """
+    return _Encoder(tensors).any(value, where)
+
+
+class _Encoder:
+    """One walk. `open` holds the ids of the containers around the value at hand."""
+
+    def __init__(self, tensors: TensorSink | None):
+        self.tensors = tensors
+        self.open: list[int] = []
+        self.in_key = 0
+
+    def any(self, value: Any, where: str) -> Any:
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if kind in _WRITERS:
+            return _WRITERS[kind](value)
+        if kind in _CONTAINERS:
+            return self.container(value, where)
+        if isinstance(value, torch.Tensor):
+            if self.in_key:  # it would be another key when it comes back
+                _unsavable(where, "is a tensor, which is looked up by identity", "use a name as key")
+            return self.tensor(value, where)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
+            return self.numpy(value, where, numpy)
+        return _refuse(value, where)
+
+    def container(self, value: Any, where: str) -> Any:
+        if id(value) in self.open:
+            _unsavable(where, "is inside itself", "break the cycle")
+        if len(self.open) >= MOST_DEPTH:
+            _unsavable(where, f"lies in more than {MOST_DEPTH} containers", "keep it in a flatter form")
+        self.open.append(id(value))
+        try:
+            return _CONTAINERS[type(value)](self, value, where)
+        finally:
+            self.open.pop()
+
+    def items(self, values: Iterable[Any], where: str) -> list[Any]:
+        return [self.any(item, f"{where}[{place}]") for place, item in enumerate(values)]
+
+    def members(self, values: Iterable[Any], where: str) -> list[Any]:
+        written = [self.hashed(item, f"{where}{{{_short(item)}}}") for item in values]
+        return sorted(written, key=lambda item: json.dumps(item, allow_nan=False))
+
+    def pairs(self, held: dict, where: str) -> list[list[Any]]:
+        return [
+            [self.hashed(key, f"the key {_short(key)} of {where}"), self.any(value, _at(where, key))]
+            for key, value in held.items()
+        ]
+
+    def hashed(self, value: Any, where: str) -> Any:
+        self.in_key += 1
+        try:
+            return self.any(value, where)
+        finally:
+            self.in_key -= 1
+
+    def plain_dict(self, held: dict, where: str) -> Any:
+        if all(type(key) is str and key != TAG and _is_text(key) for key in held):
+            return {key: self.any(value, _at(where, key)) for key, value in held.items()}
+        return {TAG: "dict", "items": self.pairs(held, where)}
+
+    def default_dict(self, held: defaultdict, where: str) -> Any:
+        factory = held.default_factory
+        if factory is not None and factory not in FACTORIES.values():
+            fix = f"use {', '.join(FACTORIES)} or a plain dict"
+            _unsavable(where, f"is a defaultdict of {_short(factory)}", fix)
+        name = None if factory is None else factory.__name__
+        return {TAG: "defaultdict", "factory": name, "items": self.pairs(held, where)}
+
+    def tensor(self, value: torch.Tensor, where: str) -> Any:
+        _check_plain(value, where)
+        name = str(value.dtype).removeprefix("torch.")
+        written = {TAG: "tensor", "dtype": name, "shape": list(value.shape)}
+        if self.tensors is not None and value.numel() * value.element_size() > INLINE_BYTES:
+            return {**written, TAG: "stored_tensor", "key": self.tensors(where, value.detach())}
+        return {**written, "base64": _base64(_bytes_of(value))}
+
+    def numpy(self, value: Any, where: str, numpy: Any) -> Any:
+        if not NUMPY.fullmatch(str(value.dtype)) or not value.dtype.isnative:
+            _unsavable(
+                where, f"is of NumPy's dtype {value.dtype.str!r}", "keep numbers of a native dtype that torch has"
+            )
+        tag = "ndarray" if type(value) is numpy.ndarray else "numpy_scalar"
+        return {TAG: tag, "value": self.tensor(torch.from_numpy(numpy.array(value, order="C")), where)}
+
+
+def _check_plain(value: torch.Tensor, where: str) -> None:
+    """Refuse tensors that are more than dense values: their class, layout or scales would be lost."""
+    if type(value) is not torch.Tensor:
+        name = type(value).__name__
+        fixes = {"DTensor": "give value.to_local(), or value.full_tensor()", "Parameter": "give value.detach()"}
+        _unsavable(where, f"is a {name}", fixes.get(name, "give a plain torch.Tensor"))
+    name = str(value.dtype).removeprefix("torch.")
+    if value.layout != torch.strided or value.is_nested or UNMADE.match(name) or value.device.type == "meta":
+        what = f"is a tensor of dtype {name}, layout {value.layout} on {value.device}"
+        _unsavable(where, what, "give a dense tensor of an ordinary dtype")
+    if value.ndim > MOST_DEPTH:
+        _unsavable(where, f"has {value.ndim} dims", f"at most {MOST_DEPTH} can be kept")
+
+
+def _bytes_of(value: torch.Tensor) -> bytes:
+    """In pieces, for a list of numbers takes eight times the memory of its bytes. Works without NumPy."""
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    flat = plain.reshape(-1).view(torch.uint8)
+    return b"".join(bytes(piece.tolist()) for piece in flat.split(1 << 20))
+
+
+def _base64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode("ascii")
+
+
+def _number(value: float) -> Any:
+    return value if math.isfinite(value) else {TAG: "float", "value": repr(value)}
+
+
+def _whole(value: int) -> Any:
+    """Long ones in base 16: Python refuses more than 4300 decimal digits."""
+    return value if value.bit_length() < 64 else {TAG: "int", "hex": format(value, "x")}
+
+
+def _text(value: str) -> Any:
+    """Half surrogates (file names of unknown encoding) are no UTF-8, and JSON would join two of them."""
+    return value if _is_text(value) else {TAG: "str", "base64": _base64(value.encode("utf-8", "surrogatepass"))}
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _path(kind: str) -> Callable[[PurePath], Any]:
+    return lambda value: {TAG: "path", "kind": kind, "value": _text(str(value))}
+
+
+_WRITERS: dict[type, Callable[[Any], Any]] = {
+    int: _whole,
+    float: _number,
+    complex: lambda value: {TAG: "complex", "items": [_number(value.real), _number(value.imag)]},
+    str: _text,
+    bytes: lambda value: {TAG: "bytes", "base64": _base64(value)},
+    torch.dtype: lambda value: {TAG: "dtype", "name": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {TAG: "device", "name": str(value)},
+    torch.Size: lambda value: {TAG: "size", "items": list(value)},
+    **{kind: _path(name) for name, kind in PATHS.items()},
+}
+_CONTAINERS: dict[type, Callable[[_Encoder, Any, str], Any]] = {
+    list: _Encoder.items,
+    tuple: lambda self, value, where: {TAG: "tuple", "items": self.items(value, where)},
+    set: lambda self, value, where: {TAG: "set", "items": self.members(value, where)},
+    frozenset: lambda self, value, where: {TAG: "frozenset", "items": self.members(value, where)},
+    dict: _Encoder.plain_dict,
+    Counter: lambda self, value, where: {TAG: "counter", "items": self.pairs(value, where)},
+    OrderedDict: lambda self, value, where: {TAG: "ordered_dict", "items": self.pairs(value, where)},
+    defaultdict: _Encoder.default_dict,
+}
+
+
+def _refuse(value: Any, where: str) -> NoReturn:
+    kind = type(value)
+    if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
+        name = "lambda" if value.__name__ == "<lambda>" else "function"
+        _unsavable(where, f"is a {name}", "keep the numbers it works with, and make it anew after loading")
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    fix = "give its state_dict()" if hasattr(kind, "state_dict") else "keep numbers, text, tensors, lists and dicts"
+    if kind is torch.Generator:
+        fix = "give its get_state()"
+    _unsavable(where, f"is a {module}{kind.__qualname__}", fix)
+
+
+def _unsavable(where: str, what: str, fix: str) -> NoReturn:
+    raise CheckpointError(Problem("unsavable-value", f"{where} {what}", fix=fix))
+
+
+def _at(where: str, key: Any) -> str:
+    return f"{where}.{key}" if type(key) is str and key.isidentifier() else f"{where}[{_short(key)}]"
+
+
+def _short(value: Any) -> str:
+    """Never a whole text, table or long number."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= 32 else value[:29] + "...")
+    if isinstance(value, int | float) and abs(value) < 1e18:
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__name__)

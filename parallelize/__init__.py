@@ -14,6 +14,7 @@ _PUBLIC = {
     "parallelize.accumulate": ["accumulate_gradients"],
     "parallelize.apply": ["parallelize_module"],
     "parallelize.checkpoint.checkpointer": ["Checkpointer", "load_checkpoint"],
+    "parallelize.checkpoint.pretrained": ["load_pretrained"],
     "parallelize.clip": ["clip_grad_norm_"],
     "parallelize.errors": [
         "CheckpointError",
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
     from parallelize.apply import parallelize_module as parallelize_module
     from parallelize.checkpoint.checkpointer import Checkpointer as Checkpointer
     from parallelize.checkpoint.checkpointer import load_checkpoint as load_checkpoint
+    from parallelize.checkpoint.pretrained import load_pretrained as load_pretrained
     from parallelize.clip import clip_grad_norm_ as clip_grad_norm_
     from parallelize.errors import CheckpointError as CheckpointError
     from parallelize.errors import GradientError as GradientError

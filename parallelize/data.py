@@ -6,8 +6,8 @@
         ...
         checkpoint = batches.state_dict()
 
-A global batch is a run of the epoch's order of samples; data rank i of n takes its i-th n-th. Ranks that share data (tp, pp,
-cp) get the same rows, so a run that is resumed on another mesh sees the same global batches in the same order.
+A global batch is a run of the epoch's order of samples; data rank i of n takes its i-th n-th. Ranks that share data
+(tp, pp, cp) get the same rows, so a run that is resumed on another mesh sees the same global batches in the same order.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Batch = TypeVar("Batch")
 class GlobalBatches(Sampler[list[int]]):
     """A batch sampler: iterating gives this rank's indices of each global batch, from the position to the epoch's end.
 
-    With an epoch's last batch the position moves to the next epoch, which has another order. After an iteration that was left
-    early, the next one goes on where it was left. The position counts batches handed out, which a DataLoader's workers take
-    ahead of training; once `track` is called, it counts what the tracked loop has taken instead.
+    With an epoch's last batch the position moves to the next epoch, which has another order. After an iteration that was
+    left early, the next one goes on where it was left. The position counts batches handed out, which a DataLoader's
+    workers take ahead of training; once `track` is called, it counts what the tracked loop has taken instead.
 
     Args:
         num_samples: in the data set. global_batch_size: samples a step, over all data ranks.

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from parallelize.errors import ModelError, Problem
+from parallelize.pieces import named_once
+from parallelize.sharding import record_of
 
 Rebuild = Mapping[str, Callable[[], torch.Tensor]]
 
@@ -64,6 +66,27 @@ def materialize(module: nn.Module, device: torch.device | str | int, rebuild: Re
     for owner, key, value in values.values():
         owner._buffers[key] = value.to(device)
     return module
+
+
+def allocate(module: nn.Module, device: torch.device | str | int | None = None, rebuild: Rebuild | None = None) -> None:
+    """`materialize`, where anything lies on meta, with ties and buffers that have values as they were.
+
+    device: None: the mesh's device type, or the CPU.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    if not any(tensor.is_meta for tensor in tensors):
+        return
+    record = record_of(module)
+    kept = {name: buffer for name, buffer in module.named_buffers() if not buffer.is_meta}
+    tied = [names for names, _ in named_once(module) if len(names) > 1]
+    where = device if device is not None else (record.tp.device_type if record is not None else "cpu")
+    materialize(module, where, rebuild)
+    for name, buffer in kept.items():
+        module.get_buffer(name).copy_(buffer)
+    for first, *others in tied:  # `to_empty` of a plain model gives each name a tensor of its own
+        for name in others:
+            owner, _, key = name.rpartition(".")
+            module.get_submodule(owner)._parameters[key] = module.get_parameter(first)
 
 
 def _unsaved_buffers(module: nn.Module):

@@ -5,6 +5,7 @@ cut into stages -> tensor parallelism -> recompute -> ZeRO 3 -> values for a met
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from parallelize.apply import parallelize_module
+from parallelize.checkpoint.weights import load_weights
 from parallelize.clip import clip_grad_norm_
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.groups import mesh_spec
@@ -95,7 +97,7 @@ def parallelize_model(
     reduce_dtype: torch.dtype | None = None,
     defer: bool = False,
     device: torch.device | str | None = None,
-    initialize: int | Callable[[nn.Module], Any] | None = None,
+    initialize: int | str | os.PathLike | Callable[[nn.Module], Any] | None = None,
     dropout_seed: int = 0,
     loss: Callable[[Any, Any], T] | None = None,
     count: Callable[[Any], T | int] | None = None,
@@ -115,7 +117,8 @@ def parallelize_model(
         sequence_parallel, loss_parallel, overlap: see `parallelize_module`.
         recompute, recompute_every, recompute_save: "full", "selective" or "off": see `recompute`.
         dtype: of compute (bfloat16): the optimiser then keeps float32 copies, and gradients are summed in float32.
-        initialize: for a model on meta: a seed, or a function that fills the allocated model (loads a checkpoint).
+        initialize: for a model on meta: a seed; a folder of weights, ours or in Hugging Face's layout; or a function that
+            fills the allocated model.
         dropout_seed: masks are a function of it, the step and the place in the global batch, whatever the mesh.
         loss, count: see `Pipeline`.
 
@@ -222,7 +225,7 @@ def _check(
     if zero not in STAGES:
         raise ModelError(Problem("bad-zero-stage", f"there is no ZeRO stage {zero!r}", fix="0, 1, 2 or 3"))
     if initialize is None and any(parameter.is_meta for parameter in module.parameters()):
-        fix = "initialize=0 (a seed), or initialize=function that fills the model"
+        fix = "initialize=0 (a seed), a folder of weights, or a function that fills the model"
         raise ModelError(Problem("meta-without-values", "the model lies on meta, so it has no values", fix=fix))
     if cut_of(module) is not None or data_of(module) is not None:
         what = "a part of this work has been done on the model already"
@@ -237,7 +240,9 @@ def _check(
 def _fill(module: nn.Module, mesh: DeviceMesh, device: Any, initialize: Any) -> None:
     """Memory and values for a model that lay on meta."""
     where = device if device is not None else mesh.device_type
-    if callable(initialize):
+    if isinstance(initialize, (str, os.PathLike)):
+        load_weights(module, initialize, mesh=mesh, device=where)
+    elif callable(initialize):
         module.to_empty(device=where)
         initialize(module)
     else:

@@ -7,7 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from parallelize.checkpoint import disk, folders
 from parallelize.checkpoint.about import about_run
-from parallelize.checkpoint.held import Place
+from parallelize.checkpoint.held import placed
 from parallelize.checkpoint.load import Loading, load_run
 from parallelize.checkpoint.meeting import TIMEOUT_S, Meeting, restored
 from parallelize.checkpoint.progress import Progress
@@ -23,7 +23,9 @@ from parallelize.checkpoint.save import write_snapshot
 from parallelize.checkpoint.snapshot import Run, Snapshot, Staging, take
 from parallelize.errors import CheckpointError, Problem
 from parallelize.randomness.streams import Streams
-from parallelize.training import ParallelModel
+
+if TYPE_CHECKING:
+    from parallelize.training import ParallelModel
 
 Named = Mapping[str, Any] | Any | None
 
@@ -76,7 +78,7 @@ class Checkpointer:
         _check_retention(keep_last, keep_every)
         self.root = Path(folder)
         self.run = run_of(model, optimizer, scheduler, streams, data, user, generators)
-        self.place = Place(self.run.module, mesh if mesh is not None else getattr(model, "mesh", None))
+        _, self.place = placed(model, mesh)
         self.keep_last, self.keep_every = keep_last, keep_every
         self.values: Any = None
         self._staging = Staging() if asynchronous else None
@@ -294,10 +296,11 @@ def run_of(
         if one is not None and not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
             what = f"{name} is a {type(one).__name__}, which has no state_dict and load_state_dict"
             raise CheckpointError(Problem("not-stateful", what, fix="pass plain values as save(step, values=...)"))
-    module = model.module if isinstance(model, ParallelModel) else model
+    plain = isinstance(model, nn.Module)
+    given: Any = model
     return Run(
-        module,
-        model.pipeline if isinstance(model, ParallelModel) else None,
+        given if plain else given.module,
+        None if plain else given.pipeline,
         _by_name(optimizer, "optimizer"),
         _by_name(scheduler, "scheduler"),
         streams,
@@ -334,8 +337,7 @@ def load_checkpoint(
 ) -> int:
     """Load weights, and what else is given, of a checkpoint into a model on any mesh: for serving, or to fine-tune from.
 
-    A collective over all processes. The model must be allocated; on meta: `parallelize_model(..., initialize=lambda module:
-    load_checkpoint(folder, module))`.
+    A collective over all processes. A model on meta is allocated first, and filled in place.
 
     Args:
         folder: of a step, or of a run: then the newest, or `step`.
@@ -345,10 +347,7 @@ def load_checkpoint(
     Returns: the checkpoint's step.
     Raises: CheckpointError with file and tensor, on every rank, before anything is changed.
     """
-    place = Place(
-        model.module if isinstance(model, ParallelModel) else model,
-        mesh if mesh is not None else getattr(model, "mesh", None),
-    )
+    _, place = placed(model, mesh)
     run = run_of(model, optimizer, scheduler, None, None, None, False)
     meeting = Meeting(place.mesh, timeout_s)
     try:

@@ -145,6 +145,12 @@ class Place:
         return Held(name, stored, *self.among_copies(stored.axes), owner=owner, **more)
 
 
+def placed(model: Any, mesh: DeviceMesh | None = None) -> tuple[nn.Module, Place]:
+    """The module of a `ParallelModel`, or a module itself, and where this rank stands."""
+    module = model if isinstance(model, nn.Module) else model.module
+    return module, Place(module, mesh if mesh is not None else getattr(model, "mesh", None))
+
+
 def _mesh_of(module: nn.Module, cut: Cut | None) -> DeviceMesh | None:
     data, record = data_of(module), record_of(module)
     meshes = [one.mesh for one in (data, cut, record) if one is not None]

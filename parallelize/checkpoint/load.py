@@ -12,6 +12,7 @@ import torch
 from parallelize.checkpoint import folders, run_state
 from parallelize.checkpoint.dtypes import loses
 from parallelize.checkpoint.fill import Files, Job, jobs_for, read_jobs, read_whole, room_for
+from parallelize.checkpoint.fresh import Fresh
 from parallelize.checkpoint.held import Held, Place, targets
 from parallelize.checkpoint.manifest import Manifest, Saved, read_manifest
 from parallelize.checkpoint.meeting import Meeting
@@ -60,13 +61,18 @@ def load_run(
     fold(run.module)
     loading, error = None, None
     names = _all_names(place, meeting)
+    fresh = Fresh(run.module)
     try:
-        loading = _read(folder, run, place, names, strict, cast, check, progress)
-    except CheckpointError as found:
-        error = found
-    meeting.agree(error)
-    assert loading is not None
-    _agree_on_digest(loading.manifest, meeting)
+        try:
+            loading = _read(folder, run, place, fresh, names, strict, cast, check, progress)
+        except CheckpointError as found:
+            error = found
+        meeting.agree(error)
+        assert loading is not None
+        _agree_on_digest(loading.manifest, meeting)
+    except BaseException:
+        fresh.undo()
+        raise
     _commit(loading, run, place)
     return loading
 
@@ -88,6 +94,7 @@ def _read(
     folder: Path,
     run: Run,
     place: Place,
+    fresh: Fresh,
     names: set[str],
     strict: bool,
     cast: bool,
@@ -99,7 +106,10 @@ def _read(
     _check_names(manifest, wanted, names, strict, str(folder))
     loading = Loading(manifest)
     with Files(folders.resolve(folder), manifest) as files:
-        _plan_weights(loading, files, wanted, cast)
+        if fresh.was_meta:
+            fresh.allocate(place.mesh.device_type if place.mesh is not None else None)
+            wanted = targets(place)
+        _plan_weights(loading, files, wanted, cast, fresh)
         for called, optimizer in run.optimizers.items():
             share = _share_of(manifest, called, strict)
             if share is not None:
@@ -160,13 +170,14 @@ def _unmatched(slug: str, what: str, name: str, others: Iterable[str], where: st
     return Problem(slug, f"{_plain(name)} {what}", where, fix=fix + " strict=False goes on without")
 
 
-def _plan_weights(loading: Loading, files: Files, wanted: list[Held], cast: bool) -> None:
+def _plan_weights(loading: Loading, files: Files, wanted: list[Held], cast: bool, fresh: Fresh) -> None:
     _check_dtypes(loading.manifest, wanted, cast)
     for held in wanted:
         saved = loading.manifest.tensors.get(held.name)
         if saved is not None:
-            room = room_for(held.stored, held.stored.local.dtype)
-            loading.weights.append((held, room))
+            room = fresh.room(held) if fresh.was_meta else room_for(held.stored, held.stored.local.dtype)
+            if not fresh.was_meta:
+                loading.weights.append((held, room))
             loading.jobs += jobs_for(files, saved, held.stored, room)
 
 

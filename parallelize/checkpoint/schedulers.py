@@ -159,7 +159,7 @@ def _calls_functions(scheduler: Any) -> bool:
     return getattr(scheduler, "_scale_fn_custom", None) is not None
 
 
-# -- checking: before anything is changed -----------------------------------------------------------------------------------
+# -- checking: before anything is changed -----------------------------------------------------------------------------
 
 
 def _check(described: Any, where: str, building: bool, depth: int = 0) -> None:

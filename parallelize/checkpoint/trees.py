@@ -125,7 +125,7 @@ class _Encoder:
         return {**written, "base64": _base64(_bytes_of(value))}
 
     def numpy(self, value: Any, where: str, numpy: Any) -> Any:
-        if not NUMPY.fullmatch(str(value.dtype)) or not value.dtype.isnative:
+        if not NUMPY.fullmatch(str(value.dtype)):  # which has "<" or ">" where the order of bytes is another
             _unsavable(
                 where, f"is of NumPy's dtype {value.dtype.str!r}", "keep numbers of a native dtype that torch has"
             )

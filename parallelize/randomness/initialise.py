@@ -14,7 +14,7 @@ from torch import nn
 
 from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.layout import replicated
-from parallelize.meta import materialize
+from parallelize.meta import allocate
 from parallelize.pieces import Stored, stored_parameters
 from parallelize.pipeline.cut import cut_of
 from parallelize.plan.pattern import check_pattern, generic, matches
@@ -25,7 +25,6 @@ from parallelize.randomness.fill import clear_padding, copy_into, draw_into
 from parallelize.randomness.recipes import Layer, Layers, Played, Reading, Recipe, Unknown
 from parallelize.randomness.recording import recording
 from parallelize.randomness.shadow import recipe_of_stand_ins
-from parallelize.sharding import record_of
 
 Rules = Mapping[str, Distribution]
 
@@ -100,7 +99,7 @@ def initialize(
     wanted |= {name: wanted[owner] for name, owner in first.items() if owner in wanted}
     was_meta = {name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta}
     _check(module, wanted, was_meta)
-    _allocate(module, device, rebuild)
+    allocate(module, device, rebuild)
     targets = [*stored_parameters(module), *_meta_buffers(module, was_meta)]
     _draw_own(targets, wanted, seed, first)
     played = {stored.fqn: stored for stored in targets if isinstance(wanted[stored.fqn], Played)}
@@ -175,23 +174,6 @@ def _no_recipe(with_rules: bool) -> ModelError:
             else "model = build_on_meta(Class, config), then plan and initialize",
         )
     )
-
-
-def _allocate(module: nn.Module, device: Any, rebuild: Any) -> None:
-    tensors = [*module.parameters(), *module.buffers()]
-    if not any(tensor.is_meta for tensor in tensors):
-        return
-    record = record_of(module)
-    kept = {name: buffer for name, buffer in module.named_buffers() if not buffer.is_meta}
-    tied = [stored.names for stored in stored_parameters(module) if len(stored.names) > 1]
-    where = device if device is not None else (record.tp.device_type if record is not None else "cpu")
-    materialize(module, where, rebuild)
-    for name, buffer in kept.items():
-        module.get_buffer(name).copy_(buffer)
-    for first, *others in tied:  # `to_empty` of a plain model gives each name a tensor of its own
-        for name in others:
-            owner, _, key_ = name.rpartition(".")
-            module.get_submodule(owner)._parameters[key_] = module.get_parameter(first)
 
 
 def _unsaved(module: nn.Module):

@@ -18,7 +18,7 @@ FLOORS = {
     0: {"errors", "mesh", "layout", "_torch_private", "__init__"},
     1: {"styles"},
     2: {"plan"},
-    4: {"checkpoint"},
+    4: {"checkpoint", "training"},
     5: {"cli", "__main__"},
 }
 TORCH_FREE = {"errors", "mesh", "layout", "styles", "plan", "cli", "__main__", "__init__"}

@@ -342,6 +342,8 @@ TENSOR = {"$": "tensor", "dtype": "float32", "shape": [1], "base64": "AAAAAA=="}
         {**TENSOR, "shape": [0, 2**62, 2**62], "base64": ""},
         {**TENSOR, "shape": [1] * 65},
         {**TENSOR, "shape": {"a": 1}},
+        {**TENSOR, "base64": ""},
+        {**TENSOR, "shape": [2**30], "base64": ""},
         {**TENSOR, "base64": "AAAA"},
         {**TENSOR, "base64": "AAAAAAAAAAA="},
         {**TENSOR, "base64": 7},

@@ -1,0 +1,43 @@
+"""A model that lay on meta: allocated to be filled in place, and put back on meta if that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize import _torch_private as private
+from parallelize.checkpoint.boxes import box_of, volume
+from parallelize.checkpoint.held import Held
+from parallelize.checkpoint.memory import advise_huge
+from parallelize.meta import Rebuild, allocate
+from parallelize.pieces import named_once
+
+
+class Fresh:
+    """What must be undone if a load fails half way: half-read weights are no weights."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.was_meta = any(parameter.is_meta for parameter in module.parameters())
+        self._allocated = False
+
+    def allocate(self, device: Any = None, rebuild: Rebuild | None = None) -> None:
+        """Memory for parameters and buffers, in huge pages on the CPU."""
+        self._allocated = True
+        allocate(self.module, device, rebuild)
+        for _, parameter in named_once(self.module):
+            advise_huge(private.local_of(parameter))
+
+    def room(self, held: Held) -> torch.Tensor:
+        """Where a tensor's values go: its own memory, with zeros where pieces leave a part of it out."""
+        local = held.stored.local
+        if sum(volume(box_of(pair.local)) for pair in held.stored.pieces) < local.numel():
+            local.zero_()
+        return local
+
+    def undo(self) -> None:
+        """Back to meta, where it was there."""
+        if self._allocated:
+            self.module.to("meta")

@@ -17,7 +17,7 @@ from parallelize.checkpoint import disk, folders
 from parallelize.checkpoint.about import about_run
 from parallelize.checkpoint.held import placed
 from parallelize.checkpoint.load import Loading, load_run
-from parallelize.checkpoint.meeting import TIMEOUT_S, Meeting, restored
+from parallelize.checkpoint.meeting import TIMEOUT_S, Meeting, known, restored, told
 from parallelize.checkpoint.progress import Progress
 from parallelize.checkpoint.save import write_snapshot
 from parallelize.checkpoint.snapshot import Run, Snapshot, Staging, take
@@ -145,8 +145,8 @@ class Checkpointer:
         snapshot, error = None, None
         try:
             snapshot = take(self.run, self.place, step, values, self._staging)
-        except CheckpointError as found:
-            error = found
+        except Exception as found:
+            error = known(found)
         self._meeting.agree(error)
         assert snapshot is not None
         about = about_run(self.place) if self._meeting.leads else {}
@@ -243,7 +243,7 @@ class Checkpointer:
                 raise CheckpointError(Problem("newer-checkpoints", what, str(self.root), fix=fix))
             return chosen.name
         except CheckpointError as error:
-            return [[p.slug, p.what, p.where, [list(row) for row in p.rows], p.fix] for p in error.problems]
+            return told(error)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
 from parallelize.checkpoint.boxes import box_of, volume
@@ -28,7 +29,7 @@ class Fresh:
         self._allocated = True
         allocate(self.module, device, rebuild)
         for _, parameter in named_once(self.module):
-            advise_huge(private.local_of(parameter))
+            advise_huge(private.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach())
 
     def room(self, held: Held) -> torch.Tensor:
         """Where a tensor's values go: its own memory, with zeros where pieces leave a part of it out."""

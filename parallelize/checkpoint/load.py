@@ -15,7 +15,7 @@ from parallelize.checkpoint.fill import Files, Job, jobs_for, read_jobs, read_wh
 from parallelize.checkpoint.fresh import Fresh
 from parallelize.checkpoint.held import Held, Place, targets
 from parallelize.checkpoint.manifest import Manifest, Saved, read_manifest
-from parallelize.checkpoint.meeting import Meeting
+from parallelize.checkpoint.meeting import Meeting, known
 from parallelize.checkpoint.restore import Restored, plan_optimizer
 from parallelize.checkpoint.schedulers import load_scheduler
 from parallelize.checkpoint.snapshot import Run, fold
@@ -65,8 +65,8 @@ def load_run(
     try:
         try:
             loading = _read(folder, run, place, fresh, names, strict, cast, check, progress)
-        except CheckpointError as found:
-            error = found
+        except Exception as found:
+            error = known(found)
         meeting.agree(error)
         assert loading is not None
         _agree_on_digest(loading.manifest, meeting)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.checkpoint.memory import bytes_of
 from parallelize.checkpoint.strict_json import read_json, write_json
-from parallelize.errors import CheckpointError, Problem
+from parallelize.errors import CheckpointError, ParallelizeError, Problem
 
 TIMEOUT_S = 1800.0
 
@@ -80,9 +80,9 @@ class Meeting:
         """Every rank's value, on every rank."""
         return self.share(self.gather(value))
 
-    def agree(self, error: CheckpointError | None) -> None:
+    def agree(self, error: ParallelizeError | None) -> None:
         """Go on only where no rank has an error. Raises: this rank's own; or CheckpointError with those of the others."""
-        problems = self.all([[p.slug, p.what, p.where, list(p.rows), p.fix] for p in error.problems] if error else None)
+        problems = self.all(told(error) if error is not None else None)
         if error is not None:
             raise error
         failed = [rank for rank, found in enumerate(problems) if found]
@@ -94,6 +94,20 @@ class Meeting:
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None
+
+
+def told(error: ParallelizeError) -> list[Any]:
+    """An error's problems, as they travel."""
+    return [[p.slug, p.what, p.where, [list(row) for row in p.rows], p.fix] for p in error.problems]
+
+
+def known(error: Exception) -> ParallelizeError:
+    """An error as one of this package, so that other ranks can be told of it."""
+    if isinstance(error, ParallelizeError):
+        return error
+    found = CheckpointError(Problem("failed", f"{type(error).__name__}: {str(error)[:300]}"))
+    found.__cause__ = error
+    return found
 
 
 def restored(given: list[Any], rank: int) -> Problem:

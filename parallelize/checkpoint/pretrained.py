@@ -18,7 +18,7 @@ from parallelize.checkpoint.fresh import Fresh
 from parallelize.checkpoint.held import Held, Place, placed, targets
 from parallelize.checkpoint.hub_folder import HubFolder
 from parallelize.checkpoint.hub_names import Computed, Sources, Wanted, parts_in
-from parallelize.checkpoint.meeting import TIMEOUT_S, Meeting
+from parallelize.checkpoint.meeting import TIMEOUT_S, Meeting, known
 from parallelize.checkpoint.memory import torch_dtype
 from parallelize.checkpoint.progress import Progress
 from parallelize.checkpoint.snapshot import fold
@@ -95,11 +95,8 @@ class _Load:
                     self.module, wanted, held.tensors, allow_missing=lacks, allow_unexpected=allow_unexpected
                 )
                 found = self._read(held, sources, staged)
-        except CheckpointError as one:
-            error = one
-        except BaseException:
-            self.fresh.undo()
-            raise
+        except Exception as one:
+            error = known(one)
         try:
             self.meeting.agree(error)
         except BaseException:

@@ -14,10 +14,10 @@ from typing import Any
 from parallelize.checkpoint import folders, optimizers
 from parallelize.checkpoint.header import FileInfo
 from parallelize.checkpoint.manifest import Manifest, Piece, Saved, check_tensors
-from parallelize.checkpoint.meeting import Meeting, restored
+from parallelize.checkpoint.meeting import Meeting, known, restored, told
 from parallelize.checkpoint.snapshot import Snapshot
 from parallelize.checkpoint.writer import write_tensors
-from parallelize.errors import CheckpointError, Problem
+from parallelize.errors import CheckpointError, ParallelizeError, Problem
 
 
 def write_snapshot(
@@ -35,6 +35,7 @@ def write_snapshot(
     Returns: the published folder.
     Raises: CheckpointError, the same slug on every rank; nothing is published then, and what was saved before is untouched.
     """
+    error: ParallelizeError | None
     writing, error = _begun(root, snapshot.step, meeting)
     if error is not None:
         raise error
@@ -45,7 +46,7 @@ def write_snapshot(
             metadata = {"format": "pt", "step": str(snapshot.step)}
             file = write_tensors(writing / name, snapshot.outgoing, metadata, progress)
     except Exception as found:
-        error = _known(found)
+        error = known(found)
     shares = meeting.gather(_share(file, snapshot, error))
     verdict = meeting.share(_published(root, writing, snapshot.step, shares, about) if shares is not None else None)
     if error is not None:
@@ -55,37 +56,26 @@ def write_snapshot(
     return root / verdict
 
 
-def _begun(root: Path, step: int, meeting: Meeting) -> tuple[Path, CheckpointError | None]:
+def _begun(root: Path, step: int, meeting: Meeting) -> tuple[Path, ParallelizeError | None]:
     """The folder to write into, made by the first rank."""
     said: Any = None
-    error = None
+    error: ParallelizeError | None = None
     if meeting.leads:
         try:
             said = folders.begin(root, step).name
-        except CheckpointError as found:
-            error, said = found, _told(found)
+        except Exception as found:
+            error = known(found)
+            said = told(error)
     said = meeting.share(said)
     if isinstance(said, list):
         return root, error or CheckpointError(*(restored(problem, meeting.ranks[0]) for problem in said))
     return root / said, None
 
 
-def _known(error: Exception) -> CheckpointError:
-    if isinstance(error, CheckpointError):
-        return error
-    found = CheckpointError(Problem("write-failed", f"{type(error).__name__}: {str(error)[:300]}"))
-    found.__cause__ = error
-    return found
-
-
-def _told(error: CheckpointError) -> list[Any]:
-    return [[p.slug, p.what, p.where, [list(row) for row in p.rows], p.fix] for p in error.problems]
-
-
-def _share(file: FileInfo | None, snapshot: Snapshot, error: CheckpointError | None) -> dict[str, Any]:
+def _share(file: FileInfo | None, snapshot: Snapshot, error: ParallelizeError | None) -> dict[str, Any]:
     """What this rank tells the first one."""
     if error is not None:
-        return {"problems": _told(error)}
+        return {"problems": told(error)}
     written = [file.name, file.num_bytes, file.header] if file is not None else None
     return {"step": snapshot.step, "file": written, "tensors": snapshot.table, "state": snapshot.state}
 
@@ -97,7 +87,7 @@ def _published(root: Path, writing: Path, step: int, shares: list[Any], about: d
         try:
             return folders.publish(root, writing, step, _manifest(step, shares, about).to_bytes()).name
         except Exception as error:
-            problems = [(0, problem) for problem in _told(_known(error))]
+            problems = [(0, problem) for problem in told(known(error))]
     folders.abandon(writing)
     return problems
 

@@ -14,6 +14,7 @@ _PUBLIC = {
     "parallelize.accumulate": ["accumulate_gradients"],
     "parallelize.apply": ["parallelize_module"],
     "parallelize.checkpoint.checkpointer": ["Checkpointer", "load_checkpoint"],
+    "parallelize.checkpoint.export": ["save_pretrained"],
     "parallelize.checkpoint.pretrained": ["load_pretrained"],
     "parallelize.clip": ["clip_grad_norm_"],
     "parallelize.errors": [
@@ -95,6 +96,7 @@ if TYPE_CHECKING:
     from parallelize.apply import parallelize_module as parallelize_module
     from parallelize.checkpoint.checkpointer import Checkpointer as Checkpointer
     from parallelize.checkpoint.checkpointer import load_checkpoint as load_checkpoint
+    from parallelize.checkpoint.export import save_pretrained as save_pretrained
     from parallelize.checkpoint.pretrained import load_pretrained as load_pretrained
     from parallelize.clip import clip_grad_norm_ as clip_grad_norm_
     from parallelize.errors import CheckpointError as CheckpointError

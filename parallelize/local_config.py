@@ -30,3 +30,8 @@ class LocalConfig:
 
     def __reduce__(self):
         return LocalConfig, (self._config, self._local)
+
+
+def whole_config(config: Any) -> Any:
+    """The config behind a rank's view of it."""
+    return object.__getattribute__(config, "_config") if type(config) is LocalConfig else config

@@ -11,8 +11,10 @@ from torch import nn
 
 import parallelize
 from parallelize.checkpoint.held import Place
+from parallelize.checkpoint.hub_extras import class_of
 from parallelize.checkpoint.load import mesh_of
 from parallelize.errors import ParallelizeError
+from parallelize.local_config import whole_config
 from parallelize.pipeline.cut import cut_of
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model import describe
@@ -43,10 +45,10 @@ def about_run(place: Place) -> dict[str, Any]:
 
 def about_model(module: nn.Module) -> dict[str, Any]:
     """Its class, and the config of a `transformers` model."""
-    config: Any = getattr(module, "config", None)
+    config: Any = whole_config(getattr(module, "config", None))
     as_dict = getattr(config, "to_json_string", None)
     generation: Any = getattr(module, "generation_config", None)
-    cls = type(module)
+    cls = class_of(module)
     return {
         "class": f"{cls.__module__}.{cls.__qualname__}",
         "config": as_dict(use_diff=False) if callable(as_dict) else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,8 +159,14 @@ def _mesh_of(module: nn.Module, cut: Cut | None) -> DeviceMesh | None:
 
 def weights(place: Place) -> list[Held]:
     """The model's parameters in the dtype in which they are stepped, and its persistent buffers: `model/<name>`."""
-    data, where = data_of(place.module), Places(place.module)
+    data = data_of(place.module)
     masters = {id(shard.param): shard.stepped for shard in data.shards if shard.has_master} if data is not None else {}
+    return parameters(place, masters)
+
+
+def parameters(place: Place, masters: Mapping[int, Any] | None = None) -> list[Held]:
+    """The model's own parameters and persistent buffers, with `masters` (id of a parameter -> what stands for it)."""
+    data, where, masters = data_of(place.module), Places(place.module), masters or {}
     compute = getattr(data, "compute", None)
     found = []
     for names, parameter in named_once(place.module):

@@ -14,6 +14,7 @@ import torch
 
 from parallelize.checkpoint.boxes import Box, slices_of
 from parallelize.checkpoint.dtypes import SIZES
+from parallelize.checkpoint.hub_shards import INDEX, SINGLE
 from parallelize.checkpoint.memory import code_of
 from parallelize.checkpoint.paths import check_name, read_small
 from parallelize.checkpoint.reader import TensorFile
@@ -21,7 +22,6 @@ from parallelize.checkpoint.strict_json import read_json
 from parallelize.errors import CheckpointError, Problem, near, short_list
 
 T = torch.Tensor
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class HubFolder:

@@ -16,7 +16,9 @@ _PUBLIC = {
     "parallelize.checkpoint.checkpointer": ["Checkpointer", "load_checkpoint"],
     "parallelize.checkpoint.export": ["save_pretrained"],
     "parallelize.checkpoint.pretrained": ["load_pretrained"],
+    "parallelize.checkpoint.rebuild": ["Rebuilt", "rebuild"],
     "parallelize.clip": ["clip_grad_norm_"],
+    "parallelize.data": ["GlobalBatches"],
     "parallelize.errors": [
         "CheckpointError",
         "GradientError",
@@ -98,7 +100,10 @@ if TYPE_CHECKING:
     from parallelize.checkpoint.checkpointer import load_checkpoint as load_checkpoint
     from parallelize.checkpoint.export import save_pretrained as save_pretrained
     from parallelize.checkpoint.pretrained import load_pretrained as load_pretrained
+    from parallelize.checkpoint.rebuild import Rebuilt as Rebuilt
+    from parallelize.checkpoint.rebuild import rebuild as rebuild
     from parallelize.clip import clip_grad_norm_ as clip_grad_norm_
+    from parallelize.data import GlobalBatches as GlobalBatches
     from parallelize.errors import CheckpointError as CheckpointError
     from parallelize.errors import GradientError as GradientError
     from parallelize.errors import HandshakeError as HandshakeError

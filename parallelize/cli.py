@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallelize import __version__
+from parallelize.checkpoint.commands import add_commands
 from parallelize.errors import ParallelizeError, Problem
 from parallelize.plan.load import load_plan, read_plan, shipped_plans
 from parallelize.plan.schema import Plan
@@ -53,6 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--stages-per-rank", type=int)
     schedule.add_argument("--svg", type=Path, help="draw it to this file")
     schedule.set_defaults(run=_schedule)
+
+    add_commands(verbs)
     return parser
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +95,15 @@ def write_file(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """A small file's content, at once: who reads it finds the old or the new, never a part."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    beside = path.with_name(f".{path.name}.new")
     remove_file(beside)
-    write_file(beside, data)
-    replace(beside, path)
+    try:
+        write_file(beside, data)
+        replace(beside, path)
+    except OSError:
+        with suppress(OSError):
+            remove_file(beside)
+        raise
     flush_folder(path.parent)
 
 
@@ -107,5 +112,9 @@ def remove_file(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """With all that is in it; what cannot be removed stays."""
-    shutil.rmtree(path, ignore_errors=True)
+    """With all that is in it, or a file; what cannot be removed stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        remove_file(path)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from parallelize.checkpoint import disk
@@ -23,7 +24,7 @@ from parallelize.errors import CheckpointError, Problem, short_list
 
 LATEST = "latest"
 _PUBLISHED = re.compile(r"step-(\d{8,18})")
-_UNFINISHED = re.compile(r"\.step-\d{8,18}\.(writing|removing)-[0-9a-f]{12}")
+_UNFINISHED = re.compile(r"\.step-\d{8,18}\.(writing|removing)-[0-9a-f]{12}|\.latest\.new|\.shared-[0-9a-f]{32}")
 
 
 def folder_name(step: int) -> str:
@@ -121,7 +122,10 @@ class Lock:
     def __init__(self, root: Path):
         """Raises: CheckpointError `folder-in-use`, `write-failed`."""
         with disk.explained(root):
+            new = [path for path in (root, *root.parents) if not path.exists()]
             root.mkdir(parents=True, exist_ok=True)
+            for path in new:  # or a checkpoint would be on the disk, and the way to it not
+                disk.flush_folder(path.parent)
             self._file = os.open(root / ".lock", os.O_CREAT | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o644)
         try:
             import fcntl
@@ -139,5 +143,9 @@ class Lock:
 
     def release(self) -> None:
         if self._file >= 0:
+            with suppress(ImportError, OSError):  # forks that live on (workers of a data loader) hold the file open
+                import fcntl
+
+                fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._file)
             self._file = -1

@@ -14,10 +14,10 @@ from parallelize.checkpoint.dtypes import loses
 from parallelize.checkpoint.fill import Files, Job, jobs_for, read_jobs, read_whole, room_for
 from parallelize.checkpoint.fresh import Fresh
 from parallelize.checkpoint.held import Held, Place, targets
-from parallelize.checkpoint.manifest import Manifest, Saved, read_manifest
+from parallelize.checkpoint.manifest import Manifest, read_manifest
 from parallelize.checkpoint.meeting import Meeting, known
 from parallelize.checkpoint.restore import Restored, plan_optimizer
-from parallelize.checkpoint.schedulers import load_scheduler
+from parallelize.checkpoint.schedulers import check_scheduler, load_scheduler
 from parallelize.checkpoint.snapshot import Run, fold
 from parallelize.checkpoint.tree_reader import decode
 from parallelize.errors import CheckpointError, Problem, near, short_list
@@ -117,7 +117,7 @@ def _read(
                 loading.optimizers.append(restored)
                 loading.jobs += jobs
         read_jobs(files, loading.jobs, check, progress)
-        _read_state(loading, files, run, place, check)
+        _read_state(loading, files, run, place, check, strict)
         loading.bytes_read = files.bytes_read
     return loading
 
@@ -198,27 +198,39 @@ def _check_dtypes(manifest: Manifest, wanted: list[Held], cast: bool) -> None:
         )
 
 
-def _read_state(loading: Loading, files: Files, run: Run, place: Place, check: bool) -> None:
+def _read_state(loading: Loading, files: Files, run: Run, place: Place, check: bool, strict: bool) -> None:
     """Everything that is no tensor, decoded: what is wrong with it shows now."""
     state = loading.manifest.state
+    if strict:
+        _check_absent(run, state, str(files.folder))
 
     def tensors(key: str) -> T:
         return read_whole(files, key, check)
 
     loading.values = decode(state.get("values"), tensors, "values")
+    for name, scheduler in run.schedulers.items():
+        if name in (state.get("schedulers") or {}):
+            check_scheduler(scheduler, state["schedulers"][name])
     if run.data is not None and state.get("data") is not None:
         loading.state["data"] = decode(state["data"], tensors, "data")
     saved = state.get("user") or {}
     loading.state["user"] = {name: decode(saved[name], tensors, f"user.{name}") for name in run.user if name in saved}
-    absent = [name for name in run.user if name not in saved]
-    if absent and state.get("user") is not None:
-        what = f"no state of {short_list(absent)} was saved"
-        raise CheckpointError(Problem("missing-state", what, fix="leave it out of user={...}"))
     if run.streams is not None and state.get("streams"):
         loading.state["streams"] = run_state.decoded_streams(run.streams, state["streams"], tensors)
     if run.generators and state.get("generators"):
         same = loading.manifest.about.get("mesh") == mesh_of(place)
         loading.state["generators"] = run_state.decoded_generators(place, state["generators"], same, tensors)
+
+
+def _check_absent(run: Run, state: dict[str, Any], where: str) -> None:
+    """Raises: CheckpointError `missing-state` for what was asked for, and was not saved."""
+    absent = [name for name in run.user if name not in (state.get("user") or {})]
+    absent += [name for name in run.schedulers if name not in (state.get("schedulers") or {})]
+    absent += ["data"] if run.data is not None and state.get("data") is None else []
+    absent += ["streams"] if run.streams is not None and not state.get("streams") else []
+    if absent:
+        what = f"no state of {short_list(absent)} was saved"
+        raise CheckpointError(Problem("missing-state", what, where, fix="leave it out, or load with strict=False"))
 
 
 def mesh_of(place: Place) -> list[list[Any]]:
@@ -228,27 +240,22 @@ def mesh_of(place: Place) -> list[list[Any]]:
 
 @torch.no_grad()
 def _commit(loading: Loading, run: Run, place: Place) -> None:
-    """Nothing fails from here on but what users' own objects do."""
+    """Users' own objects come first: nothing fails after them."""
+    state, saved = loading.manifest.state, loading.state
+    if "data" in saved:
+        run.data.load_state_dict(saved["data"])
+    for name, one in saved.get("user", {}).items():
+        run.user[name].load_state_dict(one)
     for held, values in loading.weights:
         held.stored.local.copy_(values)
     loading.weights.clear()
     for restored in loading.optimizers:
         restored.apply()
-    state, saved = loading.manifest.state, loading.state
     for name, scheduler in run.schedulers.items():
         if name in (state.get("schedulers") or {}):
             load_scheduler(scheduler, state["schedulers"][name])
     run_state.restore_position(place, run.pipeline, state.get("position") or {})
     if "streams" in saved and run.streams is not None:
         run.streams.load_state_dict(saved["streams"])
-    if "data" in saved:
-        run.data.load_state_dict(saved["data"])
-    for name, one in saved.get("user", {}).items():
-        run.user[name].load_state_dict(one)
     if "generators" in saved:
         saved["generators"]()
-
-
-def saved_weights(manifest: Manifest) -> dict[str, Saved]:
-    """The model's tensors of a checkpoint, by their names in the model."""
-    return {_plain(name): one for name, one in manifest.tensors.items() if name.startswith("model/")}

@@ -75,18 +75,23 @@ def collect_streams(place: Place, streams: Streams | None, sink: TensorSink) -> 
 
 
 def decoded_streams(streams: Streams, saved: dict[str, Any], tensors: TensorSource) -> dict[str, Any]:
-    """A state for `Streams.load_state_dict`: each stream goes on where the rank at this place of its axes was, and others
-    begin anew from their seed."""
-    axes = {name: tuple(over) for name, over in saved["over"].items()}
-    mesh = streams.mesh
-    places = {name: [mesh.get_local_rank(axis) for axis in over] if mesh else [] for name, over in axes.items()}
-    keys = {name: write_json([name, at]).decode() for name, at in places.items()}
-    states = {
-        name: decode(saved["states"][key], tensors, f"streams.{name}")
-        for name, key in keys.items()
-        if key in saved["states"]
-    }
-    return {"seed": saved["seed"], "over": axes, "places": places, "states": states}
+    """A state for `Streams.load_state_dict`: each stream goes on where the rank at this place of its axes was.
+
+    An axis that one of the meshes lacks has one place there, the first. Ranks at places that were not there before begin
+    their streams anew, from their seed.
+    """
+    known = tuple(streams.mesh.mesh_dim_names or ()) if streams.mesh is not None else ()
+    saved_over = {name: tuple(axes) for name, axes in saved["over"].items()}
+    over = {name: tuple(axis for axis in axes if axis in known) for name, axes in saved_over.items()} | streams.declared
+    here = {axis: streams.mesh.get_local_rank(axis) for axis in known} if streams.mesh is not None else {}
+    states = {}
+    for name, axes in saved_over.items():
+        added = [here[axis] for axis in over[name] if axis not in axes]
+        key = write_json([name, [here.get(axis, 0) for axis in axes]]).decode()
+        if key in saved["states"] and not any(added):
+            states[name] = decode(saved["states"][key], tensors, f"streams.{name}")
+    places = {name: [here[axis] for axis in axes] for name, axes in over.items()}
+    return {"seed": saved["seed"], "over": over, "places": places, "states": states}
 
 
 def rank_of(place: Place) -> int:

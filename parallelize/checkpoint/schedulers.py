@@ -78,10 +78,15 @@ def load_scheduler(scheduler: LRScheduler, described: Described) -> None:
     Raises: CheckpointError `other-scheduler` where the classes differ, also of schedulers inside; `bad-value`. Then
         nothing was changed.
     """
-    _check(described, "scheduler", building=False)
-    _check_same(scheduler, described, "scheduler")
+    check_scheduler(scheduler, described)
     scheduler.load_state_dict(_state(described, "scheduler"))
     _mark_stepped(getattr(scheduler, "optimizer", None), described)
+
+
+def check_scheduler(scheduler: LRScheduler, described: Described) -> None:
+    """Raises: what `load_scheduler` would."""
+    _check(described, "scheduler", building=False)
+    _check_same(scheduler, described, "scheduler")
 
 
 def describe_optimizer_class(optimizer: Optimizer) -> dict[str, str]:

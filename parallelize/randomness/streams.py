@@ -59,6 +59,11 @@ class Streams:
             what = f"stream {name!r} differs over {list(self._over[name])}, and is declared again with {list(axes)}"
             raise ModelError(Problem("stream-declared", what, fix="use another name"))
 
+    @property
+    def declared(self) -> dict[str, tuple[str, ...]]:
+        """Stream -> the axes over which it differs."""
+        return dict(self._over)
+
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Draw from a stream inside. Streams nest in any order; each goes on where it was left.

@@ -1,0 +1,76 @@
+"""Runs that go on: bit for bit on the same mesh, with the same data, dropout and streams on any other."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist import resume_jobs as jobs
+
+pytestmark = pytest.mark.processes
+SAME = [
+    ({"dp": 2, "tp": 2}, {"zero": 1}, False),
+    ({"dp": 2, "tp": 2}, {"zero": 3}, True),
+    ({"pp": 2, "dp": 2}, {"zero": 2}, True),
+    ({"tp": 4}, {}, False),
+]
+
+
+@pytest.mark.parametrize(("axes", "options", "beside"), SAME)
+def test_a_resumed_run_is_bit_equal_on_the_same_mesh(four_processes, tmp_path, axes, options, beside):
+    for wrong in four_processes.run(jobs.resume_on_same_mesh, axes, options, str(tmp_path / "run"), beside):
+        assert not wrong
+
+
+def test_a_run_goes_on_elsewhere_with_the_same_batches_dropout_and_streams(two_processes, four_processes, tmp_path):
+    root = str(tmp_path / "run")
+    wanted = four_processes.run(jobs.run_and_save, {"dp": 2, "tp": 2}, {"zero": 1}, root)
+    for pool, axes, options in [
+        (two_processes, {"pp": 2}, {}),
+        (four_processes, {"pp": 2, "tp": 2}, {}),
+        (four_processes, {"dp": 4}, {"zero": 3}),
+    ]:
+        got = pool.run(jobs.resume_elsewhere, axes, options, root)
+        for mine, theirs in zip(got[0], wanted[0], strict=True):
+            assert abs(mine[0] - theirs[0]) < 2e-6 * theirs[0] and mine[1] == theirs[1]
+            assert mine[4:6] == theirs[4:6]  # a stream that differs over nothing
+            same_places = "dp" in axes  # the first data rank's own stream goes on
+            assert not same_places or mine[2:4] == theirs[2:4]
+        if "dp" in axes:  # ordinary generators: data ranks draw different numbers
+            assert len({tuple(one[0][6:8]) for one in got}) == 4
+    losses = [number for step in wanted[0][:1] for number in step[:2]]
+    for one in four_processes.run(jobs.rebuilt_run, {"tp": 4}, {}, root):
+        assert one[1::2] == [step[1] for step in wanted[0]][: len(one) // 2]
+        assert abs(one[0] - losses[0]) < 2e-6 * losses[0]
+
+
+@pytest.mark.parametrize(("axes", "options"), [({"dp": 2}, {"zero": 1}), ({"tp": 2}, {}), ({"dp": 2}, {"zero": 0})])
+def test_every_optimizer_goes_on_alike(two_processes, tmp_path, axes, options):
+    for wrong in two_processes.run(jobs.every_optimizer, axes, options, str(tmp_path)):
+        assert not wrong
+
+
+def test_float32_copies_of_bfloat16_weights_are_kept(two_processes, tmp_path):
+    for wrong in two_processes.run(jobs.masters, str(tmp_path)):
+        assert not wrong
+
+
+def test_a_save_in_the_background(two_processes, tmp_path):
+    for wrong in two_processes.run(jobs.in_the_background, str(tmp_path / "run")):
+        assert not wrong
+
+
+def test_what_stands_in_a_folder(two_processes, tmp_path):
+    for found in two_processes.run(jobs.folder_rules, str(tmp_path / "run")):
+        assert found == [
+            ["latest", "step-00000040", "step-00000070", "step-00000080"],
+            "step-00000080",
+            "already-saved",
+            "folder-in-use",
+            "newer-checkpoints",
+            "no-checkpoint",
+            (80, 80.0),
+            (40, 40.0),
+            ("step-00000040", 40),
+            "not-shared",
+            "missing-tensor",
+        ]

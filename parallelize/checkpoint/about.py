@@ -11,8 +11,8 @@ from torch import nn
 
 import parallelize
 from parallelize.checkpoint.held import Place
-from parallelize.checkpoint.hub_extras import class_of
 from parallelize.checkpoint.load import mesh_of
+from parallelize.checkpoint.stock_class import class_of
 from parallelize.errors import ParallelizeError
 from parallelize.local_config import whole_config
 from parallelize.pipeline.cut import cut_of

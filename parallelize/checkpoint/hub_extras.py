@@ -8,19 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from parallelize.checkpoint import disk
+from parallelize.checkpoint.stock_class import class_of
 from parallelize.errors import CheckpointError, Problem
 from parallelize.local_config import whole_config
 
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 _WRITTEN = ("config.json", "generation_config.json")
-
-
-def class_of(module: nn.Module) -> type[nn.Module]:
-    """A module's class, without what `fully_shard` makes of it."""
-    return next(c for c in type(module).__mro__ if issubclass(c, nn.Module) and not issubclass(c, FSDPModule))
 
 
 def write_extras(module: nn.Module, folder: Path, dtype: torch.dtype | None, carry: str | os.PathLike | None) -> None:

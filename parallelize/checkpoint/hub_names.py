@@ -15,6 +15,7 @@ from torch import nn
 
 from parallelize.checkpoint.boxes import Part
 from parallelize.checkpoint.hub_conversions import Converted, Made, Shape, convert, is_of_transformers, revert
+from parallelize.checkpoint.stock_class import stock_classes
 from parallelize.checkpoint.traced import named
 from parallelize.errors import CheckpointError, Problem, near, short_list
 
@@ -75,6 +76,17 @@ def parts_in(
         `unexpected-tensor` (but not what the class says to ignore, nor buffers that the model computes itself),
         `wrong-shape`.
     """
+    with stock_classes(module):
+        return _parts_in(module, wanted, held, allow_missing, allow_unexpected)
+
+
+def _parts_in(
+    module: nn.Module,
+    wanted: Sequence[Wanted],
+    held: Mapping[str, tuple[str, Shape]],
+    allow_missing: bool,
+    allow_unexpected: bool,
+) -> Sources:
     derived = _derived_buffers(module)
     stored = [one for one in wanted if not (one.is_buffer and derived.issuperset(one.names))]
     shapes = {name: one.shape for one in stored for name in one.names}
@@ -116,7 +128,8 @@ def parts_out(module: nn.Module, wanted: Sequence[Wanted]) -> dict[str, tuple[Sh
         names = [name for name in one.names if name not in unsaved and not (one.is_buffer and name in derived)]
         if names:
             state[_kept(module, names)] = named(one.name, one.shape)
-    return {name: (tuple(value.shape), value.parts or ()) for name, value in revert(module, state).items()}
+    with stock_classes(module):
+        return {name: (tuple(value.shape), value.parts or ()) for name, value in revert(module, state).items()}
 
 
 def _derived_buffers(module: nn.Module) -> set[str]:

@@ -127,6 +127,6 @@ def plan_or_none(module: Any, given: Any) -> Plan | None:
     try:
         return plan_of(module, given)
     except PlanError as error:
-        if given is None and error.slugs == ("no-plan-for-model",):
+        if given is None and error.slugs in (("no-plan-for-model",), ("untranslatable-plan",)):
             return None
         raise

@@ -79,7 +79,7 @@ def _head(found: dict[str, Any]) -> list[str]:
     """Everything but numbers: label, text."""
     weights = found["holds"]["weights"]
     kind = f"{found['model']['class'] or 'a model of no known class'}, {weights['elements']:,} elements"
-    rows = [("model", f"{kind} in {weights['tensors']} tensors")]
+    rows = [("model", f"{kind} in {_count(weights['tensors'], 'tensor')}")]
     rows += _training(found) if "step" in found else [("hashes", "yes" if found["hashes"] else "none")]
     if found.get("transformers"):
         rows.append(("versions", f"transformers {found['transformers']}"))
@@ -101,12 +101,12 @@ def _training(found: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("from", str(found["converted_from"])))
     rows.append(("plan", f"{plan['name']} ({plan['digest'][:12]})" if plan else "none"))
     for name, one in found["optimizers"].items():
-        rows.append((name, f"{_short(one['class'])}, state of {one['parameters']} parameters"))
+        rows.append((name, f"{_short(one['class'])}, state of {_count(one['parameters'], 'parameter')}"))
         rows += [(f"  group {number}", _group(group)) for number, group in enumerate(one["groups"])]
     rows += [(name, _short(one)) for name, one in found["schedulers"].items()]
     kept = [key for key in ("streams", "data", "values") if state[key]]
     kept += [f"user ({', '.join(state['user'])})"] if state["user"] else []
-    kept += [f"generators of {state['generators']} ranks"] if state["generators"] else []
+    kept += [f"generators of {_count(state['generators'], 'rank')}"] if state["generators"] else []
     rows.append(("also", ", ".join(kept) or "nothing"))
     rows.append(("versions", ", ".join(f"{name} {number}" for name, number in (found["versions"] or {}).items())))
     return rows
@@ -117,13 +117,17 @@ def _mesh(axes: list[list[Any]] | None) -> str:
     ranks = 1
     for _, size in axes or ():
         ranks *= size
-    return f"{sizes} ({ranks} ranks)" if sizes else "none (1 rank)"
+    return f"{sizes or 'none'} ({_count(ranks, 'rank')})"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
 def _group(group: dict[str, Any]) -> str:
     """Options that are numbers; switches are for --json."""
     plain = {key: value for key, value in group["options"].items() if value is not None and type(value) is not bool}
-    return f"{group['parameters']} parameters, " + ", ".join(f"{key} {value}" for key, value in plain.items())
+    return f"{_count(group['parameters'], 'parameter')}, " + ", ".join(f"{key} {value}" for key, value in plain.items())
 
 
 def _short(name: str | None) -> str:
@@ -177,10 +181,12 @@ def _verify(options: argparse.Namespace) -> int:
         more = len(found.problems) - _MOST_SHOWN
         rest = [Problem("more-problems", f"and {more} more", str(found.folder))] if more > 0 else []
         raise CheckpointError(*found.problems[:_MOST_SHOWN], *rest)
-    print(f"{found.folder}: {found.files} files, {found.tensors} tensors, {found.hashed:,} bytes as they were written")
+    what = f"{_count(found.files, 'file')}, {_count(found.tensors, 'tensor')} or parts of them"
+    if found.hashed or not found.unhashed:
+        print(f"{found.folder}: {what}, {found.hashed:,} bytes are what was written")
     if found.unhashed:
-        few = f"{len(found.unhashed)} of {found.files} files carry no hashes"
-        print(f"{few}: their structure is right, whether a bit has changed nobody can tell")
+        few = f"{len(found.unhashed)} of {_count(found.files, 'file')} without hashes"
+        print(f"{found.folder}: {what}; {few}: the structure is right, but whether a bit has changed cannot be told")
     return 0
 
 
@@ -232,6 +238,6 @@ def _say_written(folder: Path) -> int:
     found = inspect_checkpoint(folder)
     sizes = list(found["files"].values())
     for_mesh = f" for the mesh {_mesh(found['mesh'])}" if "mesh" in found else ""
-    spread = f", of {min(sizes):,} to {max(sizes):,} bytes" if sizes else ""
-    print(f"{folder}: {len(found['tensors'])} tensors in {len(sizes)} files{spread}{for_mesh}")
+    spread = f", of {min(sizes):,} to {max(sizes):,} bytes" if len(sizes) > 1 else ""
+    print(f"{folder}: {_count(len(found['tensors']), 'tensor')} in {_count(len(sizes), 'file')}{spread}{for_mesh}")
     return 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import parallelize
 from parallelize.checkpoint import disk, folders
-from parallelize.checkpoint.about import about_model, units_of
+from parallelize.checkpoint.about import about_run
 from parallelize.checkpoint.boxes import Box, Part, common, moved, shape_of, slices_of, starts, volume, whole_part
 from parallelize.checkpoint.boxes import whole as whole_box
 from parallelize.checkpoint.dtypes import CODES, FLOATS, SIZES, TORCH
@@ -36,7 +34,7 @@ from parallelize.checkpoint.manifest import Manifest, Saved, read_manifest
 from parallelize.checkpoint.meeting import Meeting
 from parallelize.checkpoint.memory import empty, torch_dtype
 from parallelize.checkpoint.pretrained import _as_source, wanted_of
-from parallelize.checkpoint.reshape import Incoming, Told, check_target, cuts_for, now, spec_of, write_run
+from parallelize.checkpoint.reshape import Incoming, Told, check_target, cuts_for, spec_of, write_run
 from parallelize.checkpoint.writer import Outgoing, write_tensors
 from parallelize.errors import CheckpointError, Problem, did_you_mean, short_list
 from parallelize.mesh import MeshSpec
@@ -223,25 +221,34 @@ def _finish(
     described: Mapping[str, Any],
     carry: str | os.PathLike | None,
 ) -> None:
-    """Index, configs, and what is carried along."""
+    """Index, configs, and what is carried along. Raises: CheckpointError `unwritable-config`."""
     sizes = {name: one.num_bytes for name, one in tensors.items()}
+    dtype = next((TORCH[one.dtype] for one in tensors.values() if one.dtype in FLOATS), None)
     with disk.explained(writing):
         if len(shards) > 1:
             count = sum(volume(whole_box(one.shape)) for one in tensors.values())
             disk.write_file(writing / INDEX, index_of(shards, sizes, count))
-        if module is None:
-            for name in ("config", "generation_config"):
-                if described.get(name):
-                    disk.write_file(writing / f"{name}.json", described[name].encode())
-            if carry is not None:
-                carry_files(Path(carry), writing)
-            return
-        if described.get("generation_config") and module.can_generate():
-            from transformers import GenerationConfig
+        if described.get("generation_config") and (module is None or module.can_generate()):
+            disk.write_file(writing / "generation_config.json", described["generation_config"].encode())
+        if module is None and described.get("config"):
+            config = json.loads(described["config"]) | ({"dtype": dtype} if dtype is not None else {})
+            disk.write_file(writing / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+        if module is None and carry is not None:
+            carry_files(Path(carry), writing)
+        if module is not None:
+            _write_extras(module, writing, dtype, carry)
 
-            module.generation_config = GenerationConfig.from_dict(json.loads(described["generation_config"]))
-        kinds = [one.dtype for one in tensors.values() if one.dtype in FLOATS]
-        write_extras(module, writing, torch_dtype(kinds[0]) if kinds else None, carry)
+
+def _write_extras(module: Any, writing: Path, dtype: str | None, carry: str | os.PathLike | None) -> None:
+    module.generation_config = None  # written as it was; transformers refuses to write some that were published
+    try:
+        write_extras(module, writing, getattr(torch, dtype) if dtype is not None else None, carry)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # whatever a config's own checks raise
+        rows = (("why", str(error).strip().partition("\n")[0][:200]),)
+        what = "transformers refuses to write the model's config"
+        raise CheckpointError(Problem("unwritable-config", what, rows=rows, fix="correct the config")) from error
 
 
 @contextmanager
@@ -361,26 +368,13 @@ def _check_twins(held: HubFolder, sources: Sources) -> None:
 
 def _blank(module: nn.Module | None, held: HubFolder, mesh: MeshSpec, step: int) -> Manifest:
     """The new manifest, without files and tensors."""
-    model: dict[str, Any] = about_model(module) if module is not None else {"class": None, "config": None}
-    if module is None and held.config:
-        model["config"] = json.dumps(held.config, indent=2) + "\n"
+    about = about_run(Place(module if module is not None else nn.Module()))
+    about |= {"mesh": [list(axis) for axis in mesh.axes], "world_size": mesh.world_size}
+    about["converted_from"] = str(held.folder)
+    if module is None:
+        about["model"] = {"class": None, "config": json.dumps(held.config) if held.config else None}
     path = held.folder / "generation_config.json"
-    model["generation_config"] = path.read_text() if held.config and path.is_file() else None
-    about = {
-        "mesh": [list(axis) for axis in mesh.axes],
-        "world_size": mesh.world_size,
-        "zero": None,
-        "plan": None,
-        "model": model,
-        "units": units_of(module) if module is not None else [],
-        "versions": {
-            "parallelize": parallelize.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "saved_at": now(),
-        "converted_from": str(held.folder),
-    }
+    about["model"]["generation_config"] = path.read_text() if held.config and path.is_file() else None
     state: dict[str, Any] = {
         "optimizers": {},
         "generators": {},

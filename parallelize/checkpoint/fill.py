@@ -17,7 +17,7 @@ import torch
 from parallelize.checkpoint.boxes import Box, box_of, common, moved, slices_of, starts, volume
 from parallelize.checkpoint.boxes import whole as whole_box
 from parallelize.checkpoint.manifest import Manifest, Saved
-from parallelize.checkpoint.memory import empty, torch_dtype
+from parallelize.checkpoint.memory import Arena, empty, torch_dtype
 from parallelize.checkpoint.reader import TensorFile
 from parallelize.errors import CheckpointError, Problem
 from parallelize.pieces import Stored
@@ -27,12 +27,13 @@ _MOST_OPEN = 128
 
 
 class Files:
-    """The open files of one folder. Close it, or use `with`."""
+    """The open files of one folder, and memory for what is read. Close it, or use `with`."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
         self._open: OrderedDict[str, TensorFile] = OrderedDict()
         self._bytes_read = 0
+        self.arena = Arena()
 
     @property
     def bytes_read(self) -> int:
@@ -110,9 +111,9 @@ def read_jobs(
             progress(job.num_bytes)
 
 
-def room_for(stored: Stored, dtype: torch.dtype) -> T:
+def room_for(stored: Stored, dtype: torch.dtype, arena: Arena) -> T:
     """Memory for a local tensor, of zeros where pieces leave a part of it out (padding)."""
-    made = empty(tuple(stored.local.shape), dtype)
+    made = arena.take(tuple(stored.local.shape), dtype)
     if sum(volume(box_of(pair.local)) for pair in stored.pieces) < made.numel():
         made.zero_()
     return made

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from parallelize import _torch_private as private
 from parallelize.checkpoint.boxes import box_of, volume
 from parallelize.checkpoint.held import Held
-from parallelize.checkpoint.memory import advise_huge
+from parallelize.checkpoint.memory import Arena
 from parallelize.meta import Rebuild, allocate
 from parallelize.pieces import named_once
+from parallelize.zero.apply import data_of
 
 
 class Fresh:
@@ -25,11 +26,15 @@ class Fresh:
         self._allocated = False
 
     def allocate(self, device: Any = None, rebuild: Rebuild | None = None) -> None:
-        """Memory for parameters and buffers, in huge pages on the CPU."""
+        """Memory for parameters and buffers, on the CPU in huge pages."""
         self._allocated = True
         allocate(self.module, device, rebuild)
+        data = data_of(self.module)
+        if data is not None and data.zero == 3:  # `fully_shard` keeps views of its own
+            return
+        arena = Arena()
         for _, parameter in named_once(self.module):
-            advise_huge(private.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach())
+            _move(parameter, arena)
 
     def room(self, held: Held) -> torch.Tensor:
         """Where a tensor's values go: its own memory, with zeros where pieces leave a part of it out."""
@@ -42,3 +47,15 @@ class Fresh:
         """Back to meta, where it was there."""
         if self._allocated:
             self.module.to("meta")
+
+
+def _move(parameter: Any, arena: Arena) -> None:
+    """Memory of the arena in the place of what was allocated and never written to."""
+    own = private.local_of(parameter) if isinstance(parameter, DTensor) else parameter
+    if own.device.type != "cpu":
+        return
+    new = arena.take(tuple(own.shape), own.dtype)
+    if isinstance(parameter, DTensor):
+        private.set_local(parameter, new)
+    else:
+        parameter.data = new

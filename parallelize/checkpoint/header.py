@@ -21,6 +21,7 @@ from parallelize.errors import CheckpointError, Problem
 
 MOST_HEADER_BYTES = 100_000_000  # as upstream has it
 METADATA = "__metadata__"
+_STEP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def read_header(descriptor: int, size: int, where: str) -> Header:
     if length > min(MOST_HEADER_BYTES, size - 8):
         what = f"says that its header has {length} bytes, and the file has {size}"
         raise CheckpointError(Problem("bad-header", what, where, fix="the file is damaged or cut off: get it anew"))
-    text = _read(descriptor, 8, length, where)
+    text = _text(descriptor, 8, length, where)
     found = read_json(text, where)
     if not text.startswith(b"{") or not isinstance(found, dict):
         raise CheckpointError(Problem("bad-header", "the header is not a JSON object", where))
@@ -85,6 +86,16 @@ def _read(descriptor: int, start: int, length: int, where: str) -> bytes:
             raise CheckpointError(Problem("truncated-file", f"ends at byte {start + len(found)}", where))
         found += more
     return found
+
+
+def _text(descriptor: int, start: int, length: int, where: str) -> bytes:
+    """JSON has no NUL, and a sparse file nothing else: it cannot make this read much."""
+    parts = []
+    for at in range(0, length, _STEP_BYTES):
+        parts.append(_read(descriptor, start + at, min(_STEP_BYTES, length - at), where))
+        if b"\0" in parts[-1]:
+            raise CheckpointError(Problem("bad-header", "the header has NUL bytes", where, fix="get the file anew"))
+    return b"".join(parts)
 
 
 def _metadata(given: Any, where: str) -> dict[str, str]:

@@ -175,7 +175,7 @@ def _plan_weights(loading: Loading, files: Files, wanted: list[Held], cast: bool
     for held in wanted:
         saved = loading.manifest.tensors.get(held.name)
         if saved is not None:
-            room = fresh.room(held) if fresh.was_meta else room_for(held.stored, held.stored.local.dtype)
+            room = fresh.room(held) if fresh.was_meta else room_for(held.stored, held.stored.local.dtype, files.arena)
             if not fresh.was_meta:
                 loading.weights.append((held, room))
             loading.jobs += jobs_for(files, saved, held.stored, room)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from typing import Any
 
@@ -12,7 +13,8 @@ from parallelize.checkpoint import dtypes
 
 T = torch.Tensor
 HUGE_BYTES = 2 << 20
-_PAGE = mmap.PAGESIZE
+_ALIGNED = 64  # bytes, as PyTorch aligns its own
+_SMALL_BYTES = 1 << 16
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
@@ -25,23 +27,41 @@ def bytes_of(tensor: T) -> memoryview:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> T:
-    """Uninitialised host memory. Large tensors ask for huge pages: first writes to fresh memory cost a fault a page, which
-    takes longer than reading the file (0.17 s against 0.03 for 384 MB)."""
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
-    advise_huge(tensor)
-    return tensor
+    """Uninitialised host memory, in huge pages where it is large."""
+    return Arena().take(shape, dtype)
 
 
-def advise_huge(tensor: T) -> None:
-    """Ask for huge pages under a CPU tensor that was not written to yet. Does nothing where that is not to be had."""
-    size = tensor.numel() * tensor.element_size()
-    if _ADVICE is None or size < 2 * HUGE_BYTES or tensor.device.type != "cpu":
-        return
-    start = -(-tensor.data_ptr() // _PAGE) * _PAGE
-    stop = (tensor.data_ptr() + size) // _PAGE * _PAGE
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is not None:
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), ctypes.c_int(_ADVICE))
+class Arena:
+    """Uninitialised host memory for many tensors, in huge pages: first writes to fresh memory cost a fault a page, which takes
+    longer than reading the file (0.17 s against 0.03 for 384 MB).
+
+    Tensors share a mapping, which goes when the last of them does; each has a storage of its own.
+    """
+
+    def __init__(self, chunk_bytes: int = 32 * HUGE_BYTES):
+        self.chunk_bytes = chunk_bytes
+        self._mapping: mmap.mmap | None = None
+        self._at = self._stop = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> T:
+        """A tensor of uninitialised (in fact zero) values."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if _ADVICE is None or num_bytes < _SMALL_BYTES:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        if self._mapping is None or self._at + num_bytes > self._stop:
+            self._map(max(num_bytes, self.chunk_bytes if num_bytes < self.chunk_bytes // 2 else num_bytes))
+        assert self._mapping is not None
+        held = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=self._at)
+        self._at += -(-num_bytes // _ALIGNED) * _ALIGNED
+        return held.view(dtype).view(shape)
+
+    def _map(self, num_bytes: int) -> None:
+        """A private mapping that begins at a huge page."""
+        mapping = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(int(_ADVICE or 0))
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self._mapping, self._at = mapping, -begin % HUGE_BYTES
+        self._stop = self._at + num_bytes
 
 
 class Scratch:

@@ -44,8 +44,9 @@ def open_file(folder: Path, name: str) -> tuple[int, int]:
         raise CheckpointError(
             Problem("missing-file", f"{name} is not there", str(folder), fix="the copy is not complete: get it anew")
         ) from None
-    except OSError as error:
-        raise CheckpointError(Problem("unreadable-file", error.strerror or str(error), str(path))) from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, as Python 3.11 has it
+        what = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(Problem("unreadable-file", what, str(path))) from error
     return descriptor, os.fstat(descriptor).st_size
 
 
@@ -59,13 +60,19 @@ def _linked(folder: Path, path: Path) -> Path:
 
 
 def read_small(folder: Path, name: str, most: int = 256 << 20) -> bytes:
-    """A whole text file. Raises: as `open_file`, and CheckpointError `oversized-file`."""
+    """A whole text file. Raises: as `open_file`, and CheckpointError `oversized-file`, `bad-text` for NUL bytes: a sparse file
+    cannot make this read much."""
     descriptor, size = open_file(folder, name)
     try:
         if size > most:
             what = f"has {size} bytes, more than the {most} that such a file may have"
             raise CheckpointError(Problem("oversized-file", what, str(folder / name)))
+        parts = []
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read()
+            while part := file.read(1 << 20):
+                if b"\0" in part:
+                    raise CheckpointError(Problem("bad-text", "has NUL bytes", str(folder / name), fix="get it anew"))
+                parts.append(part)
+        return b"".join(parts)
     finally:
         os.close(descriptor)

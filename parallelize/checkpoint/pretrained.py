@@ -19,7 +19,7 @@ from parallelize.checkpoint.held import Held, Place, placed, targets
 from parallelize.checkpoint.hub_folder import HubFolder
 from parallelize.checkpoint.hub_names import Computed, Sources, Wanted, parts_in
 from parallelize.checkpoint.meeting import TIMEOUT_S, Meeting, known
-from parallelize.checkpoint.memory import torch_dtype
+from parallelize.checkpoint.memory import Arena, torch_dtype
 from parallelize.checkpoint.progress import Progress
 from parallelize.checkpoint.snapshot import fold
 from parallelize.errors import CheckpointError, Problem
@@ -82,6 +82,7 @@ class _Load:
         self.module, self.place, self.meeting, self.rebuild = module, place, meeting, rebuild
         self.device = device or (place.mesh.device_type if place.mesh is not None else "cpu")
         self.fresh = Fresh(module)
+        self.arena = Arena()
 
     def run(self, folder: Any, allow_missing: bool, allow_unexpected: bool, allow_pickle: bool) -> Loaded:
         fold(self.module)
@@ -116,7 +117,9 @@ class _Load:
         rooms: list[tuple[Held, T]] = []
         for one in filled:
             local = one.stored.local
-            rooms.append((one, self.fresh.room(one) if self.fresh.was_meta else room_for(one.stored, local.dtype)))
+            rooms.append(
+                (one, self.fresh.room(one) if self.fresh.was_meta else room_for(one.stored, local.dtype, self.arena))
+            )
         jobs = [job for one, room in rooms for job in _jobs(one, room, sources)]
         jobs.sort(key=lambda job: (held.place(job.source), job.box))
         total = sum(volume(job.box) * job.out.element_size() for job in jobs)

@@ -168,10 +168,11 @@ def cuts_for(manifest: Manifest, mesh: MeshSpec, zero: int) -> dict[str, Cut]:
     """Name -> cut of every tensor of a checkpoint."""
     weights = {name: saved for name, saved in manifest.tensors.items() if name.startswith("model/")}
     stages = _stages(weights, manifest.about.get("units") or [], _size(mesh, "pp"))
-    axis, tp = data_axis(mesh), _size(mesh, "tp")
+    axis, tp = data_axis(mesh), _size(mesh, "tp") if "tp" in mesh.names else None
     cuts = {name: Cut(whole=True) for name in manifest.tensors}
     for name, saved in weights.items():
-        cuts[name] = Cut(stages[name], _tp_layout(saved, tp), axis if zero == 3 else None)
+        is_cut = zero == 3 or (zero > 0 and "compute" in saved.about)  # a float32 copy lies where the moments lie
+        cuts[name] = Cut(stages[name], _tp_layout(saved, tp), axis if is_cut else None)
     for called, share in (manifest.state.get("optimizers") or {}).items():
         for name, state in share["state"].items():
             above = weights.get(f"model/{name}")
@@ -219,9 +220,9 @@ def _unit_of(name: str, units: Mapping[str, int]) -> str | None:
     return "" if "" in units else None
 
 
-def _tp_layout(saved: Saved, tp: int) -> Layout | None:
+def _tp_layout(saved: Saved, tp: int | None) -> Layout | None:
     """As the plan that saved it cuts it; None where it said nothing, or nothing that fits so many ranks."""
-    if tp == 1 or "cut" not in saved.about:
+    if tp is None or "cut" not in saved.about:
         return None
     try:
         dim, given = saved.about["cut"]

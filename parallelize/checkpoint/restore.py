@@ -108,7 +108,7 @@ def _plan_parameter(
         if one.shape != held.stored.shape:
             what = f"{key} of {name} was saved as {list(one.shape)}, the parameter is {list(held.stored.shape)}"
             raise CheckpointError(Problem("wrong-shape", what, str(files.folder)))
-        room = room_for(held.stored, torch_dtype(one.dtype))
+        room = room_for(held.stored, torch_dtype(one.dtype), files.arena)
         restored.moments.append((parameter, key, room))
         jobs += jobs_for(files, one, held.stored, room)
     for key, value in saved["values"].items():

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from parallelize.checkpoint import optimizers as optimizer_state
 from parallelize.checkpoint import run_state
 from parallelize.checkpoint.held import Held, Place, weights
-from parallelize.checkpoint.memory import advise_huge, code_of
+from parallelize.checkpoint.memory import Arena, code_of
 from parallelize.checkpoint.schedulers import describe_scheduler
 from parallelize.checkpoint.trees import encode
 from parallelize.checkpoint.writer import Outgoing
@@ -70,6 +70,7 @@ class Staging:
 
     def __init__(self) -> None:
         self.held: dict[str, T] = {}
+        self._arena = Arena()
         self._used: set[str] = set()
 
     def begin(self) -> None:
@@ -79,8 +80,8 @@ class Staging:
         kept = self.held.get(key)
         if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
             pinned = value.device.type == "cuda"
-            kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
-            advise_huge(kept)
+            kept = torch.empty(value.shape, dtype=value.dtype, pin_memory=True) if pinned else None
+            kept = self._arena.take(tuple(value.shape), value.dtype) if kept is None else kept
             self.held[key] = kept
         self._used.add(key)
         return kept.copy_(value.detach(), non_blocking=True)

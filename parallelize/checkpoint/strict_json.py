@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from parallelize.errors import CheckpointError, Problem
 
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+
 
 def read_json(text: bytes, where: str) -> Any:
-    """Nesting ends where Python's recursion does. Raises: CheckpointError `bad-json`."""
+    """Nesting ends where Python's recursion does. Halves of characters are refused: they cannot be told to other ranks.
+
+    Raises: CheckpointError `bad-json`.
+    """
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_refused)
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_refused)
+        if _HALF.search(text):
+            write_json(found)
+        return found
     except (ValueError, RecursionError, UnicodeDecodeError) as error:
         what = f"is not JSON as it should be: {str(error)[:160]}"
         raise CheckpointError(Problem("bad-json", what, where, fix="the file is damaged: get it anew")) from None

@@ -33,7 +33,7 @@ from parallelize.checkpoint.hub_shards import INDEX, index_of, parse_size, share
 from parallelize.checkpoint.manifest import Manifest, Saved, read_manifest
 from parallelize.checkpoint.meeting import Meeting
 from parallelize.checkpoint.memory import empty, torch_dtype
-from parallelize.checkpoint.pretrained import _as_source, wanted_of
+from parallelize.checkpoint.pretrained import as_source, wanted_of
 from parallelize.checkpoint.reshape import Incoming, Told, check_target, cuts_for, spec_of, write_run
 from parallelize.checkpoint.writer import Outgoing, write_tensors
 from parallelize.errors import CheckpointError, Problem, did_you_mean, short_list
@@ -102,7 +102,7 @@ def assembled(box: Box, dtype: torch.dtype, parts: Sequence[Part], read: Read) -
         shared = common(box, part.target)
         if shared is not None:
             view = out[slices_of(moved(shared, starts(box)))]
-            read(part.source, part.source_box(shared), _as_source(view, part))
+            read(part.source, part.source_box(shared), as_source(view, part))
     return out
 
 

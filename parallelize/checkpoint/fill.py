@@ -18,7 +18,7 @@ from parallelize.checkpoint.boxes import Box, box_of, common, moved, slices_of, 
 from parallelize.checkpoint.boxes import whole as whole_box
 from parallelize.checkpoint.manifest import Manifest, Saved
 from parallelize.checkpoint.memory import Arena, empty, torch_dtype
-from parallelize.checkpoint.reader import TensorFile
+from parallelize.checkpoint.reader import Buffers, TensorFile
 from parallelize.errors import CheckpointError, Problem
 from parallelize.pieces import Stored
 
@@ -27,38 +27,38 @@ _MOST_OPEN = 128
 
 
 class Files:
-    """The open files of one folder, and memory for what is read. Close it, or use `with`."""
+    """The files of one folder, and memory for what is read. Close it, or use `with`.
+
+    Headers are read once; of many files only some are open at a time.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
-        self._open: OrderedDict[str, TensorFile] = OrderedDict()
-        self._bytes_read = 0
         self.arena = Arena()
+        self._known: dict[str, TensorFile] = {}
+        self._open: OrderedDict[str, None] = OrderedDict()
+        self._buffers = Buffers()
 
     @property
     def bytes_read(self) -> int:
         """Of tensors, by this rank."""
-        return self._bytes_read + sum(file.bytes_read for file in self._open.values())
+        return sum(file.bytes_read for file in self._known.values())
 
     def __getitem__(self, name: str) -> TensorFile:
-        if name not in self._open:
-            if len(self._open) >= _MOST_OPEN:
-                self._close(next(iter(self._open)))
-            self._open[name] = TensorFile(self.folder, name, self.manifest.files[name])
+        if name not in self._known:
+            self._known[name] = TensorFile(self.folder, name, self.manifest.files[name], self._buffers)
+        self._open[name] = None
         self._open.move_to_end(name)
-        return self._open[name]
-
-    def _close(self, name: str) -> None:
-        file = self._open.pop(name)
-        self._bytes_read += file.bytes_read
-        file.close()
+        if len(self._open) > _MOST_OPEN:
+            self._known[self._open.popitem(last=False)[0]].close()
+        return self._known[name]
 
     def __enter__(self) -> Files:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in list(self._open):
-            self._close(name)
+        for file in self._known.values():
+            file.close()
 
 
 @dataclass(frozen=True)

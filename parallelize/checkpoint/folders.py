@@ -90,7 +90,8 @@ def publish(root: Path, writing: Path, step: int, manifest: bytes) -> Path:
             raise CheckpointError(Problem("already-saved", f"step {step} was saved meanwhile", str(final)))
         disk.rename(writing, final)
         disk.flush_folder(root)
-        disk.replace_file(root / LATEST, (final.name + "\n").encode())
+        newest = list(published(root).values())[-1]  # an older step may be saved after a newer one
+        disk.replace_file(root / LATEST, (newest.name + "\n").encode())
     return final
 
 

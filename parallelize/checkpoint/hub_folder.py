@@ -17,7 +17,7 @@ from parallelize.checkpoint.dtypes import SIZES
 from parallelize.checkpoint.hub_shards import INDEX, SINGLE
 from parallelize.checkpoint.memory import code_of
 from parallelize.checkpoint.paths import check_name, read_small
-from parallelize.checkpoint.reader import TensorFile
+from parallelize.checkpoint.reader import Buffers, TensorFile
 from parallelize.checkpoint.strict_json import read_json
 from parallelize.errors import CheckpointError, Problem, near, short_list
 
@@ -44,6 +44,7 @@ class HubFolder:
         given = Path(path)
         self.folder, name = (given.parent, given.name) if given.is_file() else (given, "")
         self._files: dict[str, Any] = {}
+        self._buffers = Buffers()
         self._file_of: dict[str, Any] = {}
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.config = self._config() if not name else {}
@@ -66,11 +67,11 @@ class HubFolder:
 
     def _open(self, name: str, allow_pickle: bool) -> None:
         if name:
-            self._add(name, TensorFile(self.folder, name))
+            self._add(name, TensorFile(self.folder, name, None, self._buffers))
         elif (self.folder / INDEX).is_file():
             self._open_indexed()
         elif (self.folder / SINGLE).exists():
-            self._add(SINGLE, TensorFile(self.folder, SINGLE))
+            self._add(SINGLE, TensorFile(self.folder, SINGLE, None, self._buffers))
         else:
             self._open_others(allow_pickle)
 
@@ -83,7 +84,7 @@ class HubFolder:
             raise CheckpointError(Problem("bad-index", "has no weight_map of names to files", where))
         names = {check_name(file, where) for file in listed.values()}
         for file in sorted(names):
-            self._add(file, TensorFile(self.folder, file))
+            self._add(file, TensorFile(self.folder, file, None, self._buffers))
         problems = []
         for tensor, file in listed.items():
             if tensor not in self._files[file].header.entries:
@@ -103,7 +104,7 @@ class HubFolder:
     def _open_others(self, allow_pickle: bool) -> None:
         names = sorted(path.name for path in self.folder.glob("*.safetensors")) if self.folder.is_dir() else []
         for name in names:
-            self._add(name, TensorFile(self.folder, name))
+            self._add(name, TensorFile(self.folder, name, None, self._buffers))
         if names:
             return
         pickles = sorted(path.name for path in self.folder.glob("pytorch_model*.bin")) if self.folder.is_dir() else []

@@ -178,10 +178,10 @@ def _jobs(one: Held, room: T, sources: Sources) -> Iterable[_Job]:
             shared = common(wanted, part.target)
             if shared is not None:
                 local = moved(moved(shared, starts(wanted)), [-side.start for side in pair.local])
-                yield _Job(part.source, part.source_box(shared), _as_source(room[slices_of(local)], part))
+                yield _Job(part.source, part.source_box(shared), as_source(room[slices_of(local)], part))
 
 
-def _as_source(view: T, part: Part) -> T:
+def as_source(view: T, part: Part) -> T:
     """A part of the target, with its dims in the source's order."""
     used = [dim for dim in part.dims if dim is not None]
     for dim in reversed(range(view.ndim)):

@@ -22,20 +22,27 @@ _STEP_BYTES = 8 << 20
 _MAPPED_BELOW = 1 << 16  # shorter runs are copied out of a mapping: a call for each would take longer
 
 
+class Buffers:
+    """What reading needs beside its target; files that are read one after another share it."""
+
+    def __init__(self) -> None:
+        self.between, self.blocks = Scratch(), Scratch()
+
+
 class TensorFile:
-    """An open safetensors file. Close it, or use `with`.
+    """A safetensors file. Close it, or use `with`; reading opens it again.
 
     Attributes:
         header: what it holds. bytes_read: of tensors, since it was opened.
     """
 
-    def __init__(self, folder: Path, name: str, expected: FileInfo | None = None):
+    def __init__(self, folder: Path, name: str, expected: FileInfo | None = None, buffers: Buffers | None = None):
         """Raises: CheckpointError of `open_file` and `read_header`; `wrong-size`, `corrupt-header` where it is not the file
         that a manifest describes."""
         self.path = folder / name
         self._descriptor, self.size = open_file(folder, name)
         self.bytes_read = 0
-        self._scratch, self._blocks = Scratch(), Scratch()
+        self._buffers = buffers or Buffers()
         try:
             self.header = self._checked(expected)
             sizes = {entry.name: entry.num_bytes for entry in self.header.entries.values()}
@@ -70,6 +77,16 @@ class TensorFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    def _opened(self) -> int:
+        if self._descriptor < 0:
+            self._descriptor, size = open_file(self.path.parent, self.path.name)
+            if size != self.size:
+                what = f"has {size} bytes, and had {self.size} when it was opened first"
+                raise CheckpointError(
+                    Problem("wrong-size", what, str(self.path), fix="do not change files that are read")
+                )
+        return self._descriptor
+
     def entry(self, name: str) -> Entry:
         """Raises: CheckpointError `missing-tensor`."""
         if name not in self.header.entries:
@@ -90,7 +107,7 @@ class TensorFile:
         if out.device.type == "cpu" and out.is_contiguous() and out.dtype == torch_dtype(entry.dtype):
             self._read_into(entry, box, bytes_of(out), check)
             return
-        between = self._scratch.of(volume(box) * entry.item_bytes)
+        between = self._buffers.between.of(volume(box) * entry.item_bytes)
         self._read_into(entry, box, bytes_of(between), check)
         out.copy_(between.view(torch_dtype(entry.dtype)).view(shape_of(box)))
 
@@ -119,7 +136,7 @@ class TensorFile:
         at = 0
         while at < len(data):
             try:
-                done = os.preadv(self._descriptor, [data[at : at + _STEP_BYTES]], start + at)
+                done = os.preadv(self._opened(), [data[at : at + _STEP_BYTES]], start + at)
             except OSError as error:
                 what = f"byte {start + at} cannot be read: {error.strerror}"
                 raise CheckpointError(Problem("unreadable-file", what, str(self.path))) from error
@@ -134,7 +151,7 @@ class TensorFile:
         page = mmap.ALLOCATIONGRANULARITY
         begin = entry.start // page * page
         with mmap.mmap(
-            self._descriptor,
+            self._opened(),
             entry.start + entry.num_bytes - begin,
             mmap.MAP_PRIVATE,
             mmap.PROT_READ | mmap.PROT_WRITE,
@@ -158,7 +175,7 @@ class TensorFile:
                 self._read_bytes(entry.start + begin, view)
                 self._check(entry, block, view)
             else:
-                held = bytes_of(self._blocks.of(end - begin))
+                held = bytes_of(self._buffers.blocks.of(end - begin))
                 self._read_bytes(entry.start + begin, held)
                 self._check(entry, block, held)
                 data[at - start : min(end, stop) - start] = held[at - begin : min(end, stop) - begin]
@@ -168,7 +185,7 @@ class TensorFile:
         """Every block that [start, stop) of a tensor touches, checked."""
         begin = start // BLOCK_BYTES * BLOCK_BYTES
         end = min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, entry.num_bytes)
-        held = self._blocks.of(end - begin)
+        held = self._buffers.blocks.of(end - begin)
         self._read_checked(entry, begin, bytes_of(held))
         return held
 
@@ -209,7 +226,7 @@ class TensorFile:
         """Read and hash every tensor. Raises: CheckpointError `corrupt-tensor`, `truncated-file`."""
         for entry in self.header.entries.values():
             for at in range(0, entry.num_bytes, BLOCK_BYTES):
-                held = bytes_of(self._blocks.of(min(BLOCK_BYTES, entry.num_bytes - at)))
+                held = bytes_of(self._buffers.blocks.of(min(BLOCK_BYTES, entry.num_bytes - at)))
                 self._read_checked(entry, at, held) if self.has_digests else self._read_bytes(entry.start + at, held)
                 if progress is not None:
                     progress(len(held))

@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 8 benchmarks/train.py --plan gpt2 --tp 8 --device cuda --dtype bfloat16
 
 Weights, batches and dropout do not depend on the mesh, so that every mesh of the same global batch prints the same losses.
+With --save a run that was stopped goes on where it was, on the same mesh or on another.
 Copy this file to start your own: all that makes it parallel is `build_mesh` and `parallelize_model`.
 """
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import (
+    Checkpointer,
     ConsoleLogger,
     HubLogger,
     JSONLinesLogger,
@@ -68,6 +70,8 @@ def options() -> argparse.Namespace:
     add("--text", type=Path, help="a file to read instead of Python's documentation")
     add("--log", type=Path, help="a folder for metrics as JSON lines, and for TensorBoard where it is installed")
     add("--hub", help="a repository of the Hugging Face Hub to which the folder of --log is uploaded")
+    add("--save", type=Path, help="a folder for checkpoints; a run that finds some there goes on from the newest")
+    add("--save-every", type=int, default=10, help="steps")
     add("--gantt", type=Path, help="write the last step's timeline to this .svg")
     return parser.parse_args()
 
@@ -176,10 +180,16 @@ def train(parallel: ParallelModel, mesh: DeviceMesh, given: argparse.Namespace, 
             writers.append(TensorBoardLogger(given.log, enabled=rank == 0))
         if given.hub is not None:
             writers.append(HubLogger(given.hub, given.log, enabled=rank == 0))
-    with Loggers(writers, enabled=rank == 0) as logger:
-        for step in range(given.steps):
+    with contextlib.ExitStack() as stack:
+        logger = stack.enter_context(Loggers(writers, enabled=rank == 0))
+        first, save = 0, None
+        if given.save is not None:
+            options = {"optimizer": optimizer, "scheduler": schedule, "asynchronous": True, "keep_last": 2}
+            save = stack.enter_context(Checkpointer(given.save, parallel, **options))
+            first = save.resume()
+        for step in range(first, given.steps):
             ids, labels = batch_of(text, step, given, mesh)
-            if step == 0:
+            if step == first:
                 check_batches(ids, mesh)
             parallel.pipeline.record = step == given.steps - 1 and given.gantt is not None
             began = time.perf_counter()
@@ -193,6 +203,8 @@ def train(parallel: ParallelModel, mesh: DeviceMesh, given: argparse.Namespace, 
             scalars = {"loss": loss, "grad_norm": float(norm), "tokens_per_s": rate}
             scalars |= {"mfu": rate * flops_per_token(parameters, given) / peak, "memory_gib": memory_gib(given.device)}
             logger.log(scalars, step)
+            if save is not None and (step + 1) % given.save_every == 0:
+                save.save(step + 1)
     parallel.check_ties()
     if given.gantt is not None:
         timeline = parallel.pipeline.timeline()

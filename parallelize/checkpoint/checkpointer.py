@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import uuid
@@ -96,18 +97,9 @@ class Checkpointer:
 
     def _take_folder(self) -> None:
         """The first rank locks the folder and clears what was cut off; every rank sees that it is the same folder."""
-        error, token = None, uuid.uuid4().hex
-        if self._meeting.leads:
-            try:
-                self._lock = folders.Lock(self.root)
-                for path in folders.unfinished(self.root):
-                    disk.remove_folder(path)
-                with disk.explained(self.root):
-                    disk.write_file(self.root / f".shared-{token}", token.encode())
-            except CheckpointError as found:
-                error = found
+        token = uuid.uuid4().hex
         try:
-            self._meeting.agree(error)
+            self._by_the_first(lambda: self._lock_folder(token))
             token = self._meeting.share(token)
             seen = self._meeting.all((self.root / f".shared-{token}").is_file())
             blind = [self._meeting.ranks[place] for place, one in enumerate(seen) if not one]
@@ -118,13 +110,24 @@ class Checkpointer:
         except BaseException:
             self._release(token)
             raise
-        if self._meeting.leads:
+        self._by_the_first(lambda: self._forget_token(token))
+
+    def _lock_folder(self, token: str) -> None:
+        self._lock = folders.Lock(self.root)
+        with disk.explained(self.root):
+            for path in folders.unfinished(self.root):
+                disk.remove_folder(path)
+            disk.write_file(self.root / f".shared-{token}", token.encode())
+
+    def _forget_token(self, token: str) -> None:
+        with disk.explained(self.root):
             disk.remove_file(self.root / f".shared-{token}")
 
     def _release(self, token: str = "") -> None:
         if self._lock is not None:
             if token:
-                disk.remove_file(self.root / f".shared-{token}")
+                with contextlib.suppress(OSError):
+                    disk.remove_file(self.root / f".shared-{token}")
             self._lock.release()
             self._lock = None
 
@@ -158,8 +161,17 @@ class Checkpointer:
 
     def _write(self, snapshot: Snapshot, about: dict[str, Any]) -> None:
         write_snapshot(self.root, snapshot, self._meeting, about)
+        self._by_the_first(self._retain)
+
+    def _by_the_first(self, work: Callable[[], None]) -> None:
+        """Something that the first rank does alone; its failure is every rank's."""
+        error = None
         if self._meeting.leads:
-            self._retain()
+            try:
+                work()
+            except Exception as found:
+                error = known(found)
+        self._meeting.agree(error)
 
     def _write_beside(self, snapshot: Snapshot, about: dict[str, Any]) -> None:
         try:
@@ -215,12 +227,9 @@ class Checkpointer:
             return 0
         loading = self._load(self.root / folder, strict, cast, check)
         self.values = loading.values
-        if self._meeting.leads and set_aside:
-            for newer, path in folders.published(self.root).items():
-                if newer > loading.manifest.step:
-                    disk.rename(path, path.with_name(f".{path.name}.aside-{uuid.uuid4().hex[:12]}"))
-            disk.replace_file(self.root / folders.LATEST, (folder + "\n").encode())
-        self._meeting.share()
+        if not set_aside:
+            return loading.manifest.step
+        self._by_the_first(lambda: folders.set_aside(self.root, loading.manifest.step))
         return loading.manifest.step
 
     def _load(self, folder: Path, strict: bool, cast: bool, check: bool) -> Loading:
@@ -349,7 +358,7 @@ def load_checkpoint(
     """
     _, place = placed(model, mesh)
     run = run_of(model, optimizer, scheduler, None, None, None, False)
-    meeting = Meeting(place.mesh, timeout_s)
+    meeting = Meeting(place.mesh, timeout_s, beside=False)
     try:
         error, path = None, None
         try:

@@ -5,6 +5,7 @@ Torch-free.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from parallelize.errors import CheckpointError, Problem
 
 
 @contextmanager
-def explained(path: Path, needed_bytes: int = 0) -> Iterator[None]:
+def explained(path: Path, needed_bytes: int = 0, what: str = "cannot write a checkpoint") -> Iterator[None]:
     """An operating system's error, as one of this package that names path, cause and room. Raises: CheckpointError
     `write-failed`."""
     try:
@@ -26,7 +27,7 @@ def explained(path: Path, needed_bytes: int = 0) -> Iterator[None]:
         if needed_bytes:
             rows.append(("needs", f"{needed_bytes:,} bytes; free: {_free(path):,}"))
         fix = "make room, or save elsewhere; what was saved before is as it was"
-        raise CheckpointError(Problem("write-failed", "cannot write a checkpoint", "", tuple(rows), fix)) from error
+        raise CheckpointError(Problem("write-failed", what, "", tuple(rows), fix)) from error
 
 
 def _free(path: Path) -> int:
@@ -55,6 +56,19 @@ def write_at(descriptor: int, data: Any, at: int) -> None:
     while view:
         done = os.pwrite(descriptor, view, at)
         view, at = view[done:], at + done
+
+
+def begin_flush(descriptor: int, start: int, length: int) -> None:
+    """Ask that these bytes go to the disk from now on, so that the disk works while others are copied and hashed.
+
+    A hint: `flush` is what waits, and tells of errors. Linux has it.
+    """
+    begin: Any = getattr(ctypes.CDLL(None), "sync_file_range", None) if os.name == "posix" else None
+    if begin is not None:
+        begin(ctypes.c_int(descriptor), ctypes.c_int64(start), ctypes.c_int64(length), ctypes.c_uint(_BEGIN_WRITING))
+
+
+_BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def flush(descriptor: int) -> None:

@@ -59,7 +59,7 @@ def save_pretrained(
     Raises: CheckpointError `folder-not-empty`, `write-failed`, `unwritable-conversion`, on every rank; nothing is left then.
     """
     module, place = placed(model, mesh)
-    meeting = Meeting(place.mesh, timeout_s)
+    meeting = Meeting(place.mesh, timeout_s, beside=False)
     try:
         fold(module)
         return _Export(place, meeting, dtype).run(Path(folder), parse_size(max_shard_size), carry)

@@ -50,6 +50,8 @@ def resolve(folder: str | os.PathLike, step: int | None = None) -> Path:
     if step is None and (root / NAME).is_file():
         return root
     found = published(root)
+    if step is None:
+        _check_latest(root, found)
     if step is None and found:
         return list(found.values())[-1]
     if step in found:
@@ -58,6 +60,19 @@ def resolve(folder: str | os.PathLike, step: int | None = None) -> Path:
     there = short_list([str(number) for number in found]) or "none"
     what = f"{root} holds {wanted}" + ("" if root.is_dir() else ": there is no such folder")
     raise CheckpointError(Problem("no-checkpoint", what, rows=(("steps there", there),), fix="check the folder"))
+
+
+def _check_latest(root: Path, found: dict[int, Path]) -> None:
+    """The newest may have lost its manifest: then an older one is not what is wanted. Raises: CheckpointError
+    `not-a-checkpoint`."""
+    try:
+        name = (root / LATEST).read_text(encoding="utf-8")[:64].strip()
+    except (OSError, ValueError):
+        return
+    if _PUBLISHED.fullmatch(name) and (root / name).is_dir() and root / name not in found.values():
+        what = f"{LATEST} names {name}, which has no manifest any more"
+        fix = "restore it from a copy, or name the step to load"
+        raise CheckpointError(Problem("not-a-checkpoint", what, str(root / name), fix=fix))
 
 
 def unfinished(root: Path) -> list[Path]:
@@ -80,7 +95,7 @@ def begin(root: Path, step: int) -> Path:
 def publish(root: Path, writing: Path, step: int, manifest: bytes) -> Path:
     """Make what was written a checkpoint: manifest, then the folder's name, then `latest`; each on the disk before the next.
 
-    Raises: CheckpointError `write-failed`, `already-saved`. The folder is then not published, or complete.
+    Raises: CheckpointError `write-failed`, `already-saved`. The folder is then not published; or complete, and it says so.
     """
     final = root / folder_name(step)
     with disk.explained(writing, len(manifest)):
@@ -89,6 +104,9 @@ def publish(root: Path, writing: Path, step: int, manifest: bytes) -> Path:
         if os.path.lexists(final):
             raise CheckpointError(Problem("already-saved", f"step {step} was saved meanwhile", str(final)))
         disk.rename(writing, final)
+    with disk.explained(
+        final, len(final.name) + 1, f"step {step} is published and complete, but what comes after it failed"
+    ):
         disk.flush_folder(root)
         newest = list(published(root).values())[-1]  # an older step may be saved after a newer one
         disk.replace_file(root / LATEST, (newest.name + "\n").encode())
@@ -107,6 +125,16 @@ def remove(path: Path) -> None:
     disk.rename(path, gone)
     disk.flush_folder(path.parent)
     disk.remove_folder(gone)
+
+
+def set_aside(root: Path, step: int) -> None:
+    """Rename what was saved after a step, and let `latest` name that step. Raises: CheckpointError `write-failed`."""
+    with disk.explained(root):
+        for newer, path in published(root).items():
+            if newer > step:
+                disk.rename(path, path.with_name(f".{path.name}.aside-{uuid.uuid4().hex[:12]}"))
+        disk.flush_folder(root)
+        disk.replace_file(root / LATEST, (folder_name(step) + "\n").encode())
 
 
 def surplus(steps: list[int], keep_last: int | None, keep_every: int | None) -> list[int]:

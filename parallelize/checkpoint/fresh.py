@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
-from parallelize.checkpoint.boxes import box_of, volume
+from parallelize.checkpoint.fill import clear_padding
 from parallelize.checkpoint.held import Held
 from parallelize.checkpoint.memory import Arena
 from parallelize.meta import Rebuild, allocate
@@ -38,10 +38,8 @@ class Fresh:
 
     def room(self, held: Held) -> torch.Tensor:
         """Where a tensor's values go: its own memory, with zeros where pieces leave a part of it out."""
-        local = held.stored.local
-        if sum(volume(box_of(pair.local)) for pair in held.stored.pieces) < local.numel():
-            local.zero_()
-        return local
+        clear_padding(held.stored, held.stored.local)
+        return held.stored.local
 
     def undo(self) -> None:
         """Back to meta, where it was there."""

@@ -16,7 +16,7 @@ from parallelize.checkpoint.boxes import Box, slices_of
 from parallelize.checkpoint.dtypes import SIZES
 from parallelize.checkpoint.hub_shards import INDEX, SINGLE
 from parallelize.checkpoint.memory import code_of
-from parallelize.checkpoint.paths import check_name, read_small
+from parallelize.checkpoint.paths import check_name, open_file, read_small
 from parallelize.checkpoint.reader import Buffers, TensorFile
 from parallelize.checkpoint.strict_json import read_json
 from parallelize.errors import CheckpointError, Problem, near, short_list
@@ -119,7 +119,7 @@ class HubFolder:
             fix = "convert it, or pass allow_pickle=True if you trust where it came from"
             raise CheckpointError(Problem("pickle-only", what, str(self.folder), fix=fix))
         for name in pickles:
-            self._add(name, PickledFile(self.folder / check_name(name, str(self.folder))))
+            self._add(name, PickledFile(self.folder, name))
 
     def _add(self, name: str, file: Any) -> None:
         self._files[name] = file
@@ -166,13 +166,17 @@ class HubFolder:
 class PickledFile:
     """A `pytorch_model.bin`, mapped into memory, with the words of a `TensorFile`."""
 
-    def __init__(self, path: Path):
-        self.path, self.bytes_read = path, 0
+    def __init__(self, folder: Path, name: str):
+        self.path, self.bytes_read = folder / name, 0
+        os.close(open_file(folder, name)[0])  # a regular file of this folder
         try:
-            held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            held = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:
             what = f"cannot be read: {type(error).__name__} {str(error)[:200]}"
-            raise CheckpointError(Problem("unreadable-file", what, str(path))) from error
+            raise CheckpointError(Problem("unreadable-file", what, str(self.path))) from error
+        if not isinstance(held, dict):
+            what = f"holds a {type(held).__name__}, and not tensors by name"
+            raise CheckpointError(Problem("unreadable-file", what, str(self.path)))
         self.held = {name: value for name, value in held.items() if isinstance(value, T)}
         self.header = _Held(
             {name: _Entry(name, code_of(v.dtype) or "", tuple(v.shape)) for name, v in self.held.items()}

@@ -1,8 +1,9 @@
-"""Loading a training checkpoint into whatever mesh there is: match, read beside, agree, and only then change anything."""
+"""Loading a training checkpoint into whatever mesh there is: match, read and compare, agree, and only then change anything."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from parallelize.checkpoint import folders, run_state
 from parallelize.checkpoint.dtypes import loses
-from parallelize.checkpoint.fill import Files, Job, jobs_for, read_jobs, read_whole, room_for
+from parallelize.checkpoint.fill import Files, Job, clear_padding, fill_jobs, jobs_for, prepare_jobs, read_whole
 from parallelize.checkpoint.fresh import Fresh
 from parallelize.checkpoint.held import Held, Place, targets
 from parallelize.checkpoint.manifest import Manifest, read_manifest
@@ -20,16 +21,20 @@ from parallelize.checkpoint.restore import Restored, plan_optimizer
 from parallelize.checkpoint.schedulers import check_scheduler, load_scheduler
 from parallelize.checkpoint.snapshot import Run, fold
 from parallelize.checkpoint.tree_reader import decode
-from parallelize.errors import CheckpointError, Problem, near, short_list
+from parallelize.errors import CheckpointError, ParallelizeError, Problem, near, short_list
 
 T = torch.Tensor
 
 
 @dataclass
 class Loading:
-    """Everything that a load has read, before it changes anything."""
+    """One load: what was asked for, and everything that was read before anything was changed."""
 
-    manifest: Manifest
+    strict: bool
+    cast: bool
+    check: bool
+    manifest: Manifest = field(default_factory=lambda: Manifest(0, {}, {}, {}, {}))
+    files: Files | None = None
     weights: list[tuple[Held, T]] = field(default_factory=list)
     optimizers: list[Restored] = field(default_factory=list)
     state: dict[str, Any] = field(default_factory=dict)
@@ -59,67 +64,67 @@ def load_run(
     Raises: CheckpointError, on every rank, before anything is changed.
     """
     fold(run.module)
-    loading, error = None, None
-    names = _all_names(place, meeting)
+    wanted = targets(place)
+    names = _all_names(place, wanted, meeting)
     fresh = Fresh(run.module)
+    loading = Loading(strict, cast, check)
     try:
-        try:
-            loading = _read(folder, run, place, fresh, names, strict, cast, check, progress)
-        except Exception as found:
-            error = known(found)
-        meeting.agree(error)
-        assert loading is not None
-        _agree_on_digest(loading.manifest, meeting)
+        with ExitStack() as files:
+            error: ParallelizeError | None = None
+            try:
+                _read(loading, files, folder, run, place, fresh, wanted, names, progress)
+            except Exception as found:
+                error = known(found)
+            _agree_on_digest(meeting.agree(error, loading.manifest.digest))
+            _commit(loading, run, place, meeting)
     except BaseException:
         fresh.undo()
         raise
-    _commit(loading, run, place)
     return loading
 
 
-def _all_names(place: Place, meeting: Meeting) -> set[str]:
+def _all_names(place: Place, wanted: list[Held], meeting: Meeting) -> set[str]:
     """Tensors of the whole model, those of other pipeline stages too."""
-    own = [held.name for held in targets(place)] if place.is_first else []
-    return {name for names in meeting.all(own) for name in names}
+    own = [held.name for held in wanted]
+    if place.cut is None:
+        return set(own)
+    return {name for names in meeting.all(own if place.is_first else []) for name in names}
 
 
-def _agree_on_digest(manifest: Manifest, meeting: Meeting) -> None:
-    digests = meeting.all(manifest.digest)
+def _agree_on_digest(digests: list[str]) -> None:
     if len(set(digests)) > 1:
         what = f"ranks read different checkpoints: manifests {short_list(sorted(set(digests)))}"
         raise CheckpointError(Problem("other-checkpoint", what, fix="let all of them read the same folder"))
 
 
 def _read(
+    loading: Loading,
+    stack: ExitStack,
     folder: Path,
     run: Run,
     place: Place,
     fresh: Fresh,
+    wanted: list[Held],
     names: set[str],
-    strict: bool,
-    cast: bool,
-    check: bool,
     progress: Callable[[int], None] | None,
-) -> Loading:
-    manifest = read_manifest(folders.resolve(folder))
-    wanted = targets(place)
-    _check_names(manifest, wanted, names, strict, str(folder))
-    loading = Loading(manifest)
-    with Files(folders.resolve(folder), manifest) as files:
-        if fresh.was_meta:
-            fresh.allocate(place.mesh.device_type if place.mesh is not None else None)
-            wanted = targets(place)
-        _plan_weights(loading, files, wanted, cast, fresh)
-        for called, optimizer in run.optimizers.items():
-            share = _share_of(manifest, called, strict)
-            if share is not None:
-                restored, jobs = plan_optimizer(place, called, optimizer, share, files, strict)
-                loading.optimizers.append(restored)
-                loading.jobs += jobs
-        read_jobs(files, loading.jobs, check, progress)
-        _read_state(loading, files, run, place, check, strict)
-        loading.bytes_read = files.bytes_read
-    return loading
+) -> None:
+    """Match and read, without changing what anybody uses."""
+    path = folders.resolve(folder)
+    manifest = loading.manifest = read_manifest(path)
+    _check_names(manifest, wanted, names, loading.strict, str(path))
+    files = loading.files = stack.enter_context(Files(path, manifest))
+    if fresh.was_meta:
+        fresh.allocate(place.mesh.device_type if place.mesh is not None else None)
+        wanted = targets(place)
+    _plan_weights(loading, files, wanted, fresh)
+    for called, optimizer in run.optimizers.items():
+        share = _share_of(manifest, called, loading.strict)
+        if share is not None:
+            restored, jobs = plan_optimizer(place, called, optimizer, share, files, loading.strict)
+            loading.optimizers.append(restored)
+            loading.jobs += jobs
+    prepare_jobs(files, loading.jobs, loading.check, progress)
+    _read_state(loading, files, run, place)
 
 
 def _share_of(manifest: Manifest, called: str, strict: bool) -> dict[str, Any] | None:
@@ -140,20 +145,22 @@ def _check_names(manifest: Manifest, wanted: list[Held], names: set[str], strict
     missing = [name for name in dict.fromkeys(held.name for held in wanted) if name not in saved]
     unexpected = [name for name in saved if name not in names]
     if strict:
-        problems += [_unmatched("missing-tensor", "was not saved", name, saved, where) for name in missing]
-        problems += [_unmatched("unexpected-tensor", "is not in this model", name, names, where) for name in unexpected]
-    for held in wanted:
-        one = saved.get(held.name)
-        if one is not None and one.shape != held.stored.shape:
-            what = f"{_plain(held.name)} was saved as {list(one.shape)}, the model has {list(held.stored.shape)}"
-            problems.append(Problem("wrong-shape", what, where, fix="load it into the model that was saved"))
+        problems += [_unmatched("missing-tensor", "was not saved", name, saved, where) for name in missing[:_FEW]]
+        problems += [
+            _unmatched("unexpected-tensor", "is not in this model", name, names, where) for name in unexpected[:_FEW]
+        ]
+    shapes = [h for h in wanted if h.name in saved and saved[h.name].shape != h.stored.shape]
+    for held in shapes[:_FEW]:
+        was, is_now = list(saved[held.name].shape), list(held.stored.shape)
+        what = f"{_plain(held.name)} was saved as {was}, the model has {is_now}"
+        problems.append(Problem("wrong-shape", what, where, fix="load it into the model that was saved"))
     if problems:
-        more = (
-            [Problem("more-problems", f"and {len(problems) - 20} more of the kind", where)]
-            if len(problems) > 20
-            else []
-        )
-        raise CheckpointError(*problems[:20], *more)
+        rest = (len(missing) + len(unexpected) if strict else 0) + len(shapes) - len(problems)
+        more = [Problem("more-problems", f"and {rest} more of the kind", where)] if rest else []
+        raise CheckpointError(*problems, *more)
+
+
+_FEW = 10  # problems of a kind that are told: looking for near names takes its time
 
 
 def _plain(name: str) -> str:
@@ -170,15 +177,16 @@ def _unmatched(slug: str, what: str, name: str, others: Iterable[str], where: st
     return Problem(slug, f"{_plain(name)} {what}", where, fix=fix + " strict=False goes on without")
 
 
-def _plan_weights(loading: Loading, files: Files, wanted: list[Held], cast: bool, fresh: Fresh) -> None:
-    _check_dtypes(loading.manifest, wanted, cast)
+def _plan_weights(loading: Loading, files: Files, wanted: list[Held], fresh: Fresh) -> None:
+    _check_dtypes(loading.manifest, wanted, loading.cast)
     for held in wanted:
         saved = loading.manifest.tensors.get(held.name)
         if saved is not None:
-            room = fresh.room(held) if fresh.was_meta else room_for(held.stored, held.stored.local.dtype, files.arena)
-            if not fresh.was_meta:
-                loading.weights.append((held, room))
-            loading.jobs += jobs_for(files, saved, held.stored, room)
+            if fresh.was_meta:
+                clear_padding(held.stored, held.stored.local)
+            else:
+                loading.weights.append((held, held.stored.local))
+            loading.jobs += jobs_for(files, saved, held.stored, held.stored.local, hidden=fresh.was_meta)
 
 
 def _check_dtypes(manifest: Manifest, wanted: list[Held], cast: bool) -> None:
@@ -198,14 +206,14 @@ def _check_dtypes(manifest: Manifest, wanted: list[Held], cast: bool) -> None:
         )
 
 
-def _read_state(loading: Loading, files: Files, run: Run, place: Place, check: bool, strict: bool) -> None:
+def _read_state(loading: Loading, files: Files, run: Run, place: Place) -> None:
     """Everything that is no tensor, decoded: what is wrong with it shows now."""
     state = loading.manifest.state
-    if strict:
+    if loading.strict:
         _check_absent(run, state, str(files.folder))
 
     def tensors(key: str) -> T:
-        return read_whole(files, key, check)
+        return read_whole(files, key, loading.check)
 
     loading.values = decode(state.get("values"), tensors, "values")
     for name, scheduler in run.schedulers.items():
@@ -239,18 +247,22 @@ def mesh_of(place: Place) -> list[list[Any]]:
 
 
 @torch.no_grad()
-def _commit(loading: Loading, run: Run, place: Place) -> None:
-    """Users' own objects come first: nothing fails after them."""
-    state, saved = loading.manifest.state, loading.state
-    if "data" in saved:
-        run.data.load_state_dict(saved["data"])
-    for name, one in saved.get("user", {}).items():
-        run.user[name].load_state_dict(one)
-    for held, values in loading.weights:
-        held.stored.local.copy_(values)
-    loading.weights.clear()
+def _commit(loading: Loading, run: Run, place: Place, meeting: Meeting) -> None:
+    """Change what is in use. Users' own objects come first, since they may refuse."""
+    error: ParallelizeError | None = None
+    try:
+        _hand_over(loading, run)
+        assert loading.files is not None
+        for held, local in loading.weights:
+            clear_padding(held.stored, local)
+        fill_jobs(loading.files, loading.jobs)
+        loading.bytes_read = loading.files.bytes_read
+    except Exception as found:  # a user's object refused, or the disk failed between two readings
+        error = known(found)
+    meeting.agree(error)
     for restored in loading.optimizers:
         restored.apply()
+    state, saved = loading.manifest.state, loading.state
     for name, scheduler in run.schedulers.items():
         if name in (state.get("schedulers") or {}):
             load_scheduler(scheduler, state["schedulers"][name])
@@ -259,3 +271,10 @@ def _commit(loading: Loading, run: Run, place: Place) -> None:
         run.streams.load_state_dict(saved["streams"])
     if "generators" in saved:
         saved["generators"]()
+
+
+def _hand_over(loading: Loading, run: Run) -> None:
+    if "data" in loading.state:
+        run.data.load_state_dict(loading.state["data"])
+    for name, one in loading.state.get("user", {}).items():
+        run.user[name].load_state_dict(one)

@@ -26,21 +26,29 @@ class Meeting:
 
     Args:
         mesh: whose ranks take part; None: all processes, or this one alone where there are no others.
+        beside: other collectives may go on meanwhile, so that a process group of its own is needed. False: the default
+            group serves, where it is gloo's and has the same ranks.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S):
+    def __init__(self, mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S, *, beside: bool = True):
         self.ranks: list[int] = [0]
         self.group: Any = None
+        self._borrowed = self.lost = False
         if dist.is_available() and dist.is_initialized():
             self.ranks = mesh.mesh.flatten().tolist() if mesh is not None else list(range(dist.get_world_size()))
-            everyone = len(self.ranks) == dist.get_world_size()
-            if len(self.ranks) > 1:
+            everyone = self.ranks == list(range(dist.get_world_size()))
+            self._borrowed = everyone and not beside and dist.get_backend() == "gloo"
+            if self._borrowed:
+                self.group = dist.group.WORLD
+            elif len(self.ranks) > 1:
                 self.group = dist.new_group(
                     self.ranks,
                     backend="gloo",
                     timeout=timedelta(seconds=timeout_s),
                     use_local_synchronization=not everyone,
                 )
+            if len(self.ranks) == 1:
+                self.group = None
         self.rank = self.ranks.index(dist.get_rank()) if self.group is not None else 0
         self.size = len(self.ranks)
 
@@ -50,10 +58,10 @@ class Meeting:
 
     def gather(self, value: Any) -> list[Any] | None:
         """Every rank's value, on the first rank; None on the others. Values are plain, as JSON has them."""
-        if self.group is None:
+        if self.group is None and not self.lost:
             return [value]
         mine = _packed(value)
-        with _named("gather"):
+        with self._named("gather"):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([mine.numel()]), group=self.group)
             longest = int(max(map(int, sizes)))
@@ -65,9 +73,9 @@ class Meeting:
 
     def share(self, value: Any = None) -> Any:
         """The first rank's value, on every rank."""
-        if self.group is None:
+        if self.group is None and not self.lost:
             return value
-        with _named("share"):
+        with self._named("share"):
             mine = _packed(value) if self.leads else torch.empty(0, dtype=torch.uint8)
             size = torch.tensor([mine.numel()])
             dist.broadcast(size, self.ranks[0], group=self.group)
@@ -80,20 +88,40 @@ class Meeting:
         """Every rank's value, on every rank."""
         return self.share(self.gather(value))
 
-    def agree(self, error: ParallelizeError | None) -> None:
-        """Go on only where no rank has an error. Raises: this rank's own; or CheckpointError with those of the others."""
-        problems = self.all(told(error) if error is not None else None)
+    def agree(self, error: ParallelizeError | None, value: Any = None) -> list[Any]:
+        """Go on only where no rank has an error; then every rank's value.
+
+        Raises: this rank's own; or CheckpointError with those of the others.
+        """
+        answers = self.all([told(error) if error is not None else None, value])
         if error is not None:
             raise error
-        failed = [rank for rank, found in enumerate(problems) if found]
+        failed = [rank for rank, (found, _) in enumerate(answers) if found]
         if failed:
-            raise CheckpointError(*(restored(p, self.ranks[rank]) for rank in failed[:4] for p in problems[rank][:4]))
+            raise CheckpointError(*(restored(p, self.ranks[rank]) for rank in failed[:4] for p in answers[rank][0][:4]))
+        return [given for _, given in answers]
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """gloo's errors name sockets; this says what was going on. The group ends with the first of them, so that ranks which
+        have not seen it do not wait for those which have. Raises: CheckpointError `rank-lost`."""
+        if self.lost:
+            raise CheckpointError(Problem("rank-lost", "a rank did not answer before", fix="start the run again"))
+        try:
+            yield
+        except RuntimeError as error:
+            self.lost = True
+            self.close()
+            said = str(error).splitlines()[0][:200]
+            lost = f"a rank did not answer while a checkpoint was being agreed on ({what}): {said}"
+            fix = "look at the other ranks' errors; what was saved before is as it was"
+            raise CheckpointError(Problem("rank-lost", lost, fix=fix)) from error
 
     def close(self) -> None:
         """Give the process group back. A collective of nobody: each rank for itself."""
-        if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
-        self.group = None
+        group, self.group = self.group, None
+        if group is not None and not self._borrowed and dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def told(error: ParallelizeError) -> list[Any]:
@@ -114,18 +142,6 @@ def restored(given: list[Any], rank: int) -> Problem:
     """A problem that another rank has found."""
     slug, what, where, rows, fix = given
     return Problem(slug, what, where, (("on", f"rank {rank}"), *((str(a), str(b)) for a, b in rows)), fix)
-
-
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    """gloo's errors name sockets; this says what was going on. Raises: CheckpointError `rank-lost`."""
-    try:
-        yield
-    except RuntimeError as error:
-        said = str(error).splitlines()[0][:200]
-        lost = f"a rank did not answer while a checkpoint was being agreed on ({what}): {said}"
-        fix = "look at the other ranks' errors; what was saved before is as it was"
-        raise CheckpointError(Problem("rank-lost", lost, fix=fix)) from error
 
 
 def _packed(value: Any) -> torch.Tensor:

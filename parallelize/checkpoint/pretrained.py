@@ -68,7 +68,7 @@ def load_pretrained(
         `wrong-dtype`, `twins-differ`, those of the files; the model is then as it was.
     """
     module, place = placed(model, mesh)
-    meeting = Meeting(place.mesh, timeout_s)
+    meeting = Meeting(place.mesh, timeout_s, beside=False)
     try:
         return _Load(module, place, meeting, device, rebuild).run(folder, allow_missing, allow_unexpected, allow_pickle)
     finally:

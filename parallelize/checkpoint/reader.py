@@ -43,6 +43,7 @@ class TensorFile:
         self._descriptor, self.size = open_file(folder, name)
         self.bytes_read = 0
         self._buffers = buffers or Buffers()
+        self._checked_blocks: set[tuple[str, int]] = set()
         try:
             self.header = self._checked(expected)
             sizes = {entry.name: entry.num_bytes for entry in self.header.entries.values()}
@@ -221,6 +222,25 @@ class TensorFile:
             raise CheckpointError(
                 Problem("corrupt-tensor", f"{entry.name} is not what was written", str(self.path), rows, fix)
             )
+
+    def check_box(self, name: str, box: Box) -> int:
+        """Compare the hashes of all blocks that a box touches, each block once in this file's life; the bytes looked at.
+
+        Raises: CheckpointError `corrupt-tensor`, `truncated-file`.
+        """
+        entry, done = self.entry(name), 0
+        if volume(box) == 0 or self._digests is None:
+            return 0
+        first, last = runs(entry.shape, box).span
+        for block in range(first * entry.item_bytes // BLOCK_BYTES, -(-last * entry.item_bytes // BLOCK_BYTES)):
+            if (name, block) not in self._checked_blocks:
+                begin = block * BLOCK_BYTES
+                held = bytes_of(self._buffers.blocks.of(min(BLOCK_BYTES, entry.num_bytes - begin)))
+                self._read_bytes(entry.start + begin, held)
+                self._check(entry, block, held)
+                self._checked_blocks.add((name, block))
+                done += len(held)
+        return done
 
     def check_all(self, progress: Any = None) -> None:
         """Read and hash every tensor. Raises: CheckpointError `corrupt-tensor`, `truncated-file`."""

@@ -108,9 +108,10 @@ def _plan_parameter(
         if one.shape != held.stored.shape:
             what = f"{key} of {name} was saved as {list(one.shape)}, the parameter is {list(held.stored.shape)}"
             raise CheckpointError(Problem("wrong-shape", what, str(files.folder)))
-        room = room_for(held.stored, torch_dtype(one.dtype), files.arena)
+        own = _own_room(restored.optimizer, parameter, key, torch_dtype(one.dtype))
+        room = room_for(held.stored, torch_dtype(one.dtype), files.arena) if own is None else own
         restored.moments.append((parameter, key, room))
-        jobs += jobs_for(files, one, held.stored, room)
+        jobs += jobs_for(files, one, held.stored, room, hidden=own is None)
     for key, value in saved["values"].items():
         decoded = decode(value, lambda where: read_whole(files, where), f"{called}.{name}.{key}")
         if isinstance(decoded, T) and decoded.numel() != 1 and held.stored.axes:
@@ -118,6 +119,15 @@ def _plan_parameter(
             raise CheckpointError(Problem("unsavable-state", what, fix="load it where the parameter is whole"))
         restored.values.append((parameter, key, decoded, key in saved["on_device"]))
     return jobs
+
+
+def _own_room(optimizer: Optimizer, parameter: Any, key: str, dtype: torch.dtype) -> T | None:
+    """Where this state lies already, if it is like what was saved."""
+    held = optimizer.state.get(parameter, {}).get(key)
+    local = private.local_of(held) if isinstance(held, DTensor) else held
+    like = private.local_of(parameter) if isinstance(parameter, DTensor) else parameter
+    fits = isinstance(local, T) and (local.shape, local.dtype, local.device) == (like.shape, dtype, like.device)
+    return local if fits else None
 
 
 def _options(

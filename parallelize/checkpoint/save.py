@@ -33,7 +33,8 @@ def write_snapshot(
         about: of the first rank counts: mesh, plan, versions.
 
     Returns: the published folder.
-    Raises: CheckpointError, the same slug on every rank; nothing is published then, and what was saved before is untouched.
+    Raises: CheckpointError, the same slug on every rank. Nothing is published then, unless it says so; what was saved before
+        is untouched.
     """
     error: ParallelizeError | None
     writing, error = _begun(root, snapshot.step, meeting)

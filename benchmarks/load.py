@@ -1,9 +1,13 @@
 """Pretrained weights into tensor-parallel shards: this package, `transformers`' own loading, and reading everything.
 
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.load
+    python -m benchmarks.load      # needs `accelerate`, which transformers' loading asks for
 
 A Llama of `transformers` in float32, random weights, saved as it saves them. Each contender begins with the folder and ends
-with a model that is planned over tp and holds its shards; files are in the page cache, repeats are interleaved.
+with a model that is planned over tp and holds its shards. Files are in the page cache; each time is that of fresh processes,
+since a run loads once, into memory that it did not have before; contenders take turns.
+
+Two times are taken: until the call returns, and until every weight was written to once, as a first optimiser step does.
+`transformers` returns weights that are mapped from the files, and copied when they are first written to.
 
 | contender | |
 |---|---|
@@ -16,10 +20,10 @@ with a model that is planned over tp and holds its shards; files are in the page
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -35,7 +39,9 @@ from benchmarks.timing import join, ratio
 from parallelize import build_mesh, destroy_groups, load_pretrained, parallelize_module, shard_info
 from parallelize.checkpoint.pretrained import Loaded
 
+NAMES = ("ours", "transformers", "everything", "slices alone")
 PAIRS = [("ours", "transformers", 0.6), ("ours", "everything", None), ("ours", "slices alone", None)]
+RANKS = 2
 
 
 def config_of(given: argparse.Namespace) -> Any:
@@ -113,81 +119,103 @@ def same(one: Any, other: Any) -> bool:
     return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def timed(work: Callable[[], Any]) -> float:
-    gc.collect()
-    dist.barrier()
-    began = time.perf_counter()
-    made = work()
-    dist.barrier()
-    took = time.perf_counter() - began
-    del made
-    return took
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("hidden", 1024), ("layers", 19), ("vocab", 32000), ("rounds", 9)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    join()
-    warnings.filterwarnings("ignore")
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    found: list[Any] = [tempfile.mkdtemp(prefix="load-", dir=given.folder)]
-    dist.broadcast_object_list(found)
-    folder = Path(found[0])
-    try:
-        if dist.get_rank() == 0:
-            write_source(given, folder)
-        dist.barrier()
-        results = measure(Contenders(folder, given), given)
-    finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-    if given.json is not None and dist.get_rank() == 0:
-        given.json.write_text(
-            json.dumps({"torch": torch.__version__, "ranks": dist.get_world_size()} | results, indent=1) + "\n"
-        )
-    destroy_groups()
-
-
-def measure(contenders: Contenders, given: argparse.Namespace) -> dict[str, Any]:
-    work = {
+def once(given: argparse.Namespace) -> None:
+    """One contender's times, in processes that torchrun has started; the first rank prints them."""
+    contenders = Contenders(given.folder, given)
+    work: dict[str, Callable[[], Any]] = {
         "ours": contenders.ours,
         "transformers": contenders.transformers,
         "everything": contenders.everything,
         "slices alone": contenders.slices_alone,
     }
-    if not same(contenders.ours(), contenders.everything()):
+    from transformers import LlamaForCausalLM  # noqa: F401 - imports are not what is timed
+    from transformers.distributed import DistributedConfig  # noqa: F401
+
+    dist.barrier()
+    began = time.perf_counter()
+    made = work[given.only]()
+    dist.barrier()
+    loaded = time.perf_counter()
+    held = (
+        [one for parts in made.values() for one in parts] if isinstance(made, dict) else list(weights_of(made).values())
+    )
+    with torch.no_grad():
+        for weight in held:
+            weight.mul_(1.0)
+    dist.barrier()
+    found = {"returns": loaded - began, "written": time.perf_counter() - began}
+    if given.check and not same(made, contenders.everything()):
         raise SystemExit("shards differ from those of the model that was read whole")
-    for name in ("transformers", "slices alone"):
-        timed(work[name])
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for turn in range(given.rounds):
-        for name in list(work)[turn % len(work) :] + list(work)[: turn % len(work)]:
-            times[name].append(timed(work[name]))
-    loaded = contenders.loaded
-    assert loaded is not None
-    ratios = {f"{top} / {bottom}": ratio(times, top, bottom) | {"bound": bound} for top, bottom, bound in PAIRS}
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    if contenders.loaded is not None:
+        found |= {"bytes_held": contenders.loaded.bytes_held, "bytes_read": contenders.loaded.bytes_read}
     if dist.get_rank() == 0:
-        print(f"{loaded.bytes_held / 1e6:.0f} MB a rank; read {loaded.bytes_read / loaded.bytes_held:.4f} of that")
+        print("times", json.dumps(found), flush=True)
+
+
+def launch(given: argparse.Namespace, folder: Path, name: str, *more: str) -> dict[str, float]:
+    """One contender in fresh processes."""
+    sizes = [f"--{key}={getattr(given, key)}" for key in ("hidden", "layers", "vocab")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    command += ["-m", "benchmarks.load", *sizes, f"--only={name}", f"--folder={folder}", *more]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    lines = [line for line in out.stdout.splitlines() if line.startswith("times ")]
+    if not lines:
+        raise SystemExit(out.stderr[-2000:])
+    return json.loads(lines[0].removeprefix("times "))
+
+
+def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    launch(given, folder, "ours", "--check")
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in NAMES}
+    for turn in range(given.rounds):
+        for name in (*NAMES[turn % len(NAMES) :], *NAMES[: turn % len(NAMES)]):
+            taken[name].append(launch(given, folder, name))
+    first = taken["ours"][0]
+    results: dict[str, Any] = {key: int(first[key]) for key in ("bytes_held", "bytes_read")}
+    print(f"{first['bytes_held'] / 1e6:.0f} MB a rank; read {first['bytes_read'] / first['bytes_held']:.4f} of that")
+    for what in ("returns", "written"):
+        times = {name: [one[what] for one in runs] for name, runs in taken.items()}
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        ratios = {f"{top} / {bottom}": ratio(times, top, bottom) | {"bound": bound} for top, bottom, bound in PAIRS}
+        print("\nuntil the call returns" if what == "returns" else "\nuntil every weight was written to once")
         for name, seconds in medians.items():
             print(f"  {name:<14} {seconds:7.3f} s")
         for name, one in ratios.items():
             bound = f"  (bound {one['bound']})" if one["bound"] else ""
             print(f"  {name:<24} {one['median']:.3f} [{one['low']:.3f}, {one['high']:.3f}]{bound}")
-    return {
-        "bytes_held": loaded.bytes_held,
-        "bytes_read": loaded.bytes_read,
-        "seconds": medians,
-        "ratios": ratios,
-    }
+        results[what] = {"seconds": medians, "ratios": ratios}
+    return results
+
+
+def quiet() -> None:
+    from transformers.utils import logging
+
+    warnings.filterwarnings("ignore")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("hidden", 1024), ("layers", 19), ("vocab", 32000), ("rounds", 7)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=NAMES, help=argparse.SUPPRESS)
+    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.only is not None:
+        join()
+        quiet()
+        once(given)
+        destroy_groups()
+        return
+    with tempfile.TemporaryDirectory(prefix="load-", dir=given.folder) as found:
+        quiet()
+        write_source(given, Path(found))
+        results = measure(given, Path(found))
+    if given.json is not None:
+        given.json.write_text(json.dumps({"torch": torch.__version__, "ranks": RANKS} | results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -277,6 +277,35 @@ def in_the_background(rank: int, root: str) -> list[str]:
     return wrong + [name for name, value in module.state_dict().items() if not torch.equal(value, before[name])]
 
 
+def bytes_sent(rank: int, root: str) -> tuple[int, int]:
+    """(bytes that a save's collectives carry, bytes of this rank's file): tensors stay where they are."""
+    parallel, optimizer = built("llama", {"dp": 2, "tp": 2}, {"zero": 1})
+    train(parallel, optimizer, 0, 1)
+    sent = 0
+    real = {name: getattr(dist, name) for name in ("all_gather", "gather", "broadcast")}
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal sent
+            sent += sum(one.numel() * one.element_size() for one in args if isinstance(one, torch.Tensor))
+            return real[name](*args, **kwargs)
+
+        return call
+
+    with Checkpointer(root, parallel, optimizer=optimizer) as checkpoints:
+        for name in real:
+            setattr(dist, name, counted(name))
+        others = {name: getattr(dist, name) for name in ("send", "isend", "all_reduce", "all_to_all_single", "scatter")}
+        for name in others:
+            setattr(dist, name, None)
+        try:
+            checkpoints.save(1)
+        finally:
+            for name, function in {**real, **others}.items():
+                setattr(dist, name, function)
+    return sent, os.path.getsize(Path(root) / "step-00000001" / f"rank-{rank:05d}.safetensors")
+
+
 _raised: list[str] = []
 
 

@@ -126,3 +126,29 @@ def test_a_signal_leaves_nothing():
     process.terminate()
     assert process.wait(30) == 128 + 15
     assert namespaces() == before
+
+
+def test_checkpoints_are_timed_against_their_peers(tmp_path):
+    out = tmp_path / "out.json"
+    sizes = ("--hidden", "64", "--layers", "1", "--vocab", "64", "--rounds", "2", "--folder", str(tmp_path))
+    done = two_ranks("benchmarks.checkpoint", *sizes, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert {"ours", "pytorch", "safetensors"} <= set(found["save"]["ms"])
+    assert {"ours, checked", "ours, unchecked", "pytorch"} <= set(found["load"]["ms"])
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_what_is_timed_of_loading_is_right(tmp_path):
+    import argparse
+
+    from benchmarks.load import write_source
+
+    write_source(argparse.Namespace(hidden=64, layers=1, vocab=64), tmp_path)
+    sizes = ("--hidden", "64", "--layers", "1", "--vocab", "64")
+    done = two_ranks("benchmarks.load", *sizes, "--only", "ours", "--check", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    times = json.loads(
+        next(line for line in done.stdout.splitlines() if line.startswith("times")).removeprefix("times")
+    )
+    assert times["written"] > times["returns"] > 0 and times["bytes_read"] == times["bytes_held"]

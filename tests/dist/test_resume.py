@@ -59,6 +59,11 @@ def test_a_save_in_the_background(two_processes, tmp_path):
         assert not wrong
 
 
+def test_a_save_moves_no_tensor(four_processes, tmp_path):
+    for sent, written in four_processes.run(jobs.bytes_sent, str(tmp_path / "run")):
+        assert 0 < sent < written / 4, (sent, written)
+
+
 def test_what_stands_in_a_folder(two_processes, tmp_path):
     for found in two_processes.run(jobs.folder_rules, str(tmp_path / "run")):
         assert found == [

@@ -157,7 +157,7 @@ def main() -> None:
     given = parser.parse_args()
     join()
     state = State(given)
-    found: list[Any] = [tempfile.mkdtemp(prefix="checkpoint-", dir=given.folder)]
+    found: list[Any] = [tempfile.mkdtemp(prefix="checkpoint-", dir=given.folder) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     root = Path(found[0])
     num_bytes = sum(value.numel() * value.element_size() for value in state.local().values())

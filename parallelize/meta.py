@@ -79,6 +79,9 @@ def allocate(module: nn.Module, device: torch.device | str | int | None = None, 
     record = record_of(module)
     kept = {name: buffer for name, buffer in module.named_buffers() if not buffer.is_meta}
     tied = [names for names, _ in named_once(module) if len(names) > 1]
+    shared: dict[int, list[str]] = {}
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        shared.setdefault(id(buffer), []).append(name)
     where = device if device is not None else (record.tp.device_type if record is not None else "cpu")
     materialize(module, where, rebuild)
     for name, buffer in kept.items():
@@ -87,6 +90,10 @@ def allocate(module: nn.Module, device: torch.device | str | int | None = None, 
         for name in others:
             owner, _, key = name.rpartition(".")
             module.get_submodule(owner)._parameters[key] = module.get_parameter(first)
+    for first, *others in shared.values():
+        for name in others:
+            owner, _, key = name.rpartition(".")
+            module.get_submodule(owner)._buffers[key] = module.get_buffer(first)
 
 
 def _unsaved_buffers(module: nn.Module):

@@ -77,7 +77,7 @@ class Checkpointer:
         timeout_s: float = TIMEOUT_S,
     ):
         _check_retention(keep_last, keep_every)
-        self.root = Path(folder)
+        self.root = Path(folder).absolute()
         self.run = run_of(model, optimizer, scheduler, streams, data, user, generators)
         _, self.place = placed(model, mesh)
         self.keep_last, self.keep_every = keep_last, keep_every
@@ -142,17 +142,19 @@ class Checkpointer:
 
         Raises: CheckpointError, on every rank; what was saved before is untouched. In the background: at the next call.
         """
-        if type(step) is not int or step < 0:
+        if type(step) is not int or not 0 <= step < 10**18:
             raise CheckpointError(Problem("bad-step", f"{step!r} is no step", fix="give a whole number, 0 or more"))
         self.wait()
+        self._by_the_first(lambda: folders.check_newest(self.root, step))
         snapshot, error = None, None
+        about: dict[str, Any] = {}
         try:
             snapshot = take(self.run, self.place, step, values, self._staging)
+            about = about_run(self.place) if self._meeting.leads else {}
         except Exception as found:
             error = known(found)
         self._meeting.agree(error)
         assert snapshot is not None
-        about = about_run(self.place) if self._meeting.leads else {}
         if self._staging is None:
             self._write(snapshot, about)
             return

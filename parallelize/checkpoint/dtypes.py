@@ -51,5 +51,17 @@ def loses(saved: str, wanted: str) -> bool:
     """Whether a value may change when it goes from one dtype to the other."""
     if saved == wanted:
         return False
-    widens = {("F32", "F64"), ("F16", "F32"), ("F16", "F64"), ("BF16", "F32"), ("BF16", "F64")}
-    return (saved, wanted) not in widens
+    return wanted not in _WIDENS.get(saved, ())
+
+
+_WIDENS = {
+    "F32": ("F64",),
+    "F16": ("F32", "F64"),
+    "BF16": ("F32", "F64"),
+    "F8_E4M3": ("BF16", "F16", "F32", "F64"),
+    "F8_E5M2": ("BF16", "F16", "F32", "F64"),
+    "I8": ("I16", "I32", "I64"),
+    "I16": ("I32", "I64"),
+    "I32": ("I64",),
+    "U8": ("U16", "U32", "U64", "I16", "I32", "I64"),
+}

@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.checkpoint import disk
 from parallelize.checkpoint.boxes import Box, Part, common, moved, shape_of, slices_of, starts, volume
 from parallelize.checkpoint.boxes import whole as whole_box
-from parallelize.checkpoint.dtypes import CODES, SIZES
+from parallelize.checkpoint.dtypes import SIZES
 from parallelize.checkpoint.held import Place, parameters, placed
 from parallelize.checkpoint.hub_extras import write_extras
-from parallelize.checkpoint.hub_names import parts_out
+from parallelize.checkpoint.hub_names import Wanted, parts_out
 from parallelize.checkpoint.hub_shards import INDEX, index_of, parse_size, share_out
 from parallelize.checkpoint.meeting import TIMEOUT_S, Meeting, known
-from parallelize.checkpoint.memory import empty, torch_dtype
+from parallelize.checkpoint.memory import code_of, empty, torch_dtype
 from parallelize.checkpoint.pretrained import plain_name, wanted_of
 from parallelize.checkpoint.snapshot import fold
 from parallelize.checkpoint.writer import Outgoing, write_tensors
@@ -62,7 +62,7 @@ def save_pretrained(
     meeting = Meeting(place.mesh, timeout_s, beside=False)
     try:
         fold(module)
-        return _Export(place, meeting, dtype).run(Path(folder), parse_size(max_shard_size), carry)
+        return _Export(place, meeting, dtype).run(Path(folder).resolve(), parse_size(max_shard_size), carry)
     finally:
         meeting.close()
 
@@ -107,12 +107,19 @@ class _Export:
     def __init__(self, place: Place, meeting: Meeting, dtype: torch.dtype | None):
         self.place, self.meeting, self.dtype = place, meeting, dtype
         self.own = {plain_name(one): list(one.owned()) for one in parameters(place)}
-        self.code = CODES[str(dtype).removeprefix("torch.")] if dtype is not None else None
+        self.code = _code(dtype)
 
     def run(self, folder: Path, most: int, carry: Any) -> Path:
-        writing, error = None, None
+        error: ParallelizeError | None = None
+        mine: dict[str, Any] = {}
         try:
-            tensors = self._tensors()
+            mine = self._mine()
+        except Exception as found:
+            error = known(found)
+        everyone = self.meeting.agree(error, mine)
+        wanted = wanted_of(self.place, self.meeting)
+        try:
+            tensors = self._tensors(wanted, everyone)
             files = share_out({one.name: one.num_bytes for one in tensors.values()}, most)
         except Exception as found:
             error = known(found)
@@ -133,14 +140,15 @@ class _Export:
             raise
         return folder
 
-    def _tensors(self) -> dict[str, _Written]:
-        """All tensors that are written, and who owns what of the model: the same on every rank."""
-        wanted = wanted_of(self.place, self.meeting)
-        mine = {
+    def _mine(self) -> dict[str, Any]:
+        """What this rank owns: name -> dtype and boxes."""
+        return {
             plain_name(one): [one.about.get("compute") or one.dtype, [[list(map(list, o.box)) for o in one.owned()]]]
             for one in parameters(self.place)
         }
-        everyone = self.meeting.all(mine)
+
+    def _tensors(self, wanted: list[Wanted], everyone: list[dict[str, Any]]) -> dict[str, _Written]:
+        """All tensors that are written, and who owns what of the model: the same on every rank."""
         self.owners: dict[str, list[tuple[int, int, Box]]] = {}
         dtypes: dict[str, str] = {}
         for rank, held in enumerate(everyone):
@@ -279,6 +287,14 @@ class _Export:
             except Exception as found:
                 error = known(found)
         self.meeting.agree(error)
+
+
+def _code(dtype: torch.dtype | None) -> str | None:
+    code = code_of(dtype) if dtype is not None else None
+    if dtype is not None and (code is None or not dtype.is_floating_point):
+        what = f"weights cannot be written as {dtype}"
+        raise CheckpointError(Problem("unsavable-dtype", what, fix="torch.bfloat16, float16, float32 or float64"))
+    return code
 
 
 def _check_free(folder: Path) -> None:

@@ -130,7 +130,10 @@ def fill_jobs(files: Files, jobs: Sequence[Job]) -> None:
 
 def room_for(stored: Stored, dtype: torch.dtype, arena: Arena) -> T:
     """Memory for a local tensor, of zeros where pieces leave a part of it out (padding)."""
-    made = arena.take(tuple(stored.local.shape), dtype)
+    if stored.local.is_contiguous():
+        made = arena.take(tuple(stored.local.shape), dtype)
+    else:  # fused optimisers take a moment to lie as its parameter does
+        made = torch.empty_like(stored.local, dtype=dtype)
     clear_padding(stored, made)
     return made
 

@@ -62,6 +62,20 @@ def resolve(folder: str | os.PathLike, step: int | None = None) -> Path:
     raise CheckpointError(Problem("no-checkpoint", what, rows=(("steps there", there),), fix="check the folder"))
 
 
+def check_newest(root: Path, step: int) -> None:
+    """A run goes forward: among newer checkpoints, retention would take its own for old. Raises: CheckpointError
+    `newer-checkpoints`, `already-saved`."""
+    found = published(root)
+    if step in found:
+        fix = "a published checkpoint is never written again: remove it, or save to another folder"
+        raise CheckpointError(Problem("already-saved", f"step {step} is there already", str(found[step]), fix=fix))
+    newer = [str(one) for one in found if one > step]
+    if newer:
+        what = f"step {step} is to be saved, and steps {short_list(newer, 6)} are there"
+        fix = "use a new folder; or resume(step, set_aside=True), which renames them"
+        raise CheckpointError(Problem("newer-checkpoints", what, str(root), fix=fix))
+
+
 def _check_latest(root: Path, found: dict[int, Path]) -> None:
     """The newest may have lost its manifest: then an older one is not what is wanted. Raises: CheckpointError
     `not-a-checkpoint`."""

@@ -23,11 +23,13 @@ class Fresh:
     def __init__(self, module: nn.Module):
         self.module = module
         self.was_meta = any(parameter.is_meta for parameter in module.parameters())
-        self._allocated = False
+        self._all_meta = all(parameter.is_meta for parameter in module.parameters())
+        self._before: list[tuple[dict, dict]] = []
 
     def allocate(self, device: Any = None, rebuild: Rebuild | None = None) -> None:
         """Memory for parameters and buffers, on the CPU in huge pages."""
-        self._allocated = True
+        for owner in self.module.modules():
+            self._before += [(held, dict(held)) for held in (owner._parameters, owner._buffers)]
         allocate(self.module, device, rebuild)
         data = data_of(self.module)
         if data is not None and data.zero == 3:  # `fully_shard` keeps views of its own
@@ -43,8 +45,19 @@ class Fresh:
 
     def undo(self) -> None:
         """Back to meta, where it was there."""
-        if self._allocated:
+        if not self._before:
+            return
+        for held, entries in self._before:
+            held.clear()
+            held.update(entries)
+        # parameters that were given memory in place
+        meta = [owner for owner in self.module.modules() if any(_is_real(p) for p in owner._parameters.values())]
+        if self._all_meta and meta:
             self.module.to("meta")
+
+
+def _is_real(parameter: Any) -> bool:
+    return parameter is not None and not parameter.is_meta
 
 
 def _move(parameter: Any, arena: Arena) -> None:

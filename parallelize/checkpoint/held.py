@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from parallelize.checkpoint.boxes import Box, box_of
 from parallelize.checkpoint.memory import code_of
@@ -142,13 +143,37 @@ class Place:
         return self.cut.places[stage or 0] == self.cut.group.rank
 
     def held(self, name: str, stored: Stored, owner: bool, **more: Any) -> Held:
+        strange = stored.axes - set(self.here)
+        if strange:
+            what = f"{name} is cut over {', '.join(sorted(strange))}, and the mesh has the axes {', '.join(self.here) or 'none'}"
+            raise ModelError(Problem("unknown-axis", what, fix="pass mesh=, with the axes that cut the parameters"))
         return Held(name, stored, *self.among_copies(stored.axes), owner=owner, **more)
 
 
 def placed(model: Any, mesh: DeviceMesh | None = None) -> tuple[nn.Module, Place]:
     """The module of a `ParallelModel`, or a module itself, and where this rank stands."""
-    module = model if isinstance(model, nn.Module) else model.module
-    return module, Place(module, mesh if mesh is not None else getattr(model, "mesh", None))
+    module = bare(model if isinstance(model, nn.Module) else model.module)
+    known = None if isinstance(model, nn.Module) else model.mesh
+    return module, Place(module, mesh if mesh is not None else known)
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """The model inside `torch.compile` and DistributedDataParallel, under whose names everything is kept.
+
+    Raises: ModelError `wrapped-model` for another wrapper around what this package made.
+    """
+    while True:
+        inner = module._modules.get("_orig_mod")
+        inner = module.module if isinstance(module, DistributedDataParallel) else inner
+        if not isinstance(inner, nn.Module):
+            break
+        module = inner
+    marks = ("_parallelize_record", "_parallelize_data", "_parallelize_cut")
+    for name, one in module.named_modules():
+        if name and any(mark in one.__dict__ for mark in marks) and not any(mark in module.__dict__ for mark in marks):
+            what = f"the model that was parallelised is {name} inside of a {type(module).__name__}"
+            raise ModelError(Problem("wrapped-model", what, fix=f"give .{name} itself, and the rest as user={{...}}"))
+    return module
 
 
 def _mesh_of(module: nn.Module, cut: Cut | None) -> DeviceMesh | None:

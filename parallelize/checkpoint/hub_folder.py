@@ -57,7 +57,9 @@ class HubFolder:
     def _config(self) -> dict[str, Any]:
         if not (self.folder / "config.json").is_file():
             return {}
-        config = read_json(read_small(self.folder, "config.json", 16 << 20), str(self.folder / "config.json"))
+        config = read_json(
+            read_small(self.folder, "config.json", 16 << 20), str(self.folder / "config.json"), finite=False
+        )
         if not isinstance(config, dict):
             raise CheckpointError(Problem("bad-json", "is no JSON object", str(self.folder / "config.json")))
         if config.get("quantization_config"):
@@ -68,10 +70,10 @@ class HubFolder:
     def _open(self, name: str, allow_pickle: bool) -> None:
         if name:
             self._add(name, TensorFile(self.folder, name, None, self._buffers))
+        elif os.path.lexists(self.folder / SINGLE):  # before an index, as transformers has it
+            self._add(SINGLE, TensorFile(self.folder, SINGLE, None, self._buffers))
         elif (self.folder / INDEX).is_file():
             self._open_indexed()
-        elif (self.folder / SINGLE).exists():
-            self._add(SINGLE, TensorFile(self.folder, SINGLE, None, self._buffers))
         else:
             self._open_others(allow_pickle)
 

@@ -15,8 +15,9 @@ from parallelize.checkpoint.dtypes import loses
 from parallelize.checkpoint.fill import Files, Job, clear_padding, fill_jobs, jobs_for, prepare_jobs, read_whole
 from parallelize.checkpoint.fresh import Fresh
 from parallelize.checkpoint.held import Held, Place, targets
-from parallelize.checkpoint.manifest import Manifest, read_manifest
+from parallelize.checkpoint.manifest import Manifest, Saved, read_manifest
 from parallelize.checkpoint.meeting import Meeting, known
+from parallelize.checkpoint.memory import torch_dtype
 from parallelize.checkpoint.restore import Restored, plan_optimizer
 from parallelize.checkpoint.schedulers import check_scheduler, load_scheduler
 from parallelize.checkpoint.snapshot import Run, fold
@@ -63,14 +64,13 @@ def load_run(
     Returns: what was read; `values` are those that were given to the save.
     Raises: CheckpointError, on every rank, before anything is changed.
     """
-    fold(run.module)
-    wanted = targets(place)
+    wanted, error = _wanted(run, place)
+    meeting.agree(error)
     names = _all_names(place, wanted, meeting)
     fresh = Fresh(run.module)
     loading = Loading(strict, cast, check)
     try:
         with ExitStack() as files:
-            error: ParallelizeError | None = None
             try:
                 _read(loading, files, folder, run, place, fresh, wanted, names, progress)
             except Exception as found:
@@ -81,6 +81,14 @@ def load_run(
         fresh.undo()
         raise
     return loading
+
+
+def _wanted(run: Run, place: Place) -> tuple[list[Held], ParallelizeError | None]:
+    try:
+        fold(run.module)
+        return targets(place), None
+    except Exception as found:
+        return [], known(found)
 
 
 def _all_names(place: Place, wanted: list[Held], meeting: Meeting) -> set[str]:
@@ -111,7 +119,7 @@ def _read(
     """Match and read, without changing what anybody uses."""
     path = folders.resolve(folder)
     manifest = loading.manifest = read_manifest(path)
-    _check_names(manifest, wanted, names, loading.strict, str(path))
+    _check_names(manifest, wanted, names, loading.strict, fresh.was_meta, str(path))
     files = loading.files = stack.enter_context(Files(path, manifest))
     if fresh.was_meta:
         fresh.allocate(place.mesh.device_type if place.mesh is not None else None)
@@ -138,14 +146,17 @@ def _share_of(manifest: Manifest, called: str, strict: bool) -> dict[str, Any] |
     return saved.get(called)
 
 
-def _check_names(manifest: Manifest, wanted: list[Held], names: set[str], strict: bool, where: str) -> None:
+def _check_names(
+    manifest: Manifest, wanted: list[Held], names: set[str], strict: bool, on_meta: bool, where: str
+) -> None:
     """Missing, unexpected and misshapen tensors, all at once."""
     saved = {name: one for name, one in manifest.tensors.items() if name.startswith("model/")}
     problems = []
     missing = [name for name in dict.fromkeys(held.name for held in wanted) if name not in saved]
     unexpected = [name for name in saved if name not in names]
-    if strict:
+    if strict or on_meta:  # what is not filled there would hold anything
         problems += [_unmatched("missing-tensor", "was not saved", name, saved, where) for name in missing[:_FEW]]
+    if strict:
         problems += [
             _unmatched("unexpected-tensor", "is not in this model", name, names, where) for name in unexpected[:_FEW]
         ]
@@ -155,7 +166,12 @@ def _check_names(manifest: Manifest, wanted: list[Held], names: set[str], strict
         what = f"{_plain(held.name)} was saved as {was}, the model has {is_now}"
         problems.append(Problem("wrong-shape", what, where, fix="load it into the model that was saved"))
     if problems:
-        rest = (len(missing) + len(unexpected) if strict else 0) + len(shapes) - len(problems)
+        rest = (
+            (len(missing) if strict or on_meta else 0)
+            + (len(unexpected) if strict else 0)
+            + len(shapes)
+            - len(problems)
+        )
         more = [Problem("more-problems", f"and {rest} more of the kind", where)] if rest else []
         raise CheckpointError(*problems, *more)
 
@@ -197,13 +213,21 @@ def _check_dtypes(manifest: Manifest, wanted: list[Held], cast: bool) -> None:
         if saved is not None:
             kept[held.name] = kept.get(held.name, False) or not loses(saved.dtype, held.dtype)
     lost = [name for name, fine in kept.items() if not fine]
-    if lost and not cast:
+    whole_numbers = [name for name in lost if not _floating(manifest.tensors[name], wanted)]
+    if whole_numbers or (lost and not cast):
+        lost = whole_numbers or lost
         saved, held = manifest.tensors[lost[0]], next(one for one in wanted if one.name == lost[0])
         what = f"{len(lost)} tensors were saved in a wider dtype than the model keeps: {_plain(lost[0])} "
         what += f"{saved.dtype}, here {held.dtype}"
         raise CheckpointError(
             Problem("narrower-dtype", what, fix="cast=True accepts the loss; or widen the model first")
         )
+
+
+def _floating(saved: Saved, wanted: list[Held]) -> bool:
+    """Whether both sides are floating numbers, whose precision alone may be lost."""
+    codes = {saved.dtype, *(held.dtype for held in wanted if held.name == saved.name)}
+    return all(torch_dtype(code).is_floating_point for code in codes)
 
 
 def _read_state(loading: Loading, files: Files, run: Run, place: Place) -> None:
@@ -220,10 +244,11 @@ def _read_state(loading: Loading, files: Files, run: Run, place: Place) -> None:
         if name in (state.get("schedulers") or {}):
             check_scheduler(scheduler, state["schedulers"][name])
     if run.data is not None and state.get("data") is not None:
-        loading.state["data"] = decode(state["data"], tensors, "data")
+        loading.state["data"] = run_state.decoded_data(place, state["data"], tensors)
     saved = state.get("user") or {}
     loading.state["user"] = {name: decode(saved[name], tensors, f"user.{name}") for name in run.user if name in saved}
     if run.streams is not None and state.get("streams"):
+        run.streams.check_closed()
         loading.state["streams"] = run_state.decoded_streams(run.streams, state["streams"], tensors)
     if run.generators and state.get("generators"):
         same = loading.manifest.about.get("mesh") == mesh_of(place)
@@ -252,20 +277,23 @@ def _commit(loading: Loading, run: Run, place: Place, meeting: Meeting) -> None:
     error: ParallelizeError | None = None
     try:
         _hand_over(loading, run)
+    except Exception as found:  # a user's object refused
+        error = known(found)
+    meeting.agree(error)
+    try:
         assert loading.files is not None
         for held, local in loading.weights:
             clear_padding(held.stored, local)
         fill_jobs(loading.files, loading.jobs)
+        for _, local in loading.weights:
+            torch.autograd.graph.increment_version(local)
         loading.bytes_read = loading.files.bytes_read
-    except Exception as found:  # a user's object refused, or the disk failed between two readings
+    except Exception as found:  # the disk failed between two readings
         error = known(found)
     meeting.agree(error)
     for restored in loading.optimizers:
         restored.apply()
     state, saved = loading.manifest.state, loading.state
-    for name, scheduler in run.schedulers.items():
-        if name in (state.get("schedulers") or {}):
-            load_scheduler(scheduler, state["schedulers"][name])
     run_state.restore_position(place, run.pipeline, state.get("position") or {})
     if "streams" in saved and run.streams is not None:
         run.streams.load_state_dict(saved["streams"])
@@ -274,6 +302,10 @@ def _commit(loading: Loading, run: Run, place: Place, meeting: Meeting) -> None:
 
 
 def _hand_over(loading: Loading, run: Run) -> None:
+    schedulers = loading.manifest.state.get("schedulers") or {}
+    for name, scheduler in run.schedulers.items():
+        if name in schedulers:
+            load_scheduler(scheduler, schedulers[name])
     if "data" in loading.state:
         run.data.load_state_dict(loading.state["data"])
     for name, one in loading.state.get("user", {}).items():

@@ -109,7 +109,7 @@ class Meeting:
             raise CheckpointError(Problem("rank-lost", "a rank did not answer before", fix="start the run again"))
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             self.lost = True
             self.close()
             said = str(error).splitlines()[0][:200]

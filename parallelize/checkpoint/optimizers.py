@@ -62,6 +62,7 @@ def collect(place: Place, called: str, optimizer: Optimizer, sink: TensorSink) -
         state = optimizer.state.get(parameter)
         if state is None:
             continue
+        _check_keys(state, name)
         shaped = {key: value for key, value in state.items() if _is_shaped(value, parameter)}
         for key, value in shaped.items():
             stored = replace(held.stored, local=_local(value).detach())
@@ -82,6 +83,13 @@ def collect(place: Place, called: str, optimizer: Optimizer, sink: TensorSink) -
     ]
     told = place.is_first
     return tensors, {"class": describe_optimizer_class(optimizer), "groups": groups if told else [], "state": params}
+
+
+def _check_keys(state: dict[Any, Any], name: str) -> None:
+    odd = [key for key in state if not isinstance(key, str)]
+    if odd:
+        what = f"the optimiser's state of {name} has the key {odd[0]!r}, which is no text"
+        raise CheckpointError(Problem("unsavable-state", what, fix="name state by text"))
 
 
 def _options(group: dict[str, Any], number: int, sink: TensorSink) -> dict[str, Any]:
@@ -125,6 +133,8 @@ def merged(shares: list[dict[str, Any]]) -> dict[str, Any]:
                 groups.append(same)
             same["params"] |= dict.fromkeys(group["params"])
         params |= share["state"]
+    held = {group["number"] for group in groups if group["params"]}
+    groups = [group for group in groups if group["params"] or group["number"] not in held]
     groups.sort(key=lambda group: group["number"])
     for group in groups:
         group["params"] = list(group["params"])

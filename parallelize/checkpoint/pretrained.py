@@ -22,7 +22,7 @@ from parallelize.checkpoint.meeting import TIMEOUT_S, Meeting, known
 from parallelize.checkpoint.memory import Arena, torch_dtype
 from parallelize.checkpoint.progress import Progress
 from parallelize.checkpoint.snapshot import fold
-from parallelize.errors import CheckpointError, Problem
+from parallelize.errors import CheckpointError, Problem, short_list
 from parallelize.pieces import named_once
 
 T = torch.Tensor
@@ -112,7 +112,10 @@ class _Load:
     def _read(self, held: HubFolder, sources: Sources, staged: list[tuple[Held, T]]) -> Loaded:
         if self.fresh.was_meta:
             self.fresh.allocate(self.device, self.rebuild)
-        filled = [one for one in targets(self.place) if plain_name(one) in sources.by_name]
+        every = targets(self.place)
+        if self.fresh.was_meta:
+            _check_filled(every, sources, str(held.folder))
+        filled = [one for one in every if plain_name(one) in sources.by_name]
         _check_dtypes(held, sources, filled)
         rooms: list[tuple[Held, T]] = []
         for one in filled:
@@ -223,6 +226,15 @@ def _compare_twins(held: HubFolder, sources: Sources, jobs: Sequence[_Job]) -> N
                     what = f"holds two different tensors for one tied parameter: {used} and {ignored}"
                     fix = "set tie_word_embeddings=False in the model's config, or remove one of them"
                     raise CheckpointError(Problem("twins-differ", what, str(held.folder), fix=fix))
+
+
+def _check_filled(every: Sequence[Held], sources: Sources, where: str) -> None:
+    """What the class says a folder may lack has no values on meta."""
+    empty = [plain_name(one) for one in every if plain_name(one) not in sources.by_name]
+    if empty:
+        what = f"{short_list(empty, 6)} may be missing, and is: on meta there are no values to keep"
+        fix = "initialize(model, seed) first, then load_pretrained(model, folder)"
+        raise CheckpointError(Problem("missing-tensor", what, where, fix=fix))
 
 
 def _check_dtypes(held: HubFolder, sources: Sources, filled: Sequence[Held]) -> None:

@@ -105,7 +105,8 @@ class TensorFile:
         assert contains(entry.shape, box) and tuple(out.shape) == shape_of(box), (name, entry.shape, box, out.shape)
         if volume(box) == 0:
             return
-        if out.device.type == "cpu" and out.is_contiguous() and out.dtype == torch_dtype(entry.dtype):
+        plain = out.is_contiguous() and not out.is_conj() and not out.is_neg()
+        if out.device.type == "cpu" and plain and out.dtype == torch_dtype(entry.dtype):
             self._read_into(entry, box, bytes_of(out), check)
             return
         between = self._buffers.between.of(volume(box) * entry.item_bytes)

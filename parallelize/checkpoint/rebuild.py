@@ -15,7 +15,7 @@ from parallelize.checkpoint import folders
 from parallelize.checkpoint.checkpointer import load_checkpoint
 from parallelize.checkpoint.held import Place, placed
 from parallelize.checkpoint.manifest import read_manifest
-from parallelize.checkpoint.schedulers import build_scheduler, optimizer_class
+from parallelize.checkpoint.schedulers import build_scheduler, check_buildable, optimizer_class
 from parallelize.checkpoint.tree_reader import decode
 from parallelize.errors import CheckpointError, Problem
 from parallelize.pieces import named_once
@@ -46,14 +46,18 @@ def rebuild(
     module, place = placed(model, mesh)
     path = folders.resolve(folder, step)
     state = read_manifest(path).state
+    described = state.get("schedulers") or {}
+    for one in described.values():
+        check_buildable(one)  # before anything is loaded
     optimizers = {name: _optimizer(module, place, share) for name, share in state.get("optimizers", {}).items()}
     found = load_checkpoint(path, model, optimizer=optimizers, mesh=mesh)
     schedulers = {}
-    for name, described in (state.get("schedulers") or {}).items():
-        owner = optimizers.get(name.replace("scheduler", "optimizer")) or next(iter(optimizers.values()), None)
+    for name, one in described.items():
+        owner = optimizers.get((state.get("scheduled") or {}).get(name))
         if owner is None:
-            raise CheckpointError(Problem("no-optimizer-state", f"scheduler {name} was saved without an optimiser"))
-        schedulers[name] = build_scheduler(owner, described)
+            what = f"scheduler {name} was saved without the optimiser that it is of"
+            raise CheckpointError(Problem("no-optimizer-state", what, fix="build it yourself, and load its state"))
+        schedulers[name] = build_scheduler(owner, one)
     return Rebuilt(found, optimizers, schedulers)
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from parallelize import _torch_private as private
 from parallelize.checkpoint.fill import Files, Job, jobs_for, read_whole, room_for
 from parallelize.checkpoint.held import Held, Place
+from parallelize.checkpoint.manifest import Saved
 from parallelize.checkpoint.memory import torch_dtype
 from parallelize.checkpoint.optimizers import OWN_WAY, parameters_of
 from parallelize.checkpoint.tree_reader import decode
@@ -70,10 +71,10 @@ def plan_optimizer(
     groups: dict[int, set[int]] = {}
     unknown = []
     for number, parameter, name, held in parameters_of(place, optimizer):
-        restored.parameters.append(parameter)
         if name not in group_of:
             unknown.append(name)
             continue
+        restored.parameters.append(parameter)
         groups.setdefault(number, set()).add(group_of[name])
         saved = share["state"].get(name)
         if saved is not None:
@@ -88,7 +89,7 @@ def plan_optimizer(
 
 
 def _check_class(optimizer: Optimizer, share: dict[str, Any]) -> None:
-    name = type(optimizer).__name__
+    name = type(optimizer).__qualname__
     if share["class"].get("name") != name:
         what = f"the state is that of a {share['class'].get('name')}, the optimiser is a {name}"
         raise CheckpointError(
@@ -108,8 +109,9 @@ def _plan_parameter(
         if one.shape != held.stored.shape:
             what = f"{key} of {name} was saved as {list(one.shape)}, the parameter is {list(held.stored.shape)}"
             raise CheckpointError(Problem("wrong-shape", what, str(files.folder)))
-        own = _own_room(restored.optimizer, parameter, key, torch_dtype(one.dtype))
-        room = room_for(held.stored, torch_dtype(one.dtype), files.arena) if own is None else own
+        dtype = _dtype_of_moment(one, files.manifest.tensors.get(f"model/{name}"), parameter)
+        own = _own_room(restored.optimizer, parameter, key, dtype)
+        room = room_for(held.stored, dtype, files.arena) if own is None else own
         restored.moments.append((parameter, key, room))
         jobs += jobs_for(files, one, held.stored, room, hidden=own is None)
     for key, value in saved["values"].items():
@@ -119,6 +121,12 @@ def _plan_parameter(
             raise CheckpointError(Problem("unsavable-state", what, fix="load it where the parameter is whole"))
         restored.values.append((parameter, key, decoded, key in saved["on_device"]))
     return jobs
+
+
+def _dtype_of_moment(saved: Saved, weight: Saved | None, parameter: Any) -> torch.dtype:
+    """A moment that was kept in its parameter's dtype is kept in that of the new one."""
+    follows = weight is not None and weight.dtype == saved.dtype and parameter.is_floating_point()
+    return parameter.dtype if follows else torch_dtype(saved.dtype)
 
 
 def _own_room(optimizer: Optimizer, parameter: Any, key: str, dtype: torch.dtype) -> T | None:
@@ -142,7 +150,8 @@ def _options(
             raise CheckpointError(
                 Problem("groups-differ", what, fix="build the optimiser with the groups it was saved with")
             )
-        given = options[0] if options else {}
+        same_number = [group["options"] for group in share["groups"] if group["number"] == number]
+        given = (options or same_number or [{}])[0]  # a pipeline stage may hold none of a group's parameters
         found.append(
             {
                 key: decode(one, lambda where: read_whole(files, where), f"group {number}.{key}")

@@ -17,6 +17,7 @@ from parallelize.checkpoint.memory import bytes_of
 from parallelize.checkpoint.strict_json import write_json
 from parallelize.checkpoint.tree_reader import decode
 from parallelize.checkpoint.trees import TensorSink, TensorSource, encode
+from parallelize.errors import CheckpointError, Problem
 from parallelize.mesh import DATA_AXES
 from parallelize.pieces import data_rank
 from parallelize.randomness.install import dropout_clock
@@ -53,8 +54,7 @@ def decoded_generators(
     if own is not None:
         states = decode(own, tensors, "generators")
         return lambda: restore_generators(states)
-    axes = tuple(dict.fromkeys((*DATA_AXES, "dp_shard")))
-    where = data_rank(place.mesh, axes)[0] if place.mesh is not None else 0
+    where, _ = _data_place(place)
     first = [decode(saved[key], tensors, "generators") for key in sorted(saved)[:1]]
     digest = digest_of(repr([bytes_of(state["torch"].contiguous()).hex() for state in first] + [where]).encode())
     return lambda: seed_generators(int(digest, 16) & (2**63 - 1), skip={})
@@ -92,6 +92,34 @@ def decoded_streams(streams: Streams, saved: dict[str, Any], tensors: TensorSour
             states[name] = decode(saved["states"][key], tensors, f"streams.{name}")
     places = {name: [here[axis] for axis in axes] for name, axes in over.items()}
     return {"seed": saved["seed"], "over": over, "places": places, "states": states}
+
+
+def collect_data(place: Place, data: Any, sink: TensorSink) -> dict[str, Any]:
+    """The position in the data of each data rank, from the first rank at its place."""
+    if data is None:
+        return {}
+    state = data.state_dict()
+    where, _ = _data_place(place)
+    others = [index for axis, index in place.here.items() if axis not in DATA]
+    return {} if any(others) else {str(where): encode(state, f"data.{where}", sink)}
+
+
+def decoded_data(place: Place, saved: dict[str, Any], tensors: TensorSource) -> Any:
+    """This data rank's position. Raises: CheckpointError `data-position` where other data ranks saved different ones."""
+    where, count = _data_place(place)
+    states = list(saved.values())
+    if count != len(saved) and any(state != states[0] for state in states):
+        what = f"{len(saved)} data ranks saved different positions in the data, and there are {count} now"
+        fix = "use a position that does not depend on the rank (GlobalBatches), or resume on as many data ranks"
+        raise CheckpointError(Problem("data-position", what, fix=fix))
+    return decode(saved.get(str(where), states[0]), tensors, "data")
+
+
+DATA = tuple(dict.fromkeys((*DATA_AXES, "dp_shard")))
+
+
+def _data_place(place: Place) -> tuple[int, int]:
+    return data_rank(place.mesh, DATA) if place.mesh is not None else (0, 1)
 
 
 def rank_of(place: Place) -> int:

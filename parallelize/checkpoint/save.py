@@ -121,6 +121,7 @@ def _merged(states: list[dict[str, Any]]) -> dict[str, Any]:
     names = states[0]["optimizers"]
     whole["optimizers"] = {name: optimizers.merged([state["optimizers"][name] for state in states]) for name in names}
     whole["generators"] = {rank: one for state in states for rank, one in state.get("generators", {}).items()}
+    whole["data"] = {rank: one for state in states for rank, one in state.get("data", {}).items()} or None
     streams = [state["streams"] for state in states if state["streams"]]
     whole["streams"] = None
     if streams:
@@ -129,4 +130,4 @@ def _merged(states: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-_BY_RANK = ("optimizers", "generators", "streams")
+_BY_RANK = ("optimizers", "generators", "streams", "data")

@@ -83,6 +83,11 @@ def load_scheduler(scheduler: LRScheduler, described: Described) -> None:
     _mark_stepped(getattr(scheduler, "optimizer", None), described)
 
 
+def check_buildable(described: Described) -> None:
+    """Raises: what `build_scheduler` would for the description alone."""
+    _check(described, "scheduler", building=True)
+
+
 def check_scheduler(scheduler: LRScheduler, described: Described) -> None:
     """Raises: what `load_scheduler` would."""
     _check(described, "scheduler", building=False)

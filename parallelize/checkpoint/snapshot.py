@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from parallelize.checkpoint import optimizers as optimizer_state
@@ -24,7 +25,6 @@ from parallelize.errors import CheckpointError, Problem
 from parallelize.layout import replicated
 from parallelize.pieces import Stored
 from parallelize.randomness.streams import Streams
-from parallelize.zero.apply import data_of
 
 T = torch.Tensor
 Table = dict[str, list[Any]]
@@ -119,17 +119,26 @@ def take(run: Run, place: Place, step: int, values: Any = None, staging: Staging
 
 
 def _state(run: Run, place: Place, values: Any, sink: Any) -> dict[str, Any]:
-    first = run_state.rank_of(place) == 0
     state: dict[str, Any] = {"streams": run_state.collect_streams(place, run.streams, sink)}
     if run.generators:
         state["generators"] = run_state.collect_generators(place, sink)
-    if first:
+    # every rank asks, since a user's own state_dict may be a collective
+    users = {name: one.state_dict() for name, one in run.user.items()}
+    state["data"] = run_state.collect_data(place, run.data, sink)
+    if run_state.rank_of(place) == 0:
         state["position"] = run_state.collect_position(place, run.pipeline)
         state["schedulers"] = {name: describe_scheduler(one) for name, one in run.schedulers.items()}
-        state["data"] = encode(run.data.state_dict(), "data", sink) if run.data is not None else None
-        state["user"] = {name: encode(one.state_dict(), f"user.{name}", sink) for name, one in run.user.items()}
+        state["scheduled"] = {name: _scheduled(one, run.optimizers) for name, one in run.schedulers.items()}
+        state["user"] = {name: encode(one, f"user.{name}", sink) for name, one in users.items()}
         state["values"] = encode(values, "values", sink)
     return state
+
+
+def _scheduled(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> str | None:
+    """The name of the optimiser whose rates a scheduler sets."""
+    inner = getattr(scheduler, "_schedulers", None) or [scheduler]
+    owner = getattr(scheduler, "optimizer", None) or getattr(inner[0], "optimizer", None)
+    return next((name for name, one in optimizers.items() if one is owner), None)
 
 
 def _add(one: Held, outgoing: list[Outgoing], table: Table, staging: Staging | None) -> None:
@@ -176,7 +185,7 @@ def _check_extra_state(module: nn.Module) -> None:
 
 
 def fold(module: nn.Module) -> None:
-    """Under ZeRO 3, parameters that a forward has left gathered are cut again."""
-    data = data_of(module)
-    for unit in getattr(data.engine, "units", ()) if data is not None and data.zero == 3 else ():
-        unit.reshard()
+    """Under `fully_shard`, parameters that a forward has left gathered are cut again."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()

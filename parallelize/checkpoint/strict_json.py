@@ -11,14 +11,15 @@ from parallelize.errors import CheckpointError, Problem
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def read_json(text: bytes, where: str) -> Any:
+def read_json(text: bytes, where: str, *, finite: bool = True) -> Any:
     """Nesting ends where Python's recursion does. Halves of characters are refused: they cannot be told to other ranks.
+    finite: NaN and Infinity, which are no JSON, are refused too.
 
     Raises: CheckpointError `bad-json`.
     """
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_refused)
-        if _HALF.search(text):
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=_once, parse_constant=_refused if finite else None)
+        if finite and _HALF.search(text):
             write_json(found)
         return found
     except (ValueError, RecursionError, UnicodeDecodeError) as error:

@@ -84,6 +84,15 @@ def _check_room(blank: Header, final: Header) -> None:
     assert len(blank.raw) == len(final.raw), "digests took another length than was kept for them"
 
 
+def _hashed_beside(pool: ThreadPoolExecutor, block: memoryview) -> Any:
+    try:
+        return pool.submit(digest_of, block)
+    except RuntimeError:  # the interpreter is ending, and this save goes on to its end
+        done: Any = Future()
+        done.set_result(digest_of(block))
+        return done
+
+
 def _write_one(
     descriptor: int,
     one: Outgoing,
@@ -96,7 +105,7 @@ def _write_one(
     assert tuple(tensor.shape) == tuple(one.shape), f"{one.name} has become {list(tensor.shape)}"
     if tensor.device.type != "cpu":
         tensor = tensor.cpu()
-    tensor = tensor.contiguous()
+    tensor = tensor.contiguous().resolve_conj().resolve_neg()
     data, waiting = bytes_of(tensor), deque[Future]()
     digests: list[Callable[[], str]] = []
     for at in range(0, len(data), BLOCK_BYTES):
@@ -105,7 +114,7 @@ def _write_one(
             digest = digest_of(block)
             digests.append(partial(str, digest))
         else:
-            future: Any = pool.submit(digest_of, block)
+            future = _hashed_beside(pool, block)
             digests.append(future.result)
             waiting.append(future)
         disk.write(descriptor, block)

@@ -110,6 +110,13 @@ class Streams:
             "states": {name: dict(state) for name, state in self._states.items()},
         }
 
+    def check_closed(self) -> None:
+        """Raises: ModelError `stream-open` inside a stream."""
+        if self._open:
+            raise ModelError(
+                Problem("stream-open", f"stream {self._open[-1]!r} is open", fix="load outside of streams")
+            )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict()` was taken.
 
@@ -118,10 +125,7 @@ class Streams:
 
         Raises: ModelError `stream-open` inside a stream.
         """
-        if self._open:
-            raise ModelError(
-                Problem("stream-open", f"stream {self._open[-1]!r} is open", fix="load outside of streams")
-            )
+        self.check_closed()
         self.seed = int(state["seed"])
         self._over = {name: tuple(axes) for name, axes in state["over"].items()}
         for name, axes in self._over.items():

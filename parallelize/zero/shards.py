@@ -150,7 +150,7 @@ def _gather_together(group: Group, dtype: torch.dtype, device: torch.device, sha
         rows, width = rows_of(whole.shape)
         flat = whole.reshape(-1) if whole.is_contiguous() else None
         taken = [everyone[r, at : at + n * width] for r in range(group.size) if (n := _rows_on(rows, group.size, r))]
-        joined = torch.cat(taken)
+        joined = torch.cat(taken) if taken else whole.new_empty(0)
         (whole if flat is None else flat).copy_(joined.view(whole.shape) if flat is None else joined)
         at += size
 

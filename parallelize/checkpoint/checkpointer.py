@@ -48,7 +48,8 @@ class Checkpointer:
         model: a `ParallelModel`, or a module on any or no mesh.
         optimizer, scheduler: one, or several by name.
         streams: `Streams` whose numbers go on. data: an object with `state_dict` and `load_state_dict` that knows the
-            position in the data (`GlobalBatches`). user: more such objects by name; the first rank's state is kept.
+            position in the data (`GlobalBatches`); each data rank's is kept. user: more such objects by name; every rank is
+            asked, the first one's state is kept.
         mesh: of all processes, where the model does not know it.
         asynchronous: `save` returns when the state is copied; files are written beside training. Errors of that are raised by
             the next call.

@@ -306,6 +306,58 @@ def bytes_sent(rank: int, root: str) -> tuple[int, int]:
     return sent, os.path.getsize(Path(root) / "step-00000001" / f"rank-{rank:05d}.safetensors")
 
 
+class Position:
+    """A position in the data that is each rank's own; asking for it is a collective."""
+
+    def __init__(self, at: int):
+        self.at = at
+
+    def state_dict(self) -> dict[str, int]:
+        dist.all_reduce(torch.ones(1))
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def positions_by_rank(rank: int, root: str) -> list[Any]:
+    """Each data rank's own position; ranks of one data rank share theirs; another number of data ranks is refused."""
+    module = nn.Linear(2, 2)
+    mesh = build_mesh("cpu", dp=2)
+    position = Position(10 + rank)
+    with Checkpointer(root, module, data=position, user={"same": Position(7)}, mesh=mesh) as checkpoints:
+        checkpoints.save(1)
+        position.at = 0
+        checkpoints.resume()
+    found: list[Any] = [position.at]
+    other = Position(0)
+    with Checkpointer(
+        root, module, data=other, user={"same": Position(0)}, mesh=build_mesh("cpu", tp=2)
+    ) as checkpoints:
+        found.append(slug_of(checkpoints.resume))
+    return found
+
+
+def groups_of_stages(rank: int, root: str) -> list[float]:
+    """A stage that holds none of a group's parameters gets the group's options too."""
+    rates = []
+    for seed in (0, 1):
+        model = tiny_model("llama", num_hidden_layers=2, seed=seed)
+        parallel = parallelize_model(model, build_mesh("cpu", pp=2))
+        names = dict(model.named_parameters())
+        head = [p for name, p in names.items() if name.startswith("lm_head")]
+        rest = [p for name, p in names.items() if not name.startswith("lm_head")]
+        groups = [{"params": rest, "lr": 0.1 + seed}, {"params": head, "lr": 0.2 + seed}]
+        optimizer = parallel.optimizer(torch.optim.SGD, groups, lr=0.3)
+        with Checkpointer(root, parallel, optimizer=optimizer) as checkpoints:
+            if seed == 0:
+                checkpoints.save(1)
+            else:
+                checkpoints.resume()
+                rates = [group["lr"] for group in optimizer.param_groups]
+    return rates
+
+
 _raised: list[str] = []
 
 

@@ -59,6 +59,15 @@ def test_a_save_in_the_background(two_processes, tmp_path):
         assert not wrong
 
 
+def test_every_data_rank_has_its_position(two_processes, tmp_path):
+    found = two_processes.run(jobs.positions_by_rank, str(tmp_path / "run"))
+    assert found == [[10, "data-position"], [11, "data-position"]]
+
+
+def test_a_stage_without_a_groups_parameters_has_its_options(two_processes, tmp_path):
+    assert two_processes.run(jobs.groups_of_stages, str(tmp_path / "run")) == [[0.1, 0.2], [0.1, 0.2]]
+
+
 def test_a_save_moves_no_tensor(four_processes, tmp_path):
     for sent, written in four_processes.run(jobs.bytes_sent, str(tmp_path / "run")):
         assert 0 < sent < written / 4, (sent, written)

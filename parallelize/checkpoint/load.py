@@ -65,13 +65,14 @@ def load_run(
     Raises: CheckpointError, on every rank, before anything is changed.
     """
     wanted, error = _wanted(run, place)
-    meeting.agree(error)
     names = _all_names(place, wanted, meeting)
     fresh = Fresh(run.module)
     loading = Loading(strict, cast, check)
     try:
         with ExitStack() as files:
             try:
+                if error is not None:
+                    raise error
                 _read(loading, files, folder, run, place, fresh, wanted, names, progress)
             except Exception as found:
                 error = known(found)
@@ -275,11 +276,12 @@ def mesh_of(place: Place) -> list[list[Any]]:
 def _commit(loading: Loading, run: Run, place: Place, meeting: Meeting) -> None:
     """Change what is in use. Users' own objects come first, since they may refuse."""
     error: ParallelizeError | None = None
-    try:
-        _hand_over(loading, run)
-    except Exception as found:  # a user's object refused
-        error = known(found)
-    meeting.agree(error)
+    if run.schedulers or run.user or run.data is not None:
+        try:
+            _hand_over(loading, run)
+        except Exception as found:  # a user's object refused
+            error = known(found)
+        meeting.agree(error)
     try:
         assert loading.files is not None
         for held, local in loading.weights:

@@ -76,7 +76,9 @@ def _of_layout(names: tuple[str, ...], parameter: DTensor, layout: Layout, rank:
     stored = list(layout.stored_shape) if not layout.is_canonical else list(layout.local_shape(rank))
     if layout.dim is not None and not layout.is_canonical:
         stored[layout.dim] = layout.stored_local_size
-    axes = _axes(parameter) - {"tp"} | ({"tp"} if layout.dim is not None else set())
+    mesh = parameter.device_mesh
+    tp = (mesh.mesh_dim_names or ("tp",))[0] if mesh.ndim == 1 else "tp"  # a mesh of one axis may call it otherwise
+    axes = _axes(parameter) - {tp} | ({tp} if layout.dim is not None else set())
     windows = _windows(parameter, [(0, size) for size in stored], skip="tp")
     found = [
         (inside, first)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from parallelize.checkpoint import disk, folders
 from parallelize.checkpoint.about import about_run
-from parallelize.checkpoint.held import placed
+from parallelize.checkpoint.held import bare, placed
 from parallelize.checkpoint.load import Loading, load_run
 from parallelize.checkpoint.meeting import TIMEOUT_S, Meeting, known, restored, told
 from parallelize.checkpoint.progress import Progress
@@ -311,7 +311,7 @@ def run_of(
     plain = isinstance(model, nn.Module)
     given: Any = model
     return Run(
-        given if plain else given.module,
+        bare(given if plain else given.module),
         None if plain else given.pipeline,
         _by_name(optimizer, "optimizer"),
         _by_name(scheduler, "scheduler"),

@@ -191,7 +191,7 @@ def _unmatched(slug: str, what: str, name: str, others: Iterable[str], where: st
         if close
         else "load it into the model that was saved"
     )
-    return Problem(slug, f"{_plain(name)} {what}", where, fix=fix + " strict=False goes on without")
+    return Problem(slug, f"{_plain(name)} {what}", where, fix=fix + "; strict=False goes on without")
 
 
 def _plan_weights(loading: Loading, files: Files, wanted: list[Held], fresh: Fresh) -> None:

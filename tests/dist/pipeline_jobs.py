@@ -169,7 +169,9 @@ def from_meta(rank: int, axes: dict[str, int], options: dict[str, Any]) -> list[
 
     sizes = {"vocab_size": 67, "n_embd": 48, "n_layer": 4, "n_head": 8, "n_positions": 64, "n_inner": 72}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "resid_pdrop": 0.1, "attn_pdrop": 0.2, "embd_pdrop": 0.1}
-    model = build_on_meta(transformers.GPT2LMHeadModel, transformers.GPT2Config(**sizes, **ends, use_cache=False)).train()
+    model = build_on_meta(
+        transformers.GPT2LMHeadModel, transformers.GPT2Config(**sizes, **ends, use_cache=False)
+    ).train()
     mesh = build_mesh("cpu", **axes)
     parallel = parallelize_model(model, mesh, initialize=3, dropout_seed=5, **options)
     optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-2)

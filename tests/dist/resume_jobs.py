@@ -338,6 +338,21 @@ def positions_by_rank(rank: int, root: str) -> list[Any]:
     return found
 
 
+def axis_of_another_name(rank: int, root: str) -> bool:
+    """A mesh of one axis may be called anything: its shards are saved and loaded like those of `tp`."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from parallelize import full_state_dict, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
+    one, other = (parallelize_module(tiny_model("phi3", seed=seed), mesh) for seed in (0, 1))
+    with Checkpointer(root, one) as checkpoints:
+        checkpoints.save(1)
+    load_checkpoint(root, other)
+    wanted, found = (full_state_dict(module, every_rank=True) for module in (one, other))
+    return all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
 def groups_of_stages(rank: int, root: str) -> list[float]:
     """A stage that holds none of a group's parameters gets the group's options too."""
     rates = []

@@ -21,7 +21,9 @@ from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst
 
 
-def fails_then_works(rank: int, axes: dict[str, int], options: dict[str, Any], backward: bool, everywhere: bool) -> float:
+def fails_then_works(
+    rank: int, axes: dict[str, int], options: dict[str, Any], backward: bool, everywhere: bool
+) -> float:
     """A microbatch fails on every rank of a stage, or on one: every rank is told, and the next step is right."""
     model = build("blocks", torch.float64, 4)
     ids, labels = tiny_batch(batch=8, length=5)
@@ -171,7 +173,12 @@ def clipping_by_groups(rank: int, zero: int) -> float:
 def many_narrow_microbatches(rank: int, zero: int) -> float:
     """512 gradients of one, summed: bfloat16 would stop at 256."""
     model = nn.Linear(4, 4, bias=False)
-    options = {"loss": lambda out, y: out.float().sum() / 4, "count": lambda y: 1, "num_microbatches": 512, "defer": True}
+    options = {
+        "loss": lambda out, y: out.float().sum() / 4,
+        "count": lambda y: 1,
+        "num_microbatches": 512,
+        "defer": True,
+    }
     parallel = parallelize_model(model, build_mesh("cpu", dp=2), zero=zero, dtype=torch.bfloat16, **options)
     parallel.step(torch.ones(512, 4, dtype=torch.bfloat16), targets=torch.ones(512))
     return float((whole(model, "weight", model.weight.grad) * 4 - 512).abs().max())
@@ -182,7 +189,12 @@ def halves_beside_overlap(rank: int) -> float:
     model = tiny_model("llama", torch.float64, num_hidden_layers=4)
     unsharded = copy.deepcopy(model)
     parallel = parallelize_model(
-        model, build_mesh("cpu", pp=2, tp=2), schedule="zbv", overlap="chunked", sequence_parallel=True, loss_parallel=True
+        model,
+        build_mesh("cpu", pp=2, tp=2),
+        schedule="zbv",
+        overlap="chunked",
+        sequence_parallel=True,
+        loss_parallel=True,
     )
     ids, labels = tiny_batch(batch=8, length=7)
     parallel.step(ids, targets=labels)

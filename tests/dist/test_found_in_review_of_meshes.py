@@ -24,7 +24,13 @@ def test_deferred_reduction_under_schedules_that_split(four_processes, schedule)
     assert max(four_processes.run(jobs.fails_then_works, {"pp": 2, "dp": 2}, options, False, True)) < 1e-12
 
 
-STEPS = [jobs.an_exception_in_a_loop_by_hand, jobs.a_derivative_between, jobs.two_optimizers, jobs.clipping_by_groups, jobs.large_parameters]
+STEPS = [
+    jobs.an_exception_in_a_loop_by_hand,
+    jobs.a_derivative_between,
+    jobs.two_optimizers,
+    jobs.clipping_by_groups,
+    jobs.large_parameters,
+]
 
 
 @pytest.mark.parametrize("job", STEPS, ids=lambda job: job.__name__)

@@ -64,6 +64,10 @@ def test_every_data_rank_has_its_position(two_processes, tmp_path):
     assert found == [[10, "data-position"], [11, "data-position"]]
 
 
+def test_an_axis_of_another_name(two_processes, tmp_path):
+    assert two_processes.run(jobs.axis_of_another_name, str(tmp_path / "run")) == [True, True]
+
+
 def test_a_stage_without_a_groups_parameters_has_its_options(two_processes, tmp_path):
     assert two_processes.run(jobs.groups_of_stages, str(tmp_path / "run")) == [[0.1, 0.2], [0.1, 0.2]]
 

@@ -271,7 +271,9 @@ def loads_weights(rank: int, zero: int, mixed: bool) -> tuple[float, str]:
     ids, labels = tiny_batch(batch=4, length=5)
     parallel.step(ids, targets=labels)
     optimizer.step()
-    error = max(float((p.detach().float() - other[n]).abs().max() / other[n].abs().max()) for n, p in model.named_parameters())
+    error = max(
+        float((p.detach().float() - other[n]).abs().max() / other[n].abs().max()) for n, p in model.named_parameters()
+    )
     try:
         model.load_state_dict({n: nn.Parameter(p) for n, p in other.items()}, assign=True)
     except ParallelizeError as found:

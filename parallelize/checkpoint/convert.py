@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from parallelize.checkpoint import disk, folders
 from parallelize.checkpoint.about import about_run
 from parallelize.checkpoint.boxes import Box, Part, common, moved, shape_of, slices_of, starts, volume, whole_part
 from parallelize.checkpoint.boxes import whole as whole_box
-from parallelize.checkpoint.dtypes import CODES, FLOATS, SIZES, TORCH
+from parallelize.checkpoint.dtypes import CODES, FLOATS, TORCH
 from parallelize.checkpoint.fill import Files, read_box
 from parallelize.checkpoint.held import Place
 from parallelize.checkpoint.hub_extras import carry_files, write_extras
 from parallelize.checkpoint.hub_folder import HubFolder
 from parallelize.checkpoint.hub_names import Computed, Sources, Wanted, parts_in, parts_out
-from parallelize.checkpoint.hub_shards import INDEX, index_of, parse_size, share_out
+from parallelize.checkpoint.hub_shards import INDEX, Written, index_of, parse_size, share_out
 from parallelize.checkpoint.manifest import Manifest, Saved, read_manifest
 from parallelize.checkpoint.meeting import Meeting
 from parallelize.checkpoint.memory import empty, torch_dtype
@@ -109,19 +108,6 @@ def assembled(box: Box, dtype: torch.dtype, parts: Sequence[Part], read: Read) -
 # -- to Hugging Face ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Written:
-    """A tensor of the folder that is written."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return volume(whole_box(self.shape)) * SIZES[self.dtype]
-
-
 def to_hub(
     source: str | os.PathLike,
     target: str | os.PathLike,
@@ -174,7 +160,7 @@ def _code(dtype: torch.dtype | str | None) -> str | None:
     return CODES[name] if dtype is not None else None
 
 
-def _tensors_out(module: Any, manifest: Manifest, code: str | None) -> dict[str, _Written]:
+def _tensors_out(module: Any, manifest: Manifest, code: str | None) -> dict[str, Written]:
     """What is written, by name. Raises: CheckpointError `other-model`, `unwritable-conversion`."""
     saved = {n.removeprefix("model/"): one for n, one in manifest.tensors.items() if n.startswith("model/")}
     parts: dict[str, tuple[tuple[int, ...], tuple[Part, ...]]]
@@ -188,7 +174,7 @@ def _tensors_out(module: Any, manifest: Manifest, code: str | None) -> dict[str,
     for name, (shape, made_of) in parts.items():
         one = saved[made_of[0].source]
         kept = one.about.get("compute") or one.dtype
-        found[name] = _Written(code if code is not None and kept in FLOATS else kept, shape, made_of)
+        found[name] = Written(name, code if code is not None and kept in FLOATS else kept, shape, made_of)
     return found
 
 
@@ -208,7 +194,7 @@ def _check_same(wanted: Sequence[Wanted], saved: Mapping[str, Saved]) -> None:
         raise CheckpointError(Problem("other-model", what, name, rows, fix))
 
 
-def _outgoing(name: str, one: _Written, read: Read) -> Outgoing:
+def _outgoing(name: str, one: Written, read: Read) -> Outgoing:
     box, dtype = whole_box(one.shape), torch_dtype(one.dtype)
     return Outgoing(name, one.dtype, one.shape, lambda: assembled(box, dtype, one.parts, read))
 
@@ -216,7 +202,7 @@ def _outgoing(name: str, one: _Written, read: Read) -> Outgoing:
 def _finish(
     writing: Path,
     shards: Mapping[str, list[str]],
-    tensors: Mapping[str, _Written],
+    tensors: Mapping[str, Written],
     module: Any,
     described: Mapping[str, Any],
     carry: str | os.PathLike | None,

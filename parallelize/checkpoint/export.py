@@ -20,11 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.checkpoint import disk
 from parallelize.checkpoint.boxes import Box, Part, common, moved, shape_of, slices_of, starts, volume
 from parallelize.checkpoint.boxes import whole as whole_box
-from parallelize.checkpoint.dtypes import SIZES
 from parallelize.checkpoint.held import Place, parameters, placed
 from parallelize.checkpoint.hub_extras import write_extras
 from parallelize.checkpoint.hub_names import Wanted, parts_out
-from parallelize.checkpoint.hub_shards import INDEX, index_of, parse_size, share_out
+from parallelize.checkpoint.hub_shards import INDEX, Written, index_of, parse_size, share_out
 from parallelize.checkpoint.meeting import TIMEOUT_S, Meeting, known
 from parallelize.checkpoint.memory import code_of, empty, torch_dtype
 from parallelize.checkpoint.pretrained import plain_name, wanted_of
@@ -68,20 +67,6 @@ def save_pretrained(
 
 
 @dataclass(frozen=True)
-class _Written:
-    """A tensor to write: its dtype, shape, and where its elements stand in the model's tensors."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return volume(whole_box(self.shape)) * SIZES[self.dtype]
-
-
-@dataclass(frozen=True)
 class _Message:
     """Elements of a tensor that go from one rank to another: a box of the model's tensor, and where it goes."""
 
@@ -105,7 +90,7 @@ class _Export:
     """One export. Rounds: in each, every writer gets its next tensor."""
 
     def __init__(self, place: Place, meeting: Meeting, dtype: torch.dtype | None):
-        self.place, self.meeting, self.dtype = place, meeting, dtype
+        self.place, self.meeting = place, meeting
         self.own = {plain_name(one): list(one.owned()) for one in parameters(place)}
         self.code = _code(dtype)
 
@@ -147,7 +132,7 @@ class _Export:
             for one in parameters(self.place)
         }
 
-    def _tensors(self, wanted: list[Wanted], everyone: list[dict[str, Any]]) -> dict[str, _Written]:
+    def _tensors(self, wanted: list[Wanted], everyone: list[dict[str, Any]]) -> dict[str, Written]:
         """All tensors that are written, and who owns what of the model: the same on every rank."""
         self.owners: dict[str, list[tuple[int, int, Box]]] = {}
         dtypes: dict[str, str] = {}
@@ -157,7 +142,7 @@ class _Export:
                 found = self.owners.setdefault(name, [])
                 found += [(rank, number, tuple((a, b) for a, b in box)) for number, box in enumerate(boxes)]
         return {
-            name: _Written(name, self._dtype(dtypes[parts[0].source]), shape, parts)
+            name: Written(name, self._dtype(dtypes[parts[0].source]), shape, parts)
             for name, (shape, parts) in parts_out(self.place.module, wanted).items()
         }
 
@@ -182,7 +167,7 @@ class _Export:
     # -- rounds ---------------------------------------------------------------------------------------------------
 
     def _write(
-        self, writing: Path, files: Mapping[str, list[str]], tensors: Mapping[str, _Written]
+        self, writing: Path, files: Mapping[str, list[str]], tensors: Mapping[str, Written]
     ) -> ParallelizeError | None:
         """Write this rank's files. What fails here must not leave other writers waiting: rounds go on to the last."""
         names = list(files)
@@ -210,7 +195,7 @@ class _Export:
                 return error or known(found)
         return error
 
-    def _round(self, order: Sequence[Sequence[_Written]]) -> T:
+    def _round(self, order: Sequence[Sequence[Written]]) -> T:
         """Bring the next tensor of every writer together; returns this rank's own."""
         number, self._done = self._done, self._done + 1
         here, works, kept = self.meeting.rank, [], []
@@ -239,7 +224,7 @@ class _Export:
             full[slices_of(message.target())].copy_(_as_target(value, message.part))
         return full
 
-    def _messages(self, one: _Written) -> list[_Message]:
+    def _messages(self, one: Written) -> list[_Message]:
         """Everything that makes a tensor, in an order that all ranks agree on."""
         found = []
         for part in one.parts:
@@ -264,7 +249,7 @@ class _Export:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _finish(
-        self, writing: Path, files: Mapping[str, list[str]], tensors: Mapping[str, _Written], carry: Any
+        self, writing: Path, files: Mapping[str, list[str]], tensors: Mapping[str, Written], carry: Any
     ) -> None:
         with disk.explained(writing):
             if len(files) > 1:

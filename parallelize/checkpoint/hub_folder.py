@@ -5,7 +5,6 @@ config.json   model.safetensors   or   model.safetensors.index.json with model-0
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ from typing import Any
 import torch
 
 from parallelize.checkpoint.boxes import Box, slices_of
-from parallelize.checkpoint.dtypes import SIZES
 from parallelize.checkpoint.hub_shards import INDEX, SINGLE
 from parallelize.checkpoint.memory import code_of
 from parallelize.checkpoint.paths import check_name, open_file, read_small
 from parallelize.checkpoint.reader import Buffers, TensorFile
 from parallelize.checkpoint.strict_json import read_json
-from parallelize.errors import CheckpointError, Problem, near, short_list
+from parallelize.errors import CheckpointError, Problem, short_list
 
 T = torch.Tensor
 
@@ -141,10 +139,6 @@ class HubFolder:
         """A box of a tensor into `out`. Raises: CheckpointError of `TensorFile.read`."""
         self._file_of[name].read(name, box, out)
 
-    def num_bytes(self, name: str) -> int:
-        dtype, shape = self.tensors[name]
-        return math.prod(shape) * SIZES[dtype]
-
     @property
     def bytes_read(self) -> int:
         """Of tensors, so far."""
@@ -159,10 +153,6 @@ class HubFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def like(self, name: str) -> str:
-        """A name that is there and looks like this one, or nothing."""
-        return next(iter(near(name, self.tensors)), "")
 
 
 class PickledFile:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from parallelize.checkpoint.boxes import Part, volume, whole
+from parallelize.checkpoint.dtypes import SIZES
 from parallelize.errors import CheckpointError, Problem
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -20,6 +23,20 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor of a folder that is written: its dtype, shape, and where its elements stand in the model's tensors."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return volume(whole(self.shape)) * SIZES[self.dtype]
 
 
 def parse_size(size: int | str) -> int:

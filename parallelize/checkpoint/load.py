@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from parallelize.checkpoint import folders, run_state
+from parallelize.checkpoint import run_state
 from parallelize.checkpoint.dtypes import loses
 from parallelize.checkpoint.fill import Files, Job, clear_padding, fill_jobs, jobs_for, prepare_jobs, read_whole
 from parallelize.checkpoint.fresh import Fresh
@@ -41,7 +41,6 @@ class Loading:
     state: dict[str, Any] = field(default_factory=dict)
     values: Any = None
     jobs: list[Job] = field(default_factory=list)
-    bytes_read: int = 0
 
 
 def load_run(
@@ -58,7 +57,7 @@ def load_run(
     """Load a checkpoint into a run. A collective of `meeting`.
 
     Args:
-        strict: a missing or unexpected tensor is an error. cast: dtypes may lose precision.
+        folder: of a step. strict: a missing or unexpected tensor is an error. cast: dtypes may lose precision.
         check: compare every hash of what is read.
 
     Returns: what was read; `values` are those that were given to the save.
@@ -118,10 +117,9 @@ def _read(
     progress: Callable[[int], None] | None,
 ) -> None:
     """Match and read, without changing what anybody uses."""
-    path = folders.resolve(folder)
-    manifest = loading.manifest = read_manifest(path)
-    _check_names(manifest, wanted, names, loading.strict, fresh.was_meta, str(path))
-    files = loading.files = stack.enter_context(Files(path, manifest))
+    manifest = loading.manifest = read_manifest(folder)
+    _check_names(manifest, wanted, names, loading.strict, fresh.was_meta, str(folder))
+    files = loading.files = stack.enter_context(Files(folder, manifest))
     if fresh.was_meta:
         fresh.allocate(place.mesh.device_type if place.mesh is not None else None)
         wanted = targets(place)
@@ -289,7 +287,6 @@ def _commit(loading: Loading, run: Run, place: Place, meeting: Meeting) -> None:
         fill_jobs(loading.files, loading.jobs)
         for _, local in loading.weights:
             torch.autograd.graph.increment_version(local)
-        loading.bytes_read = loading.files.bytes_read
     except Exception as found:  # the disk failed between two readings
         error = known(found)
     meeting.agree(error)

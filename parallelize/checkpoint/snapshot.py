@@ -60,10 +60,6 @@ class Snapshot:
     table: Table
     state: dict[str, Any]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(one.make().numel() * one.make().element_size() for one in self.outgoing)
-
 
 class Staging:
     """Copies of what a background save writes: made once, used again while shapes stay."""

@@ -119,3 +119,19 @@ class MeshSpec:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)
+
+
+def axis_order(spec: MeshSpec, zero: int) -> list[Problem]:
+    """What is wrong with the order of axes for a stage of ZeRO: parts are cut above tensor parallelism's."""
+    shard = "dp_shard" if "dp_shard" in spec.names else "dp"
+    pairs = [(shard, "tp")] if zero > 0 else []
+    pairs += [("dp_replicate", shard)] if zero == 3 else []
+    return [
+        Problem(
+            "axis-order",
+            f"ZeRO {zero} needs {first} before {second}, and the mesh is {spec}",
+            fix=f"name {first} first",
+        )
+        for first, second in pairs
+        if first in spec.names and second in spec.names and spec.names.index(first) > spec.names.index(second)
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from parallelize.layout import Layout
@@ -23,7 +25,7 @@ def describe_plan(module: nn.Module) -> str:
     for row in resolved.parameters.values():
         shape = row.layout.local_shape(rank)
         name = " = ".join(generic(name) for name in row.fact.names)
-        key = (name, str(row.rule.style), _shape(row.layout.shape), _shape(shape), _lies(row.layout, row.partial))
+        key = (name, str(row.rule.style), _shape(row.layout.shape), _shape(shape), lies(row.layout, row.partial))
         groups[key] = groups.get(key, 0) + 1
         full += _numel(row.layout.shape)
         local += _numel(shape)
@@ -33,7 +35,7 @@ def describe_plan(module: nn.Module) -> str:
     modes = [name for name in ("sequence_parallel", "loss_parallel") if getattr(plan, name)]
     title = f"plan {plan.name}: tp={record.group.size}" + "".join(f", {mode}" for mode in modes)
     share = f"{local:,} of {full:,} parameters on this rank ({100 * local / max(full, 1):.1f}%; 1/tp is {100 / record.group.size:.1f}%)"
-    return "\n".join([title, *_table(head, rows), share, *(_edges(resolved) if record.group.size > 1 else [])])
+    return "\n".join([title, *table(head, rows), share, *(_edges(resolved) if record.group.size > 1 else [])])
 
 
 def _edges(resolved: ResolvedPlan) -> list[str]:
@@ -54,10 +56,11 @@ def _edges(resolved: ResolvedPlan) -> list[str]:
     owed = sum(row.partial for row in resolved.parameters.values())
     if owed:
         rows.append(("-", "all_reduce", f"gradients of {owed} replicated parameters, together"))
-    return ["", *_table(("forward", "backward", "where"), rows)]
+    return ["", *table(("forward", "backward", "where"), rows)]
 
 
-def _lies(layout: Layout, partial: bool) -> str:
+def lies(layout: Layout, partial: bool) -> str:
+    """How a parameter lies over tp, in words."""
     if layout.dim is None:
         return "replicated, gradient summed" if partial else "replicated"
     words = f"dim {layout.dim}"
@@ -80,7 +83,8 @@ def _numel(shape: tuple[int, ...]) -> int:
     return out
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table with columns as wide as they must be."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
@@ -104,7 +108,7 @@ def overlap_report(module: nn.Module) -> str:
         (f"{key[0]} (x{found})" if found > 1 else key[0], key[1], key[2], f"{fused} of {calls}", key[3])
         for key, (found, calls, fused) in groups.items()
     ]
-    return "\n".join(_table(("where", "op", "asked", "overlapped", "last choice"), rows))
+    return "\n".join(table(("where", "op", "asked", "overlapped", "last choice"), rows))
 
 
 def overlap_counts(module: nn.Module, reset: bool = False) -> dict[str, tuple[int, int]]:

@@ -282,10 +282,10 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _runner(module: nn.Module, cut: Cut | None, region: Any) -> Any:
-    return _Whole(module) if cut is None else StageRunner(module, cut, region)
+    return WholeModel(module) if cut is None else StageRunner(module, cut, region)
 
 
-class _Whole:
+class WholeModel:
     """A model that was not cut."""
 
     def __init__(self, module: nn.Module):

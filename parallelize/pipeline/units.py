@@ -10,6 +10,7 @@ that uses anything else of an absent unit ends in NaN, which is looked for once 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -222,20 +223,26 @@ class StageRunner:
         return Outcome(header=header, tensors=tensors)
 
     def _carried(self, unit: str, call: dict[int | str, Any]) -> dict[int | str, Any]:
-        names = self.cut.stages.cuts.carry
-        module = self.modules.get(unit)
-        found = {key: value for key, value in call.items() if _name(module, key) in names or key in names}
-        if not names and call:
-            key = next(iter(call))
-            found[key] = call[key]
-        for key, value in call.items():
-            if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in private.tree_leaves(value)):
-                found[key] = value
-        return {key: call[key] for key in call if key in found}
+        return carried_arguments(self.modules.get(unit), call, self.cut.stages.cuts.carry)
 
     def _order(self, place: int, what: str) -> ModelError:
         fix = "list modules under `pipeline:` in the order in which the forward calls them, each called once"
         return ModelError(Problem("unit-order", f"{self.units[place]} {what}", self.cut.stages.cuts.where, fix=fix))
+
+
+def carried_arguments(
+    module: nn.Module | None, call: dict[int | str, Any], names: Sequence[str]
+) -> dict[int | str, Any]:
+    """Of a unit's call (by position or name) what travels from the stage before: the arguments that the plan names, else
+    the first, and whatever requires a gradient."""
+    found = {key: value for key, value in call.items() if _name(module, key) in names or key in names}
+    if not names and call:
+        key = next(iter(call))
+        found[key] = call[key]
+    for key, value in call.items():
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in private.tree_leaves(value)):
+            found[key] = value
+    return {key: call[key] for key in call if key in found}
 
 
 _CPU = torch.device("cpu")

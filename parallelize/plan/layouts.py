@@ -69,6 +69,9 @@ class LayoutMaker:
         if width % sum(counts):
             return [], self._indivisible(fact, use, rule, sum(counts), " + ".join(use.unit))
         unit = width // sum(counts)
+        head = self._head_width(fact)
+        if head is not None and width % head == 0 and unit % head:
+            return [], self._cut_units(fact, rule, unit, head)
         return [
             Chunk(count * unit, count, self.plan.sizes[name].replicate_below_tp, name)
             for name, count in zip(use.unit, counts, strict=True)
@@ -103,12 +106,23 @@ class LayoutMaker:
             "check the sizes that the rule names",
         )
 
+    def _head_width(self, fact: ParameterFacts) -> int | None:
+        """Of the attention that holds the linear."""
+        parent = fact.fqn.rpartition(".")[0].rpartition(".")[0]
+        module = self.model.objects.get(self.model.aliases.get(parent, parent)) if parent else None
+        return next((v for key in HEAD_WIDTHS if isinstance(v := getattr(module, key, None), int) and v > 0), None)
+
+    def _cut_units(self, fact: ParameterFacts, rule: Rule, unit: int, head: int) -> Problem:
+        name = generic(fact.fqn.rpartition(".")[0])
+        what = f"`{rule.style}` makes units of {unit} in {name}, and its heads are {head} wide"
+        return Problem(
+            "uneven-heads", what, rule.where, fix="name the sizes of the chunks that the weight really holds"
+        )
+
     def _cut_heads(self, fact: ParameterFacts, layout: Layout, rule: Rule) -> Problem | None:
         """A rule without a unit that would cut through a head of the attention that holds the linear."""
-        parent = fact.fqn.rpartition(".")[0].rpartition(".")[0]
-        module = self.model.objects.get(self.model.aliases.get(parent, parent))
-        width = next((v for key in HEAD_WIDTHS if isinstance(v := getattr(module, key, None), int) and v > 0), None)
-        if not parent or width is None or layout.dim is None or fact.shape[layout.dim] % width:
+        width = self._head_width(fact)
+        if width is None or layout.dim is None or fact.shape[layout.dim] % width:
             return None
         if all(stop % width == 0 for owned in layout.owned for _, stop in owned):
             return None

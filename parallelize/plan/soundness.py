@@ -31,7 +31,8 @@ def check_soundness(
     plan: Plan, model: ModelFacts, modules: dict[str, ModuleRow], parameters: dict[str, ParameterRow]
 ) -> Iterator[Problem]:
     """Every way in which the resolved rows would give other numbers than the unsharded model."""
-    yield from _unused_sizes(plan)
+    yield from _unused_sizes(plan, model, modules)
+    yield from _unplanned_owners(model, modules, parameters)
     gathered = [name for name, row in modules.items() if row.contract.style == "gather"]
     for name, row in modules.items():
         yield from _ordered(name, row, model, parameters)
@@ -52,13 +53,41 @@ def _weight(name: str, model: ModelFacts, parameters: dict[str, ParameterRow]) -
     return parameters.get(model.owners.get(f"{name}.weight", ""))
 
 
-def _unused_sizes(plan: Plan) -> Iterator[Problem]:
+def _unused_sizes(plan: Plan, model: ModelFacts, modules: dict[str, ModuleRow]) -> Iterator[Problem]:
+    """A size that is declared and splits nothing: the rule that should name it most likely stands beside others that do."""
     used = {unit for rule in plan.rules for unit in rule.style.unit}
     for name, size in plan.sizes.items():
         if name not in used:
             what = f"no rule splits by the size {name}, so nothing becomes local with it"
             fix = f"name it where it is split: `colwise({name})`, or remove it"
-            yield Problem("unused-size", what, size.where or plan.source, fix=fix)
+            blocks = {fqn.rpartition(".")[0] for fqn, row in modules.items() if row.rule.style.unit}
+            beside = {
+                f"{row.rule.pattern}: {row.rule.style}"
+                for fqn, row in modules.items()
+                if fqn.rpartition(".")[0] in blocks
+                and model.modules[fqn].kind in ("linear", "conv1d")
+                and row.contract.compute != "rowwise"
+            }
+            rows = (("beside split heads", "; ".join(sorted(beside))),) if beside else ()
+            yield Problem("unused-size", what, size.where or plan.source, rows, fix)
+
+
+def _unplanned_owners(
+    model: ModelFacts, modules: dict[str, ModuleRow], parameters: dict[str, ParameterRow]
+) -> Iterator[Problem]:
+    """A tied weight is split by one owner's rule; the other's forward must know of it too."""
+    for row in parameters.values():
+        if row.layout.dim is None or len(row.fact.names) < 2:
+            continue
+        for name in row.fact.names:
+            owner = model.aliases[name.rpartition(".")[0]]
+            facts = model.modules[owner]
+            if owner not in modules and facts.kind in ("embedding", "linear", "conv1d"):
+                what = f"{generic(owner)} shares {generic(row.fqn)}, which is split, and has no rule of its own"
+                fix = (
+                    f"give {generic(owner)} a style that splits the same dim: `embedding`, `colwise(output=vocabulary)`"
+                )
+                yield Problem("unplanned-tie", what, row.rule.where, (("module", generic(owner)),), fix)
 
 
 def _ordered(name: str, row: ModuleRow, model: ModelFacts, parameters: dict[str, ParameterRow]) -> Iterator[Problem]:

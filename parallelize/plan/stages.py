@@ -87,7 +87,7 @@ def cut_stages(
         units, num_first = _units(cuts, model)
         starts = _balanced(units, num_first, cuts, model, num_stages, costs)
     stages = Stages(units, starts, num_first, {}, cuts)
-    problems = [*_check_every(cuts, model), *_check_skips(cuts, units)]
+    problems = [*_check_every(cuts, model), *_check_skips(cuts, units), *_check_reused(stages, model)]
     owners, unowned = {}, []
     for fact in model.parameters.values():
         found = {stage for name in fact.names if (stage := stages.stage_of(name)) is not None}
@@ -269,6 +269,21 @@ def _check_every(cuts: Cuts, model: ModelFacts) -> list[Problem]:
             what = f"{name!r} is on every stage, and holds parameters: {short_list(held, 4)}"
             problems.append(Problem("every-has-parameters", what, cuts.where, fix=fix))
     return problems
+
+
+def _check_reused(stages: Stages, model: ModelFacts) -> list[Problem]:
+    """A module that is called in several places runs on one stage only, and a layer that is another once more on none."""
+    problems = []
+    for name, first in model.aliases.items():
+        if name == first or stages.num_stages == 1 or not any(_under(fqn, first) for fqn in model.owners):
+            continue
+        here, there = stages.stage_of(name), stages.stage_of(first)
+        layer = bool(stages.cuts.layers) and name.rpartition(".")[0] == stages.cuts.layers
+        if layer or (here is not None and there is not None and here != there):
+            what = f"{name} is {first} once more, and a pipeline calls each module on one stage"
+            fix = "give each layer weights of its own (tie parameters, not modules), or do without pp"
+            problems.append(Problem("reused-module", what, stages.cuts.where, fix=fix))
+    return problems[:4]
 
 
 def _check_skips(cuts: Cuts, units: tuple[str, ...]) -> list[Problem]:

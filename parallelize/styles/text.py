@@ -35,7 +35,7 @@ WORDS: dict[str, dict[str, tuple[str, ...] | None]] = {
 # the value that may stand without its key
 POSITIONAL = {"colwise": "unit", "rowwise": "unit", "gather": "argument", "rms_norm": "unit", "shard": "dim"}
 
-# the words of `transformers` plans that mean one of ours
+# the words of `transformers` plans that mean one of ours; of two with one meaning, the present one stands first
 TRANSFORMERS_WORDS = {
     "colwise_gather_output": "colwise(output=full)",
     "colwise_rep": "colwise(output=full)",
@@ -46,6 +46,8 @@ TRANSFORMERS_WORDS = {
     "replicated_with_grad_allreduce": "replicate(gradient=partial)",
     "sequence_parallel": "sequence",
 }
+# words that both sides spell and mean alike
+_SHARED_WORDS = ("colwise", "rowwise", "embedding_colwise", "replicate")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,14 @@ def parse_style(text: str, where: str = "") -> StyleText:
             raise PlanError(Problem("bad-style-option", f"{word} is given {key} twice", where))
         options[key] = value
     return StyleText(word, options)
+
+
+def transformers_word(style: StyleText) -> str | None:
+    """The word of `transformers` plans that means this style, None where there is none: `TRANSFORMERS_WORDS` backwards."""
+    text = str(style)
+    if text in _SHARED_WORDS:
+        return text
+    return next((word for word, ours in TRANSFORMERS_WORDS.items() if ours == text), None)
 
 
 def _option(word: str, part: str, where: str) -> tuple[str, str]:

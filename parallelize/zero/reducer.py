@@ -20,9 +20,8 @@ from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.groups import Group
 from parallelize.zero.buckets import Bucket, Spare, SplitBucket, WholeBucket, local
+from parallelize.zero.partition import BUCKET_BYTES, Piece, partition
 
-BUCKET_BYTES = 25 * 2**20
-"""As PyTorch's DistributedDataParallel has it: large enough for bandwidth, small enough to begin early."""
 IN_FLIGHT = 1
 
 
@@ -100,20 +99,15 @@ class Reducer:
         return self.dtype or param.dtype
 
     def _made(self, bucket_bytes: int) -> Iterable[Bucket]:
-        """Buckets in the order in which backward fills them: from the last parameter to the first; late ones at the end."""
-        for late in (False, True):
-            groups: dict[tuple, list[Managed]] = {}
-            sizes: dict[tuple, int] = {}
-            for one in reversed([one for one in self.managed if one.late is late]):
-                dtype = self._stored(one.param)
-                key = (one.stage, dtype, one.param.device, late, one.param.ndim == 0)
-                if sizes.get(key, 0) >= bucket_bytes:
-                    yield self._bucket(groups.pop(key), dtype)
-                    sizes[key] = 0
-                groups.setdefault(key, []).append(one)
-                sizes[key] = sizes.get(key, 0) + local(one.param).numel() * dtype.itemsize
-            for key, ones in groups.items():
-                yield self._bucket(ones, key[1])
+        for places in partition([self._piece(one) for one in self.managed], bucket_bytes):
+            ones = [self.managed[place] for place in places]
+            yield self._bucket(ones, self._stored(ones[0].param))
+
+    def _piece(self, one: Managed) -> Piece:
+        dtype = self._stored(one.param)
+        scalar = one.param.ndim == 0
+        size = local(one.param).numel() * dtype.itemsize
+        return Piece((one.stage, dtype, one.param.device, scalar), size, one.late)
 
     def _bucket(self, ones: list[Managed], dtype: torch.dtype) -> Bucket:
         given = ([one.param for one in ones], [one.uses for one in ones], ones[0].stage, ones[0].late, dtype)

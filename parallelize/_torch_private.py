@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 """The shard itself, without the autograd Function of `to_local()` (25 us): an attribute since 2.0."""
@@ -30,6 +31,10 @@ spec_of: Callable[[Any], Any] = attrgetter("_spec")
 tree_leaves: Callable[[Any], list[Any]] = pytree.tree_leaves
 tree_map: Callable[[Callable, Any], Any] = pytree.tree_map
 """Nested arguments of an op: `torch.utils._pytree`, used by torch's own subclasses since 1.8."""
+
+
+DispatchMode: Any = TorchDispatchMode
+"""A mode that sees every op of its thread below autograd: a private module, used by torch's own tools since 1.12."""
 
 
 def shard_dim(placement: Any) -> int | None:
@@ -212,7 +217,6 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 def record_ops(record: Callable[[Any, tuple, dict, Callable[[], Any]], Any]) -> Any:
     """A context in which `record(op, args, kwargs, run)` is called in the place of every dispatched op (since 1.13)."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Recording(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -316,3 +320,72 @@ def forget_unsharded_gradients(unit: Any) -> None:
             param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
+
+
+def fake_store() -> Any:
+    """The store of the fake process group, whose collectives do nothing (since 2.0)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def finished_work() -> Any:
+    """What a collective that sends nothing returns: a work that is done, as dispatcher ops return it (since 2.4)."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork().boxed()
+
+
+def group_of_op(argument: Any) -> dist.ProcessGroup:
+    """The process group among a dispatcher op's arguments (since 2.1)."""
+    return dist.ProcessGroup.unbox(argument)
+
+
+def sequence_number() -> int:
+    """The number that the next autograd node of this thread gets (since 1.12)."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def running_node() -> Any | None:
+    """The autograd node whose backward is going on, None outside of one (since 2.1)."""
+    return torch._C._current_autograd_node()
+
+
+def ranks_of_op(args: tuple) -> tuple[int, ...]:
+    """The global ranks of the process group among a dispatcher op's arguments."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                return tuple(dist.get_process_group_ranks(group_of_op(argument)))
+            except (RuntimeError, TypeError, ValueError):  # the reduce op is a ScriptObject too
+                continue
+    raise RuntimeError("a collective without a process group")
+
+
+def threaded_groups() -> Any:
+    """PyTorch's process group whose ranks are threads of one process, which its own tests use (since 1.13).
+
+    Absent, nothing runs as threads: `verify` then needs `backend="gloo"`.
+    """
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    threaded: Any = multi_threaded_pg
+    if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11's threaded group lacks what destroying one reads
+        threaded.ThreadLocalWorld.comms = property(lambda self: [])
+    return threaded
+
+
+@contextmanager
+def threads_as_ranks(group_class: type) -> Iterator[None]:
+    """Let every thread be a rank with process groups of its own, made of `group_class` (of `threaded_groups`)."""
+    threaded = threaded_groups()
+    stock = threaded.ProcessLocalGroup
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    threaded.ProcessLocalGroup = group_class
+    try:
+        yield
+    finally:
+        threaded.ProcessLocalGroup = stock
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)

@@ -1,0 +1,85 @@
+"""How long the laptop tools take: whole commands in fresh processes, imports included, with their peak memory.
+
+    python -m benchmarks.foretell [--rounds 3]
+
+| command | limit |
+|---|---|
+| `parallelize explain` of Llama 3 8B on 64 ranks, 70B on 1,024, 405B on 16,384, with advice | 5, 15, 30 s; 1.5 GB |
+| `parallelize verify` of a two-layer Llama on tp 8, three modes | 10 s |
+| `parallelize lint` of a plan file alone; against Llama 3 8B on tp 8 | - |
+| `parallelize fit` of Llama 3 8B on 8 GPUs | - |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+BF16 = ["--dtype", "bfloat16", "--zero", "1", "--sequence-parallel", "--loss-parallel", "--sequence", "8192"]
+INTERLEAVED = ["--schedule", "interleaved_1f1b", "--stages-per-rank", "7"]
+COMMANDS = [
+    ("explain llama-3-8b, 64 ranks", ["explain", "llama-3-8b", "--mesh", "dp=8,tp=8", *BF16], 5.0),
+    (
+        "explain llama-3-70b, 1,024 ranks",
+        ["explain", "llama-3-70b", "--mesh", "pp=4,dp=32,tp=8", "--batch", "16", "--microbatches", "16", *BF16],
+        15.0,
+    ),
+    (
+        "explain llama-3.1-405b, 16,384 ranks",
+        [
+            *("explain", "llama-3.1-405b", "--mesh", "pp=16,dp=128,tp=8", "--batch", "32", "--microbatches", "32"),
+            *(*INTERLEAVED, *BF16),
+        ],
+        30.0,
+    ),
+    ("verify llama, tp=8, three modes", ["verify", "llama-3-8b", "--mesh", "tp=8"], 10.0),
+    ("lint llama.yaml", ["lint", "llama"], None),
+    ("lint llama.yaml against llama-3-8b, tp=8", ["lint", "llama", "--model", "llama-3-8b", "--mesh", "tp=8"], None),
+    ("fit llama-3-8b on 8 GPUs", ["fit", "llama-3-8b", "--gpus", "8", "--global-batch", "32"], None),
+]
+
+
+def run(command: list[str]) -> tuple[float, float]:
+    """(seconds, peak memory in MB) of one process."""
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "parallelize", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    error = process.stderr.read() if process.stderr is not None else b""
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{error.decode()}")
+    return time.perf_counter() - began, usage.ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "foretell.json")
+    given = parser.parse_args()
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in COMMANDS}
+    for _ in range(given.rounds):
+        for name, command, _ in COMMANDS:
+            taken[name].append(run(command))
+    width = max(map(len, taken))
+    found = {}
+    print(f"{'':<{width}}  seconds  limit  peak MB")
+    for name, _, limit in COMMANDS:
+        seconds = statistics.median(one for one, _ in taken[name])
+        memory = max(one for _, one in taken[name])
+        found[name] = {"seconds": seconds, "all": [one for one, _ in taken[name]], "limit_s": limit, "peak_mb": memory}
+        print(f"{name:<{width}}  {seconds:7.2f}  {limit or '-':>5}  {memory:7.0f}")
+    given.out.parent.mkdir(exist_ok=True)
+    given.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"written: {given.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""`parallelize lint`, `explain` and `fit`: what can be known of a plan before a GPU is paid for.
+
+Torch is imported by the command that needs it: a plan file alone is checked without.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parallelize.console import FINE, MISTAKE, add_json, add_quiet, as_data, print_json, report, say, shows_progress
+from parallelize.errors import ParallelizeError, PlanError, Problem
+from parallelize.mesh import MeshSpec
+from parallelize.plan.load import load_plan
+from parallelize.plan.schema import Plan
+from parallelize.progress_line import Progress
+
+if TYPE_CHECKING:
+    from parallelize.analysis.fit import Fitted
+    from parallelize.analysis.setting import Setting
+    from parallelize.analysis.subject import Subject
+
+MODEL = "a config.json or its folder, a transformers model type, llama-3-8b and the like, or package.module:function"
+
+
+def add_commands(verbs: Any) -> None:
+    """Add the three verbs to a parser's subparsers."""
+    _add_lint(verbs)
+    _add_explain(verbs)
+    _add_fit(verbs)
+
+
+def _add_lint(verbs: Any) -> None:
+    lint = verbs.add_parser("lint", help="check plans: every mistake that can be found without running them")
+    lint.add_argument(
+        "plans", nargs="*", metavar="PLAN", help="a file, or a shipped plan's name (default: the model's)"
+    )
+    lint.add_argument("--model", metavar="MODEL", help=f"check against it: {MODEL}")
+    lint.add_argument("--mesh", help="such as pp=2,dp=4,tp=8 (default with a model: tp=2)")
+    lint.add_argument("--world-size", type=int, metavar="N", help="processes that there will be")
+    lint.add_argument("--zero", type=int, default=0, choices=range(4), help="ZeRO stage over dp (default: 0)")
+    _add_modes(lint)
+    _add_overrides(lint)
+    add_json(lint)
+    lint.set_defaults(run=_lint)
+
+
+def _add_explain(verbs: Any) -> None:
+    explain = verbs.add_parser("explain", help="what a plan does and costs on a mesh of any size, without a GPU")
+    explain.add_argument("model", metavar="MODEL", help=MODEL)
+    explain.add_argument("--plan", metavar="PLAN", help="a file, or a shipped plan's name (default: the model's)")
+    explain.add_argument("--mesh", default="tp=8", help="such as pp=2,dp=4,tp=8 (default: tp=8)")
+    _add_setting(explain)
+    explain.add_argument(
+        "--hardware", default="h100-sxm", help="h100-sxm, h200, a100, cpu, or a YAML file of that form"
+    )
+    explain.add_argument("--every-layer", action="store_true", help="analyse every layer, not each kind once")
+    explain.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
+    explain.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="two plans, or two meshes (with `=`), side by side"
+    )
+    add_json(explain)
+    add_quiet(explain)
+    explain.set_defaults(run=_explain)
+
+
+def _add_fit(verbs: Any) -> None:
+    fit = verbs.add_parser("fit", help="search the mesh and options that train a model fastest on N GPUs")
+    fit.add_argument("model_given", nargs="?", metavar="MODEL", help=MODEL)
+    fit.add_argument("--model", metavar="MODEL", help="the same")
+    fit.add_argument("--gpus", type=int, required=True, metavar="N")
+    fit.add_argument("--memory", metavar="SIZE", help="of one GPU, such as 80GB (default: the hardware's)")
+    fit.add_argument("--plan", metavar="PLAN", help="a file, or a shipped plan's name (default: the model's)")
+    fit.add_argument(
+        "--global-batch", type=int, default=1024, metavar="N", help="sequences a step over all (default: 1024)"
+    )
+    fit.add_argument("--sequence", type=int, default=4096, metavar="N", help="tokens of a sequence (default: 4096)")
+    fit.add_argument("--dtype", default="bfloat16", help="of compute (default: bfloat16)")
+    fit.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, sgd_momentum, lion, adafactor")
+    fit.add_argument("--hardware", default="h100-sxm", help="h100-sxm, h200, a100, cpu, or a YAML file of that form")
+    fit.add_argument("--show", type=int, default=5, metavar="N", help="how many meshes (default: 5)")
+    _add_overrides(fit)
+    add_json(fit)
+    add_quiet(fit)
+    fit.set_defaults(run=_fit)
+
+
+def _add_modes(parser: argparse.ArgumentParser) -> None:
+    for name in ("sequence-parallel", "loss-parallel"):
+        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help="over the plan's default")
+
+
+def _add_overrides(parser: argparse.ArgumentParser) -> None:
+    about = "a field of the config, or an argument of the function: num_hidden_layers=2"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
+
+
+def _add_setting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--batch", type=int, metavar="N", help="sequences a data rank and step (default: the microbatches)"
+    )
+    parser.add_argument("--sequence", type=int, default=4096, metavar="N", help="tokens of a sequence (default: 4096)")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="a step's parts (default: twice pp)")
+    parser.add_argument("--schedule", default="1f1b", help="of the pipeline (default: 1f1b)")
+    parser.add_argument("--stages-per-rank", type=int, metavar="N")
+    parser.add_argument("--zero", type=int, default=0, choices=range(4), help="ZeRO stage over dp (default: 0)")
+    parser.add_argument("--defer", action="store_true", help="ZeRO 2 and 3 reduce gradients once a step")
+    _add_modes(parser)
+    parser.add_argument("--overlap", default="off", choices=("auto", "off", "chunked", "symm_mem"))
+    parser.add_argument("--recompute", default="off", choices=("off", "selective", "full"))
+    parser.add_argument("--recompute-every", type=int, default=1, metavar="N")
+    parser.add_argument("--dtype", help="of compute, such as bfloat16; weights are kept as --weights-dtype")
+    parser.add_argument("--weights-dtype", default="float32")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, sgd_momentum, lion, adafactor")
+    parser.add_argument("--transport", choices=("nccl", "gloo"), help="what sends (default: gloo for cpu, else nccl)")
+    _add_overrides(parser)
+
+
+def setting_of(options: argparse.Namespace, mesh: str) -> Setting:
+    """The setting that the options say."""
+    from parallelize.analysis.setting import Setting
+
+    spec = MeshSpec.parse(mesh)
+    pp = dict(spec.axes).get("pp", 1)
+    count = options.microbatches if options.microbatches is not None else 2 * pp if pp > 1 else 1
+    return Setting(
+        spec,
+        batch=options.batch if options.batch is not None else count,
+        sequence=options.sequence,
+        num_microbatches=options.microbatches,
+        schedule=options.schedule,
+        stages_per_rank=options.stages_per_rank,
+        zero=options.zero,
+        defer=options.defer,
+        sequence_parallel=options.sequence_parallel,
+        loss_parallel=options.loss_parallel,
+        overlap=options.overlap,
+        recompute=options.recompute,
+        recompute_every=options.recompute_every,
+        weights_dtype=options.weights_dtype,
+        dtype=options.dtype,
+        optimizer=options.optimizer,
+        transport=options.transport or ("gloo" if options.hardware == "cpu" else "nccl"),
+    )
+
+
+def _subject(model: str, plan: Any, overrides: list[str]) -> Subject:
+    from parallelize.analysis.subject import Subject
+    from parallelize.model_source import parse_overrides, read_model
+
+    return Subject(read_model(model, parse_overrides(overrides)), plan)
+
+
+# -- lint ---------------------------------------------------------------------------------------------------------
+
+
+def _lint(options: argparse.Namespace) -> int:
+    if not options.plans and options.model is None:
+        raise PlanError(Problem("nothing-to-lint", "no plan and no model was given", fix="parallelize lint my.yaml"))
+    findings: list[tuple[str, Problem]] = []
+    fine: list[str] = []
+    for name in options.plans or [None]:
+        found, plan = _lint_one(name, options)
+        findings += found
+        if not any(severity == "error" for severity, _ in found):
+            about = f"{plan.source}: {len(plan.rules)} rules" if plan is not None else f"{options.model}"
+            against = f", {options.model} on {options.mesh or 'tp=2'}" if options.model else ""
+            fine.append(f"{about}, no mistakes{against}")
+    if options.json:
+        print_json({"findings": [{"severity": severity, **as_data(problem)} for severity, problem in findings]})
+    else:
+        for severity, problem in findings:
+            if severity == "error":
+                report([problem], as_json=False)
+            else:
+                say(f"warning: {problem}")
+        for line in fine:
+            print(line)
+    return MISTAKE if any(severity == "error" for severity, _ in findings) else FINE
+
+
+def _lint_one(name: str | None, options: argparse.Namespace) -> tuple[list[tuple[str, Problem]], Plan | None]:
+    """Findings of one plan, by itself and, where a model is given, against that."""
+    plan = None
+    try:
+        plan = load_plan(name) if name is not None else None
+    except ParallelizeError as error:
+        return [("error", problem) for problem in error.problems], None
+    if options.model is None:
+        return [], plan
+    from parallelize.analysis.linting import findings
+    from parallelize.analysis.setting import Setting
+
+    subject = _subject(options.model, plan, options.set)
+    modes = {"sequence_parallel": options.sequence_parallel, "loss_parallel": options.loss_parallel}
+    spec = MeshSpec.parse(options.mesh or "tp=2")
+    count = 2 * dict(spec.axes).get("pp", 1)
+    found = findings(subject, Setting(spec, batch=count, zero=options.zero, **modes), options.world_size)
+    return [(finding.severity, finding.problem) for finding in found], plan
+
+
+# -- explain ------------------------------------------------------------------------------------------------------
+
+
+def _explain(options: argparse.Namespace) -> int:
+    pairs = _compared(options)
+    found = []
+    with Progress("explaining", shows_progress(options), len(pairs), unit="settings") as progress:
+        for plan, mesh in pairs:
+            found.append(_explained(options, plan, mesh, advice=len(pairs) == 1))
+            progress()
+    if options.html is not None:
+        from parallelize.analysis.page import as_html, compare_html
+
+        options.html.write_text(as_html(found[0]) if len(found) == 1 else compare_html(*found), encoding="utf-8")
+    if options.json:
+        print_json(found[0].as_dict() if len(found) == 1 else {"compared": [one.as_dict() for one in found]})
+    else:
+        from parallelize.analysis.text import as_text, compare_text
+
+        print(as_text(found[0]) if len(found) == 1 else compare_text(*found))
+    if options.html is not None:
+        say(f"written: {options.html}")
+    return FINE
+
+
+def _compared(options: argparse.Namespace) -> list[tuple[str | None, str]]:
+    """(plan, mesh) of one or two explanations."""
+    if options.compare is None:
+        return [(options.plan, options.mesh)]
+    return [(options.plan, one) if "=" in one else (one, options.mesh) for one in options.compare]
+
+
+def _explained(options: argparse.Namespace, plan: str | None, mesh: str, advice: bool) -> Any:
+    from parallelize.analysis.explain import explain_subject
+    from parallelize.analysis.machine import load_machine
+
+    machine = load_machine(options.hardware)
+    subject, setting = _subject(options.model, plan, options.set), setting_of(options, mesh)
+    return explain_subject(subject, setting, machine, every_layer=options.every_layer, advice=advice)
+
+
+# -- fit ----------------------------------------------------------------------------------------------------------
+
+
+def _fit(options: argparse.Namespace) -> int:
+    from parallelize.analysis.fit import fit
+    from parallelize.analysis.machine import load_machine
+
+    model = options.model or options.model_given
+    if model is None:
+        raise PlanError(Problem("no-model", "no model was given", fix="parallelize fit llama-3-8b --gpus 64"))
+    for name in ("gpus", "show", "global_batch"):
+        if getattr(options, name) < 1:
+            what = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            raise PlanError(Problem("bad-option", what, fix="give 1 or more"))
+    with Progress("fitting", shows_progress(options), unit="meshes") as progress:
+        found = fit(
+            _subject(model, options.plan, options.set),
+            options.gpus,
+            load_machine(options.hardware),
+            memory_bytes=_bytes(options.memory),
+            global_batch=options.global_batch,
+            sequence=options.sequence,
+            dtype=options.dtype,
+            optimizer=options.optimizer,
+            most=options.show,
+            tell=lambda text: progress(),
+        )
+    if options.json:
+        print_json(asdict(found))
+    else:
+        print("\n".join(_fitted_lines(found, model, options)))
+    return FINE
+
+
+def _bytes(text: str | None) -> float | None:
+    """`80GB`, `141e9`, `40GiB`. Raises: PlanError `bad-option`."""
+    if text is None:
+        return None
+    units = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+    number, unit = text.strip().upper(), 1.0
+    for name, size in units.items():
+        if number.endswith(name):
+            number, unit = number.removesuffix(name).strip(), float(size)
+            break
+    try:
+        found = float(number) * unit
+    except ValueError as error:
+        raise PlanError(Problem("bad-option", f"--memory {text!r}", fix="write 80GB")) from error
+    if not found > 0:
+        raise PlanError(Problem("bad-option", f"--memory {text!r}", fix="write 80GB"))
+    return found
+
+
+def _fitted_lines(found: Fitted, model: str, options: argparse.Namespace) -> Sequence[str]:
+    from parallelize.report import table
+
+    head = ("mesh", "zero", "recompute", "schedule", "microbatches", "step (estimate)", "in turn", "MFU", "peak")
+    rows = []
+    for one in found.best:
+        setting = one.setting
+        rows.append(
+            (
+                str(setting.mesh),
+                str(setting.zero),
+                setting.recompute,
+                setting.schedule if setting.size("pp") > 1 else "-",
+                f"{setting.microbatches} x {setting.rows}",
+                f"{one.step_s:.3f} s",
+                f"{one.in_turn_s:.3f} s",
+                f"{one.mfu:.1%}",
+                f"{one.peak_bytes / 1e9:.1f} GB",
+            )
+        )
+    title = (
+        f"{model} on {options.gpus} x {options.hardware}, {options.global_batch} sequences of {options.sequence} a step"
+    )
+    limits = f"{found.tried} settings tried; a step may use 92% of {found.memory_bytes / 1e9:.0f} GB; with sequence and loss parallelism over tp"
+    why = [f"  {one.count:>4}  {one.reason} (such as {one.example})" for one in found.rejected]
+    note = "step: what can be hidden behind compute is; in turn: nothing is. `parallelize explain` says more of each."
+    return [title, limits, "", *table(head, rows), "", note, "", "not shown:", *why]

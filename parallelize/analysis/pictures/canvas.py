@@ -1,0 +1,101 @@
+"""SVG in pieces: boxes, lines, words, axes. Colours are CSS classes of the page, which has them for light and dark.
+
+Fills `c0` to `c7` are the page's palette (Okabe and Ito's, which colour-blind readers can tell apart).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+
+WIDTH = 1040
+Point = tuple[float, float]
+
+
+def picture(title: str, width: float, height: float, body: Sequence[str]) -> str:
+    """An inline SVG, never wider than its place."""
+    size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
+    return "\n".join([f'<svg role="img" aria-label="{escape(title)}" {size}>', *body, "</svg>"])
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, hint: str = "") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" class="{fill}"'
+    return f"<rect {place}><title>{escape(hint)}</title></rect>" if hint else f"<rect {place}/>"
+
+
+def line(start: Point, stop: Point, style: str = "grid") -> str:
+    return f'<line x1="{start[0]:.1f}" y1="{start[1]:.1f}" x2="{stop[0]:.1f}" y2="{stop[1]:.1f}" class="{style}"/>'
+
+
+def polygon(points: Sequence[Point], fill: str, hint: str = "") -> str:
+    told = f"<title>{escape(hint)}</title>" if hint else ""
+    return f'<polygon points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" class="{fill}">{told}</polygon>'
+
+
+def words(x: float, y: float, text: str, anchor: str = "start", style: str = "", size: int = 12) -> str:
+    kind = f' class="{style}"' if style else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"{kind}>{escape(text)}</text>'
+
+
+def wide(text: str, size: int = 12) -> float:
+    """About how wide a text is drawn; a little too much rather than too little."""
+    return 0.62 * size * len(text)
+
+
+def cut(text: str, room: float, size: int = 12) -> str:
+    """The text, its middle left out where it is wider than `room`."""
+    most = max(3, int(room / (0.62 * size)))
+    if len(text) <= most:
+        return text
+    tail = (most - 1) * 2 // 3
+    return text[: most - 1 - tail] + "…" + text[len(text) - tail :]
+
+
+def ticks(end: float, most: int) -> list[float]:
+    """Round numbers from 0 to `end`, at most so many steps apart."""
+    if end <= 0:
+        return [0.0]
+    step = 10.0 ** math.floor(math.log10(end / most))
+    step = next(step * part for part in (1, 2, 5, 10, 20) if end / (step * part) <= most)
+    return [n * step for n in range(math.floor(end / step + 1e-9) + 1)]
+
+
+def axis_below(left: float, right: float, top: float, floor: float, end: float, label: str) -> list[str]:
+    """Vertical grid lines with numbers under them, and the axis' name at its right end."""
+    body = []
+    for value in ticks(end, round((right - left) / 90)):
+        x = left + (right - left) * value / end if end else left
+        body += [line((x, top), (x, floor)), words(x, floor + 14, f"{value:g}", "middle", "quiet", 11)]
+    return [*body, words(right, floor + 29, label, "end", "quiet", 11)]
+
+
+def axis_left(left: float, right: float, at: Callable[[float], float], end: float, label: str) -> list[str]:
+    """Horizontal grid lines with numbers before them, and the axis' name above."""
+    body = []
+    for value in ticks(end, 5):
+        y = at(value)
+        body += [line((left, y), (right, y)), words(left - 6, y + 4, f"{value:g}", "end", "quiet", 11)]
+    return [*body, words(6, at(end) - 8, label, "start", "quiet", 11)]
+
+
+def legend(entries: Sequence[tuple[str, str]], left: float, right: float, top: float) -> tuple[list[str], float]:
+    """Coloured squares with names, as many rows as they need; and where the rows end."""
+    body, x, y = [], left, top
+    for fill, name in entries:
+        needs = 20 + wide(name, 11) + 14
+        if x > left and x + needs > right:
+            x, y = left, y + 18
+        body += [box(x, y, 12, 12, fill), words(x + 17, y + 10, name, size=11)]
+        x += needs
+    return body, y + 18
+
+
+def time_scale(end_s: float) -> tuple[float, str]:
+    """(factor, unit) that give an axis in seconds readable numbers."""
+    return (1.0, "s") if end_s >= 2 else (1e3, "ms") if end_s >= 2e-3 else (1e6, "us")
+
+
+def bytes_scale(end: float) -> tuple[float, str]:
+    scales = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    return next(((1 / scale, unit) for scale, unit in scales if end >= scale), (1.0, "bytes"))

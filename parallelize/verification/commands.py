@@ -1,0 +1,111 @@
+"""`parallelize verify`: does the model compute the same numbers on a mesh? Torch-free until it runs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from parallelize.console import FINE, FOUND, add_json, add_quiet, print_json, shows_progress
+
+_ABOUT = """\
+Compare one training step on a mesh with the unsharded model: loss, outputs, gradients of the input and of every
+parameter, their norm, and the weights after a step. A model's config is scaled down, its structure kept, and the ranks
+are threads of one process: no GPU and no torchrun is needed. Under torchrun it runs on the processes that are there."""
+
+
+def add_commands(verbs: Any) -> None:
+    """Add `verify` to a parser's subparsers."""
+    parser = verbs.add_parser(
+        "verify",
+        help="compare a training step on a mesh with the unsharded model",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a config.json or its folder, a model type, a known size, or package.module:function",
+    )
+    parser.add_argument("--plan", metavar="PLAN", help="a shipped plan's name or a file (default: chosen by the model)")
+    parser.add_argument("--mesh", default="tp=4", help="such as pp=2,dp=2,tp=2 (default: tp=4)")
+    parser.add_argument("--zero", type=int, choices=range(4), default=0, help="ZeRO stage over dp (default: 0)")
+    parser.add_argument("--schedule", default="1f1b", help="of the pipeline (default: 1f1b)")
+    parser.add_argument("--microbatches", type=int, help="of a step (default: twice the pp size)")
+    for name in ("sequence-parallel", "loss-parallel"):
+        parser.add_argument(
+            f"--{name}", action=argparse.BooleanOptionalAction, help="alone (default: every mode in turn)"
+        )
+    parser.add_argument("--overlap", help="auto, chunked or symm_mem: collectives beside products")
+    parser.add_argument("--recompute", choices=("off", "selective", "full"), default="off")
+    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
+    parser.add_argument("--backend", choices=("threads", "gloo"), default="threads", help="gloo starts real processes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="for ranks that wait (default: 120)")
+    parser.add_argument("--full-size", action="store_true", help="do not scale the config down")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="K=V", help="fields of the config, or arguments"
+    )
+    add_json(parser)
+    add_quiet(parser)
+    parser.set_defaults(run=_verify)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    with _quiet_libraries():
+        found = _run(options)
+    if os.environ.get("RANK", "0") == "0":
+        print_json(found.as_dict()) if options.json else print(found)
+    return FINE if found.ok else FOUND
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """What libraries say about tiny models is of no use to anybody."""
+    kept = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(kept)
+
+
+def _run(options: argparse.Namespace) -> Any:
+    from parallelize.model_source import parse_overrides
+    from parallelize.verification.api import verify
+    from parallelize.verification.given import under_torchrun
+
+    backend = "torchrun" if under_torchrun() else options.backend
+    return verify(
+        options.model,
+        options.plan,
+        options.mesh,
+        backend=backend,
+        overrides=parse_overrides(options.set),
+        zero=options.zero,
+        schedule=options.schedule,
+        microbatches=options.microbatches,
+        sequence_parallel=options.sequence_parallel,
+        loss_parallel=options.loss_parallel,
+        overlap=options.overlap,
+        recompute=options.recompute,
+        dtype=options.dtype,
+        seed=options.seed,
+        full_size=options.full_size,
+        timeout_s=options.timeout,
+        tell=_teller(shows_progress(options)),
+    )
+
+
+def _teller(shown: bool) -> Callable[[str], None]:
+    """Says what is being done, on a terminal."""
+    if not (shown and sys.stderr.isatty()):
+        return lambda text: None
+    return lambda text: print(f"verifying: {text}", file=sys.stderr, flush=True)

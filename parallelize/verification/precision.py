@@ -1,0 +1,64 @@
+"""True float64: a stock model's own detours over float32 are taken in float64, on both sides of the comparison.
+
+Norms, rotary tables and softmaxes of `transformers` round to float32 inside (`x.to(torch.float32)`, `.float()`,
+`softmax(dtype=torch.float32)`). Left so, two right runs differ by 1e-7, and a mistake of that size passes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from parallelize import _torch_private as private
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class _InFloat64(TorchFunctionMode):
+    """Reads float32 as float64, wherever a call names it. Holds for the thread that enters it."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        if any(arg is torch.float32 for arg in args):
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        if kwargs and kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **(kwargs or {}))
+
+
+def widen_recompute(model: nn.Module) -> None:
+    """Take the same detours where modules run again during backward, which function modes do not reach."""
+    depth, mode = threading.local(), _InFloat64()
+
+    def enter(_: nn.Module, args: tuple) -> None:
+        if private.backward_id() != -1:
+            depth.value = getattr(depth, "value", 0) + 1
+            if depth.value == 1:
+                mode.__enter__()
+
+    def leave(_: nn.Module, args: tuple, output: Any) -> None:
+        if private.backward_id() != -1:
+            depth.value -= 1
+            if depth.value == 0:
+                mode.__exit__(None, None, None)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype) -> Iterator[None]:
+    """Run a model in this dtype; in float64, in nothing less."""
+    if dtype is not torch.float64:
+        yield
+        return
+    with _InFloat64():
+        yield

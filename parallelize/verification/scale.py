@@ -1,0 +1,206 @@
+"""A config scaled down with its structure kept: small enough for a laptop, and nothing symmetric in which a mistake hides.
+
+Kept: kinds of layers, key/value heads per query head, fewer of them than ranks where the real model has that, packed
+projections, ties, whether heads fill the hidden size, partial rotary, windows (shorter than the sequence). Changed: every
+size, to one that no other size equals, so that a transposed, permuted or misread tensor has another shape or other numbers.
+
+The rules are about field names that `transformers` uses everywhere; fields that nobody knows stay.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARIES = (67, 71, 73)  # primes: no tp size divides them
+WINDOW = 5
+POSITIONS = 64  # of learned tables
+_HEADS = ("num_attention_heads", "n_head")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_INNER = ("intermediate_size", "n_inner", "ffn_dim")
+_LAYERS = ("num_hidden_layers", "n_layer")
+_PARTIAL = ("rotary_pct", "partial_rotary_factor")
+
+
+def scaled(config: Any, tp: int, stages: int = 1, even: bool = False) -> Any:
+    """A config of `transformers` with small asymmetric sizes that `tp` ranks and so many pipeline stages can share.
+
+    even: with a vocabulary that tp divides.
+    """
+    small = copy.deepcopy(config)
+    _scale_layers(small, stages)
+    heads, head_width, hidden = _scale_heads(small, tp)
+    _scale_inner(small, tp, heads * head_width, hidden)
+    _scale_vocabulary(small, tp, even)
+    _scale_positions(small, config, head_width, tp)
+    return small
+
+
+def _held(config: Any, names: tuple[str, ...]) -> tuple[str, Any]:
+    """The first of these fields that the config has, and its value."""
+    for name in names:
+        own = getattr(config, "attribute_map", {}).get(name, name)
+        if own in vars(config) and vars(config)[own] is not None:
+            return own, vars(config)[own]
+    return "", None
+
+
+def _scale_layers(config: Any, stages: int) -> None:
+    """Three layers, and one of each kind, or enough for the stages; lists of one value a layer are cut alike."""
+    field, count = _held(config, _LAYERS)
+    if not count:
+        return
+    kinds = getattr(config, "layer_types", None) or ["same"] * count
+    chosen = [place for place, kind in enumerate(kinds) if kind not in kinds[:place]]
+    wanted = max(3, len(chosen), stages)
+    chosen += [place for place in range(count) if place not in chosen][: max(0, wanted - len(chosen))]
+    chosen = sorted(chosen)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, (list, tuple)) and len(value) == count and name != field:
+            setattr(config, name, [value[place] for place in chosen])
+    setattr(config, field, len(chosen))
+    for name in ("max_window_layers", "first_k_dense_replace"):
+        if isinstance(value := vars(config).get(name), int) and value > 1:
+            setattr(config, name, 1)
+
+
+def _scale_heads(config: Any, tp: int) -> tuple[int, int, int]:
+    """(heads, their width, hidden size)."""
+    field, heads = _held(config, _HEADS)
+    hidden_field, hidden = _held(config, _HIDDEN)
+    if not field or not hidden_field:
+        return 1, 1, hidden or 1
+    kv_field, kv_heads = _held(config, _KV_HEADS)
+    own_width = vars(config).get("head_dim")
+    fills = own_width is None or own_width * heads == hidden
+    few_heads, few_kv = _fewer(heads, kv_heads or heads, tp)
+    width = 16 if 0 < (_held(config, _PARTIAL)[1] or 1) < 1 or _has_partial(config) else 6
+    small = few_heads * width if fills else few_heads * width + 2 * width + 2
+    for name, value in ((field, few_heads), (hidden_field, small)):
+        setattr(config, name, value)
+    if kv_field:
+        setattr(config, kv_field, few_kv)
+    if own_width is not None:
+        config.head_dim = width
+    if vars(config).get("word_embed_proj_dim"):
+        config.word_embed_proj_dim = small if config.word_embed_proj_dim == hidden else small + 6
+    return few_heads, width, small
+
+
+def _has_partial(config: Any) -> bool:
+    held = getattr(config, "rope_parameters", None) or {}
+    return isinstance(held, dict) and 0 < held.get("partial_rotary_factor", 1) < 1
+
+
+def _fewer(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
+    """Heads of the same ratio that split, or do not split, over tp as the real ones."""
+    ratio = max(1, heads // kv_heads)
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        return heads, kv_heads  # refused as it is, and so it shall be here
+    if kv_heads < tp:
+        few = kv_heads
+        ratio = ratio if heads <= 64 else next(r for r in range(2, ratio + 1) if few * r % tp == 0)
+        return few * ratio, few
+    few = tp * min(2, kv_heads // tp)  # two for each rank, where the real model has two
+    return few * min(ratio, 4 if tp < 8 else 2), few
+
+
+def _scale_inner(config: Any, tp: int, heads_width: int, hidden: int) -> None:
+    """An MLP width that tp divides where it divides the real one, unlike every other width."""
+    field, inner = _held(config, _INNER)
+    if not field and "n_inner" in vars(config):  # GPT-2: four times the hidden size, where it is not said
+        field, inner = "n_inner", 4 * hidden
+    if not field:
+        return
+    step = max(hidden, heads_width) // tp // 2 * 2 + 3
+    small = tp * step if inner % tp == 0 else tp * step + 1
+    for name, value in list(vars(config).items()):
+        if value == inner and (name == field or name.endswith("intermediate_size")):
+            setattr(config, name, small)
+    setattr(config, field, small)
+
+
+def _scale_vocabulary(config: Any, tp: int, even: bool) -> None:
+    if not isinstance(vars(config).get("vocab_size"), int):
+        return
+    size = -(-VOCABULARIES[0] // tp) * tp if even else _undivided(VOCABULARIES, tp)
+    config.vocab_size = size
+    for place, name in enumerate(sorted(vars(config))):
+        value = vars(config)[name]
+        if name.endswith("_token_id") and isinstance(value, int) and value >= size:
+            setattr(config, name, place % size)
+        elif name.endswith("_token_id") and isinstance(value, (list, tuple)):
+            setattr(config, name, value[0] % size)
+
+
+def _scale_positions(config: Any, real: Any, head_width: int, tp: int) -> None:
+    """Learned tables and windows; rotary factors that are given one for each pair of a head's numbers."""
+    for name in ("sliding_window", "attention_window"):
+        if isinstance(vars(config).get(name), int):
+            setattr(config, name, WINDOW)
+    rope = vars(config).get("rope_parameters") or vars(config).get("rope_scaling")
+    for name in ("max_position_embeddings", "n_positions", "n_ctx"):
+        if isinstance(value := vars(config).get(name), int) and not rope:
+            setattr(config, name, min(value, max(POSITIONS, 2 * tp)))
+    if isinstance(rope, dict):
+        pairs = int(head_width * (_held(config, _PARTIAL)[1] or rope.get("partial_rotary_factor") or 1)) // 2
+        for key, value in rope.items():
+            if isinstance(value, (list, tuple)) and len(value) > pairs:
+                rope[key] = list(value)[:pairs]
+
+
+def sequence_length(tp: int) -> int:
+    """Odd, longer than the windows, and unlike the batch; tp does not divide it."""
+    return _undivided((11, 13, 17), tp)
+
+
+def even_length(tp: int) -> int:
+    """A length that tp divides, longer than the windows."""
+    return -(-12 // tp) * tp
+
+
+def _undivided(sizes: tuple[int, ...], tp: int) -> int:
+    """The first of these, or odd numbers above them, that tp does not divide."""
+    return next(size for size in (*sizes, sizes[-1] + 2) if size % tp or tp == 1)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, seed: int) -> None:
+    """Move 1-D parameters off ones and zeros, and matrices to a size at which nothing vanishes.
+
+    A norm of ones, a bias of zeros or weights of 0.02 on a small model let permutations and missing terms hide in noise.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        if parameter.ndim < 2:
+            parameter.add_(0.3 * noise.to(parameter.device))
+            continue
+        wanted = min(1.0, 1.2 * parameter.shape[-1] ** -0.5)
+        spread = float(parameter.std())
+        if spread < wanted:
+            parameter.mul_(wanted / spread) if spread > 0 else parameter.add_(wanted * noise.to(parameter.device))
+
+
+def without_dropout(config: Any) -> None:
+    """Rates in the config set to zero."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(config, name, 0.0)
+
+
+def drop_nothing(model: nn.Module) -> None:
+    """Rates that lie in modules set to zero."""
+    for module in model.modules():
+        if "Dropout" in type(module).__name__ and isinstance(vars(module).get("p"), float):
+            setattr(module, "p", 0.0)  # noqa: B010 - of whatever class
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and "dropout" in name:
+                setattr(module, name, 0.0)

@@ -12,6 +12,9 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "parallelize.accumulate": ["accumulate_gradients"],
+    "parallelize.analysis.explain": ["explain"],
+    "parallelize.analysis.explanation": ["Explanation"],
+    "parallelize.analysis.linting": ["Finding", "lint"],
     "parallelize.apply": ["parallelize_module"],
     "parallelize.checkpoint.checkpointer": ["Checkpointer", "load_checkpoint"],
     "parallelize.checkpoint.export": ["save_pretrained"],
@@ -73,6 +76,8 @@ _PUBLIC = {
     ],
     "parallelize.torch_styles.linear": ["ColwiseParallel", "RowwiseParallel"],
     "parallelize.training": ["ParallelModel", "parallelize_model"],
+    "parallelize.verification.api": ["assert_verified", "verify"],
+    "parallelize.verification.report": ["Verification"],
     "parallelize.zero.apply": ["shard_data"],
     "parallelize.zero.memory": ["bytes_per_rank"],
     "parallelize.zero.optimizer": ["build_optimizer"],
@@ -95,6 +100,10 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from parallelize.accumulate import accumulate_gradients as accumulate_gradients
+    from parallelize.analysis.explain import explain as explain
+    from parallelize.analysis.explanation import Explanation as Explanation
+    from parallelize.analysis.linting import Finding as Finding
+    from parallelize.analysis.linting import lint as lint
     from parallelize.apply import parallelize_module as parallelize_module
     from parallelize.checkpoint.checkpointer import Checkpointer as Checkpointer
     from parallelize.checkpoint.checkpointer import load_checkpoint as load_checkpoint
@@ -184,6 +193,9 @@ if TYPE_CHECKING:
     from parallelize.torch_styles.linear import RowwiseParallel as RowwiseParallel
     from parallelize.training import ParallelModel as ParallelModel
     from parallelize.training import parallelize_model as parallelize_model
+    from parallelize.verification.api import assert_verified as assert_verified
+    from parallelize.verification.api import verify as verify
+    from parallelize.verification.report import Verification as Verification
     from parallelize.zero.apply import shard_data as shard_data
     from parallelize.zero.memory import bytes_per_rank as bytes_per_rank
     from parallelize.zero.optimizer import build_optimizer as build_optimizer

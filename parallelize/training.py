@@ -19,7 +19,7 @@ from parallelize.checkpoint.weights import load_weights
 from parallelize.clip import clip_grad_norm_
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.groups import mesh_spec
-from parallelize.mesh import AXES, MeshSpec
+from parallelize.mesh import AXES, MeshSpec, axis_order
 from parallelize.pipeline.cut import cut_of, cut_pipeline
 from parallelize.pipeline.engine import Pipeline
 from parallelize.pipeline.schedules import build_schedule
@@ -213,6 +213,7 @@ def _check(
         if axis not in AXES or axis in ("cp", "ep"):
             fix = "name axes pp, dp_replicate, dp (or dp_shard) and tp"
             problems.append(Problem("unknown-axis", f"parallelize_model knows no axis {axis!r}", fix=fix))
+    problems += axis_order(spec, zero)
     if {"dp", "dp_shard"} <= set(spec.names):
         problems.append(Problem("unknown-axis", "dp and dp_shard are two names of one axis", fix="use one of them"))
     if zero in STAGES and zero > 0 and not {"dp", "dp_shard"} & set(spec.names):

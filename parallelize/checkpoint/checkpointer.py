@@ -19,10 +19,10 @@ from parallelize.checkpoint.about import about_run
 from parallelize.checkpoint.held import bare, placed
 from parallelize.checkpoint.load import Loading, load_run
 from parallelize.checkpoint.meeting import TIMEOUT_S, Meeting, known, restored, told
-from parallelize.checkpoint.progress import Progress
 from parallelize.checkpoint.save import write_snapshot
 from parallelize.checkpoint.snapshot import Run, Snapshot, Staging, take
 from parallelize.errors import CheckpointError, Problem
+from parallelize.progress_line import Progress
 from parallelize.randomness.streams import Streams
 
 if TYPE_CHECKING:

@@ -1,17 +1,22 @@
 """`parallelize checkpoint`: look at checkpoints, check them, cut them anew, and turn them into other layouts.
 
-`inspect` and `verify` do not import torch. What is imported is imported by the command that needs it.
+`inspect` and `verify` do not import torch; what is imported is imported by the command that needs it. `verify` ends with
+status 1 where it finds damage.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from parallelize.errors import CheckpointError, Problem
+from parallelize.console import FINE, FOUND, add_json, add_quiet, as_data, print_json, report, shows_progress
+from parallelize.errors import Problem
+from parallelize.progress_line import Progress
+
+if TYPE_CHECKING:
+    from parallelize.checkpoint.offline import Checked
 
 _MOST_SHOWN = 50
 
@@ -22,7 +27,6 @@ def add_commands(verbs: Any) -> None:
     inner = parser.add_subparsers(metavar="COMMAND", required=True)
 
     inspect = _command(inner, "inspect", _inspect, "what a checkpoint holds, and which run wrote it")
-    inspect.add_argument("--json", action="store_true", help="print as JSON")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor")
 
     _command(inner, "verify", _verify, "compare every byte with its hash, every file with the manifest")
@@ -52,6 +56,9 @@ def _command(inner: Any, name: str, run: Any, about: str, source: str = "DIR") -
     parser.add_argument("source", type=Path, metavar=source, help=layouts)
     step = "of the new checkpoint (default: 0)" if name == "from-hf" else "of training (default: the newest)"
     parser.add_argument("--step", type=int, default=0 if name == "from-hf" else None, help=step)
+    add_json(parser)
+    if name != "inspect":
+        add_quiet(parser)
     parser.set_defaults(run=run)
     return parser
 
@@ -65,14 +72,14 @@ def _inspect(options: argparse.Namespace) -> int:
     found = inspect_checkpoint(options.source, options.step)
     if options.json:
         shown = found if options.tensors else {key: value for key, value in found.items() if key != "tensors"}
-        print(json.dumps(shown, indent=1))
-        return 0
+        print_json(shown)
+        return FINE
     print("\n".join([*_head(found), "", *_amounts(found), "", *_table(("file", "bytes"), _files(found))]))
     if options.tensors:
         print(
             "\n".join(["", *_table(("tensor", "dtype", "shape", "more"), list(map(_tensor, found["tensors"].items())))])
         )
-    return 0
+    return FINE
 
 
 def _head(found: dict[str, Any]) -> list[str]:
@@ -172,44 +179,65 @@ def _table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from parallelize.checkpoint.offline import check_folder, total_bytes
-    from parallelize.checkpoint.progress import Progress
+    from parallelize.checkpoint.offline import check_folder
 
-    with Progress("checking", total=total_bytes(options.source, options.step)) as progress:
+    with _progress("checking", options) as progress:
         found = check_folder(options.source, options.step, progress)
-    if found.problems:
+    if options.json:
+        print_json(_checked(found))
+    elif found.problems:
         more = len(found.problems) - _MOST_SHOWN
         rest = [Problem("more-problems", f"and {more} more", str(found.folder))] if more > 0 else []
-        raise CheckpointError(*found.problems[:_MOST_SHOWN], *rest)
+        report([*found.problems[:_MOST_SHOWN], *rest], as_json=False)
+    else:
+        _say_checked(found)
+    return FOUND if found.problems else FINE
+
+
+def _checked(found: Checked) -> dict[str, Any]:
+    return {
+        "folder": str(found.folder),
+        "files": found.files,
+        "tensors": found.tensors,
+        "hashed_bytes": found.hashed,
+        "unhashed": found.unhashed,
+        "problems": [as_data(problem) for problem in found.problems],
+    }
+
+
+def _say_checked(found: Checked) -> None:
     what = f"{_count(found.files, 'file')}, {_count(found.tensors, 'tensor')} or parts of them"
     if found.hashed or not found.unhashed:
         print(f"{found.folder}: {what}, {found.hashed:,} bytes are what was written")
     if found.unhashed:
         few = f"{len(found.unhashed)} of {_count(found.files, 'file')} without hashes"
         print(f"{found.folder}: {what}; {few}: the structure is right, but whether a bit has changed cannot be told")
-    return 0
+
+
+def _progress(what: str, options: argparse.Namespace) -> Progress:
+    """A line on the terminal; the folder's size is asked even where nothing is shown, which finds a wrong one first."""
+    from parallelize.checkpoint.offline import total_bytes
+
+    return Progress(what, shows_progress(options), total_bytes(options.source, options.step))
 
 
 # -- commands that write --------------------------------------------------------------------------------------------------
 
 
 def _reshape(options: argparse.Namespace) -> int:
-    from parallelize.checkpoint.offline import total_bytes
-    from parallelize.checkpoint.progress import Progress
     from parallelize.checkpoint.reshape import reshape_checkpoint
 
-    with Progress("writing", total=total_bytes(options.source, options.step)) as progress:
+    with _progress("writing", options) as progress:
         folder = reshape_checkpoint(
             options.source, options.target, options.mesh, zero=options.zero, step=options.step, progress=progress
         )
-    return _say_written(folder)
+    return _say_written(folder, options)
 
 
 def _to_hf(options: argparse.Namespace) -> int:
     from parallelize.checkpoint.convert import to_hub
-    from parallelize.checkpoint.progress import Progress
 
-    with Progress("writing") as progress:
+    with Progress("writing", shows_progress(options)) as progress:
         folder = to_hub(
             options.source,
             options.target,
@@ -219,25 +247,28 @@ def _to_hf(options: argparse.Namespace) -> int:
             step=options.step,
             progress=progress,
         )
-    return _say_written(folder)
+    return _say_written(folder, options)
 
 
 def _from_hf(options: argparse.Namespace) -> int:
     from parallelize.checkpoint.convert import from_hub
     from parallelize.checkpoint.offline import total_bytes
-    from parallelize.checkpoint.progress import Progress
 
-    with Progress("writing", total=total_bytes(options.source)) as progress:
+    with Progress("writing", shows_progress(options), total_bytes(options.source)) as progress:
         folder = from_hub(options.source, options.target, mesh=options.mesh, step=options.step, progress=progress)
-    return _say_written(folder)
+    return _say_written(folder, options)
 
 
-def _say_written(folder: Path) -> int:
+def _say_written(folder: Path, options: argparse.Namespace) -> int:
     from parallelize.checkpoint.offline import inspect_checkpoint
 
     found = inspect_checkpoint(folder)
+    if options.json:
+        tensors, mesh = len(found["tensors"]), found.get("mesh")
+        print_json({"folder": str(folder), "tensors": tensors, "files": found["files"], "mesh": mesh})
+        return FINE
     sizes = list(found["files"].values())
     for_mesh = f" for the mesh {_mesh(found['mesh'])}" if "mesh" in found else ""
     spread = f", of {min(sizes):,} to {max(sizes):,} bytes" if len(sizes) > 1 else ""
     print(f"{folder}: {_count(len(found['tensors']), 'tensor')} in {_count(len(sizes), 'file')}{spread}{for_mesh}")
-    return 0
+    return FINE

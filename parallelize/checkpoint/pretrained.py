@@ -20,10 +20,10 @@ from parallelize.checkpoint.hub_folder import HubFolder
 from parallelize.checkpoint.hub_names import Computed, Sources, Wanted, parts_in
 from parallelize.checkpoint.meeting import TIMEOUT_S, Meeting, known
 from parallelize.checkpoint.memory import Arena, torch_dtype
-from parallelize.checkpoint.progress import Progress
 from parallelize.checkpoint.snapshot import fold
 from parallelize.errors import CheckpointError, Problem, short_list
 from parallelize.pieces import named_once
+from parallelize.progress_line import Progress
 
 T = torch.Tensor
 Rebuild = Mapping[str, Callable[[], T]]

@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import Any
 
 from parallelize.errors import PlanError, Problem, did_you_mean
+from parallelize.plan.exchange import read_words, whole_words
 from parallelize.plan.load import load_plan, read_plan, shipped_plans
 from parallelize.plan.schema import Plan, Rule
-from parallelize.styles.text import WORDS, parse_style
+from parallelize.styles.text import parse_style
 
 log = logging.getLogger("parallelize")
 
@@ -63,31 +64,15 @@ def translate(model: Any, base: Any, own: dict[str, str]) -> Plan:
     Raises: PlanError `untranslatable-plan` naming every word that has no equal here.
     """
     prefix = next((name + "." for name, module in model.named_modules() if module is base and name), "")
-    rules, unknown = [], []
-    whole = {prefix + key: word for key, word in own.items()} | dict(getattr(model, "_tp_plan", None) or {})
-    if hasattr(base, "embed_tokens"):
-        whole.setdefault(prefix + "embed_tokens", "embedding_rowwise")
-    for pattern, word in whole.items():
-        if pattern == "lm_head" and word in ("colwise_gather_output", "colwise_rep"):
-            word = "colwise(output=vocabulary)"
-        try:
-            style = parse_style(word, pattern)
-        except PlanError:
-            unknown.append((pattern, word))
-            continue
-        rules.append(Rule(pattern, style, f"base_model_tp_plan {pattern}", optional=True))
-    if unknown:
-        raise PlanError(
-            Problem(
-                "untranslatable-plan",
-                f"{type(model).__name__} carries a plan with words that have no equal here",
-                rows=tuple(unknown),
-                fix="write a plan for it; words known: " + ", ".join(WORDS),
-            )
-        )
+    head = getattr(model, "_tp_plan", None) or {}
+    whole = whole_words(own, prefix, head, embedding=hasattr(base, "embed_tokens"))
+    rules = tuple(
+        Rule(pattern, style, f"base_model_tp_plan {pattern}", optional=True)
+        for pattern, style in read_words(whole, type(model).__name__).items()
+    )
     return Plan(
         name=getattr(model.config, "model_type", "translated"),
-        rules=tuple(rules),
+        rules=rules,
         source="base_model_tp_plan",
         unclaimed="replicate",
     )

@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 
-from parallelize.checkpoint.progress import Progress
+from parallelize.progress_line import Progress
 from tests.dist import pretrained_jobs as jobs
 
 pytestmark = pytest.mark.processes

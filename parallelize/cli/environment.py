@@ -1,0 +1,202 @@
+"""`parallelize env`: what a bug report needs to say of a machine. Every part is asked by itself; none has to be there.
+
+No value of a variable whose name or form looks secret is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import os
+import pkgutil
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from parallelize import __version__
+from parallelize.console import FINE, add_json, print_json
+
+PACKAGES = ("torch", "transformers", "safetensors", "blake3", "pyyaml", "numpy", "huggingface_hub", "triton")
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PREFIXES = ("NCCL_", "TORCH_", "TORCHELASTIC_", "PYTORCH_", "GLOO_", "CUDA_", "OMP_", "PARALLELIZE_")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|AUTH|CREDENTIAL|COOKIE", re.I)
+_IN_URL = re.compile(r"://[^/\s@]*@")
+
+
+def add_commands(verbs: Any) -> None:
+    about = "versions, devices and settings, for a bug report"
+    parser = verbs.add_parser("env", help=about, description=about)
+    add_json(parser)
+    parser.set_defaults(run=_env)
+
+
+def _env(options: argparse.Namespace) -> int:
+    found = environment()
+    if options.json:
+        print_json(found)
+        return FINE
+    rows = list(_rows(found))
+    width = max(len(label) for label, _ in rows)
+    print("\n".join(f"{label:<{width}}  {text}".rstrip() for label, text in rows))
+    return FINE
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "parallelize": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "packages": {name: _version(name) for name in PACKAGES},
+        "system": _system(),
+        "torch": _torch(),
+        "gpus": _gpus(),
+        "variables": _variables(os.environ),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _system() -> dict[str, Any]:
+    pages = {name: os.sysconf(name) for name in ("SC_PHYS_PAGES", "SC_PAGE_SIZE") if name in os.sysconf_names}
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "os": platform.platform(),
+        "cpus": os.cpu_count(),
+        "usable_cpus": usable,
+        "memory_bytes": pages.get("SC_PHYS_PAGES", 0) * pages.get("SC_PAGE_SIZE", 0),
+    }
+
+
+# -- torch ----------------------------------------------------------------------------------------------------------------
+
+
+def _torch() -> dict[str, Any]:
+    """`error` where it cannot be imported, whatever it is that it throws."""
+    try:
+        torch = importlib.import_module("torch")
+        dist = importlib.import_module("torch.distributed")
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    there = dist.is_available()
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "nccl": _nccl(torch) if there and dist.is_nccl_available() else None,
+        "backends": [
+            name for name in ("gloo", "nccl", "mpi", "ucc") if there and getattr(dist, f"is_{name}_available")()
+        ],
+        "visible_gpus": torch.cuda.device_count(),
+        "absent": [{"feature": feature, "name": name} for feature, name in absent_features()],
+    }
+
+
+def _nccl(torch: Any) -> str | None:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception:  # a build that has the backend and no version to tell
+        return None
+
+
+def absent_features() -> Iterator[tuple[str, str]]:
+    """(feature, private name of torch that it needs and that is absent), read off the one file that uses such names.
+
+    Each function there is one feature and says which in its docstring; the file itself needs what it imports at its top.
+    """
+    spec = util.find_spec("parallelize._torch_private")
+    if spec is None or spec.origin is None:
+        return
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        feature = "everything"
+        if isinstance(node, ast.FunctionDef):
+            feature = f"{node.name}: {(ast.get_docstring(node) or '').partition(chr(10))[0]}".rstrip(": ")
+        elif isinstance(node, ast.Try):
+            feature = "simulation of all ranks in one process"
+        for name in dict.fromkeys(_names_of_torch(node)):
+            if not _is_there(name):
+                yield feature, name
+
+
+def _names_of_torch(node: ast.AST) -> Iterator[str]:
+    """Names that a piece of code imports from torch, and attributes that it reads off `torch` itself."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.ImportFrom) and (inner.module or "").partition(".")[0] == "torch":
+            yield from (f"{inner.module}.{alias.name}" for alias in inner.names)
+        elif isinstance(inner, ast.Attribute) and ast.unparse(inner).startswith("torch._C."):
+            yield ast.unparse(inner)
+
+
+def _is_there(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+# -- devices and settings -------------------------------------------------------------------------------------------------
+
+
+def _gpus() -> list[dict[str, str]]:
+    """What the driver says, so that it is told without torch too."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    keys = ("name", "memory.total", "driver_version")
+    try:
+        asked = [tool, f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
+        lines = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    values = [[part.strip() for part in line.split(",")] for line in lines]
+    return [dict(zip(("name", "memory", "driver"), one, strict=True)) for one in values if len(one) == len(keys)]
+
+
+def _variables(given: Any) -> dict[str, str]:
+    kept = {name: given[name] for name in sorted(given) if name in _NAMES or name.startswith(_PREFIXES)}
+    return {name: "(set, not shown)" if _SECRET.search(name) else _masked(value) for name, value in kept.items()}
+
+
+def _masked(value: str) -> str:
+    return _IN_URL.sub("://...@", value)
+
+
+# -- as text --------------------------------------------------------------------------------------------------------------
+
+
+def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    system = found["system"]
+    yield "parallelize", found["parallelize"]
+    yield "python", found["python"]
+    yield from ((name, version or "not installed") for name, version in found["packages"].items())
+    yield "system", system["os"]
+    yield "cpus", f"{system['cpus']}, {system['usable_cpus']} of them for this process"
+    yield "memory", f"{system['memory_bytes'] / 2**30:.1f} GiB"
+    yield from _torch_rows(found["torch"])
+    for number, gpu in enumerate(found["gpus"]):
+        yield f"gpu {number}", f"{gpu['name']}, {gpu['memory']}, driver {gpu['driver']}"
+    yield from found["variables"].items()
+
+
+def _torch_rows(torch: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if "error" in torch:
+        yield "torch is absent", torch["error"]
+        return
+    kind = f"CUDA {torch['cuda']}" if torch["cuda"] else f"HIP {torch['hip']}" if torch["hip"] else "CPU alone"
+    yield "torch is for", f"{kind}, NCCL {torch['nccl'] or 'none'}, sees {torch['visible_gpus']} GPUs"
+    yield "backends", ", ".join(torch["backends"]) or "none"
+    if not torch["absent"]:
+        yield "private torch", "all names are there"
+    for one in torch["absent"]:
+        yield "absent in torch", f"{one['name']}, so not: {one['feature']}"

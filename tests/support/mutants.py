@@ -1,0 +1,230 @@
+"""Mistakes made mechanically in a plan, and what finds each: the checks before a run, `verify`, or nobody.
+
+for mutant in mutants(load_plan("llama")):
+    print(mutant.name, judge(mutant, "llama", ["tp=2"]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from parallelize.analysis.linting import findings
+from parallelize.analysis.setting import Setting
+from parallelize.analysis.subject import Subject
+from parallelize.errors import ParallelizeError, PlanError
+from parallelize.mesh import MeshSpec
+from parallelize.model_source import read_model
+from parallelize.plan.model import describe
+from parallelize.plan.pattern import alternatives, generic, matches
+from parallelize.plan.resolve import resolve
+from parallelize.plan.schema import LocalAttribute, Plan, Rule
+from parallelize.styles.text import StyleText
+from parallelize.verification.api import verify
+from parallelize.verification.case import Request, build_case
+from parallelize.verification.report import Verification
+
+SWAPS = {  # what one could take a style for
+    "colwise": ("rowwise", "replicate", "sequence"),
+    "rowwise": ("colwise", "replicate", "sequence"),
+    "embedding": ("embedding_colwise", "replicate"),
+    "embedding_colwise": ("embedding", "replicate"),
+    "sequence": ("replicate", "replicate(gradient=partial)", "replicate(gradient=full)"),
+    "replicate": ("sequence", "replicate", "replicate(gradient=partial)", "replicate(gradient=full)"),
+    "gather": ("replicate", "sequence"),
+    "rms_norm": ("sequence", "replicate", "replicate(gradient=partial)", "replicate(gradient=full)"),
+    "shard": ("replicate", "replicate(gradient=partial)"),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A plan with one mistake, and the patterns of where it was made."""
+
+    name: str
+    plan: Plan
+    patterns: tuple[str, ...]
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """By whom a mutant was caught: "lint", "verify", or "nobody" (the same numbers in every mode and mesh tried).
+
+    Attributes:
+        named: whether what was said names the rule, or a module that it serves. near: or one right beside it (the block
+            that holds it, or a part of it). told: what was said.
+    """
+
+    by: str
+    named: bool = False
+    near: bool = False
+    told: str = ""
+    found: Verification | None = field(default=None, compare=False)
+
+
+def mutants(plan: Plan) -> Iterator[Mutant]:
+    """Every mistake, by rule, by `local` attribute, by size and of the region."""
+    for rule in plan.rules:
+        yield from _dropped(plan, rule)
+        yield from _swapped(plan, rule)
+        yield from _options(plan, rule)
+        yield from _units(plan, rule)
+    for item in plan.local:
+        yield from _local(plan, item)
+    for name, size in plan.sizes.items():
+        if size.replicate_below_tp:
+            sizes = {**plan.sizes, name: replace(size, replicate_below_tp=False)}
+            patterns = tuple(rule.pattern for rule in plan.rules if name in rule.style.unit)
+            yield Mutant(f"{name}: not replicated below tp", replace(plan, sizes=sizes), patterns, size.where)
+    if plan.region is not None and plan.region.leave:
+        region = replace(plan.region, leave="")
+        yield Mutant("region: leave dropped", replace(plan, region=region), (plan.region.leave,), plan.region.where)
+
+
+def _with(plan: Plan, rule: Rule, style: StyleText | None, unclaimed: str = "") -> Plan:
+    rules = []
+    for one in plan.rules:
+        if one is rule and style is None:
+            continue
+        rules.append(replace(one, style=style) if one is rule and style is not None else one)
+    return replace(plan, rules=tuple(rules), unclaimed=unclaimed or plan.unclaimed)
+
+
+def _mutant(plan: Plan, rule: Rule, what: str, style: StyleText | None, unclaimed: str = "") -> Mutant:
+    return Mutant(
+        f"{rule.pattern}: {rule.style} -> {what}", _with(plan, rule, style, unclaimed), (rule.pattern,), rule.where
+    )
+
+
+def _dropped(plan: Plan, rule: Rule) -> Iterator[Mutant]:
+    if rule.style.word != "gather":
+        yield _mutant(plan, rule, "dropped", None)
+    yield _mutant(plan, rule, "dropped, unclaimed replicated", None, "replicate")
+
+
+def _swapped(plan: Plan, rule: Rule) -> Iterator[Mutant]:
+    from parallelize.styles.text import parse_style
+
+    for text in SWAPS[rule.style.word]:
+        style = parse_style(text)
+        if style.word in ("colwise", "rowwise") and rule.style.unit:
+            style = parse_style(f"{style.word}({rule.style.unit[0]})")
+        if str(style) != str(rule.style):
+            yield _mutant(plan, rule, str(style), style)
+
+
+def _options(plan: Plan, rule: Rule) -> Iterator[Mutant]:
+    """Each option left out, and the ones that change where things are whole."""
+    for key in rule.style.options:
+        rest = {name: value for name, value in rule.style.options.items() if name != key}
+        yield _mutant(plan, rule, f"without {key}", StyleText(rule.style.word, rest))
+    for word, key, value in (("colwise", "output", "full"), ("rowwise", "input", "full"), ("colwise", "chunks", "2")):
+        if (
+            rule.style.word == word
+            and rule.style.options.get(key) != value
+            and not (key == "chunks" and rule.style.unit)
+        ):
+            style = StyleText(word, {**rule.style.options, key: value})
+            yield _mutant(plan, rule, str(style), style)
+
+
+def _units(plan: Plan, rule: Rule) -> Iterator[Mutant]:
+    """Chunks in another order, fewer of them, or of another size."""
+    units = rule.style.unit
+    if not units:
+        return
+    others = {tuple(reversed(units)), (*units[1:], units[0]), units[:1], units[-1:], units[:-1]}
+    others |= {tuple(other if unit == name else unit for unit in units) for name in units for other in plan.sizes}
+    if len(units) == 1:
+        others |= {units * 2, units * 3}
+    for found in sorted(others - {units, ()}):
+        style = StyleText(rule.style.word, {**rule.style.options, "unit": " + ".join(found)})
+        yield _mutant(plan, rule, str(style), style)
+
+
+def _local(plan: Plan, item: LocalAttribute) -> Iterator[Mutant]:
+    rest = tuple(one for one in plan.local if one is not item)
+    name = f"local {item.pattern}: {item.attribute}"
+    yield Mutant(f"{name} dropped", replace(plan, local=rest), (item.pattern,), item.where)
+    for other in plan.sizes:
+        if other != item.size:
+            changed = (*rest, replace(item, size=other))
+            yield Mutant(f"{name} by {other}", replace(plan, local=changed), (item.pattern,), item.where)
+
+
+# -- who finds it ---------------------------------------------------------------------------------------------------------
+
+
+def judge(
+    mutant: Mutant, model: Any, meshes: Sequence[str], overrides: Mapping[str, Any] | None = None, *, lints: bool = True
+) -> Judgement:
+    """By `lint` on any of these meshes in any mode; else by `verify` on each. lints: False leaves it to the plan's checks."""
+    for mesh in meshes:
+        told = _lint(mutant, model, mesh, overrides or {}, lints)
+        if told is not None:
+            return told
+    for mesh in meshes:
+        try:
+            found = verify(model, mutant.plan, mesh, overrides=overrides, timeout_s=20.0)
+        except ParallelizeError as error:
+            return _of_problems(mutant, error)
+        if not found.ok:
+            return _of_difference(mutant, found)
+    return Judgement("nobody")
+
+
+def _lint(mutant: Mutant, model: Any, mesh: str, overrides: Mapping[str, Any], shapes: bool) -> Judgement | None:
+    request = Request(model, mutant.plan, MeshSpec.parse(mesh), overrides)
+    case = build_case(request)
+    if shapes:
+        small = read_model(model, overrides).with_config(case.model.config)
+        subject = Subject(small, mutant.plan)
+        found = [one.problem for one in findings(subject, Setting(request.mesh)) if one.severity == "error"]
+        return _of_problems(mutant, PlanError(*found)) if found else None
+    facts = describe(case.model)
+    for mode in case.modes():
+        choices = {"sequence_parallel": mode.sequence_parallel, "loss_parallel": mode.loss_parallel}
+        try:
+            resolve(mutant.plan.with_options(**choices), facts, request.size("tp"))
+        except PlanError as error:
+            return _of_problems(mutant, error)
+    return None
+
+
+def _of_problems(mutant: Mutant, error: ParallelizeError) -> Judgement:
+    text = str(error)
+    places = [p.where for p in error.problems]
+    named = bool(mutant.where and mutant.where in places) or any(_mentions(text, one) for one in _names(mutant))
+    return Judgement("lint", named, named, text)
+
+
+def _names(mutant: Mutant) -> list[str]:
+    spelled = [name for pattern in mutant.patterns for name in alternatives(pattern)]
+    return [*mutant.patterns, *map(generic, spelled)]
+
+
+def _mentions(text: str, name: str) -> bool:
+    return name in text
+
+
+def _of_difference(mutant: Mutant, found: Verification) -> Judgement:
+    difference = found.difference
+    if difference is None:
+        return Judgement("verify", False, False, str(found), found)
+    patterns = [one for pattern in mutant.patterns for one in alternatives(pattern)]
+    named = any(matches(pattern, difference.module) for pattern in patterns)
+    named = named or any(
+        difference.rule.removeprefix("local ").startswith(f"{pattern}:") for pattern in mutant.patterns
+    )
+    near = named or any(_beside(name, generic(difference.module)) for name in _names(mutant))
+    near = near or any(
+        matches(pattern, name) or name in _names(mutant) for pattern in patterns for name, _ in difference.others
+    )
+    return Judgement("verify", named, near, str(difference), found)
+
+
+def _beside(name: str, other: str) -> bool:
+    """One holds the other."""
+    return name.startswith(other + ".") or other.startswith(name + ".")

@@ -16,10 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize.context.apply import check_context, context_parallel, on_context
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
 from parallelize.forwards import argument_of
+from parallelize.fuse_loss import wrong_heads
+from parallelize.generation.stock import install_generation
 from parallelize.gradients import Ledger
-from parallelize.groups import Group, tp_mesh
+from parallelize.groups import Group, mesh_spec, tp_mesh
 from parallelize.handshake import TIMEOUT_S, agree_on, check_replicas, watch_inputs
 from parallelize.installer import Installer
 from parallelize.meta import guard_buffers
@@ -28,7 +31,7 @@ from parallelize.overlap import SiteRow, check_sites
 from parallelize.pipeline.cut import cut_of, part_of
 from parallelize.plan.choose import plan_of
 from parallelize.plan.model import ModelFacts, describe
-from parallelize.plan.resolve import ResolvedPlan, resolve
+from parallelize.plan.resolve import ResolvedPlan, for_base_model, resolve
 from parallelize.plan.schema import Plan
 from parallelize.sharding import Record, Sharder, record_of
 from parallelize.special import check_embedding, check_rms_norm, reads_of_children
@@ -48,7 +51,9 @@ def parallelize_module(
     src_data_rank: int | None = 0,
     sequence_parallel: bool | None = None,
     loss_parallel: bool | None = None,
+    fuse_loss: bool | None = None,
     overlap: str | None = None,
+    ulysses: int = 1,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     check_replicated: bool = False,
@@ -63,8 +68,10 @@ def parallelize_module(
             styles as PyTorch's own function takes it, or None to choose by the model.
         src_data_rank: the rank of the `tp` group whose weights count; None: each rank slices its own.
         sequence_parallel, loss_parallel: over the plan's defaults.
+        fuse_loss: over the plan's default: the head returns `DeferredLogits`, and the loss makes them in chunks of tokens.
         overlap: "auto", "off", "chunked" or "symm_mem" over the plan's default: collectives run beside products. "auto"
             measures link and matmuls once, at the first forward, and overlaps where that pays; `overlap_report` tells.
+        ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too.
         dtype, device: of the stored parameters.
         check_replicated: compare replicated parameters now, and the inputs at each forward, over `tp` by digest.
         handshake_timeout_s: how long ranks wait for each other before any is named as missing.
@@ -83,13 +90,16 @@ def parallelize_module(
         _refuse_overlap_of_styles(overlap)
         return _apply_styles(module, mesh, tp, parallelize_plan, src_data_rank, handshake_timeout_s)
     cut = cut_of(module)
-    model = describe(module) if cut is None else cut.facts
+    whole_model = model = describe(module) if cut is None else cut.facts
     settings = {"dtype": str(dtype), "src_data_rank": str(src_data_rank), "check_replicated": str(check_replicated)}
+    settings |= {"ulysses": str(ulysses)}
     choices = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "overlap": overlap}
+    choices["fuse_loss"] = fuse_loss
     together = _resolved_together(model, mesh, parallelize_plan, choices, settings, handshake_timeout_s)
     model, resolved, whole, sites = together
     with Transaction(module):
         _apply(module, mesh, tp, model, resolved, whole, sites, src_data_rank, dtype, device, check_replicated)
+        context_parallel(module, mesh, whole.plan, ulysses=ulysses, model=whole_model)
     return module
 
 
@@ -109,6 +119,8 @@ def _resolved_together(
         _refuse_twice(model.root)
         resolved = resolve(plan_of(model.root, given).with_options(**choices), model, tp.size())
         facts |= {f"plan {key}": value for key, value in resolved.plan.facts().items()}
+        if on_context(mesh_spec(mesh)):
+            check_context(for_base_model(resolved.plan, model), model, mesh_spec(mesh), int(settings["ulysses"]))
         mine = part_of(model)
         local = resolved.restricted(mine)
         _check_modules(local, mine)
@@ -133,7 +145,7 @@ def _refuse_twice(module: nn.Module) -> None:
 
 def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
     """What can only be seen on the module itself: still before anything is changed."""
-    problems = []
+    problems = wrong_heads(resolved, model)
     for fqn, row in resolved.modules.items():
         module = model.objects[fqn]
         try:
@@ -216,6 +228,7 @@ def _apply(
         whole,
     )
     install_state_hooks(module)
+    install_generation(module)
     guard_buffers(module)
     guard_moves(module)
     refuse_ddp(module)

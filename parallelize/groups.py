@@ -75,6 +75,8 @@ class Group:
     @staticmethod
     def by_key(key: str) -> Group:
         """The group whose `key` stands in a graph or an op's arguments, where only text can stand."""
+        if not key:
+            return Group.alone()
         group = _BY_KEY.get(key)
         if group is not None:
             return group

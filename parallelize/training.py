@@ -1,6 +1,6 @@
 """`parallelize_model`: a stock model on the whole mesh. The order of its text is the order of the work.
 
-cut into stages -> tensor parallelism -> recompute -> ZeRO 3 -> values for a meta model -> ZeRO 0 to 2 -> ties -> dropout
+cut into stages -> tensor parallelism -> context parallelism -> recompute -> ZeRO 3 -> values for a meta model -> ZeRO 0 to 2 -> ties -> dropout
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from torch.optim import Optimizer
 from parallelize.apply import parallelize_module
 from parallelize.checkpoint.weights import load_weights
 from parallelize.clip import clip_grad_norm_
+from parallelize.context.apply import context_parallel
 from parallelize.errors import MeshError, ModelError, Problem
+from parallelize.fuse_loss import fuse_heads
 from parallelize.groups import mesh_spec
-from parallelize.mesh import AXES, MeshSpec, axis_order
+from parallelize.mesh import AXES, DATA_AXES, MeshSpec, axis_order
 from parallelize.pipeline.cut import cut_of, cut_pipeline
 from parallelize.pipeline.engine import Pipeline
 from parallelize.pipeline.schedules import build_schedule
@@ -89,7 +91,9 @@ def parallelize_model(
     cuts: Cuts | None = None,
     sequence_parallel: bool | None = None,
     loss_parallel: bool | None = None,
+    fuse_loss: bool | None = None,
     overlap: str | None = None,
+    ulysses: int = 1,
     recompute: str = "off",
     recompute_every: int = 1,
     recompute_save: str | Sequence[str] | None = None,
@@ -104,7 +108,7 @@ def parallelize_model(
     whole: Collection[str] = (),
     share_inputs: bool = False,
 ) -> ParallelModel:
-    """Put a stock model on a mesh of `pp`, `dp_replicate`, `dp` (or `dp_shard`) and `tp`; axes may be absent.
+    """Put a stock model on a mesh of `pp`, `dp_replicate`, `dp` (or `dp_shard`), `cp` and `tp`; axes may be absent.
 
     Args:
         module: with weights (the same on every rank), or on meta.
@@ -114,7 +118,8 @@ def parallelize_model(
         schedule, num_microbatches, stages_per_rank: of the pipeline; without `pp` a step runs its microbatches in turn.
             num_microbatches defaults to twice the pp size.
         costs, assignment, cuts: where the pipeline is cut: see `cut_pipeline`.
-        sequence_parallel, loss_parallel, overlap: see `parallelize_module`.
+        sequence_parallel, loss_parallel, fuse_loss, overlap: see `parallelize_module`. fuse_loss needs no `tp`.
+        ulysses: ranks of `cp` that trade heads, where the rest forms a ring: see `context_parallel`.
         recompute, recompute_every, recompute_save: "full", "selective" or "off": see `recompute`.
         dtype: of compute (bfloat16): the optimiser then keeps float32 copies, and gradients are summed in float32.
         initialize: for a model on meta: a seed; a folder of weights, ours or in Hugging Face's layout; or a function that
@@ -135,7 +140,12 @@ def parallelize_model(
         cut_pipeline(module, mesh, plan, costs=costs, assignment=assignment, cuts=cuts, **places)
     if "tp" in spec.names:
         options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
-        parallelize_module(module, mesh, plan, overlap=overlap, **options)
+        options |= {"fuse_loss": fuse_loss, "overlap": overlap, "ulysses": ulysses}
+        parallelize_module(module, mesh, plan, **options)
+    else:
+        if fuse_loss or (fuse_loss is None and chosen is not None and chosen.fuse_loss):
+            fuse_heads(module, chosen)
+        context_parallel(module, mesh, plan, ulysses=ulysses)
     if recompute != "off":
         recompute_units(module, recompute, every=recompute_every, save=recompute_save, plan=chosen)
     _share_out(module, mesh, spec, zero, dtype, reduce_dtype, defer, lambda: _fill(module, mesh, device, initialize))
@@ -170,7 +180,7 @@ def _share_out(
     fill: Callable[[], None],
 ) -> None:
     """ZeRO, and values for a model on meta: stage 3 cuts before anything is allocated, the others copy what is there."""
-    has_data = bool({"dp_replicate", "dp", "dp_shard"} & set(spec.names))
+    has_data = bool(set(DATA_AXES) & set(spec.names))
     options: dict[str, Any] = {"dtype": dtype, "reduce_dtype": reduce_dtype, "defer": defer}
     if zero == 3:
         shard_data(module, mesh, 3, **options)
@@ -210,8 +220,8 @@ def _check(
     """Mistakes that need no rank but this one."""
     problems = []
     for axis in spec.names:
-        if axis not in AXES or axis in ("cp", "ep"):
-            fix = "name axes pp, dp_replicate, dp (or dp_shard) and tp"
+        if axis not in AXES or axis == "ep":
+            fix = "name axes pp, dp_replicate, dp (or dp_shard), cp and tp"
             problems.append(Problem("unknown-axis", f"parallelize_model knows no axis {axis!r}", fix=fix))
     problems += axis_order(spec, zero)
     if {"dp", "dp_shard"} <= set(spec.names):
@@ -231,6 +241,9 @@ def _check(
     if cut_of(module) is not None or data_of(module) is not None:
         what = "a part of this work has been done on the model already"
         raise ModelError(Problem("wrong-order", what, fix="call parallelize_model alone, or each part by itself"))
+    if _drops(module) and "cp" in spec.names and spec.size("cp") > 1:
+        what = "the model drops out, and masks over the rows of cp are not known"
+        raise ModelError(Problem("dropout-over-cp", what, fix="dropout 0 in the model's config, or a mesh without cp"))
     if _drops(module):
         refused = refused_modules(module)
         if refused:

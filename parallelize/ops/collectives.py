@@ -105,7 +105,7 @@ class _Gather(Function):
     def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, full: int, partial: bool) -> torch.Tensor:
         ctx.args = group, dim, x.shape[dim], partial
         rows = -(-full // group.size)
-        padded = x if x.shape[dim] == rows else _pad(x, dim, rows)
+        padded = x if x.shape[dim] == rows else pad_to(x, dim, rows)
         return tape.sent("all_gather", gather_dim, padded, group, dim, full)
 
     @staticmethod
@@ -245,13 +245,13 @@ def split_dim(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     rows = -(-x.shape[dim] // group.size)
     start, stop = even_interval(x.shape[dim], group.size, group.rank)
     own = x.narrow(dim, start, stop - start)
-    return own.contiguous() if stop - start == rows else _pad(own, dim, rows).contiguous()
+    return own.contiguous() if stop - start == rows else pad_to(own, dim, rows).contiguous()
 
 
 def gather_uneven(x: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:
     """Parts as `torch.chunk` cuts them, padded or not -> all `full` rows. No autograd."""
     rows = -(-full // group.size)
-    return gather_dim(x if x.shape[dim] == rows else _pad(x, dim, rows), group, dim, full)
+    return gather_dim(x if x.shape[dim] == rows else pad_to(x, dim, rows), group, dim, full)
 
 
 def exchange_dims(x: torch.Tensor, group: Group, split: int, concat: int, full: int) -> torch.Tensor:
@@ -279,11 +279,11 @@ def _blocks(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
     """[.., S, ..] -> contiguous [parts, .., ceil(S/parts), ..]."""
     rows = -(-x.shape[dim] // parts)
     if x.shape[dim] != rows * parts:
-        x = _pad(x, dim, rows * parts)
+        x = pad_to(x, dim, rows * parts)
     return x.unflatten(dim, (parts, rows)).movedim(dim, 0).contiguous()
 
 
-def _pad(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+def pad_to(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     """Zeros at the end of `dim`, up to `size`."""
     after = [0, 0] * (x.ndim - 1 - dim) + [0, size - x.shape[dim]]
     return F.pad(x, after)

@@ -72,6 +72,13 @@ class Exchange:
         self._steps.append(step)
         return step
 
+    def finish(self, step: Step) -> None:
+        """Wait until a step has gone out as well as come in, and let go of its tensors. Raises: as `Step.wait`."""
+        step.wait()
+        for work in step.sent:
+            work.wait()
+        self._steps.remove(step)
+
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         failure = None
         for step in self._steps:

@@ -19,7 +19,8 @@ import torch
 from parallelize.groups import Group
 from parallelize.ops import pipeline
 from parallelize.ops.collectives import refuse_double_backward
-from parallelize.ops.linears import LIBRARY, NAMESPACE, weight_gradient
+from parallelize.ops.library import LIBRARY, NAMESPACE
+from parallelize.ops.linears import weight_gradient
 from parallelize.ops.shards import flat
 
 T = torch.Tensor

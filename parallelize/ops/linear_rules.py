@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from parallelize.errors import Problem, ShapeError
 from parallelize.groups import Group
-from parallelize.ops.linears import LIBRARY, NAMESPACE
+from parallelize.ops.library import LIBRARY, NAMESPACE
 
 T = torch.Tensor
 _ops = torch.ops.parallelize

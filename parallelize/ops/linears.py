@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +24,11 @@ from parallelize.groups import Group
 from parallelize.layout import even_interval
 from parallelize.ops import pipeline, symmetric
 from parallelize.ops.agreement import agree_on_first
+from parallelize.ops.library import define, fake
 from parallelize.ops.pipeline import Sum, Thunk
 from parallelize.ops.shards import Box, as_rows, flat, merged, take
 
 T = torch.Tensor
-NAMESPACE = "parallelize"
-LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 _WGRAD_PIECES = 4  # a weight gradient beside a two-phase reduction is computed in so many runs of its rows
 
 
@@ -38,38 +36,6 @@ def steps_of(way: str) -> int:
     """Pieces a shard; 0 for no overlap. What symmetric memory has no kernel for is done in pieces over the same group."""
     kind, _, number = way.partition("/")
     return int(number) if kind == "chunked" else 4 if kind == "symm_mem" else 0
-
-
-Kernel = Callable[..., Any]
-KERNELS: dict[str, Kernel] = {}  # by name; they take a Group where the op takes its key
-_GROUP_AT: dict[str, int] = {}
-
-
-def _op(schema: str) -> Callable[[Kernel], Kernel]:
-    """Define an op by its schema; the decorated function is its kernel on every device."""
-    name, _, arguments = schema.partition("(")
-    at = [text.split()[1] for text in arguments.partition(")")[0].split(", ")].index("group")
-    LIBRARY.define(schema)
-
-    def kernel(function: Kernel) -> Kernel:
-        KERNELS[name], _GROUP_AT[name] = function, at
-        LIBRARY.impl(name, lambda *args: function(*with_group(name, args, Group.by_key(args[at]))), _EVERY_DEVICE)
-        return function
-
-    return kernel
-
-
-def with_group(name: str, args: tuple, group: Any) -> tuple:
-    """An op's arguments with the group itself in the place of its key."""
-    at = _GROUP_AT[name]
-    return (*args[:at], group, *args[at + 1 :])
-
-
-def group_key(name: str, args: tuple) -> str:
-    return args[_GROUP_AT[name]]
-
-
-_EVERY_DEVICE = "CompositeExplicitAutograd"
 
 
 def _line(op: str, x: T, other: T, whole: Sequence[int], dim: int | None, *notes: str) -> str:
@@ -98,7 +64,7 @@ def _scatter(way: str) -> Callable:
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
-@_op(
+@define(
     "all_gather_linear(Tensor x, Tensor[] weights, Tensor[] biases, int dim, SymInt full, str group, str way, bool keep) "
     "-> Tensor[]"
 )
@@ -118,7 +84,7 @@ def _all_gather_linear(
 _SAVE = {True: "gathered", False: "shard"}
 
 
-@_op(
+@define(
     "all_gather_linear_backward(Tensor[] grads, Tensor? other, Tensor rows, Tensor[] weights, bool gathered, "
     "bool input_grad, bool[] weight_grads, int dim, SymInt full, str group, str way) -> Tensor[]"
 )
@@ -162,13 +128,13 @@ def _all_gather_linear_backward(
         return scatter(gather.gathered, [gather.finish] if steps_of(way) else [])
 
 
-@_op("linear_reduce_scatter(Tensor x, Tensor weight, int dim, str group, str way) -> Tensor")
+@define("linear_reduce_scatter(Tensor x, Tensor weight, int dim, str group, str way) -> Tensor")
 def _linear_reduce_scatter(x: T, weight: T, dim: int, team: Group, way: str) -> T:
     way, line = _settled(team, x, way, _line("linear_reduce_scatter", x, weight, (*x.shape[:-1], len(weight)), dim))
     return _scatter(way)(Sum([(x, weight.t())]), dim, team, line=line)
 
 
-@_op(
+@define(
     "linear_reduce_scatter_backward(Tensor grad, Tensor x, Tensor weight, bool input_grad, bool weight_grad, int dim, "
     "str group, str way) -> Tensor[]"
 )
@@ -199,20 +165,20 @@ def _linear_reduce_scatter_backward(
     return [dx, dw, whole]
 
 
-@_op("linear_all_reduce(Tensor x, Tensor weight, str group, str way) -> Tensor")
+@define("linear_all_reduce(Tensor x, Tensor weight, str group, str way) -> Tensor")
 def _linear_all_reduce(x: T, weight: T, team: Group, way: str) -> T:
     way, line = _settled(team, x, way, _line("linear_all_reduce", x, weight, (*x.shape[:-1], len(weight)), None))
     return pipeline.reduce_products(Sum([(x, weight.t())]), team, steps_of(way), line=line)
 
 
-@_op("column_linear(Tensor x, Tensor[] weights, Tensor[] biases, str group, str way) -> Tensor[]")
+@define("column_linear(Tensor x, Tensor[] weights, Tensor[] biases, str group, str way) -> Tensor[]")
 def _column_linear(x: T, weights: list[T], biases: list[T], team: Group, way: str) -> list[T]:
     x = x if not weights or x.dtype == weights[0].dtype else x.to(weights[0].dtype)
     given = [bias if bias.numel() else None for bias in biases] or [None] * len(weights)
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, given, strict=True)]
 
 
-@_op(
+@define(
     "column_linear_backward(Tensor[] grads, Tensor x, Tensor[] weights, bool[] weight_grads, str group, str way) -> "
     "Tensor[]"
 )
@@ -258,46 +224,42 @@ def _weight_gradient_of(grad: T, rows: T, weight: T) -> T:
 # -- fake kernels: shapes on one rank ---------------------------------------------------------------------------------
 
 
-def _fake(name: str) -> Callable[[Callable], Callable]:
-    return torch.library.register_fake(f"{NAMESPACE}::{name}", lib=LIBRARY)
-
-
-@_fake("all_gather_linear")
+@fake("all_gather_linear")
 def _(x, weights, biases, dim, full, group, way, keep):
     shape = (*x.shape[:dim], full, *x.shape[dim + 1 :])
     outs = [weight.new_empty((*shape[:-1], weight.shape[0])) for weight in weights]
     return [*outs, x.new_empty(shape if keep else 0)]
 
 
-@_fake("all_gather_linear_backward")
+@fake("all_gather_linear_backward")
 def _(grads, other, rows, weights, gathered, input_grad, weight_grads, dim, full, group, way):
     dws = [torch.empty_like(weight) for weight, want in zip(weights, weight_grads, strict=True) if want]
     return [_own_rows(grads[0] if grads else other, dim, rows.shape[-1], group), *dws] if input_grad else dws
 
 
-@_fake("linear_reduce_scatter")
+@fake("linear_reduce_scatter")
 def _(x, weight, dim, group, way):
     return _own_rows(x, dim, weight.shape[0], group).to(weight.dtype)
 
 
-@_fake("linear_reduce_scatter_backward")
+@fake("linear_reduce_scatter_backward")
 def _(grad, x, weight, input_grad, weight_grad, dim, group, way):
     whole = grad.new_empty((*x.shape[:-1], weight.shape[0]))
     dx = [grad.new_empty(x.shape)] if input_grad else []
     return [*dx, *([torch.empty_like(weight)] if weight_grad else []), whole]
 
 
-@_fake("linear_all_reduce")
+@fake("linear_all_reduce")
 def _(x, weight, group, way):
     return weight.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@_fake("column_linear")
+@fake("column_linear")
 def _(x, weights, biases, group, way):
     return [weight.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
 
 
-@_fake("column_linear_backward")
+@fake("column_linear_backward")
 def _(grads, x, weights, weight_grads, group, way):
     dws = [torch.empty_like(weight) for weight, want in zip(weights, weight_grads, strict=True) if want]
     return [grads[0].new_empty(x.shape), *dws]

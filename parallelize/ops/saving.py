@@ -5,11 +5,12 @@
 | matmul          | products with weights: mm, addmm, scaled and grouped mm   | T x F of each linear                            |
 | batched_matmul  | bmm, baddbmm: in eager attention the scores, T^2 a head   | their results                                   |
 | attention       | the fused attention kernels                               | T x heads x head_dim, and its statistics        |
-| collectives     | the four below                                            | their sum                                       |
+| collectives     | the five below                                            | their sum                                       |
 | all_reduce      | sums of planned blocks                                    | T x hidden of each                              |
 | all_gather      | rows gathered for planned blocks                          | P x T x hidden of each, P ranks                 |
 | reduce_scatter  | own rows of sums                                          | T x hidden of each                              |
 | all_to_all      | traded shards                                             | as large as what is sent                        |
+| ring_attention  | attention over `cp`, with its statistics                  | T x heads x head_dim                            |
 | functional_collectives | PyTorch's functional collectives in the module's own code, DTensor's among them | their results |
 | aten.mm, ...    | any one op                                                | its results                                     |
 
@@ -38,9 +39,9 @@ from parallelize import _torch_private as private
 from parallelize.errors import PlanError, Problem, did_you_mean
 from parallelize.groups import Group
 from parallelize.ops import tape
-from parallelize.ops.linears import KERNELS, LIBRARY, group_key, with_group
+from parallelize.ops.library import KERNELS, LIBRARY, group_key, with_group
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring_attention")
 DEFAULT = ("matmul", "attention", "collectives")
 _LINEARS = {
     "all_gather_linear": "all_gather",
@@ -62,6 +63,7 @@ _GROUPS = {
         "aten._flash_attention_forward",
         "aten._efficient_attention_forward",
         "higher_order.flex_attention",
+        "parallelize.ring_attention",
     ),
     "functional_collectives": tuple(
         f"_c10d_functional.{name}"
@@ -73,6 +75,7 @@ _TRACED = {
     "all_gather": ("all_gather_into_tensor",),
     "reduce_scatter": ("reduce_scatter_tensor",),
     "all_to_all": ("all_to_all_single",),
+    "ring_attention": (),
 }
 # what the code around planned collectives runs, which a replay that sends nothing leaves out
 _OWN_OPS = {"clone", "copy", "cat", "constant_pad_nd", "empty", "new_empty", "zeros", "fill"}

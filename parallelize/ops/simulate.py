@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
 from parallelize.groups import Group
-from parallelize.ops.linears import KERNELS, LIBRARY, NAMESPACE, group_key, with_group
+from parallelize.ops.library import KERNELS, LIBRARY, NAMESPACE, group_key, with_group
 
 T = torch.Tensor
 _TIMEOUT_S = 60.0

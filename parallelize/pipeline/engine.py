@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.context.sequences import own_targets
+from parallelize.context.state import context_of
 from parallelize.errors import ModelError, Problem
 from parallelize.groups import Group, axis_group, mesh_spec
 from parallelize.handshake import TIMEOUT_S, agree_on
@@ -87,6 +89,7 @@ class Pipeline:
         self._overlaps = record is not None and bool(getattr(record.overlap, "sites", ()))
         self.runner = _runner(module, self.cut, record.region if record is not None else None)
         self.ties = ties_of(module)
+        self.context = context_of(module)
         self.everyone = axis_group(mesh, *self.spec.names)
         self._headers: Headers = {}
         self._known: set[tuple] = set()
@@ -176,9 +179,10 @@ class Pipeline:
     # -- parts ----------------------------------------------------------------------------------------------------
 
     def _shared(self, args: tuple, kwargs: dict, targets: Any) -> tuple[tuple, dict, Any]:
-        if not self.share_inputs:
-            return args, kwargs, targets
-        return share((args, kwargs, targets), self.group, self.device)
+        """The inputs of this data rank; on `cp` the model takes its own rows of them, and targets are cut here."""
+        if self.share_inputs:
+            args, kwargs, targets = share((args, kwargs, targets), self.group, self.device)
+        return args, kwargs, targets if self.context is None else own_targets(self.context, targets)
 
     def _total(self, targets: Any) -> T:
         """What the loss is divided by: a count over all data ranks. One scalar all-reduce."""

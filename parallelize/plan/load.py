@@ -14,7 +14,7 @@ import yaml
 from parallelize.errors import PlanError, Problem, did_you_mean, near
 from parallelize.plan.nodes import Reader, compose, is_decimal
 from parallelize.plan.pattern import check_pattern
-from parallelize.plan.schema import SCHEMA_VERSION, Cuts, LocalAttribute, Plan, Region, Rule, Size, Tie
+from parallelize.plan.schema import ATTENTION, SCHEMA_VERSION, Cuts, LocalAttribute, Plan, Region, Rule, Size, Tie
 from parallelize.styles.contract import OVERLAPS
 from parallelize.styles.text import parse_style
 
@@ -32,6 +32,8 @@ KEYS = {
     "ties",
     "zero",
     "recompute",
+    "attention",
+    "positions",
 }
 
 
@@ -86,7 +88,7 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
     top = reader.known(compose(text, source), "the plan", KEYS)
     _check_version(reader, top, source)
     defaults = (
-        reader.known(top["defaults"], "defaults", {"sequence_parallel", "loss_parallel", "overlap"})
+        reader.known(top["defaults"], "defaults", {"sequence_parallel", "loss_parallel", "fuse_loss", "overlap"})
         if "defaults" in top
         else {}
     )
@@ -104,8 +106,11 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
         ties=tuple(_ties(reader, top)),
         zero_units=_units(reader, top, "zero"),
         recompute_units=_units(reader, top, "recompute"),
+        attention=tuple(_attention(reader, top)),
+        positions=(reader.text(top["positions"], "positions") if "positions" in top else None) or "position_ids",
         sequence_parallel=_default(reader, defaults, "sequence_parallel"),
         loss_parallel=_default(reader, defaults, "loss_parallel"),
+        fuse_loss=_default(reader, defaults, "fuse_loss"),
         overlap=_overlap(reader, defaults),
         source=source,
     )
@@ -278,6 +283,18 @@ def _units(reader: Reader, top: dict[str, yaml.Node], key: str) -> tuple[str, ..
         except PlanError as error:
             reader.problems.extend(error.problems)
     return units
+
+
+def _attention(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[tuple[str, str]]:
+    for pattern, key_node, node in reader.mapping(top["attention"], "attention") if "attention" in top else ():
+        kind = reader.text(node, f"the attention of {pattern}")
+        if kind is not None and kind not in ATTENTION:
+            reader.wrong(node, "bad-value", f"the attention of {pattern} is {kind!r}", "one of: " + ", ".join(ATTENTION))
+        try:
+            check_pattern(pattern, reader.where(key_node))
+            yield pattern, kind or ATTENTION[0]
+        except PlanError as error:
+            reader.problems.extend(error.problems)
 
 
 def _check_sizes(reader: Reader, plan: Plan) -> None:

@@ -116,6 +116,7 @@ def for_base_model(plan: Plan, model: ModelFacts) -> Plan:
         ties=tuple(replace(tie, members=mine(tie.members)) for tie in plan.ties if len(mine(tie.members)) > 1),
         zero_units=mine(plan.zero_units),
         recompute_units=mine(plan.recompute_units),
+        attention=tuple((cut(name), kind) for name, kind in plan.attention if name.startswith(prefix)),
         rules=tuple(replace(rule, pattern=cut(rule.pattern)) for rule in plan.rules if rule.pattern.startswith(prefix)),
         local=tuple(replace(item, pattern=cut(item.pattern)) for item in plan.local if item.pattern.startswith(prefix)),
         region=region,
@@ -244,6 +245,7 @@ class _Resolver:
             place = Place(
                 sequence_parallel=region is not None and self._inside(name, region, self.plan.region),
                 loss_parallel=self.plan.loss_parallel,
+                fuse_loss=self.plan.fuse_loss,
                 input_gathered=any(above in gathered for above in _above(name)),
             )
             if place.sequence_parallel and not place.input_gathered:
@@ -264,10 +266,13 @@ class _Resolver:
 
     def _check_vocabulary(self, modules: dict[str, ModuleRow]) -> None:
         """Loss parallelism needs a head that keeps its logits sharded, and says so."""
-        if self.plan.loss_parallel and not any(row.contract.leave is Edge.VOCABULARY for row in modules.values()):
-            fix = "give the head `colwise(output=vocabulary)`, or turn loss_parallel off"
-            what = "loss_parallel is on, and no rule keeps logits sharded over the vocabulary"
-            self.problems.append(Problem("no-vocabulary-output", what, self.plan.source, fix=fix))
+        if any(row.contract.leave is Edge.VOCABULARY for row in modules.values()):
+            return
+        for choice in ("loss_parallel", "fuse_loss"):
+            if getattr(self.plan, choice):
+                fix = f"give the head `colwise(output=vocabulary)`, or turn {choice} off"
+                what = f"{choice} is on, and no rule keeps logits sharded over the vocabulary"
+                self.problems.append(Problem("no-vocabulary-output", what, self.plan.source, fix=fix))
 
     def _check_region(self, region: RegionRow | None, modules: dict[str, ModuleRow]) -> None:
         """The region's own edges need their places free."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from parallelize.styles.text import StyleText
 
 SCHEMA_VERSION = 1
+ATTENTION = ("causal", "bidirectional")
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,22 @@ class Plan:
     ties: tuple[Tie, ...] = ()
     zero_units: tuple[str, ...] = ()
     recompute_units: tuple[str, ...] = ()
+    attention: tuple[tuple[str, str], ...] = ()  # (pattern, one of ATTENTION)
+    positions: str = "position_ids"  # the argument that takes positions in the whole sequence, or "none"
     sequence_parallel: bool = False
     loss_parallel: bool = False
+    fuse_loss: bool = False
     overlap: str = "off"  # one of styles.contract.OVERLAPS
     source: str = ""
     unclaimed: str = "refuse"  # "refuse", or "replicate" for plans that were translated
 
     def with_options(
-        self, *, sequence_parallel: bool | None, loss_parallel: bool | None, overlap: str | None = None
+        self,
+        *,
+        sequence_parallel: bool | None,
+        loss_parallel: bool | None,
+        overlap: str | None = None,
+        fuse_loss: bool | None = None,
     ) -> Plan:
         """The same plan with the caller's choices over the file's defaults (None keeps the default)."""
         return replace(
@@ -130,6 +139,7 @@ class Plan:
             sequence_parallel=self.sequence_parallel if sequence_parallel is None else sequence_parallel,
             loss_parallel=self.loss_parallel if loss_parallel is None else loss_parallel,
             overlap=self.overlap if overlap is None else overlap,
+            fuse_loss=self.fuse_loss if fuse_loss is None else fuse_loss,
         )
 
     def facts(self) -> dict[str, str]:
@@ -142,7 +152,10 @@ class Plan:
         facts["region"] = f"{self.region.layers} {self.region.leave}" if self.region else ""
         facts["sequence_parallel"] = str(self.sequence_parallel)
         facts["loss_parallel"] = str(self.loss_parallel)
+        facts["fuse_loss"] = str(self.fuse_loss)
         facts["overlap"] = self.overlap
+        facts |= {f"attention {pattern}": kind for pattern, kind in self.attention}
+        facts["positions"] = self.positions
         return facts
 
     def digest(self) -> str:

@@ -21,7 +21,7 @@ from parallelize import (
 from parallelize.errors import ModelError, ShapeError
 from parallelize.groups import Group
 from parallelize.ops import pipeline
-from parallelize.ops.linears import KERNELS
+from parallelize.ops.library import KERNELS
 from tests.support.linears import OPS, Case
 from tests.support.threads import run_ranks
 

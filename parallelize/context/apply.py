@@ -1,0 +1,157 @@
+"""`cp` applied to a model: whole sequences in, own rows through the model, attention over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize.context.inputs import Inputs
+from parallelize.context.state import Attention, Context, context_of
+from parallelize.context.stock import NAME, Unmet, register, rerouted
+from parallelize.errors import MeshError, ModelError, PlanError, Problem
+from parallelize.groups import mesh_spec
+from parallelize.local_config import LocalConfig
+from parallelize.mesh import MeshSpec
+from parallelize.plan.choose import plan_of
+from parallelize.plan.model import ModelFacts, describe
+from parallelize.plan.pattern import alternatives, matches
+from parallelize.plan.resolve import for_base_model
+from parallelize.plan.schema import Plan
+from parallelize.transaction import Transaction
+
+
+def context_parallel(
+    module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, ulysses: int = 1, model: ModelFacts | None = None
+) -> nn.Module:
+    """Let a stock module take rows of its sequences to the ranks of the mesh's `cp` axis, in place, and return it.
+
+    The module is then called with whole sequences, the same on every rank of cp; each keeps its own rows, and its output has
+    those rows: see `split_sequence` and `gather_sequence`. Gradients of parameters are this rank's part of the sum over cp,
+    which `shard_data` (and `parallelize_model`) add up, as those of any data axis.
+
+    Args:
+        plan: as for `parallelize_module`; its `attention:` names the modules whose attention goes over cp.
+        ulysses: ranks that trade heads by all-to-all; the others form a ring. 1: a ring alone; the size of cp: none.
+        model: of the whole model, where a part of it lies here.
+
+    Raises: MeshError `bad-ulysses`; PlanError `no-attention`, `unmatched-attention`; ModelError `no-positions`,
+        `already-parallelized`, `length-dependent-rotary`.
+    """
+    spec = mesh_spec(mesh)
+    if not on_context(spec):
+        return module
+    facts = model if model is not None else describe(module)
+    chosen = for_base_model(plan_of(module, plan), facts)
+    attention = check_context(chosen, facts, spec, ulysses)
+    if context_of(module) is not None:
+        raise ModelError(Problem("already-parallelized", f"{type(module).__name__} is on cp", fix="apply it once"))
+    inputs = Inputs(module, chosen.positions)
+    with Transaction(module):
+        _install(module, Context(mesh, attention, ulysses), inputs)
+    return module
+
+
+def on_context(spec: MeshSpec) -> bool:
+    """Whether a mesh has ranks along `cp`."""
+    return "cp" in spec.names and spec.size("cp") > 1
+
+
+def check_context(plan: Plan, model: ModelFacts, spec: MeshSpec, ulysses: int) -> dict[str, str]:
+    """Module name -> kind of its attention. Raises: as `context_parallel`, but for what only the module tells."""
+    size = spec.size("cp")
+    if ulysses < 1 or size % ulysses:
+        fix = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        what = f"ulysses is {ulysses}, which does not divide cp (size {size})"
+        raise MeshError(Problem("bad-ulysses", what, fix=f"one of: {fix}"))
+    found = dict(_attention(plan, model))
+    rotary = _changing_rotary(model.config)
+    if rotary:
+        what = f"the rotary table is {rotary}: it changes with the longest position that a rank sees"
+        raise ModelError(Problem("length-dependent-rotary", what, fix="leave this model off cp"))
+    return found
+
+
+def _attention(plan: Plan, model: ModelFacts) -> Iterator[tuple[str, str]]:
+    if not plan.attention:
+        what = f"the plan {plan.name} does not say which modules attend"
+        raise PlanError(Problem("no-attention", what, plan.source, fix="attention: {model.layers.*.self_attn: causal}"))
+    for pattern, kind in plan.attention:
+        for one in alternatives(pattern):
+            names = [name for name in model.modules if matches(one, name)]
+            if not names:
+                what = f"`attention: {one}` names no module of {type(model.root).__name__}"
+                raise PlanError(Problem("unmatched-attention", what, plan.source, fix="see model.named_modules()"))
+            yield from ((name, kind) for name in names)
+
+
+def _changing_rotary(config: Any) -> str:
+    """Kinds of rotary tables whose numbers depend on how long the sequence is."""
+    for name in ("rope_parameters", "rope_scaling"):
+        given = getattr(config, name, None)
+        for one in (given, *given.values()) if isinstance(given, dict) else ():
+            kind = one.get("rope_type", one.get("type")) if isinstance(one, dict) else None
+            if kind in ("dynamic", "longrope"):
+                return str(kind)
+    return ""
+
+
+def _install(module: nn.Module, context: Context, inputs: Inputs) -> None:
+    registered = hasattr(getattr(module, "config", None), "_attn_implementation")
+    if registered:
+        register()
+    present = dict(module.named_modules())
+    for fqn, kind in context.attention.items():
+        if fqn not in present:  # on another stage of the pipeline
+            continue
+        site = Attention(context, fqn, kind)
+        present[fqn].__dict__["_parallelize_attention"] = site
+        if not registered:
+            site.stock = present[fqn].__dict__.get("forward")
+            present[fqn].__dict__["forward"] = MethodType(rerouted, present[fqn])
+    if registered:
+        for inner in present.values():
+            if hasattr(inner.__dict__.get("config"), "_attn_implementation"):
+                inner.config = LocalConfig(inner.config, {"_attn_implementation": NAME})
+    module.__dict__["_parallelize_context"] = context
+    module.__dict__["_context_call"] = _Call(inputs, module.__dict__.get("forward"))
+    module.__dict__["forward"] = MethodType(_over_cp, module)
+
+
+class _Call:
+    """The root's own call: its inputs, and the forward that it had."""
+
+    def __init__(self, inputs: Inputs, stock: Any):
+        self.inputs, self.stock = inputs, stock
+
+
+def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The root's forward, on own rows."""
+    context, call = self._parallelize_context, self._context_call
+    args, kwargs = call.inputs.own_rows(context, args, kwargs)
+    forward = call.stock or MethodType(type(self).forward, self)
+    try:
+        if context.checked:
+            return forward(*args, **kwargs)
+        with Unmet():
+            out = forward(*args, **kwargs)
+        _check_met(self, context)
+        return out
+    finally:
+        context.now = None
+
+
+def _check_met(module: nn.Module, context: Context) -> None:
+    """After the first forward: a planned module that computes attention by itself saw this rank's rows alone."""
+    here = dict(module.named_modules())
+    silent = [fqn for fqn in context.attention if fqn in here and fqn not in context.attended]
+    if silent:
+        what = f"{silent[0]} and {len(silent) - 1} more planned modules never call attention"
+        fix = (
+            "attention by F.scaled_dot_product_attention or the interface of transformers, in the module that is named"
+        )
+        raise ModelError(Problem("no-attention-call", what, fix=fix))
+    context.checked = True

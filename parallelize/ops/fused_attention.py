@@ -1,0 +1,62 @@
+"""The fused attention kernels that give, and take back, each row's log-sum: the CPU's, and CUDA's flash attention.
+
+The public `scaled_dot_product_attention` keeps that number to itself, so the dispatcher ops below it are called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+T = torch.Tensor
+_CPU: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_CPU_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+_CUDA: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
+_CUDA_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
+_CUDA_WIDTH = 256  # the widest head of flash attention
+
+
+def serves(q: T, k: T, v: T, masked: bool) -> bool:
+    """Whether a fused kernel takes these tensors. On meta the CPU's stands for all (see `analysis.attention`)."""
+    if q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel():
+        return False
+    if q.device.type in ("cpu", "meta"):
+        return _CPU is not None
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and half and not masked and q.shape[-1] <= _CUDA_WIDTH and _CUDA is not None
+
+
+def forward(q: T, k: T, v: T, mask: T | None, causal: bool, scale: float) -> tuple[T, T]:
+    """(output [B, H, S, D], log-sums [B, H, S] in float32 at least). `mask` is added to the scores, in q's dtype."""
+    if not q.is_cuda:
+        out, lse = _CPU(q, *_shared(q, k, v), 0.0, causal, attn_mask=mask, scale=scale)
+        return out, lse
+    out, lse, *_ = _CUDA(q, *_shared(q, k, v), 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def backward(grad: T, q: T, k: T, v: T, out: T, lse: T, mask: T | None, causal: bool, scale: float) -> tuple[T, T, T]:
+    """Gradients of q, k and v, by the output and log-sums of whole rows, of which this may be a part."""
+    wide = _shared(q, k, v)
+    if not q.is_cuda:
+        dq, dk, dv = _CPU_BACKWARD(grad, q, *wide, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    else:
+        rows, columns = q.shape[2], k.shape[2]
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+        rest = (None, None, rows, columns, 0.0, causal, seed, seed.new_empty(()))
+        dq, dk, dv = _CUDA_BACKWARD(grad, q, *wide, out, lse, *rest, scale=scale)
+    return dq, _summed(dk, k), _summed(dv, v)
+
+
+def _shared(q: T, k: T, v: T) -> tuple[T, T]:
+    """Key and value heads, one for each query head: the kernels' backwards know of no groups."""
+    times = q.shape[1] // k.shape[1]
+    return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+
+
+def _summed(grad: T, like: T) -> T:
+    """The gradient of heads that were shared."""
+    if grad.shape[1] == like.shape[1]:
+        return grad
+    return grad.unflatten(1, (like.shape[1], -1)).sum(2)

@@ -1,0 +1,90 @@
+"""A stock model on a mesh with `cp` against the same model alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from parallelize import build_mesh, full_gradients, full_parameter, parallelize_model
+from tests.support.models import tiny_model
+from tests.support.parity import worst
+
+LEARNING_RATE = 0.05
+
+
+def batch_of(length: int, rows: int = 2, vocab: int = 67) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids, and targets of which some do not count: more in the first half, so that ranks have unequal shares."""
+    torch.manual_seed(3)
+    ids, targets = torch.randint(3, vocab, (2, rows, length))
+    targets[:, : length // 3] = -100
+    return ids, targets
+
+
+def alone(model: Any, ids: torch.Tensor, targets: torch.Tensor, **inputs: Any) -> dict[str, torch.Tensor]:
+    """Loss, gradients and the weights after a step of SGD, in one process."""
+    model = copy.deepcopy(model)
+    with _softmax_in_float64():
+        logits = model(input_ids=ids, **inputs).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    found = {"loss": loss.detach()}
+    found |= {f"grad {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p -= LEARNING_RATE * p.grad
+    return found | {f"weight {name}": p.detach() for name, p in model.named_parameters()}
+
+
+@contextmanager
+def _softmax_in_float64() -> Iterator[None]:
+    """Eager attention of `transformers` rounds its weights to float32, which would be the reference's own error."""
+    stock = F.softmax
+
+    def softmax(x: torch.Tensor, dim: int = -1, dtype: Any = None, **rest: Any) -> torch.Tensor:
+        return stock(x, dim, dtype=x.dtype if x.dtype == torch.float64 else dtype)
+
+    with mock.patch.object(F, "softmax", softmax):
+        yield
+
+
+def on_mesh(
+    model: Any, sizes: dict[str, int], ids: torch.Tensor, targets: torch.Tensor, inputs: dict[str, Any], **options: Any
+) -> dict[str, torch.Tensor]:
+    """The same on a mesh; call it on every rank. Data ranks beside cp share out the batch."""
+    model = copy.deepcopy(model)
+    names = [name for name, _ in model.named_parameters()]
+    mesh = build_mesh("cpu", **sizes)
+    if sizes.get("dp", 1) > 1:
+        at, parts = mesh.get_local_rank("dp"), sizes["dp"]
+        ids, targets = ids.chunk(parts)[at], targets.chunk(parts)[at]
+        inputs = {key: value.chunk(parts)[at] if len(value) > 1 else value for key, value in inputs.items()}
+    parallel = parallelize_model(model, mesh, **options)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
+    loss = parallel.step(input_ids=ids, targets=targets, **inputs)
+    found = {"loss": loss.detach()}
+    if options.get("zero", 0) < 2:
+        found |= {f"grad {name}": grad for name, grad in full_gradients(parallel.module).items()}
+    optimizer.step()
+    here = [name for name in names if name in dict(parallel.module.named_parameters())]
+    return found | {f"weight {name}": full_parameter(parallel.module, name) for name in here}
+
+
+def error_of(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The worst relative error of losses, gradients and weights, each among its own kind."""
+    errors = []
+    for kind in ("loss", "grad", "weight"):
+        mine = {name: value for name, value in found.items() if name.startswith(kind)}
+        if mine:
+            errors.append(worst(mine, {name: want[name] for name in mine}))
+    return max(errors)
+
+
+def family(name: str, dtype: torch.dtype = torch.float64, **overrides: Any) -> Any:
+    return tiny_model(name, dtype, **overrides)

@@ -20,8 +20,12 @@ _PUBLIC = {
     "parallelize.checkpoint.export": ["save_pretrained"],
     "parallelize.checkpoint.pretrained": ["load_pretrained"],
     "parallelize.checkpoint.rebuild": ["Rebuilt", "rebuild"],
+    "parallelize.context.apply": ["context_parallel"],
+    "parallelize.context.inputs": ["next_tokens"],
+    "parallelize.context.sequences": ["gather_sequence", "split_sequence"],
     "parallelize.clip": ["clip_grad_norm_"],
     "parallelize.data": ["GlobalBatches"],
+    "parallelize.deferred_logits": ["DeferredLogits"],
     "parallelize.errors": [
         "CheckpointError",
         "GradientError",
@@ -34,11 +38,18 @@ _PUBLIC = {
         "Problem",
         "ShapeError",
     ],
+    "parallelize.generation.loop": ["generate"],
     "parallelize.groups": ["axis_group", "build_mesh", "destroy_groups", "group_for", "mesh_spec"],
     "parallelize.hardware": ["LinkProfile"],
     "parallelize.layout": ["Layout", "SlicePair"],
     "parallelize.logs": ["ConsoleLogger", "HubLogger", "JSONLinesLogger", "Logger", "Loggers", "TensorBoardLogger"],
-    "parallelize.loss": ["cross_entropy", "loss_parallel", "valid_tokens"],
+    "parallelize.log_probs": [
+        "linear_token_log_probs",
+        "token_entropy",
+        "token_log_probs",
+        "token_log_probs_and_entropy",
+    ],
+    "parallelize.loss": ["cross_entropy", "linear_cross_entropy", "loss_parallel", "valid_tokens"],
     "parallelize.mesh": ["MeshSpec"],
     "parallelize.meta": ["materialize"],
     "parallelize.ops.calibrate": ["calibrate"],
@@ -65,6 +76,7 @@ _PUBLIC = {
     "parallelize.randomness.streams": ["Streams"],
     "parallelize.recomputation": ["recompute", "recompute_cost", "recomputed", "set_recompute"],
     "parallelize.report": ["describe_plan", "overlap_counts", "overlap_report"],
+    "parallelize.sampling.draw": ["sample"],
     "parallelize.sharded_logits": ["ShardedLogits"],
     "parallelize.sharding": ["ShardInfo", "full_gradients", "full_parameter", "full_state_dict", "shard_info"],
     "parallelize.ties": ["tie_parameters"],
@@ -111,8 +123,13 @@ if TYPE_CHECKING:
     from parallelize.checkpoint.pretrained import load_pretrained as load_pretrained
     from parallelize.checkpoint.rebuild import Rebuilt as Rebuilt
     from parallelize.checkpoint.rebuild import rebuild as rebuild
+    from parallelize.context.apply import context_parallel as context_parallel
+    from parallelize.context.inputs import next_tokens as next_tokens
+    from parallelize.context.sequences import gather_sequence as gather_sequence
+    from parallelize.context.sequences import split_sequence as split_sequence
     from parallelize.clip import clip_grad_norm_ as clip_grad_norm_
     from parallelize.data import GlobalBatches as GlobalBatches
+    from parallelize.deferred_logits import DeferredLogits as DeferredLogits
     from parallelize.errors import CheckpointError as CheckpointError
     from parallelize.errors import GradientError as GradientError
     from parallelize.errors import HandshakeError as HandshakeError
@@ -123,6 +140,7 @@ if TYPE_CHECKING:
     from parallelize.errors import PlanError as PlanError
     from parallelize.errors import Problem as Problem
     from parallelize.errors import ShapeError as ShapeError
+    from parallelize.generation.loop import generate as generate
     from parallelize.groups import axis_group as axis_group
     from parallelize.groups import build_mesh as build_mesh
     from parallelize.groups import destroy_groups as destroy_groups
@@ -131,6 +149,10 @@ if TYPE_CHECKING:
     from parallelize.hardware import LinkProfile as LinkProfile
     from parallelize.layout import Layout as Layout
     from parallelize.layout import SlicePair as SlicePair
+    from parallelize.log_probs import linear_token_log_probs as linear_token_log_probs
+    from parallelize.log_probs import token_entropy as token_entropy
+    from parallelize.log_probs import token_log_probs as token_log_probs
+    from parallelize.log_probs import token_log_probs_and_entropy as token_log_probs_and_entropy
     from parallelize.logs import ConsoleLogger as ConsoleLogger
     from parallelize.logs import HubLogger as HubLogger
     from parallelize.logs import JSONLinesLogger as JSONLinesLogger
@@ -138,6 +160,7 @@ if TYPE_CHECKING:
     from parallelize.logs import Loggers as Loggers
     from parallelize.logs import TensorBoardLogger as TensorBoardLogger
     from parallelize.loss import cross_entropy as cross_entropy
+    from parallelize.loss import linear_cross_entropy as linear_cross_entropy
     from parallelize.loss import loss_parallel as loss_parallel
     from parallelize.loss import valid_tokens as valid_tokens
     from parallelize.mesh import MeshSpec as MeshSpec
@@ -178,6 +201,7 @@ if TYPE_CHECKING:
     from parallelize.report import describe_plan as describe_plan
     from parallelize.report import overlap_counts as overlap_counts
     from parallelize.report import overlap_report as overlap_report
+    from parallelize.sampling.draw import sample as sample
     from parallelize.sharded_logits import ShardedLogits as ShardedLogits
     from parallelize.sharding import ShardInfo as ShardInfo
     from parallelize.sharding import full_gradients as full_gradients

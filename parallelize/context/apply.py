@@ -16,6 +16,7 @@ from parallelize.errors import MeshError, ModelError, PlanError, Problem
 from parallelize.groups import mesh_spec
 from parallelize.local_config import LocalConfig
 from parallelize.mesh import MeshSpec
+from parallelize.pipeline.cut import cut_of
 from parallelize.plan.choose import plan_of
 from parallelize.plan.model import ModelFacts, describe
 from parallelize.plan.pattern import alternatives, matches
@@ -24,9 +25,7 @@ from parallelize.plan.schema import Plan
 from parallelize.transaction import Transaction
 
 
-def context_parallel(
-    module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, ulysses: int = 1, model: ModelFacts | None = None
-) -> nn.Module:
+def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, ulysses: int = 1) -> nn.Module:
     """Let a stock module take rows of its sequences to the ranks of the mesh's `cp` axis, in place, and return it.
 
     The module is then called with whole sequences, the same on every rank of cp; each keeps its own rows, and its output has
@@ -36,7 +35,6 @@ def context_parallel(
     Args:
         plan: as for `parallelize_module`; its `attention:` names the modules whose attention goes over cp.
         ulysses: ranks that trade heads by all-to-all; the others form a ring. 1: a ring alone; the size of cp: none.
-        model: of the whole model, where a part of it lies here.
 
     Raises: MeshError `bad-ulysses`; PlanError `no-attention`, `unmatched-attention`; ModelError `no-positions`,
         `already-parallelized`, `length-dependent-rotary`.
@@ -44,7 +42,8 @@ def context_parallel(
     spec = mesh_spec(mesh)
     if not on_context(spec):
         return module
-    facts = model if model is not None else describe(module)
+    cut = cut_of(module)
+    facts = cut.facts if cut is not None else describe(module)
     chosen = for_base_model(plan_of(module, plan), facts)
     attention = check_context(chosen, facts, spec, ulysses)
     if context_of(module) is not None:
@@ -103,11 +102,14 @@ def _install(module: nn.Module, context: Context, inputs: Inputs) -> None:
     registered = hasattr(getattr(module, "config", None), "_attn_implementation")
     if registered:
         register()
-    present = dict(module.named_modules())
+    cut = cut_of(module)
+    named = dict(module.named_modules())  # of a pipeline, other stages' modules are there in name only
+    present = {name: inner for name, inner in named.items() if cut is None or cut.present(name)}
     for fqn, kind in context.attention.items():
-        if fqn not in present:  # on another stage of the pipeline
+        if fqn not in present:
             continue
         site = Attention(context, fqn, kind)
+        present[fqn].register_forward_hook(_FirstCall())
         present[fqn].__dict__["_parallelize_attention"] = site
         if not registered:
             site.stock = present[fqn].__dict__.get("forward")
@@ -117,15 +119,16 @@ def _install(module: nn.Module, context: Context, inputs: Inputs) -> None:
             if hasattr(inner.__dict__.get("config"), "_attn_implementation"):
                 inner.config = LocalConfig(inner.config, {"_attn_implementation": NAME})
     module.__dict__["_parallelize_context"] = context
-    module.__dict__["_context_call"] = _Call(inputs, module.__dict__.get("forward"))
+    mine = {fqn for fqn in context.attention if fqn in present}
+    module.__dict__["_context_call"] = _Call(inputs, module.__dict__.get("forward"), mine)
     module.__dict__["forward"] = MethodType(_over_cp, module)
 
 
 class _Call:
-    """The root's own call: its inputs, and the forward that it had."""
+    """The root's own call: its inputs, the forward that it had, and the planned modules that are on this stage."""
 
-    def __init__(self, inputs: Inputs, stock: Any):
-        self.inputs, self.stock = inputs, stock
+    def __init__(self, inputs: Inputs, stock: Any, present: set[str]):
+        self.inputs, self.stock, self.present = inputs, stock, present
 
 
 def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,20 +141,21 @@ def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
         with Unmet():
             out = forward(*args, **kwargs)
-        _check_met(self, context)
+        context.checked = context.attended >= call.present
         return out
     finally:
         context.now = None
 
 
-def _check_met(module: nn.Module, context: Context) -> None:
-    """After the first forward: a planned module that computes attention by itself saw this rank's rows alone."""
-    here = dict(module.named_modules())
-    silent = [fqn for fqn in context.attention if fqn in here and fqn not in context.attended]
-    if silent:
-        what = f"{silent[0]} and {len(silent) - 1} more planned modules never call attention"
-        fix = (
-            "attention by F.scaled_dot_product_attention or the interface of transformers, in the module that is named"
-        )
-        raise ModelError(Problem("no-attention-call", what, fix=fix))
-    context.checked = True
+class _FirstCall:
+    """A hook for the first call of a planned module: one that computes attention by itself saw this rank's rows alone."""
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        site = module.__dict__["_parallelize_attention"]
+        if site.fqn not in site.context.attended:
+            what = f"{site.fqn}, a {type(module).__name__}, never calls attention"
+            fix = "name the module that calls F.scaled_dot_product_attention, or the interface of transformers"
+            raise ModelError(Problem("no-attention-call", what, fix=fix))
+        for key, hook in list(module._forward_hooks.items()):
+            if isinstance(hook, _FirstCall):
+                del module._forward_hooks[key]

@@ -47,14 +47,14 @@ class Inputs:
     def own_rows(self, context: Context, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The call with this rank's rows; tells the context of the sequences.
 
-        Raises: ShapeError `no-sequence`, `bad-position-ids`; ModelError `given-mask`, `cache-over-cp`, `labels-over-cp`.
+        Raises: ShapeError `no-sequence`, `short-sequence`, `bad-position-ids`; ModelError `given-mask`, `cache-over-cp`, `labels-over-cp`.
         """
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
         full = self._length(call)
-        self._refuse(call, full)
-        documents = documents_of(call.get(self.positions), call.get(_MASK))
-        context.begin(full, documents)
         rows, device = context.rows(full), _device(call)
+        self._refuse(call, full)
+        _refuse_short(rows)
+        context.begin(full, documents_of(call.get(self.positions), call.get(_MASK)))
         if _MASK in call:
             call[_MASK] = None
         if self.positions:
@@ -100,6 +100,14 @@ class Inputs:
         targets = next_tokens(labels)
         mine = own(targets, context.rows(full), context.group.rank, full)
         return {"labels": labels, "shift_labels": targets, "num_items_in_batch": valid_tokens(mine, context.mesh)}
+
+
+def _refuse_short(rows: SequenceRows) -> None:
+    """Stock forwards do not run on nothing."""
+    empty = [rank for rank in range(rows.size) if not rows.of_rank(rank)]
+    if empty:
+        what = f"a sequence of {rows.full} rows leaves ranks {empty} of cp (size {rows.size}) without any"
+        raise ShapeError(Problem("short-sequence", what, fix="longer sequences (pad them), or a smaller cp"))
 
 
 def own(value: Any, rows: SequenceRows, rank: int, full: int) -> Any:

@@ -3,8 +3,10 @@
     forward   out = softmax(s) v,  lse = log(sum(exp(s))),  s = softcap(scale q k^T) + mask
     backward  by the lse and the output of the whole row, so that each tile's gradients are its part of the sum
 
-A fused kernel serves where there is one (the CPU's; CUDA's flash attention in half precision without a mask); otherwise
-products of strips of rows, at least in float32, whose scores stay below `STRIP_BYTES`.
+A fused kernel serves where there is one (the CPU's; CUDA's flash attention without a mask), but in single precision: its
+log-sums are rounded to float32, and the noise of tiles that are joined by them grows with the size of the scores (measured:
+five times that of one kernel over all rows, in gradients of keys). Otherwise strips of rows are multiplied out, at least in
+float32, with log-sums in float64; their scores stay below `STRIP_BYTES`.
 
 Source: Dao et al., FlashAttention, arXiv:2205.14135.
 """
@@ -28,7 +30,7 @@ def forward(q: T, k: T, v: T, mask: Mask | None, causal: bool, scale: float, sof
     """Attention of one tile.
 
     Shapes: q [B, H, S, D], k [B, K, S', D], v [B, K, S', E], H a multiple of K; returns [B, H, S, E], and [B, H, S] in
-    float32 at least. Rows that see nothing give zeros, and -inf.
+    `lse_dtype`. Rows that see nothing give zeros, and -inf.
     """
     if fused_attention.serves(q, k, v, mask is not None) and not softcap:
         if mask is None:
@@ -40,11 +42,19 @@ def forward(q: T, k: T, v: T, mask: Mask | None, causal: bool, scale: float, sof
         return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
     parts = []
     for a, b, seen in _strips(q.shape[2], _score_bytes(q, k), mask):
-        scores = _scores(q[:, :, a:b], k, seen, causal, a, scale, softcap)[0]
-        lse = scores.logsumexp(-1)
-        weights = (scores - _finite(lse).unsqueeze(-1)).exp_()
-        parts.append((_spread(weights, v).to(q.dtype), lse))
+        stop = b if causal else k.shape[2]  # later keys are not seen by this strip
+        scores = _scores(q[:, :, a:b], k[:, :, :stop], seen, causal, a, scale, softcap)[0]
+        highest = _finite(scores.amax(-1))
+        weights = scores.sub_(highest.unsqueeze(-1)).exp_()
+        total = weights.sum(-1)
+        out = _spread(weights, v[:, :, :stop]).div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1))
+        parts.append((out.to(q.dtype), total.to(lse_dtype(q)).log_() + highest))
     return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def lse_dtype(q: T) -> torch.dtype:
+    """Of log-sums: half precision has float32's, which its kernels give."""
+    return torch.float64 if q.dtype.itemsize >= 4 else torch.float32
 
 
 def backward(
@@ -76,9 +86,14 @@ def backward(
         return torch.cat([dq for dq, _, _ in parts], 2), sum_of([p[1] for p in parts]), sum_of([p[2] for p in parts])
     parts = []
     for a, b, seen in _strips(q.shape[2], _score_bytes(q, k), mask):
-        rows = [x[:, :, a:b] for x in (grad, q, lse, delta)]
-        parts.append(_strip_backward(*rows, k, v, seen, causal, a, scale, softcap))
-    return torch.cat([dq for dq, _, _ in parts], 2), sum_of([p[1] for p in parts]), sum_of([p[2] for p in parts])
+        rows, stop = [x[:, :, a:b] for x in (grad, q, lse, delta)], b if causal else k.shape[2]
+        keys = k[:, :, :stop], v[:, :, :stop]
+        parts.append(_strip_backward(*rows, *keys, seen, causal, a, scale, softcap))
+    dk, dv = parts[-1][1:]  # the last strip has all keys
+    for _, gk, gv in parts[:-1]:
+        dk[:, :, : gk.shape[2]] += gk
+        dv[:, :, : gv.shape[2]] += gv
+    return torch.cat([dq for dq, _, _ in parts], 2), dk, dv
 
 
 def sum_of(parts: list[T]) -> T:
@@ -102,7 +117,8 @@ def _strip_backward(
     softcap: float,
 ) -> tuple[T, T, T]:
     scores, slope = _scores(q, k, seen, causal, first, scale, softcap)
-    weights = (scores - lse.unsqueeze(-1)).exp_()
+    near = lse.to(scores.dtype)
+    weights = scores.sub_(near.unsqueeze(-1)).exp_().mul_((near - lse).exp().to(scores.dtype).unsqueeze(-1))
     wide = grad.to(weights.dtype)
     dv = _collected(weights, wide, v.shape[1])
     ds = weights.mul_(_against(wide, v).sub_(delta.unsqueeze(-1))).mul_(scale)

@@ -18,8 +18,11 @@ _CUDA_WIDTH = 256  # the widest head of flash attention
 
 
 def serves(q: T, k: T, v: T, masked: bool) -> bool:
-    """Whether a fused kernel takes these tensors. On meta the CPU's stands for all (see `analysis.attention`)."""
-    if q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel():
+    """Whether a fused kernel takes these tensors, and is exact enough (see `attention_kernels`).
+
+    On meta the CPU's stands for all (see `analysis.attention`).
+    """
+    if q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel() or q.dtype == torch.float32:
         return False
     if q.device.type in ("cpu", "meta"):
         return _CPU is not None

@@ -125,7 +125,7 @@ def _ring_attention_backward(
     team: Group,
 ) -> list[T]:
     work = _Work(q, documents, _places(runs), Masking(causal, window, scale, softcap), team)
-    wide = lse.dtype
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     delta = (grad * out).sum(-1, dtype=wide)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
     with Exchange(team) as wire:
@@ -148,8 +148,7 @@ def _ring_attention_backward(
 
 @fake("ring_attention")
 def _(q, k, v, documents, runs, causal, window, scale, softcap, group):
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return [q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=wide)]
+    return [q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=kernels.lse_dtype(q))]
 
 
 @fake("ring_attention_backward")
@@ -210,39 +209,37 @@ class _Work:
 
 
 class _Joined:
-    """Rows of several tiles, joined: weights of a tile are exp(its log-sum - the log-sum of all)."""
+    """Rows of several tiles, joined: the weight of a tile is exp(its log-sum - the log-sum of all)."""
 
     def __init__(self, q: T, width: int):
-        self.dtype, wide = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.q, self.shape = q, (*q.shape[:3], width)
         self.out: T | None = None
         self.lse: T | None = None
-        self.shape, self.wide, self.device = (*q.shape[:3], width), wide, q.device
 
     def add(self, rows: slice, out: T, lse: T) -> None:
         if self.out is None and rows == slice(0, self.shape[2]):
             self.out, self.lse = out, lse  # the first tile has all rows: nothing to join
             return
-        self._widen()
-        assert self.out is not None and self.lse is not None
-        before = self.lse[:, :, rows]
+        mine, sums = self._widened()
+        before = sums[:, :, rows]
         total = torch.logaddexp(before, lse)
         finite = total.masked_fill(total == -torch.inf, 0.0)
-        self.out[:, :, rows] *= (before - finite).exp_().unsqueeze(-1)
-        self.out[:, :, rows] += out * (lse - finite).exp_().unsqueeze(-1)
-        self.lse[:, :, rows] = total
+        mine[:, :, rows] *= (before - finite).exp_().unsqueeze(-1)
+        mine[:, :, rows] += out * (lse - finite).exp_().to(mine.dtype).unsqueeze(-1)
+        sums[:, :, rows] = total
 
-    def _widen(self) -> None:
-        if self.out is None:
-            self.out = torch.zeros(self.shape, dtype=self.wide, device=self.device)
-            self.lse = torch.full(self.shape[:3], -torch.inf, dtype=self.wide, device=self.device)
-        elif self.out.dtype != self.wide:
-            self.out = self.out.to(self.wide)
+    def _widened(self) -> tuple[T, T]:
+        """What is joined so far, in float32 at least."""
+        wide = self.q.dtype if self.q.dtype.itemsize >= 4 else torch.float32
+        if self.out is None or self.lse is None:
+            self.out = self.q.new_zeros(self.shape, dtype=wide)
+            self.lse = self.q.new_full(self.shape[:3], -torch.inf, dtype=kernels.lse_dtype(self.q))
+        self.out = self.out.to(wide)
+        return self.out, self.lse
 
     def finished(self) -> list[T]:
-        if self.out is None:
-            self._widen()
-        assert self.out is not None and self.lse is not None
-        return [self.out.to(self.dtype), self.lse.masked_fill(self.lse == -torch.inf, 0.0)]
+        out, lse = self._widened()
+        return [out.to(self.q.dtype), lse.masked_fill(lse == -torch.inf, 0.0)]
 
 
 # -- what travels -----------------------------------------------------------------------------------------------------

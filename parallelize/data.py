@@ -20,11 +20,10 @@ import torch
 from torch.utils.data import Sampler
 
 from parallelize.errors import CheckpointError, Problem, ShapeError
+from parallelize.mesh import SAMPLE_AXES
 from parallelize.pieces import data_rank
 from parallelize.randomness.counter import Key, bits, key
 
-SAMPLE_AXES = ("dp_replicate", "dp", "dp_shard")
-"""Axes along which ranks get other samples, slowest first. Along cp they share samples, and cut each sequence."""
 ROUNDS = 10
 _FIELDS = ("seed", "epoch", "batches_done", "num_samples", "global_batch_size", "shuffle", "drop_last")
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from parallelize.errors import MeshError, Problem, did_you_mean
 
 AXES = ("pp", "dp_replicate", "dp", "dp_shard", "cp", "ep", "tp")
-DATA_AXES = ("dp_replicate", "dp", "dp_shard", "cp")  # each rank along these sees other tokens
+SAMPLE_AXES = ("dp_replicate", "dp", "dp_shard")  # ranks along these get other samples, slowest first
+DATA_AXES = (*SAMPLE_AXES, "cp")  # each rank along these sees other tokens: along cp, other rows of the same samples
 
 
 @dataclass(frozen=True, init=False)

@@ -109,7 +109,10 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zero", type=int, default=0, choices=range(4), help="ZeRO stage over dp (default: 0)")
     parser.add_argument("--defer", action="store_true", help="ZeRO 2 and 3 reduce gradients once a step")
     _add_modes(parser)
+    about = "head and loss in one, a chunk of tokens at a time (over the plan's default)"
+    parser.add_argument("--fuse-loss", action=argparse.BooleanOptionalAction, help=about)
     parser.add_argument("--overlap", default="off", choices=("auto", "off", "chunked", "symm_mem"))
+    parser.add_argument("--ulysses", type=int, default=1, help="ranks of cp that trade heads; the rest forms a ring")
     parser.add_argument("--recompute", default="off", choices=("off", "selective", "full"))
     parser.add_argument("--recompute-every", type=int, default=1, metavar="N")
     parser.add_argument("--dtype", help="of compute, such as bfloat16; weights are kept as --weights-dtype")
@@ -137,7 +140,9 @@ def setting_of(options: argparse.Namespace, mesh: str) -> Setting:
         defer=options.defer,
         sequence_parallel=options.sequence_parallel,
         loss_parallel=options.loss_parallel,
+        fuse_loss=options.fuse_loss,
         overlap=options.overlap,
+        ulysses=options.ulysses,
         recompute=options.recompute,
         recompute_every=options.recompute_every,
         weights_dtype=options.weights_dtype,

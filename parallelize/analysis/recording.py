@@ -24,7 +24,11 @@ from parallelize.analysis.scopes import Scopes
 from parallelize.analysis.segmenting import Marks, is_regular, pass_of
 from parallelize.analysis.tracing import Axes, Event, Tracer
 from parallelize.apply import parallelize_module
+from parallelize.context.apply import context_parallel
+from parallelize.context.sequences import own_targets
+from parallelize.context.state import context_of
 from parallelize.errors import ModelError, ParallelizeError, Problem
+from parallelize.fuse_loss import fuse_heads
 from parallelize.groups import mesh_spec
 from parallelize.loss import cross_entropy, valid_tokens
 from parallelize.pipeline.engine import WholeModel
@@ -48,10 +52,12 @@ class Modes:
 
     sequence_parallel: bool | None = None
     loss_parallel: bool | None = None
+    fuse_loss: bool | None = None
     recompute: str = "off"
     recompute_every: int = 1
     recompute_save: tuple[str, ...] | None = None
     dtype: torch.dtype | None = None
+    ulysses: int = 1
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,12 @@ def _apply(
 ) -> None:
     if "tp" in mesh_spec(mesh).names:
         switched: dict[str, Any] = {"sequence_parallel": modes.sequence_parallel, "loss_parallel": modes.loss_parallel}
+        switched |= {"fuse_loss": modes.fuse_loss, "ulysses": modes.ulysses}
         parallelize_module(model, mesh, plan, overlap="off", **switched)
+    else:
+        if modes.fuse_loss or (modes.fuse_loss is None and plan is not None and plan.fuse_loss):
+            fuse_heads(model, plan)
+        context_parallel(model, mesh, plan, ulysses=modes.ulysses)
     if modes.recompute != "off":
         units = None
         if plan is None or not plan.recompute_units:  # layers keep their numbers, also where others are left out
@@ -125,7 +136,9 @@ def _run(
     """
     with torch.device("meta"):
         given = work.make(model, 2 * work.rows)
-    targets = given.pop("targets", None)
+    targets, context = given.pop("targets", None), context_of(model)
+    if context is not None:
+        targets = own_targets(context, targets)
     feeds = microbatches((), given, targets, 2, ())
     inputs = [leaf for leaf in private.tree_leaves((given, targets)) if isinstance(leaf, T)]
     tracer.known([*map(local, model.parameters()), *model.buffers(), *inputs])

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
-from parallelize.mesh import AXES, DATA_AXES, MeshSpec, axis_order
+from parallelize.mesh import AXES, DATA_AXES, SAMPLE_AXES, MeshSpec, axis_order
 from parallelize.pipeline.schedules import Schedule, build_schedule
 from parallelize.pipeline.timeline import Step, with_messages
 from parallelize.styles.contract import OVERLAPS
@@ -23,7 +23,7 @@ class Setting:
     """One way to train a model, as `parallelize_model` takes it.
 
     Attributes:
-        batch: sequences a data rank and step. sequence: their length. dtype: of compute; weights stay `weights_dtype`.
+        batch: sequences a data rank and step (ranks of cp share them). sequence: their length. dtype: of compute; weights stay `weights_dtype`.
         optimizer: a key of STATE_BYTES. transport: "nccl" or "gloo", which send some collectives by other ops.
     """
 
@@ -37,7 +37,9 @@ class Setting:
     defer: bool = False
     sequence_parallel: bool | None = None
     loss_parallel: bool | None = None
+    fuse_loss: bool | None = None
     overlap: str = "off"
+    ulysses: int = 1
     recompute: str = "off"
     recompute_every: int = 1
     recompute_save: tuple[str, ...] | None = None
@@ -100,7 +102,7 @@ class Setting:
     @property
     def tokens(self) -> int:
         """Of a step, over all data ranks."""
-        return self.batch * self.sequence * self.size(*DATA_AXES)
+        return self.batch * self.sequence * self.size(*SAMPLE_AXES)
 
     def pipeline(self) -> Schedule:
         """Of the pp axis; one rank in turn where there is none."""
@@ -120,7 +122,7 @@ class Setting:
         if self.size("pp") > 1:
             words.append(f"schedule={self.schedule}")
         words.append(f"microbatches={self.microbatches}")
-        words += [name for name in ("sequence_parallel", "loss_parallel") if getattr(self, name)]
+        words += [name for name in ("sequence_parallel", "loss_parallel", "fuse_loss") if getattr(self, name)]
         if self.recompute != "off":
             words.append(f"recompute={self.recompute}")
         return " ".join(
@@ -146,7 +148,7 @@ _WORDS: dict[str, Sequence[Any]] = {
     "recompute": ("off", "selective", "full"),
     "transport": ("nccl", "gloo"),
 }
-_COUNTS = ("batch", "sequence", "num_microbatches", "stages_per_rank", "recompute_every")
+_COUNTS = ("batch", "sequence", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses")
 
 
 def _check_values(setting: Setting) -> None:
@@ -193,14 +195,17 @@ def check_setting(setting: Setting) -> None:
     if not names:
         problems.append(Problem("no-axes", "a mesh needs named axes", fix="--mesh tp=8"))
     for axis in names:
-        if axis not in AXES or axis in ("cp", "ep"):
-            fix = "name axes pp, dp_replicate, dp (or dp_shard) and tp"
+        if axis not in AXES or axis == "ep":
+            fix = "name axes pp, dp_replicate, dp (or dp_shard), cp and tp"
             problems.append(Problem("unknown-axis", f"nothing is known of axis {axis!r}", fix=fix))
     if {"dp", "dp_shard"} <= set(names):
         problems.append(Problem("unknown-axis", "dp and dp_shard are two names of one axis", fix="use one of them"))
     if setting.zero > 0 and not {"dp", "dp_shard"} & set(names):
         what = f"ZeRO {setting.zero} divides state over dp, and the mesh {setting.mesh} has no such axis"
         problems.append(Problem("no-data-axis", what, fix="--mesh dp=4,..., or --zero 0"))
+    if setting.size("cp") % setting.ulysses:
+        what = f"ulysses is {setting.ulysses}, which does not divide cp (size {setting.size('cp')})"
+        problems.append(Problem("bad-ulysses", what, fix="a divisor of cp"))
     if problems:
         raise MeshError(*problems)
     setting.pipeline()

@@ -56,11 +56,12 @@ class Subject:
         Raises: PlanError.
         """
         root = self.model(setting.weights_dtype).root
-        found = plan_of(root, self.plan) if "tp" in setting.mesh.names else plan_or_none(root, self.plan)
+        needed = "tp" in setting.mesh.names or setting.size("cp") > 1
+        found = plan_of(root, self.plan) if needed else plan_or_none(root, self.plan)
         if found is None:
             return None
         choices = {"sequence_parallel": setting.sequence_parallel, "loss_parallel": setting.loss_parallel}
-        return found.with_options(**choices, overlap=setting.overlap)
+        return found.with_options(**choices, overlap=setting.overlap, fuse_loss=setting.fuse_loss)
 
     def resolved(self, setting: Setting) -> ResolvedPlan | None:
         """The rows that would be applied. Raises: PlanError with every problem."""
@@ -111,6 +112,7 @@ class Subject:
         key = (
             setting.size("tp"),
             "tp" in setting.mesh.names,
+            setting.size("cp"),
             modes,
             setting.rows,
             setting.sequence,
@@ -136,7 +138,8 @@ class Subject:
 
     def _run(self, setting: Setting, modes: Modes, alike: Alike, halves: bool) -> Trace:
         model = self.source.build("meta", dtype=getattr(torch, setting.weights_dtype))
-        spec = MeshSpec(tp=setting.size("tp")) if "tp" in setting.mesh.names else MeshSpec(dp=1)
+        axes = [(axis, size) for axis, size in setting.mesh.axes if axis == "tp" or (axis == "cp" and size > 1)]
+        spec = MeshSpec(axes or [("dp", 1)])
         source, sequence = self.source, setting.sequence
         work = Work(lambda module, rows: source.inputs(module, rows, sequence), setting.rows, source.loss, source.count)
         whole, plan, layers = cut_stages_or_none(self, setting), self.plan_for(setting), self.layers(setting)
@@ -188,10 +191,12 @@ def _modes(setting: Setting) -> Modes:
     return Modes(
         setting.sequence_parallel,
         setting.loss_parallel,
+        setting.fuse_loss,
         setting.recompute,
         setting.recompute_every,
         setting.recompute_save,
         getattr(torch, setting.dtype) if setting.dtype is not None else None,
+        ulysses=setting.ulysses,
     )
 
 

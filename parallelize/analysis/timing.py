@@ -138,7 +138,7 @@ def _pipeline(schedule: Schedule, stages: Sequence[StageTime], send: float, over
 
 
 def _sends(step: RankStep) -> list[Message]:
-    return [message for message, _ in step.messages if message.op == "send"]
+    return [message for message, _ in step.messages if message.op == "send" and message.axis == "pp"]
 
 
 def _data(step: RankStep, machine: Machine) -> tuple[float, float]:

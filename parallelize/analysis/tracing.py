@@ -17,7 +17,9 @@ from parallelize import _torch_private as private
 from parallelize.analysis.records import LOSS, OUTSIDE, Message
 from parallelize.analysis.scopes import Scopes
 from parallelize.analysis.work import kernel_of
+from parallelize.groups import Group
 from parallelize.mesh import MeshSpec
+from parallelize.ops.library import KERNELS, NAMESPACE, group_key, with_group
 
 T = torch.Tensor
 
@@ -103,6 +105,8 @@ class Tracer(private.DispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d" and func.__name__.split(".")[0] in COLLECTIVES:
             return self._collective(func, args, kwargs)
+        if func.namespace == NAMESPACE:
+            return self._own_op(func, args)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._answer(args[0])
         output = func(*args, **kwargs)
@@ -133,6 +137,18 @@ class Tracer(private.DispatchMode):
         self.events.append(Event(unit, message=message))
         work = private.finished_work()
         return work if returned == "work" else (args[0], work)
+
+    def _own_op(self, func: Any, args: tuple) -> Any:
+        """An op with a collective inside: its kernel runs in sight, and what it exchanges from rank to rank is counted."""
+        name = func._schema.name.partition("::")[2]
+        group = Group.by_key(group_key(name, args))
+        with group.recording() as sent, self:
+            output = KERNELS[name](*with_group(name, args, group))
+        unit, module, axis = self._unit(), self.scopes.now or "", self.axes.name(group.ranks)
+        for _, size in sent:
+            message = Message("send", axis, 2, size, module, self._phase)
+            self.events.append(Event(unit, message=message))
+        return output
 
     def _unit(self) -> str:
         """The unit that is running; between units in backward the one before goes on."""

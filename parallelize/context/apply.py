@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -121,7 +122,17 @@ def _install(module: nn.Module, context: Context, inputs: Inputs) -> None:
     module.__dict__["_parallelize_context"] = context
     mine = {fqn for fqn in context.attention if fqn in present}
     module.__dict__["_context_call"] = _Call(inputs, module.__dict__.get("forward"), mine)
-    module.__dict__["forward"] = MethodType(_over_cp, module)
+    module.__dict__["forward"] = MethodType(_with_signature(type(module).forward), module)
+
+
+def _with_signature(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`_over_cp` with the signature of the stock forward, for those who look what a model takes."""
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _over_cp(self, *args, **kwargs)
+
+    return forward
 
 
 class _Call:

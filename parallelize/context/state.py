@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import _torch_private as private
-from parallelize.context.rows import SequenceRows
+from parallelize.context.rows import Run, SequenceRows
 from parallelize.errors import ModelError, Problem
 from parallelize.groups import Group, axis_group, group_for
 from parallelize.ops import tape
@@ -71,6 +71,10 @@ class Context:
 
     def rows(self, full: int) -> SequenceRows:
         return replace(self.kind, full=full)
+
+    def own_rows(self) -> tuple[Run, ...]:
+        """This rank's rows of the last forward's sequences."""
+        return self.rows(self.length).of_rank(self.group.rank)
 
     def begin(self, full: int, documents: T | None) -> None:
         self.length = full

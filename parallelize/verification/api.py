@@ -42,6 +42,8 @@ def verify(
     seed: int = 0,
     full_size: bool = False,
     timeout_s: float = 120.0,
+    ulysses: int = 1,
+    fuse_loss: bool | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Verification:
     """Compare a training step on a mesh with the unsharded one: loss, outputs, gradients, their norm, weights after it.
@@ -56,7 +58,8 @@ def verify(
         backend: "threads"; "gloo" starts processes; "torchrun" uses those that run.
         overrides: fields of the config, or arguments of the function.
         sequence_parallel, loss_parallel: None for both: every mode that the plan has, one after another.
-        zero, schedule, microbatches, stages_per_rank, overlap, recompute: see `parallelize_model`.
+        zero, schedule, microbatches, stages_per_rank, overlap, ulysses, recompute, fuse_loss: see
+            `parallelize_model`.
         dtype: "float64", "float32" or "bfloat16", of everything.
         full_size: do not scale a config down.
 
@@ -85,6 +88,8 @@ def verify(
         seed,
         full_size,
         timeout_s,
+        ulysses=ulysses,
+        fuse_loss=fuse_loss,
     )
     check(request)
     run = {"threads": on_threads, "gloo": on_gloo, "torchrun": on_given_processes}[backend]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
-from parallelize.mesh import DATA_AXES, MeshSpec
+from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.model_source import ModelSource, read_model, source_of
 from parallelize.pipeline.schedules import build_schedule
 from parallelize.plan.choose import plan_or_none
@@ -70,6 +70,8 @@ class Request:
     seed: int = 0
     full_size: bool = False
     timeout_s: float = 120.0
+    ulysses: int = 1
+    fuse_loss: bool | None = None
 
     def size(self, axis: str) -> int:
         return self.mesh.size(axis) if axis in self.mesh.names else 1
@@ -77,7 +79,7 @@ class Request:
     @property
     def data_ranks(self) -> int:
         found = 1
-        for axis in DATA_AXES:
+        for axis in SAMPLE_AXES:
             found *= self.size(axis)
         return found
 

@@ -41,6 +41,9 @@ def add_commands(verbs: Any) -> None:
         parser.add_argument(
             f"--{name}", action=argparse.BooleanOptionalAction, help="alone (default: every mode in turn)"
         )
+    parser.add_argument("--ulysses", type=int, default=1, help="ranks of cp that trade heads; the rest forms a ring")
+    about = "head and loss in one, a chunk of tokens at a time (over the plan's default)"
+    parser.add_argument("--fuse-loss", action=argparse.BooleanOptionalAction, help=about)
     parser.add_argument("--overlap", help="auto, chunked or symm_mem: collectives beside products")
     parser.add_argument("--recompute", choices=("off", "selective", "full"), default="off")
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
@@ -95,6 +98,8 @@ def _run(options: argparse.Namespace) -> Any:
         sequence_parallel=options.sequence_parallel,
         loss_parallel=options.loss_parallel,
         overlap=options.overlap,
+        ulysses=options.ulysses,
+        fuse_loss=options.fuse_loss,
         recompute=options.recompute,
         dtype=options.dtype,
         seed=options.seed,

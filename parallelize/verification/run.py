@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallelize.context.sequences import gather_sequence
+from parallelize.context.state import context_of
 from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.loss import cross_entropy
-from parallelize.mesh import DATA_AXES
+from parallelize.mesh import SAMPLE_AXES
 from parallelize.overlap import site_rows
 from parallelize.pieces import data_rank
 from parallelize.plan.model import describe
@@ -74,9 +76,9 @@ class _Rank:
         case = trial.cases[0]
         self.mode, self.bound = trial.mode, bound
         self.model = copy.deepcopy(case.model)
-        self.place, self.parts = data_rank(mesh, DATA_AXES)
+        self.place, self.parts = data_rank(mesh, SAMPLE_AXES)
         self.watched = InputGradients(self.model, trial.wants[0].embedding)
-        self.outputs = _Outputs(case)
+        self.outputs = _Outputs(case, self.model)
         self.applied = apply(case, trial.mode, self.model, mesh, self.outputs)
         self.optimizer = self.applied.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
         self.watch = Watch(self.applied.module, keep=not case.request.full_size)
@@ -113,7 +115,18 @@ class _Rank:
         self._compare_outputs(case, want, errors)
         got = self.watched.found(self.mode.microbatches)
         if got is not None and want.inputs is not None:
+            got = self._over_cp(got, whole=self.watched.leaf is not None)
             errors.add("input gradients", error_of(got, case.part(want.inputs, self.place, self.parts)))
+
+    def _over_cp(self, grad: T, whole: bool) -> T:
+        """The gradient of whole inputs is a sum over cp; of the embedding's output each rank has its rows."""
+        context = context_of(self.model)
+        if context is None:
+            return grad
+        if not whole:
+            return whole_rows(self.model, grad)
+        context.group.all_reduce(grad := grad.clone())
+        return grad
 
     def _compare_outputs(self, case: Case, want: Numbers, errors: Errors) -> None:
         """Every tensor of every microbatch; what has no row for each of the batch's cannot be put together."""
@@ -166,6 +179,8 @@ def apply(case: Case, mode: Mode, model: nn.Module, mesh: DeviceMesh, loss: Call
         sequence_parallel=mode.sequence_parallel,
         loss_parallel=mode.loss_parallel,
         overlap=overlap_of(case, mode),
+        fuse_loss=request.fuse_loss,
+        ulysses=request.ulysses,
         recompute=request.recompute,
         loss=loss,
         count=case.count,
@@ -189,16 +204,24 @@ def overlap_of(case: Case, mode: Mode) -> str | None:
 class _Outputs:
     """The loss of a step, which keeps the outputs that it sees, whole: for each microbatch a list."""
 
-    def __init__(self, case: Case):
-        self.case = case
+    def __init__(self, case: Case, model: nn.Module):
+        self.case, self.model = case, model
         self.seen: list[list[T]] = []
 
     def __call__(self, output: Any, targets: Any) -> T:
         with torch.no_grad():
-            self.seen.append([_full(tensor).detach().clone() for tensor in all_tensors(output)])
+            self.seen.append([whole_rows(self.model, _full(x)).detach().clone() for x in all_tensors(output)])
         if self.case.loss is not None:
             return self.case.loss(output, targets)
         return cross_entropy(logits_of(output), targets, reduction="sum")
+
+
+def whole_rows(model: nn.Module, x: T) -> T:
+    """A tensor with this rank's rows of cp, with all of them. A collective."""
+    context = context_of(model)
+    if context is None or x.ndim < 2 or x.shape[1] != sum(b - a for a, b in context.own_rows()):
+        return x
+    return gather_sequence(model, x)
 
 
 def _full(tensor: T) -> T:

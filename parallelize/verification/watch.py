@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize.deferred_logits import DeferredLogits
 from parallelize.errors import ParallelizeError
 from parallelize.sharded_logits import ShardedLogits
 
@@ -136,7 +137,7 @@ class Watch:
             tensor = first_tensor(output)
             if tensor is not None and self.keep:
                 seen.output, seen.gave = kept(tensor), self._address(tensor)
-                if tensor.requires_grad:
+                if tensor.requires_grad and not isinstance(tensor, DeferredLogits):
                     tensor.register_hook(lambda grad: setattr(seen, "grad", kept(grad)))
 
         return hook

@@ -152,3 +152,12 @@ def test_what_is_timed_of_loading_is_right(tmp_path):
         next(line for line in done.stdout.splitlines() if line.startswith("times")).removeprefix("times")
     )
     assert times["written"] > times["returns"] > 0 and times["bytes_read"] == times["bytes_held"]
+
+
+def test_generation_gives_the_same_tokens_in_every_variant(tmp_path):
+    out = tmp_path / "out.json"
+    sizes = ("--hidden", "64", "--layers", "1", "--vocab", "201", "--new", "6", "--rounds", "2")
+    done = two_ranks("benchmarks.generate", *sizes, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert {"stock loop", "ours"} <= set(found["tokens_per_s"]) and "ours / stock loop" in found["ratios"]

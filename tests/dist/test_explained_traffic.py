@@ -60,3 +60,20 @@ def test_the_whole_mesh(eight_processes):
     options = {"zero": 2, "num_microbatches": 4, "sequence_parallel": True, "loss_parallel": True, "recompute": "full"}
     model = {"num_hidden_layers": 5, "tie_word_embeddings": True}
     check(eight_processes, "llama", {"pp": 2, "dp": 2, "tp": 2}, options, batch=4, model=model)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"cp": 2}, {}),
+        ({"cp": 4}, {"recompute": "full"}),
+        ({"cp": 4}, {"ulysses": 2}),
+        ({"cp": 4}, {"ulysses": 4, "recompute": "selective"}),
+        ({"cp": 2, "tp": 2}, {"sequence_parallel": True, "loss_parallel": True}),
+        ({"dp": 2, "cp": 2}, {"zero": 1}),
+        ({"pp": 2, "cp": 2}, {"num_microbatches": 2, "zero": 0}),
+    ],
+)
+def test_over_cp(two_processes, four_processes, sizes, options):
+    pool = two_processes if sizes == {"cp": 2} else four_processes
+    check(pool, "llama", sizes, options, length=16)

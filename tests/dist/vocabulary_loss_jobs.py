@@ -1,0 +1,156 @@
+"""Jobs of `test_vocabulary_loss.py`, run on every rank."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard
+
+from parallelize import (
+    DeferredLogits,
+    build_mesh,
+    cross_entropy,
+    full_gradients,
+    linear_cross_entropy,
+    linear_token_log_probs,
+    parallelize_model,
+    parallelize_module,
+    token_log_probs_and_entropy,
+)
+from parallelize.groups import Group
+from parallelize.layout import even_interval
+from parallelize.ops.vocabulary import Vocabulary
+from parallelize.sharded_logits import mark
+from tests.support.models import tiny_batch, tiny_model
+from tests.support.parity import compare, planned_run, reference_run, worst
+
+BOUND = {torch.float64: 1e-12, torch.float32: 5e-6}
+
+
+def losses(rank: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
+    """Largest relative error of loss and gradients, by what was computed."""
+    torch.manual_seed(0)
+    tp = dist.get_world_size()
+    mesh = build_mesh("cpu", tp=tp)
+    group = Group(mesh.get_group())
+    start, stop = even_interval(vocab, tp, rank)
+    hidden, weight = torch.randn(3, 5, 7, dtype=dtype), torch.randn(vocab, 7, dtype=dtype)
+    bias, class_weight = torch.randn(vocab, dtype=dtype) + 20, torch.rand(vocab, dtype=dtype) + 0.1
+    targets, soft = torch.randint(0, vocab, (3, 5)), torch.rand(3, 5, vocab, dtype=dtype).softmax(-1)
+    targets[1, :2] = -100
+    found = {}
+    for name, wanted, options in (
+        ("mean", targets, {"label_smoothing": 0.1, "weight": class_weight}),
+        ("sum", targets, {"reduction": "sum"}),
+        ("none", targets, {"label_smoothing": 0.1, "reduction": "none"}),
+        ("soft", soft, {"weight": class_weight}),
+    ):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        z = 3 * torch.tanh(F.linear(*leaves) / 3)
+        z.retain_grad()
+        flat = wanted.flatten(0, 1) if wanted is soft else wanted.flatten()
+        loss = F.cross_entropy(z.flatten(0, 1), flat, **options)
+        loss.square().sum().backward()
+        want = {"hidden": leaves[0].grad, "weight": leaves[1].grad, "bias": leaves[2].grad}
+        want["loss"] = loss.detach().reshape(-1)
+        ours = {"hidden": hidden.clone().requires_grad_()}
+        ours |= {n: _sharded(x, mesh, start, stop) for n, x in (("weight", weight), ("bias", bias))}
+        fused = {"class_weight" if key == "weight" else key: value for key, value in options.items()}
+        got = linear_cross_entropy(
+            ours["hidden"], ours["weight"], wanted, bias=ours["bias"], softcap=3.0, chunk=4, **fused
+        )
+        got.square().sum().backward()
+        grads = {n: x.grad.full_tensor() if isinstance(x, DTensor) else x.grad for n, x in ours.items()}
+        found[f"fused {name}"] = worst(grads | {"loss": got.detach().reshape(-1)}, want)[0]
+        leaf = z.detach()[..., start:stop].clone().requires_grad_()
+        got = cross_entropy(mark(leaf * 1, Vocabulary(vocab, group)), wanted, **options)
+        got.square().sum().backward()
+        found[f"unfused {name}"] = worst({"": leaf.grad}, {"": z.grad[..., start:stop]})[0] if stop > start else 0.0
+        found[f"unfused {name} loss"] = worst({"": got.detach().reshape(-1)}, {"": want["loss"]})[0]
+    return found
+
+
+def log_probs(rank: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
+    torch.manual_seed(0)
+    tp = dist.get_world_size()
+    mesh = build_mesh("cpu", tp=tp)
+    start, stop = even_interval(vocab, tp, rank)
+    hidden, weight = torch.randn(3, 5, 7, dtype=dtype), torch.randn(vocab, 7, dtype=dtype)
+    ids = torch.randint(0, vocab, (3, 5))
+    leaf = hidden.clone().requires_grad_()
+    logits = leaf @ weight.T
+    logits.retain_grad()
+    log_p = (logits / 0.7).log_softmax(-1)
+    chosen, entropy = log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    (chosen.square().sum() + entropy.square().sum()).backward()
+    want = {"chosen": chosen.detach(), "entropy": entropy.detach()}
+    ours = hidden.clone().requires_grad_()
+    a, b = linear_token_log_probs(
+        ours, _sharded(weight, mesh, start, stop), ids, entropy=True, temperature=0.7, chunk=4
+    )
+    (a.square().sum() + b.square().sum()).backward()
+    got = {"chosen": a.detach(), "entropy": b.detach(), "hidden": ours.grad}
+    found = {"linear": worst(got, want | {"hidden": leaf.grad})[0]}
+    part = logits.detach()[..., start:stop].clone().requires_grad_()
+    marked = mark(part * 1, Vocabulary(vocab, Group(mesh.get_group())))
+    a, b = token_log_probs_and_entropy(marked, ids, temperature=0.7)
+    (a.square().sum() + b.square().sum()).backward()
+    found["values"] = worst({"chosen": a.detach(), "entropy": b.detach()}, want)[0]
+    found["logits"] = worst({"": part.grad}, {"": logits.grad[..., start:stop]})[0] if stop > start else 0.0
+    return found
+
+
+def _sharded(x: torch.Tensor, mesh, start: int, stop: int) -> DTensor:
+    local = x[start:stop].clone()
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride()
+    ).requires_grad_()
+
+
+def planned(rank: int, family: str, options: dict) -> None:
+    """A planned model with `fuse_loss` equals the unsharded one."""
+    model = tiny_model(family, torch.float64)
+    data = [tiny_batch(seed=1), tiny_batch(seed=2)]
+    tp = dist.get_world_size()
+    compare(
+        planned_run(copy.deepcopy(model), tp, data, fuse_loss=True, **options),
+        reference_run(model, data),
+        torch.float64,
+    )
+
+
+def own_loss(rank: int, family: str) -> tuple[float, float, bool]:
+    """(error of the loss, of the gradients, whether logits were left unmade) of a model that computes its own loss."""
+    model = tiny_model(family)
+    ids, labels = tiny_batch()
+    want = copy.deepcopy(model)
+    loss = want(input_ids=ids, labels=labels).loss
+    loss.backward()
+    parallelize_module(model, build_mesh("cpu", tp=dist.get_world_size()), fuse_loss=True)
+    out = model(input_ids=ids, labels=labels)
+    out.loss.backward()
+    grads = {name: p.grad for name, p in want.named_parameters() if p.grad is not None}
+    unmade = isinstance(out.logits, DeferredLogits) and out.logits.deferred is not None
+    error = abs(float(out.loss) - float(loss)) / float(loss)
+    return error, worst(full_gradients(model), grads)[0], unmade
+
+
+def steps(rank: int, mesh: dict[str, int], options: dict) -> list[float]:
+    """Losses of three steps of a whole mesh."""
+    model = tiny_model("llama")
+    device_mesh = build_mesh("cpu", **mesh)
+    parallel = parallelize_model(model, device_mesh, **options)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.05)
+    data, parts = (device_mesh.get_local_rank("dp"), mesh["dp"]) if "dp" in mesh else (0, 1)
+    found = []
+    for step in range(3):
+        ids, labels = tiny_batch(batch=4, length=8, seed=step)
+        rows = slice(data * 4 // parts, (data + 1) * 4 // parts)
+        found.append(float(parallel.step(input_ids=ids[rows], targets=labels[rows])))
+        parallel.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found

@@ -351,6 +351,16 @@ def running_node() -> Any | None:
     return torch._C._current_autograd_node()
 
 
+def will_run(node: Any) -> bool:
+    """Whether the backward that is going on will run an autograd node, so that what flows to it is of use (since 1.13)."""
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient is captured for `torch.autograd.grad`
+        return True
+
+
 def ranks_of_op(args: tuple) -> tuple[int, ...]:
     """The global ranks of the process group among a dispatcher op's arguments."""
     for argument in args:

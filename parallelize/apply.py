@@ -39,6 +39,7 @@ from parallelize.state import install_state_hooks
 from parallelize.styles.contract import Edge
 from parallelize.torch_styles import dicts as faces
 from parallelize.transaction import Transaction
+from parallelize.ulysses_attention import check_ulysses
 
 PlanLike = Plan | str | os.PathLike | Mapping[str, Any] | Any
 
@@ -88,9 +89,10 @@ def parallelize_module(
     tp = tp_mesh(mesh)
     if faces.is_style(parallelize_plan) or faces.is_style_dict(parallelize_plan):
         _refuse_overlap_of_styles(overlap)
+        _refuse_fused_styles(fuse_loss)
         return _apply_styles(module, mesh, tp, parallelize_plan, src_data_rank, handshake_timeout_s)
     cut = cut_of(module)
-    whole_model = model = describe(module) if cut is None else cut.facts
+    model = describe(module) if cut is None else cut.facts
     settings = {"dtype": str(dtype), "src_data_rank": str(src_data_rank), "check_replicated": str(check_replicated)}
     settings |= {"ulysses": str(ulysses)}
     choices = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "overlap": overlap}
@@ -99,7 +101,7 @@ def parallelize_module(
     model, resolved, whole, sites = together
     with Transaction(module):
         _apply(module, mesh, tp, model, resolved, whole, sites, src_data_rank, dtype, device, check_replicated)
-        context_parallel(module, mesh, whole.plan, ulysses=ulysses, model=whole_model)
+        context_parallel(module, mesh, whole.plan, ulysses=ulysses)
     return module
 
 
@@ -136,6 +138,13 @@ def _refuse_overlap_of_styles(overlap: str | None) -> None:
         raise PlanError(Problem("no-overlap", "overlap works on plans, not on PyTorch's style objects", fix=fix))
 
 
+def _refuse_fused_styles(fuse_loss: bool | None) -> None:
+    if fuse_loss:
+        fix = "write the same as a plan, the head as `colwise(output=vocabulary)`; or call parallelize.linear_cross_entropy"
+        what = "fuse_loss works on plans, not on PyTorch's style objects"
+        raise PlanError(Problem("no-vocabulary-output", what, fix=fix))
+
+
 def _refuse_twice(module: nn.Module) -> None:
     if record_of(module) is not None:
         raise ModelError(
@@ -153,6 +162,8 @@ def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
                 check_embedding(module, fqn)
             elif row.contract.compute == "rms_norm":
                 check_rms_norm(module, fqn)
+            elif row.contract.compute == "ulysses":
+                check_ulysses(module, fqn)
             if row.contract.enter is not Edge.NONE:
                 argument_of(module, row.contract.argument)
         except ParallelizeError as error:

@@ -17,6 +17,7 @@ from parallelize.forwards import (
     reads_shared,
     shares_input,
 )
+from parallelize.fuse_loss import DEFERRED, deferred_head, mark_deferred
 from parallelize.gradients import Debt, Ledger
 from parallelize.groups import Group, group_for
 from parallelize.local_config import LocalConfig
@@ -31,6 +32,7 @@ from parallelize.sharded_logits import mark
 from parallelize.sharding import shared_of
 from parallelize.special import sharded_rms_norm, vocabulary_embedding
 from parallelize.styles.contract import Edge
+from parallelize.ulysses_attention import ulysses_attention
 
 
 class Installer:
@@ -110,6 +112,13 @@ class Installer:
             planned.hide_bias = contract.compute == "rowwise" and planned.leave is not None
             if contract.compute == "embedding" and self.group.size > 1:
                 forward = vocabulary_embedding(module, self.group)
+            elif contract.compute == DEFERRED:
+                planned.leave = None
+                vocabulary = Vocabulary(self._width(row), self.group)
+                forward = deferred_head(vocabulary, self.resolved.plan.loss_parallel)
+                mark_deferred(module)
+            elif contract.compute == "ulysses" and self.group.size > 1:
+                forward = ulysses_attention(module, self.region, contract.split)
             elif contract.compute == "rms_norm" and self.group.size > 1:
                 forward = sharded_rms_norm(self.group)
         install(module, planned, forward)

@@ -95,6 +95,6 @@ def _fully(shares: Sequence[Share], setting: Setting, units: Sequence[str]) -> I
         reductions = 1 if setting.defer else times
         if ranks > 1 and trained:
             yield Message("reduce_scatter", axis, ranks, ranks * reduced, unit, "backward"), reductions
-        if setting.size("dp_replicate") > 1 and trained:
-            count = setting.size("dp_replicate")
-            yield Message("all_reduce", "dp_replicate", count, reduced, unit, "backward"), reductions
+        for other in ("dp_replicate", "cp"):
+            if setting.size(other) > 1 and trained:
+                yield Message("all_reduce", other, setting.size(other), reduced, unit, "backward"), reductions

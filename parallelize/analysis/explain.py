@@ -105,7 +105,7 @@ def model_flops(subject: Subject, setting: Setting) -> float:
         mesh=MeshSpec(dp=1),
         sequence_parallel=None,
         loss_parallel=None,
-        fuse_loss=None,
+        fuse_loss=False,
         zero=0,
         recompute="off",
         batch=1,

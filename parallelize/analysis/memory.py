@@ -51,9 +51,13 @@ class RankMemory:
 
 
 def _coming(step: RankStep) -> int:
-    """Gradients that come with the first backward of each stage. (Of a tied weight the other copy's is not among them.)"""
-    found = [step.segments(stage, later=False).backward for stage in step.mine]
-    return sum(change.gradients for segments in found for segment in segments for change in segment.changes)
+    """Gradients that come with the first microbatch of each stage: in backward, or with a fused loss in the forward.
+
+    (Of a tied weight the other copy's is not among them.)
+    """
+    passes = [step.segments(stage, later=False) for stage in step.mine]
+    found = [segment for one in passes for segment in (*one.forward, *one.backward)]
+    return sum(change.gradients for segment in found for change in segment.changes)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from parallelize import _torch_private as private
 from parallelize.context.state import Attention, Context, Sequence
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.ring_attention import Masking, ring_attention
-from parallelize.ops.ulysses import HeadCut, exchange
+from parallelize.ops.ulysses import HeadCut, to_heads, to_rows
 
 T = torch.Tensor
 
@@ -30,10 +30,11 @@ def attend(site: Attention, q: T, k: T, v: T, masking: Masking) -> T:
     traded = context.ulysses.size > 1
     heads = HeadCut.of(q.shape[1], k.shape[1], context.ulysses.size)
     if traded:
-        q, k, v = _to_heads(context, sequence, heads, q, k, v)
+        rows = sequence.rows.members(context.place)
+        q, k, v = to_heads(q, k, v, context.ulysses, heads, rows)
     out = _over_ring(context, sequence, q, k, v, masking)
     if traded:
-        out = _to_rows(context, sequence, heads, out)
+        out = to_rows(out, context.ulysses, heads, rows)
     context.keep(sequence, out)
     return out
 
@@ -61,35 +62,6 @@ def _over_ring(context: Context, sequence: Sequence, q: T, k: T, v: T, masking: 
             return F.scaled_dot_product_attention(q, k, v, is_causal=masking.causal, scale=masking.scale, **grouped)
     runs = tuple(sequence.rows.of_place(place) for place in range(context.ring.size))
     return ring_attention(q, k, v, context.ring, runs, masking, sequence.documents)
-
-
-def _to_heads(context: Context, sequence: Sequence, heads: HeadCut, q: T, k: T, v: T) -> tuple[T, T, T]:
-    """Own heads of the place's rows. Keys and values go as one message."""
-    group, rows, width = context.ulysses, sequence.rows.members(context.place), k.shape[3]
-    q = exchange(q, group, 1, heads.queries, 2, rows)
-    k, v = exchange(torch.cat([k, v], -1), group, 1, heads.keys, 2, rows).split([width, v.shape[3]], -1)
-    start, stop = heads.queries[group.rank]
-    first, last = heads.keys[group.rank]
-    each = _each(heads)
-    if (start == first * each and stop == last * each) or first == last:
-        return q, k, v
-    which = torch.arange(start, stop, device=q.device) // each - first  # queries that end within a group of keys
-    return q, k.index_select(1, which), v.index_select(1, which)
-
-
-def _each(heads: HeadCut) -> int:
-    """Query heads a key head."""
-    return heads.queries[-1][1] // max(1, max(stop for _, stop in heads.keys))
-
-
-def _to_rows(context: Context, sequence: Sequence, heads: HeadCut, out: T) -> T:
-    """All heads of own rows."""
-    edges, at = [], 0
-    for count in sequence.rows.members(context.place):
-        edges.append((at, at + count))
-        at += count
-    sizes = [stop - start for start, stop in heads.queries]
-    return exchange(out.contiguous(), context.ulysses, 2, edges, 1, sizes)
 
 
 def masking_of(

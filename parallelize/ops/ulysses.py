@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -40,6 +40,11 @@ class HeadCut:
 
     queries: tuple[Cut, ...]
     keys: tuple[Cut, ...]
+
+    @property
+    def each(self) -> int:
+        """Query heads a key head."""
+        return self.queries[-1][1] // max(1, max(stop for _, stop in self.keys))
 
     @classmethod
     def of(cls, num_heads: int, num_key_heads: int, size: int) -> HeadCut:
@@ -85,6 +90,28 @@ def _check(x: T, group: Group, split: int, cuts: Sequence[Cut], concat: int, siz
         wrong = f"this rank has {x.shape[concat]} rows, and {sizes[group.rank]} are named"
     if wrong:
         raise ShapeError(Problem("wrong-cuts", f"exchange of {list(x.shape)}: {wrong}"))
+
+
+def to_heads(q: T, k: T, v: T, group: Group, heads: HeadCut, rows: Sequence[int]) -> tuple[T, T, T]:
+    """Own heads of everybody's rows: [B, H, own rows, D] -> [B, own heads, all rows, D]. Keys and values go as one message.
+
+    Where own queries end within a group that shares a key head, each query head gets a key head of its own.
+    """
+    width = k.shape[3]
+    q = exchange(q, group, 1, heads.queries, 2, rows)
+    k, v = exchange(torch.cat([k, v], -1), group, 1, heads.keys, 2, rows).split([width, v.shape[3]], -1)
+    (start, stop), (first, last), each = heads.queries[group.rank], heads.keys[group.rank], heads.each
+    if first == last or (start == first * each and stop == last * each):
+        return q, k, v
+    which = torch.arange(start, stop, device=q.device) // each - first
+    return q, k.index_select(1, which), v.index_select(1, which)
+
+
+def to_rows(out: T, group: Group, heads: HeadCut, rows: Sequence[int]) -> T:
+    """All heads of own rows: the way back of `to_heads`."""
+    edges = [0, *accumulate(rows)]
+    sizes = [stop - start for start, stop in heads.queries]
+    return exchange(out.contiguous(), group, 2, list(pairwise(edges)), 1, sizes)
 
 
 class _Exchange(Function):

@@ -68,7 +68,8 @@ class Contract:
         uses: parameter name to its use; a parameter that is not named is replicated.
         compute: what runs between the edges: "stock" (the module's own forward), or a word that `apply` knows:
             "rowwise" (bias added once, after the reduction), "embedding" (ids outside the local rows give zeros),
-            "rms_norm" (the mean square is taken over all ranks).
+            "rms_norm" (the mean square is taken over all ranks), "ulysses" (its attention trades rows for heads), "deferred_head" (its product is left to the loss).
+        split: arguments whose rows are whole outside the region, and of which "ulysses" takes this rank's.
         local_attributes: attributes that hold a sharded dim's width and become local with it.
         overlap: one of `OVERLAPS`, where the rule says so; empty: as the plan says.
     """
@@ -80,5 +81,6 @@ class Contract:
     sequence_dim: int = 1
     uses: dict[str, Use] = field(default_factory=dict)
     compute: str = "stock"
+    split: tuple[str, ...] = ()
     local_attributes: dict[str, str] = field(default_factory=dict)
     overlap: str = ""

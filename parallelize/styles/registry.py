@@ -33,6 +33,7 @@ class Place:
 
     sequence_parallel: bool = False  # on, and the module lies inside the region
     loss_parallel: bool = False
+    fuse_loss: bool = False
     input_gathered: bool = False  # a module above it has a `gather` rule
 
 
@@ -51,7 +52,8 @@ def _colwise(style: StyleText, module: ModuleFacts, place: Place) -> Contract:
     bias = Use(0, style.unit, style.chunks)
     output = style.options.get("output", "shard")
     leave = Edge.NONE
-    if output == "full" or (output == "vocabulary" and not place.loss_parallel):
+    deferred = output == "vocabulary" and place.fuse_loss
+    if output == "full" or (output == "vocabulary" and not place.loss_parallel and not deferred):
         leave = Edge.GATHER_LAST
     elif output == "vocabulary":
         leave = Edge.VOCABULARY
@@ -61,6 +63,7 @@ def _colwise(style: StyleText, module: ModuleFacts, place: Place) -> Contract:
         leave,
         sequence_dim=_sequence_dim(style.options.get("input")),
         uses={name: bias if name == "bias" else use for name in module.shapes},
+        compute="deferred_head" if deferred else "stock",
         local_attributes=_widths(module, out_dim),
     )
 
@@ -106,6 +109,12 @@ def _gather(style: StyleText, module: ModuleFacts, place: Place) -> Contract:
     return Contract("gather", edge, argument=style.options.get("argument", ""))
 
 
+def _ulysses(style: StyleText, module: ModuleFacts, place: Place) -> Contract:
+    """Its linears are whole (`sequence`): inside the region each rank runs them on its own rows."""
+    split = tuple(filter(None, (name.strip() for name in style.options.get("split", "").split("+"))))
+    return Contract("ulysses", compute="ulysses" if place.sequence_parallel else "stock", split=split)
+
+
 def _rms_norm(style: StyleText, module: ModuleFacts, place: Place) -> Contract:
     _need(style, module, "norm")
     return Contract("rms_norm", uses={name: Use(0, style.unit) for name in module.shapes}, compute="rms_norm")
@@ -124,6 +133,7 @@ _BUILDERS: dict[str, Callable[[StyleText, ModuleFacts, Place], Contract]] = {
     "sequence": _sequence,
     "replicate": _replicate,
     "gather": _gather,
+    "ulysses": _ulysses,
     "rms_norm": _rms_norm,
     "shard": _shard,
 }

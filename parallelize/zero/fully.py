@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem, did_you_mean
-from parallelize.groups import mesh_spec
+from parallelize.fuse_loss import deferred_heads
+from parallelize.groups import axis_group, mesh_spec
 from parallelize.parameters import SHARED
 from parallelize.pipeline.cut import Cut, cut_of
 from parallelize.plan.choose import plan_or_none
@@ -86,19 +89,29 @@ def shard_fully(
     shared = shared_of_parameters(module)
     marks = {name: shared[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if id(p) in shared}
     units = [module.get_submodule(name) for name in names]
-    for unit in [*units, module]:
+    owing = {_unit_of(head, names) for head in deferred_heads(module)}
+    for name, unit in [*zip(names, units, strict=True), ("", module)]:
         if any(True for _ in unit.parameters()) or unit is module:
-            fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+            # a head that owes its logits to the loss is needed after its forward has ended
+            let_go = reshard_after_forward and name not in owing
+            fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=let_go)
     held: list[Any] = [unit for unit in [*units, module] if isinstance(unit, FSDPModule)]
     for unit in held:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+        if "cp" in spec.names and spec.size("cp") > 1:  # a third axis of ranks with other tokens
+            unit.set_all_reduce_hook(partial(dist.all_reduce, group=axis_group(mesh, "cp")))
     for name, rows in marks.items():
         setattr(module.get_parameter(name), SHARED, rows)
     stages = {}
     if cut is not None:
         stages = {id(unit): cut.stages.stage_of(name) for name, unit in zip(names, units, strict=True)}
     return FullyShardedData(module, held, stages, defer)
+
+
+def _unit_of(name: str, units: Sequence[str]) -> str:
+    """The innermost unit that a module lies in; "" is the rest."""
+    return max((unit for unit in units if name == unit or name.startswith(unit + ".")), key=len, default="")
 
 
 def _units(module: nn.Module, patterns: Sequence[str] | None, cut: Cut | None) -> list[str]:

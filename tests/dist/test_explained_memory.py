@@ -69,10 +69,21 @@ def test_mixed_precision_with_zero(four_processes):
 
 @pytest.mark.parametrize(
     ("family", "schedule", "tied"),
-    [("llama", "1f1b", True), ("gpt2", "zbv", True), ("opt", "1f1b", False), ("bert", "1f1b", True), ("gemma3", "1f1b", True)],
+    [
+        ("llama", "1f1b", True),
+        ("gpt2", "zbv", True),
+        ("opt", "1f1b", False),
+        ("bert", "1f1b", True),
+        ("gemma3", "1f1b", True),
+    ],
 )
 def test_pipelines_of_many_microbatches(two_processes, family, schedule, tied):
     """What one stage makes and another would let go of adds up where it is counted wrongly."""
     options = {"num_microbatches": 16, "schedule": schedule}
     model = {"num_hidden_layers": 6 if family == "gemma3" else 4, "tie_word_embeddings": tied}
     check(two_processes, family, {"pp": 2}, options, batch=16, model=model, within=0.02)
+
+
+@pytest.mark.parametrize("options", [{}, {"ulysses": 2}, {"recompute": "full"}], ids=str)
+def test_over_cp(two_processes, options):
+    check(two_processes, "llama", {"cp": 2}, options, length=64)

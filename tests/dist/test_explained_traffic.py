@@ -71,6 +71,8 @@ def test_the_whole_mesh(eight_processes):
         ({"cp": 4}, {"ulysses": 4, "recompute": "selective"}),
         ({"cp": 2, "tp": 2}, {"sequence_parallel": True, "loss_parallel": True}),
         ({"dp": 2, "cp": 2}, {"zero": 1}),
+        ({"dp": 2, "cp": 2}, {"zero": 2}),
+        ({"dp": 2, "cp": 2}, {"zero": 3}),
         ({"pp": 2, "cp": 2}, {"num_microbatches": 2, "zero": 0}),
     ],
 )

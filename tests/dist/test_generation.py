@@ -11,13 +11,13 @@ MODES = [{}, {"sequence_parallel": True, "loss_parallel": True}]
 
 
 @pytest.mark.parametrize("options", MODES, ids=["tensor", "sequence-loss"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt2", "phi3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "phi3"])
 def test_tokens_on_two_ranks(two_processes, family, options):
     assert two_processes.run(jobs.tokens_differ, family, 2, options) == [[]] * 2
 
 
 @pytest.mark.parametrize("options", MODES, ids=["tensor", "sequence-loss"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_tokens_on_four_ranks(four_processes, family, options):
     assert four_processes.run(jobs.tokens_differ, family, 4, options) == [[]] * 4
 

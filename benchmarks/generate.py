@@ -1,0 +1,150 @@
+"""Tokens per second of generation under a plan, against `transformers`' own tensor parallelism on the same model.
+
+    torchrun --nproc-per-node 2 -m benchmarks.generate      # needs `accelerate`, which transformers' loading asks for
+
+A Llama of `transformers`, random weights, float32, saved as it saves them and loaded by each contender in its own way. The
+same prompts, greedy, a fixed number of new tokens; contenders take turns within every round, and give the same tokens.
+
+| contender | |
+|---|---|
+| transformers | `from_pretrained` with `DistributedConfig(tp_size=...)`, its `generate` |
+| stock loop | `parallelize_module` with the llama plan, `transformers`' `generate` |
+| ours | the same plan with `loss_parallel=True`, `parallelize.generate`: logits stay sharded |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.timing import Times, interleaved, join, medians_ms, ratio
+from parallelize import build_mesh, destroy_groups, generate, parallelize_module
+
+PAIRS = [("stock loop", "transformers"), ("ours", "transformers"), ("ours", "stock loop")]
+
+
+def saved(given: argparse.Namespace) -> str:
+    """The folder of the model, which the first rank writes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    found = [tempfile.mkdtemp(prefix="generate-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(found)
+    if dist.get_rank() == 0:
+        config = LlamaConfig(
+            hidden_size=given.hidden,
+            intermediate_size=given.hidden * 11 // 4,
+            num_hidden_layers=given.layers,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            vocab_size=given.vocab,
+            initializer_range=0.2,  # tokens that depend on the prompt
+        )
+        LlamaForCausalLM(config).save_pretrained(found[0])
+    dist.barrier()
+    return found[0]
+
+
+def contenders(folder: str, given: argparse.Namespace) -> dict[str, Callable[[], torch.Tensor]]:
+    """Each gives [batch, prompt + new] tokens."""
+    from transformers import LlamaForCausalLM
+
+    size = dist.get_world_size()
+    mesh = build_mesh("cpu", tp=size)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, given.vocab, (given.batch, given.length), generator=generator)
+    fixed = dict(max_new_tokens=given.new, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    def loaded(**how: Any) -> Any:
+        return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, **how).eval()
+
+    def stock(model: Any) -> Callable[[], torch.Tensor]:
+        return lambda: model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **fixed)
+
+    work = {}
+    if find_spec("accelerate"):
+        from transformers.distributed import DistributedConfig
+
+        work["transformers"] = stock(loaded(distributed_config=DistributedConfig(tp_size=size)))
+    elif dist.get_rank() == 0:
+        print("accelerate is not installed, which transformers' parallel loading asks for: left out")
+    work["stock loop"] = stock(parallelize_module(loaded(), mesh, "llama", src_data_rank=None))
+    sharded = parallelize_module(loaded(), mesh, "llama", src_data_rank=None, loss_parallel=True)
+    options = dict(max_new_tokens=given.new, temperature=0.0, eos_token_id=[], pad_token_id=0)
+    work["ours"] = lambda: generate(sharded, ids, **options)
+    return work
+
+
+def check_equal(work: dict[str, Callable[[], torch.Tensor]], given: argparse.Namespace) -> None:
+    """Every contender's tokens, on every rank, are the same, and of some variety."""
+    tokens = {name: run() for name, run in work.items()}
+    first = tokens["ours"].clone()
+    dist.broadcast(first, 0)
+    for name, one in tokens.items():
+        if not torch.equal(one, first):
+            raise SystemExit(f"tokens of {name!r} differ on rank {dist.get_rank()}")
+    if (
+        first.shape != (given.batch, given.length + given.new)
+        or len(first[:, given.length :].unique()) < given.new // 4
+    ):
+        raise SystemExit("tokens are too few or too much alike to compare anything")
+
+
+def report(times: Times, given: argparse.Namespace) -> dict[str, Any]:
+    """Medians, and ratios of tokens a second (which are those of times, turned round)."""
+    seconds = {name: ms / 1e3 for name, ms in medians_ms(times).items()}
+    rates = {name: given.batch * given.new / one for name, one in seconds.items()}
+    pairs = [pair for pair in PAIRS if set(pair) <= set(times)]
+    ratios = {f"{top} / {bottom}": ratio(times, bottom, top) for top, bottom in pairs}
+    if dist.get_rank() == 0:
+        for name, rate in rates.items():
+            print(f"  {name:<14} {rate:9.1f} tokens/s  {seconds[name] / given.new * 1e3:7.2f} ms a token")
+        for name, one in ratios.items():
+            print(f"  {name:<28} {one['median']:.3f} [{one['low']:.3f}, {one['high']:.3f}]")
+    return {"tokens_per_s": rates, "ratios": ratios}
+
+
+def quiet() -> None:
+    from transformers.utils import logging
+
+    warnings.filterwarnings("ignore")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"hidden": 512, "layers": 8, "vocab": 32000, "batch": 4, "length": 32, "new": 32, "rounds": 9}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    join()
+    quiet()
+    folder = saved(given)
+    try:
+        work = contenders(folder, given)
+        check_equal(work, given)
+        found = report(interleaved(work, given.rounds, before=dist.barrier), given)
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+    if given.json is not None and dist.get_rank() == 0:
+        about = {"torch": torch.__version__, "ranks": dist.get_world_size()}
+        about |= {name: getattr(given, name) for name in sizes}
+        given.json.write_text(json.dumps(about | found, indent=1) + "\n")
+    destroy_groups()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,12 @@
-"""Run two ranks with a slow network between them, honestly, on one Linux machine.
+"""Run ranks with a slow network between them, honestly, on one Linux machine.
 
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.collective_matmul
     sudo python -m benchmarks.slow_link --rate 4gbit --delay 0.2ms -- my_training_script.py --steps 10
+    sudo python -m benchmarks.slow_link --ranks 4 --rate 1gbit -- -m benchmarks.long_context --link 1gbit
 
 Each rank gets a network namespace and a core of its own, and runs as a batch job (SCHED_BATCH), so that the threads that
-serve the network take their turn instead of breaking into a product at every packet. The namespaces are joined by a `veth` pair, each end limited by
-`tc`'s token bucket (tbf) to the rate, after a delay if one is asked for. Scripts find RANK, WORLD_SIZE, MASTER_ADDR,
+serve the network take their turn instead of breaking into a product at every packet. Two namespaces are joined by a `veth` pair, more of them by a
+bridge; each end is limited by `tc`'s token bucket (tbf) to the rate, after a delay if one is asked for. Scripts find RANK, WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT and GLOO_SOCKET_IFNAME as under torchrun. Everything is removed at the end, after an error or a signal too.
 
 Exit status: that of the first rank that failed; 3 without root or without `ip` and `tc`, which is said.
@@ -37,13 +38,14 @@ class EmulationError(Exception):
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slow_link", description=__doc__.split("\n")[0])
     parser.add_argument("--rate", default="1gbit", help="of each direction, as tc writes it: 1gbit, 400mbit, 10gbit")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--delay", default="", help="one way, as tc writes it: 0.5ms")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds after which the ranks are ended")
     parser.add_argument("command", nargs="+", help="after `--`: a script or `-m module`, and its arguments")
     options = parser.parse_args(argv)
     try:
         check()
-        with interruptible(), link(options.rate, options.delay) as names:
+        with interruptible(), link(options.rate, options.delay, options.ranks) as names:
             return run(names, options.command, options.timeout)
     except EmulationError as reason:
         print(f"slow_link: {reason}", file=sys.stderr)
@@ -60,30 +62,51 @@ def check() -> None:
 
 
 @contextlib.contextmanager
-def link(rate: str, delay: str = "") -> Iterator[list[str]]:
-    """Two namespaces, 10.77.0.1 and 10.77.0.2, joined at `rate`. Yields their names."""
-    names = [f"slow{os.getpid()}r{rank}" for rank in (0, 1)]
+def link(rate: str, delay: str = "", ranks: int = 2) -> Iterator[list[str]]:
+    """Namespaces, 10.77.0.1 and on, joined at `rate` each way. Yields their names."""
+    names = [f"slow{os.getpid()}r{rank}" for rank in range(ranks)]
+    bridge = f"slow{os.getpid()}b"
     try:
-        for name in names:
+        for name in [*names, *([bridge] if ranks > 2 else [])]:
             _do("ip", "netns", "add", name)
-        ends = [name.replace("slow", "sl") for name in names]
-        _do("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for rank, (name, end) in enumerate(zip(names, ends, strict=True)):
-            _do("ip", "link", "set", end, "netns", name)
+        if ranks > 2:
+            _bridge(bridge, names, rate, delay)
+        else:
+            _pair(names, ["slow0", "slow0"], rate, delay)
+        for rank, name in enumerate(names):
             inside = ("ip", "netns", "exec", name)
-            _do(*inside, "ip", "link", "set", end, "name", "slow0")
             _do(*inside, "ip", "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "slow0")
-            _do(*inside, "ip", "link", "set", "slow0", "up")
             _do(*inside, "ip", "link", "set", "lo", "up")
-            bucket = ("tbf", "rate", rate, "burst", _BURST, "latency", _QUEUE)
-            _do(*inside, "tc", "qdisc", "add", "dev", "slow0", "root", "handle", "1:", *bucket)
-            if delay:
-                beneath = ("parent", "1:1", "handle", "10:", "netem", "delay", delay, "limit", "100000")
-                _do(*inside, "tc", "qdisc", "add", "dev", "slow0", *beneath)
         yield names
     finally:
-        for name in names:  # takes the veth pair with it
+        for name in [*names, bridge]:  # takes the veth pairs with it
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30)
+
+
+def _pair(names: list[str], devices: list[str], rate: str, delay: str) -> None:
+    """A cable between two namespaces, its ends called `devices`, each limited in what it sends."""
+    ends = [f"sl{os.getpid()}e{end}" for end in (0, 1)]
+    _do("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+    for name, end, device in zip(names, ends, devices, strict=True):
+        _do("ip", "link", "set", end, "netns", name)
+        inside = ("ip", "netns", "exec", name)
+        _do(*inside, "ip", "link", "set", end, "name", device)
+        _do(*inside, "ip", "link", "set", device, "up")
+        bucket = ("tbf", "rate", rate, "burst", _BURST, "latency", _QUEUE)
+        _do(*inside, "tc", "qdisc", "add", "dev", device, "root", "handle", "1:", *bucket)
+        if delay:
+            beneath = ("parent", "1:1", "handle", "10:", "netem", "delay", delay, "limit", "100000")
+            _do(*inside, "tc", "qdisc", "add", "dev", device, *beneath)
+
+
+def _bridge(bridge: str, names: list[str], rate: str, delay: str) -> None:
+    """A switch in a namespace of its own, with a cable to each rank's."""
+    inside = ("ip", "netns", "exec", bridge)
+    _do(*inside, "ip", "link", "add", "br0", "type", "bridge")
+    _do(*inside, "ip", "link", "set", "br0", "up")
+    for rank, name in enumerate(names):
+        _pair([name, bridge], ["slow0", f"port{rank}"], rate, delay)
+        _do(*inside, "ip", "link", "set", f"port{rank}", "master", "br0")
 
 
 def run(names: list[str], command: list[str], timeout_s: float) -> int:

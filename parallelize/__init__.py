@@ -123,11 +123,11 @@ if TYPE_CHECKING:
     from parallelize.checkpoint.pretrained import load_pretrained as load_pretrained
     from parallelize.checkpoint.rebuild import Rebuilt as Rebuilt
     from parallelize.checkpoint.rebuild import rebuild as rebuild
+    from parallelize.clip import clip_grad_norm_ as clip_grad_norm_
     from parallelize.context.apply import context_parallel as context_parallel
     from parallelize.context.inputs import next_tokens as next_tokens
     from parallelize.context.sequences import gather_sequence as gather_sequence
     from parallelize.context.sequences import split_sequence as split_sequence
-    from parallelize.clip import clip_grad_norm_ as clip_grad_norm_
     from parallelize.data import GlobalBatches as GlobalBatches
     from parallelize.deferred_logits import DeferredLogits as DeferredLogits
     from parallelize.errors import CheckpointError as CheckpointError

@@ -10,7 +10,7 @@ class LocalConfig:
 
     __slots__ = ("_config", "_local")
 
-    def __init__(self, config: Any, local: dict[str, int]):
+    def __init__(self, config: Any, local: dict[str, Any]):
         object.__setattr__(self, "_config", config)
         object.__setattr__(self, "_local", local)
 

@@ -49,7 +49,7 @@ def site_rows(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[SiteRow]:
     for fqn, row in resolved.modules.items():
         contract = row.contract
         asked = contract.overlap or resolved.plan.overlap
-        if asked == "off":
+        if asked == "off" or contract.compute == "deferred_head":
             continue
         if contract.compute == "rowwise" and contract.leave in _ROW_OPS and is_plain_linear(model.objects[fqn]):
             yield SiteRow(fqn, _ROW_OPS[contract.leave], asked)

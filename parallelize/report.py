@@ -32,7 +32,7 @@ def describe_plan(module: nn.Module) -> str:
     head = ("parameter", "style", "full", "this rank", "over tp")
     rows = [(f"{key[0]} (x{count})" if count > 1 else key[0], *key[1:]) for key, count in groups.items()]
     plan = resolved.plan
-    modes = [name for name in ("sequence_parallel", "loss_parallel") if getattr(plan, name)]
+    modes = [name for name in ("sequence_parallel", "loss_parallel", "fuse_loss") if getattr(plan, name)]
     title = f"plan {plan.name}: tp={record.group.size}" + "".join(f", {mode}" for mode in modes)
     share = f"{local:,} of {full:,} parameters on this rank ({100 * local / max(full, 1):.1f}%; 1/tp is {100 / record.group.size:.1f}%)"
     return "\n".join([title, *table(head, rows), share, *(_edges(resolved) if record.group.size > 1 else [])])

@@ -85,8 +85,8 @@ class _Traded(TorchFunctionMode):
         cuts = [even_interval(self.full, size, rank) for rank in range(size)]
         rows = [stop - start for start, stop in cuts]
         heads = HeadCut.of(query.shape[1], key.shape[1], size)
-        own = [x.narrow(2, 0, rows[self.group.rank]) for x in (query, key, value)]
-        q, k, v = to_heads(*own, self.group, heads, rows)
+        query, key, value = (x.narrow(2, 0, rows[self.group.rank]) for x in (query, key, value))
+        q, k, v = to_heads(query, key, value, self.group, heads, rows)
         if not q.shape[1]:  # fewer heads than ranks: backward has to pass all the same
             out = q.new_zeros((*q.shape[:3], v.shape[3])) + (q.sum() + k.sum() + v.sum())
         else:

@@ -87,6 +87,7 @@ def _serves(plan: Plan) -> list[str]:
     has = {
         "sequence_parallel": plan.region is not None,
         "loss_parallel": vocabulary,
+        "fuse_loss": vocabulary,
         "overlap": products,
         "pipeline": plan.cuts is not None or plan.region is not None,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,9 +58,11 @@ def _over_ring(context: Context, sequence: Sequence, q: T, k: T, v: T, masking: 
         return empty + (q.sum() + k.sum() + v.sum())
     simple = sequence.documents is None and not masking.window and not masking.softcap
     if context.ring.size == 1 and simple:
-        grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        options: dict[str, Any] = {"is_causal": masking.causal, "scale": masking.scale}
+        if q.shape[1] != k.shape[1]:
+            options["enable_gqa"] = True
         with private.plain_calls():
-            return F.scaled_dot_product_attention(q, k, v, is_causal=masking.causal, scale=masking.scale, **grouped)
+            return F.scaled_dot_product_attention(q, k, v, **options)
     runs = tuple(sequence.rows.of_place(place) for place in range(context.ring.size))
     return ring_attention(q, k, v, context.ring, runs, masking, sequence.documents)
 

@@ -14,6 +14,7 @@ Source: Dao et al., FlashAttention, arXiv:2205.14135.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +24,8 @@ T = torch.Tensor
 Mask = Callable[[int, int], T]
 """(first row, last row + 1) of the tile -> which keys each of them sees, [B or 1, 1, rows, keys]."""
 
-STRIP_BYTES = 64 * 2**20
+STRIP_BYTES = 2 * 2**20  # on a CPU, whose caches they should fit
+_STRIP_BYTES_BESIDE = 128 * 2**20  # on an accelerator, where a launch costs more than memory
 
 
 def forward(q: T, k: T, v: T, mask: Mask | None, causal: bool, scale: float, softcap: float = 0.0) -> tuple[T, T]:
@@ -32,24 +34,63 @@ def forward(q: T, k: T, v: T, mask: Mask | None, causal: bool, scale: float, sof
     Shapes: q [B, H, S, D], k [B, K, S', D], v [B, K, S', E], H a multiple of K; returns [B, H, S, E], and [B, H, S] in
     `lse_dtype`. Rows that see nothing give zeros, and -inf.
     """
-    if fused_attention.serves(q, k, v, mask is not None) and not softcap:
-        if mask is None:
-            return _fused(q, k, v, None, causal, scale)
-        parts = [
-            _fused(q[:, :, a:b], k, v, seen, False, scale)
-            for a, b, seen in _strips(q.shape[2], _seen_bytes(q, k), mask)
-        ]
-        return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
-    parts = []
-    for a, b, seen in _strips(q.shape[2], _score_bytes(q, k), mask):
+    fused = _is_fused(q, k, v, mask, softcap)
+    if fused and mask is None:
+        return _fused(q, k, v, None, causal, scale)
+    out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse_dtype(q))
+    for a, b, seen in _strips(q, k, mask, fused):
+        rows = q[:, :, a:b]
         stop = b if causal else k.shape[2]  # later keys are not seen by this strip
-        scores = _scores(q[:, :, a:b], k[:, :, :stop], seen, causal, a, scale, softcap)[0]
-        highest = _finite(scores.amax(-1))
-        weights = scores.sub_(highest.unsqueeze(-1)).exp_()
-        total = weights.sum(-1)
-        out = _spread(weights, v[:, :, :stop]).div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1))
-        parts.append((out.to(q.dtype), total.to(lse_dtype(q)).log_() + highest))
-    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+        if fused:
+            out[:, :, a:b], lse[:, :, a:b] = _fused(rows, k, v, seen, False, scale)
+        else:
+            scores = _scores(rows, k[:, :, :stop], seen, causal, a, scale, softcap)[0]
+            out[:, :, a:b], lse[:, :, a:b] = _weighted(scores, v[:, :, :stop], lse.dtype)
+    return out, lse
+
+
+class Rows(NamedTuple):
+    """Query rows in backward: out and lse of the whole rows, finite; delta = sum(grad * out) of each, [B, H, S]."""
+
+    grad: T
+    q: T
+    out: T
+    lse: T
+    delta: T
+
+    def strip(self, start: int, stop: int) -> Rows:
+        return Rows(*(x[:, :, start:stop] for x in self))
+
+
+def backward(
+    rows: Rows,
+    k: T,
+    v: T,
+    mask: Mask | None,
+    causal: bool,
+    scale: float,
+    softcap: float,
+    into: tuple[T, T, T],
+) -> None:
+    """Add a tile's part of the gradients of q, k and v to those in `into`, which are float32 at least."""
+    fused, (dq, dk, dv) = _is_fused(rows.q, k, v, mask, softcap), into
+    for a, b, seen in [(0, dq.shape[2], None)] if fused and mask is None else _strips(rows.q, k, mask, fused):
+        strip, stop = rows.strip(a, b), b if causal and not fused else k.shape[2]
+        keys, values = k[:, :, :stop], v[:, :, :stop]
+        if fused:
+            kept = strip.out, strip.lse
+            parts = fused_attention.backward(
+                strip.grad, strip.q, keys, values, *kept, _additive(seen, k), causal, scale
+            )
+        else:
+            parts = _strip_backward(strip, keys, values, seen, causal, a, scale, softcap)
+        dq[:, :, a:b] += parts[0]
+        dk[:, :, :stop] += parts[1]
+        dv[:, :, :stop] += parts[2]
+
+
+def _is_fused(q: T, k: T, v: T, mask: Mask | None, softcap: float) -> bool:
+    return not softcap and fused_attention.serves(q, k, v, mask is not None)
 
 
 def lse_dtype(q: T) -> torch.dtype:
@@ -57,75 +98,28 @@ def lse_dtype(q: T) -> torch.dtype:
     return torch.float64 if q.dtype.itemsize >= 4 else torch.float32
 
 
-def backward(
-    grad: T,
-    q: T,
-    k: T,
-    v: T,
-    out: T,
-    lse: T,
-    delta: T,
-    mask: Mask | None,
-    causal: bool,
-    scale: float,
-    softcap: float = 0.0,
-) -> tuple[T, T, T]:
-    """A tile's part of the gradients of q, k and v.
-
-    Args:
-        out, lse: of the whole rows, finite. delta: sum(grad * out) of each row, [B, H, S].
-    """
-    if fused_attention.serves(q, k, v, mask is not None) and not softcap:
-        if mask is None:
-            return fused_attention.backward(grad, q, k, v, out, lse, None, causal, scale)
-        parts = []
-        for a, b, seen in _strips(q.shape[2], _seen_bytes(q, k), mask):
-            rows = (x[:, :, a:b] for x in (grad, q))
-            late = (x[:, :, a:b] for x in (out, lse))
-            parts.append(fused_attention.backward(*rows, k, v, *late, _additive(seen, q), False, scale))
-        return torch.cat([dq for dq, _, _ in parts], 2), sum_of([p[1] for p in parts]), sum_of([p[2] for p in parts])
-    parts = []
-    for a, b, seen in _strips(q.shape[2], _score_bytes(q, k), mask):
-        rows, stop = [x[:, :, a:b] for x in (grad, q, lse, delta)], b if causal else k.shape[2]
-        keys = k[:, :, :stop], v[:, :, :stop]
-        parts.append(_strip_backward(*rows, *keys, seen, causal, a, scale, softcap))
-    dk, dv = parts[-1][1:]  # the last strip has all keys
-    for _, gk, gv in parts[:-1]:
-        dk[:, :, : gk.shape[2]] += gk
-        dv[:, :, : gv.shape[2]] += gv
-    return torch.cat([dq for dq, _, _ in parts], 2), dk, dv
-
-
-def sum_of(parts: list[T]) -> T:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total.add_(part)
-    return total
+def _weighted(scores: T, v: T, dtype: torch.dtype) -> tuple[T, T]:
+    """(softmax(scores) v, log-sums). The scores are used up."""
+    highest = _finite(scores.amax(-1))
+    weights = scores.sub_(highest.unsqueeze(-1)).exp_()
+    total = weights.sum(-1)
+    out = _spread(weights, v).div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1))
+    return out, total.to(dtype).log_() + highest
 
 
 def _strip_backward(
-    grad: T,
-    q: T,
-    lse: T,
-    delta: T,
-    k: T,
-    v: T,
-    seen: T | None,
-    causal: bool,
-    first: int,
-    scale: float,
-    softcap: float,
+    rows: Rows, k: T, v: T, seen: T | None, causal: bool, first: int, scale: float, softcap: float
 ) -> tuple[T, T, T]:
-    scores, slope = _scores(q, k, seen, causal, first, scale, softcap)
-    near = lse.to(scores.dtype)
-    weights = scores.sub_(near.unsqueeze(-1)).exp_().mul_((near - lse).exp().to(scores.dtype).unsqueeze(-1))
-    wide = grad.to(weights.dtype)
+    scores, slope = _scores(rows.q, k, seen, causal, first, scale, softcap)
+    near = rows.lse.to(scores.dtype)
+    rest = (near - rows.lse).exp().to(scores.dtype)  # what rounding has left out
+    weights = scores.sub_(near.unsqueeze(-1)).exp_().mul_(rest.unsqueeze(-1))
+    wide = rows.grad.to(weights.dtype)
     dv = _collected(weights, wide, v.shape[1])
-    ds = weights.mul_(_against(wide, v).sub_(delta.unsqueeze(-1))).mul_(scale)
+    ds = weights.mul_(_against(wide, v).sub_(rows.delta.unsqueeze(-1))).mul_(scale)
     if slope is not None:
         ds = ds.mul_(slope)
-    dq = _spread(ds, k)
-    return dq.to(q.dtype), _collected(ds, q.to(ds.dtype), k.shape[1]).to(k.dtype), dv.to(v.dtype)
+    return _spread(ds, k), _collected(ds, rows.q.to(ds.dtype), k.shape[1]), dv
 
 
 def _scores(q: T, k: T, seen: T | None, causal: bool, first: int, scale: float, softcap: float) -> tuple[T, T | None]:
@@ -186,17 +180,12 @@ def _finite(lse: T) -> T:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
-def _strips(rows: int, row_bytes: int, mask: Mask | None) -> Iterator[tuple[int, int, T | None]]:
-    """Runs of a tile's rows that keep scores or masks small, with what each of them sees."""
-    step = max(1, min(rows, STRIP_BYTES // max(1, row_bytes)))
+def _strips(q: T, k: T, mask: Mask | None, fused: bool) -> Iterator[tuple[int, int, T | None]]:
+    """Runs of a tile's rows that keep scores (or the masks of a fused kernel) small, with what each of them sees."""
+    batch, heads, rows, _ = q.shape
+    row_bytes = batch * k.shape[2] * (1 + q.element_size() if fused else heads * max(4, q.element_size()))
+    limit = STRIP_BYTES if q.device.type in ("cpu", "meta") else _STRIP_BYTES_BESIDE
+    step = max(1, min(rows, limit // max(1, row_bytes)))
     for start in range(0, rows, step):
         stop = min(rows, start + step)
         yield start, stop, None if mask is None else mask(start, stop)
-
-
-def _score_bytes(q: T, k: T) -> int:
-    return q.shape[0] * q.shape[1] * k.shape[2] * max(4, q.element_size())
-
-
-def _seen_bytes(q: T, k: T) -> int:
-    return q.shape[0] * k.shape[2] * (1 + q.element_size())

@@ -129,19 +129,17 @@ def _ring_attention_backward(
     delta = (grad * out).sum(-1, dtype=wide)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
     with Exchange(team) as wire:
-        home = _Homecoming(wire, team, work.places, k, v, wide)
+        home = _Homecoming(wire, team, work.places, k, v)
         for place, keys, values in _around(wire, team, work.places, k, v):
-            dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (keys, values))
+            part = k.new_zeros(keys.numel() + values.numel(), dtype=wide)
+            dk, dv = _opened(part, k, v, keys.shape[2])
             for tile, mask in work.tiles(place):
                 rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-                by_row = [x[:, :, rows] for x in (grad, q)]
-                late = [x[:, :, rows] for x in (out, lse, delta)]
-                part = (*by_row, keys[:, :, columns], values[:, :, columns], *late)
-                gq, gk, gv = kernels.backward(*part, mask, tile.kind == "causal", scale, softcap)
-                dq[:, :, rows] += gq
-                dk[:, :, columns] += gk
-                dv[:, :, columns] += gv
-            home.add(place, dk, dv)
+                own = kernels.Rows(*(x[:, :, rows] for x in (grad, q, out, lse, delta)))
+                into = dq[:, :, rows], dk[:, :, columns], dv[:, :, columns]
+                block = keys[:, :, columns], values[:, :, columns]
+                kernels.backward(own, *block, mask, tile.kind == "causal", scale, softcap, into)
+            home.add(place, part)
         dk, dv = home.arrived()
     return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)]
 
@@ -267,25 +265,24 @@ def _around(wire: Exchange, team: Group, places: list[tuple[Run, ...]], k: T, v:
 class _Homecoming:
     """Gradients of blocks: each travels one step behind its block, and is added to where it passes."""
 
-    def __init__(self, wire: Exchange, team: Group, places: list[tuple[Run, ...]], k: T, v: T, wide: torch.dtype):
-        self.wire, self.team, self.places, self.k, self.v, self.wide = wire, team, places, k, v, wide
+    def __init__(self, wire: Exchange, team: Group, places: list[tuple[Run, ...]], k: T, v: T):
+        self.wire, self.team, self.places, self.k, self.v = wire, team, places, k, v
         self.posted: Any = None
         self.coming: T | None = None
 
-    def add(self, place: int, dk: T, dv: T) -> None:
+    def add(self, place: int, part: T) -> None:
         """This rank's part of the gradients of a place's block: joined with those that came, and sent on."""
         size, rank = self.team.size, self.team.rank
-        if size == 1:
-            self.coming = torch.cat([dk.reshape(-1), dv.reshape(-1)])
-            return
-        total = torch.cat([dk.reshape(-1), dv.reshape(-1)])
         if self.posted is not None:
             assert self.coming is not None
             self.wire.finish(self.posted)
-            total += self.coming
+            part += self.coming
+        if size == 1:
+            self.coming = part
+            return
         rows = _rows(self.places[(place - 1) % size])
-        self.coming = total.new_empty(_numel(self.k, rows) + _numel(self.v, rows))
-        self.posted = self.wire.post({(rank + 1) % size: total}, {(rank - 1) % size: self.coming}, _GRADIENTS)
+        self.coming = part.new_empty(_numel(self.k, rows) + _numel(self.v, rows))
+        self.posted = self.wire.post({(rank + 1) % size: part}, {(rank - 1) % size: self.coming}, _GRADIENTS)
 
     def arrived(self) -> tuple[T, T]:
         """The sums for this rank's own block."""

@@ -289,7 +289,9 @@ def _attention(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[tuple[str,
     for pattern, key_node, node in reader.mapping(top["attention"], "attention") if "attention" in top else ():
         kind = reader.text(node, f"the attention of {pattern}")
         if kind is not None and kind not in ATTENTION:
-            reader.wrong(node, "bad-value", f"the attention of {pattern} is {kind!r}", "one of: " + ", ".join(ATTENTION))
+            reader.wrong(
+                node, "bad-value", f"the attention of {pattern} is {kind!r}", "one of: " + ", ".join(ATTENTION)
+            )
         try:
             check_pattern(pattern, reader.where(key_node))
             yield pattern, kind or ATTENTION[0]

@@ -34,7 +34,14 @@ WORDS: dict[str, dict[str, tuple[str, ...] | None]] = {
     "shard": {"dim": None, "unit": None, "chunks": None},
 }
 # the value that may stand without its key
-POSITIONAL = {"colwise": "unit", "rowwise": "unit", "gather": "argument", "ulysses": "split", "rms_norm": "unit", "shard": "dim"}
+POSITIONAL = {
+    "colwise": "unit",
+    "rowwise": "unit",
+    "gather": "argument",
+    "ulysses": "split",
+    "rms_norm": "unit",
+    "shard": "dim",
+}
 
 # the words of `transformers` plans that mean one of ours; of two with one meaning, the present one stands first
 TRANSFORMERS_WORDS = {

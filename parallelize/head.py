@@ -1,0 +1,137 @@
+"""A vocabulary head that is not multiplied out: what hidden states, weight and bias give, one chunk of tokens at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize.errors import ModelError, Problem, ShapeError
+from parallelize.groups import axis_group, mesh_spec
+from parallelize.mesh import DATA_AXES
+from parallelize.ops.cross_entropy import wanted
+from parallelize.ops.linear_cross_entropy import Work, default_chunk, linear_losses
+from parallelize.ops.vocabulary import Vocabulary
+from parallelize.ops.vocabulary_softmax import working_dtype
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """logits = tail(hidden @ weight.T + bias), of this rank's part of the vocabulary.
+
+    Attributes:
+        weight: [V/P, H]. bias: [V/P] or None.
+        chunk: tokens whose logits are held at once; None: `default_chunk`.
+        tail: an elementwise function without parameters of its own, or None.
+    """
+
+    weight: T
+    bias: T | None
+    vocabulary: Vocabulary
+    chunk: int | None = None
+    tail: Callable[[T], T] | None = None
+
+    def logits(self, hidden: T) -> T:
+        """This rank's part of the logits [..., V/P], with autograd."""
+        out = F.linear(hidden, self.weight, self.bias)
+        return out if self.tail is None else self.tail(out)
+
+    def detached(self) -> Head:
+        return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
+
+    def cross_entropy(
+        self,
+        hidden: T,
+        targets: T,
+        *,
+        mesh: DeviceMesh | None = None,
+        weight: T | None = None,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
+        num_tokens: T | int | None = None,
+        **options: Any,
+    ) -> T:
+        """As `parallelize.cross_entropy` of the logits."""
+        check_head(self, hidden)
+        lead, dtype = tuple(hidden.shape[:-1]), working_dtype(self.weight)
+        given = wanted(targets, lead, self.vocabulary, dtype, weight=weight, reduction=reduction, **options)
+        flat = self._flat(hidden)
+        work = self._work(flat, given.targets, given.ignored, z_loss=z_loss)
+        losses, _ = linear_losses(flat, self.weight, self.bias, work, total=reduction != "none")
+        count = over_data_axes(given.divisor, mesh) if reduction == "mean" and num_tokens is None else num_tokens
+        return given.reduced(losses, reduction, count)
+
+    def token_statistics(self, hidden: T, ids: T, ignore_index: int, *, entropy: bool) -> tuple[T, T | None]:
+        """(log-probabilities, entropies or None) of tokens [...], 0 where ignored."""
+        check_head(self, hidden)
+        check_chosen(ids)
+        lead, dtype = tuple(hidden.shape[:-1]), working_dtype(self.weight)
+        given = wanted(ids, lead, self.vocabulary, dtype, ignore_index=ignore_index, reduction="none")
+        flat = self._flat(hidden)
+        work = self._work(flat, given.targets, given.ignored, entropy=entropy)
+        losses, entropies = linear_losses(flat, self.weight, self.bias, work, total=False)
+        assert given.ignored is not None
+        return -losses.view(lead), entropies.masked_fill(given.ignored, 0.0).view(lead) if entropy else None
+
+    def _work(self, flat: T, targets: Any, ignored: T | None, **options: Any) -> Work:
+        chunk = self.chunk if self.chunk is not None else default_chunk(*flat.shape)
+        return Work(targets, ignored, self.vocabulary.group, chunk, self.tail, **options)
+
+    def _flat(self, hidden: T) -> T:
+        return hidden.reshape(prod(hidden.shape[:-1]), hidden.shape[-1])
+
+
+def check_head(head: Head, hidden: T) -> None:
+    """Raises: ShapeError `bad-head`; ModelError `weight-let-go`."""
+    weight, bias, vocabulary = head.weight, head.bias, head.vocabulary
+    rows = vocabulary.stop - vocabulary.start
+    told = f"hidden {list(hidden.shape)} {hidden.dtype}, weight {list(weight.shape)} {weight.dtype}"
+    if weight.ndim != 2 or weight.shape[0] != rows or hidden.shape[-1:] != weight.shape[1:]:
+        raise ShapeError(Problem("bad-head", told, fix=f"hidden [..., H], and weight [{rows}, H] on this rank"))
+    if bias is not None and tuple(bias.shape) != (rows,):
+        raise ShapeError(Problem("bad-head", f"bias {list(bias.shape)} for {told}", fix=f"[{rows}] on this rank"))
+    if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
+        raise ShapeError(Problem("bad-head", told, fix="one dtype for hidden states, weight and bias"))
+    if isinstance(head.chunk, bool) or (head.chunk is not None and head.chunk < 1):
+        raise ShapeError(Problem("bad-chunk", f"a chunk of {head.chunk} tokens", fix="1 or more, or None"))
+    if weight.numel() and not weight.is_meta and not weight.untyped_storage().nbytes():
+        raise ModelError(
+            Problem(
+                "weight-let-go",
+                "the head's weight was let go after its forward (`fully_shard`), before the loss was taken",
+                fix="leave the head in the root's unit, or take the loss inside the model's forward",
+            )
+        )
+
+
+def check_chosen(ids: T) -> None:
+    """Raises: ShapeError `bad-targets` for what are no ids."""
+    if ids.is_floating_point():
+        raise ShapeError(Problem("bad-targets", f"chosen tokens are {ids.dtype}", fix="whole numbers, one a token"))
+
+
+def autocast_inputs(hidden: T, weight: T, bias: T | None) -> tuple[T, T, T | None]:
+    """What a linear would compute with: cast where autocast is on."""
+    device = hidden.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device) or torch.float64 in (hidden.dtype, weight.dtype):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def over_data_axes(count: T | int, mesh: DeviceMesh | None) -> T | int:
+    """The sum of a count over all data axes of the mesh (one scalar all-reduce where there are any)."""
+    axes = [axis for axis in DATA_AXES if mesh is not None and axis in mesh_spec(mesh).names]
+    if mesh is None or not axes:
+        return count
+    count = count if isinstance(count, torch.Tensor) else torch.tensor(count, device=mesh.device_type)
+    dist.all_reduce(count, group=axis_group(mesh, *axes))
+    return count

@@ -1,0 +1,96 @@
+"""The forms in which logits and heads are given: plain, sharded, DTensors."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from parallelize.errors import Problem, ShapeError
+from parallelize.groups import Group
+from parallelize.head import Head, autocast_inputs
+from parallelize.ops import collectives as ops
+from parallelize.ops.vocabulary import Vocabulary
+from parallelize.sharded_logits import ShardedLogits
+
+T = torch.Tensor
+
+
+def shard_of(logits: T) -> tuple[T, Vocabulary]:
+    """(this rank's logits, their vocabulary) of whatever form of logits was given.
+
+    Raises: ShapeError `bad-logits`.
+    """
+    if isinstance(logits, ShardedLogits):
+        return logits.to_local(), logits.vocabulary
+    if isinstance(logits, DTensor):
+        last = logits.ndim - 1
+        if logits.device_mesh.ndim == 1 and tuple(logits.placements) in ((Shard(last),), (Shard(-1),)):
+            group = Group(logits.device_mesh.get_group())
+            return logits.to_local(), Vocabulary(logits.shape[-1], group)
+        raise ShapeError(
+            Problem("bad-logits", f"DTensor logits with placements {logits.placements}", fix="Shard(-1) on the tp axis")
+        )
+    return logits, Vocabulary(logits.shape[-1], _ALONE)
+
+
+def linear_head(
+    hidden: T, weight: T, bias: T | None, scale: float, softcap: float | None, chunk: int | None
+) -> tuple[T, Head]:
+    """(hidden states, the head that they meet) of plain tensors or DTensors; gradients find their way back.
+
+    Raises: ShapeError `bad-head`.
+    """
+    if weight.ndim != 2:
+        raise ShapeError(Problem("bad-head", f"a weight of shape {list(weight.shape)}", fix="[V, H]"))
+    vocabulary = Vocabulary(weight.shape[0], _group_of(weight))
+    if vocabulary.group.size > 1:
+        if isinstance(hidden, DTensor):
+            _check_replicated(hidden)
+            hidden = hidden.to_local(grad_placements=[Partial()])
+        else:
+            hidden = ops.copy(hidden, vocabulary.group)
+    elif isinstance(hidden, DTensor):
+        _check_replicated(hidden)
+        hidden = hidden.to_local()
+    if bias is not None and isinstance(bias, DTensor) != isinstance(weight, DTensor):
+        raise ShapeError(
+            Problem("bad-head", "one of weight and bias is a DTensor", fix="both, with the same placements")
+        )
+    local, local_bias = _local(weight), None if bias is None else _local(bias)
+    hidden, local, local_bias = autocast_inputs(hidden, local, local_bias)
+    return hidden, Head(local, local_bias, vocabulary, chunk, tail_of(scale, softcap))
+
+
+def tail_of(scale: float, softcap: float | None):
+    """softcap tanh(scale z / softcap), or scale z; None where that is z."""
+    if softcap is not None:
+        return partial(_capped, scale=scale, softcap=softcap)
+    return None if scale == 1.0 else partial(torch.mul, other=scale)
+
+
+def _capped(z: T, scale: float, softcap: float) -> T:
+    return torch.tanh(z * (scale / softcap)) * softcap
+
+
+def _group_of(weight: T) -> Group:
+    if not isinstance(weight, DTensor) or tuple(weight.placements) == (Replicate(),):
+        return _ALONE
+    if weight.device_mesh.ndim == 1 and tuple(weight.placements) == (Shard(0),):
+        return Group(weight.device_mesh.get_group())
+    what = f"a DTensor weight with placements {weight.placements}"
+    raise ShapeError(Problem("bad-head", what, fix="Shard(0) on the tp axis alone, or a plain tensor"))
+
+
+def _local(x: T) -> T:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _check_replicated(hidden: DTensor) -> None:
+    if tuple(hidden.placements) != (Replicate(),):
+        what = f"DTensor hidden states with placements {hidden.placements}"
+        raise ShapeError(Problem("bad-head", what, fix="redistribute them to [Replicate()] on the tp mesh"))
+
+
+_ALONE = Group.alone()

@@ -20,7 +20,7 @@ from parallelize.analysis.step import RankStep
 from parallelize.analysis.subject import Subject, check
 from parallelize.analysis.timing import StepTime, stage_time, step_time
 from parallelize.layout import Layout
-from parallelize.mesh import DATA_AXES, MeshSpec
+from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.model_source import ModelSource, source_of
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolve import ResolvedPlan
@@ -110,10 +110,11 @@ def model_flops(subject: Subject, setting: Setting) -> float:
         recompute="off",
         batch=1,
         num_microbatches=1,
+        ulysses=1,
     )
     step = subject.rank_step(alone, alone.pipeline(), 0)
     forward = sum(segment.flops for segment in step.segments(0, later=True).forward)
-    return 3.0 * forward * setting.batch * setting.size(*DATA_AXES)
+    return 3.0 * forward * setting.batch * setting.size(*SAMPLE_AXES)
 
 
 def _looked_at(size: int) -> list[int]:

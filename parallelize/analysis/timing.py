@@ -145,7 +145,8 @@ def _data(step: RankStep, machine: Machine) -> tuple[float, float]:
     """Seconds a step of (ZeRO 3's gathers, sums and everything else) over data axes."""
     gathers = sums = 0.0
     for message, times in step.messages:
-        if not set(message.axis.split("*")) <= set(step.setting.data_axes):
+        attention = message.axis == "cp" and message.op in ("send", "all_to_all")  # told with the layers' messages
+        if attention or not set(message.axis.split("*")) <= set(step.setting.data_axes):
             continue
         seconds = machine.message_s(message, step.setting.mesh) * times
         if message.op == "all_gather" and message.phase != "step":

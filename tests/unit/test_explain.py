@@ -291,6 +291,17 @@ def test_overrides():
     assert "num_hidden_layers" in str(caught.value)
 
 
+def test_cp_cuts_work_and_not_the_model():
+    """The same tokens, the same model operations: a step over cp is no cheaper than the model."""
+    options = {"sequence": 4096, "dtype": "bfloat16", "weights_dtype": "float32"}
+    alone = explain("llama-3-8b", None, "dp=4", batch=1, **options)
+    over_cp = explain("llama-3-8b", None, "cp=4", batch=4, **options)
+    assert over_cp.time.flops == pytest.approx(alone.time.flops, rel=0.1)
+    assert over_cp.time.mfu_overlapped == pytest.approx(alone.time.mfu_overlapped, rel=0.3)  # messages beside
+    both = explain("llama-3-8b", None, "cp=4", batch=4, ulysses=4, **options)
+    assert {line.op for line in both.ranks[0].messages if line.axis == "cp"} == {"all_reduce", "all_to_all"}
+
+
 # -- speed --------------------------------------------------------------------------------------------------------
 
 SIZES = [

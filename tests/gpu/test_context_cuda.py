@@ -1,0 +1,37 @@
+"""Kernels of ring attention on a GPU: each against attention by its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallelize.context.rows import SequenceRows
+from parallelize.groups import Group
+from parallelize.ops.ring_attention import Masking, ring_attention
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def reference(q, k, v, masking):
+    times = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    back = torch.arange(q.shape[2], device=q.device).unsqueeze(-1) - torch.arange(k.shape[2], device=q.device)
+    seen = (back >= 0) & (back < (masking.window or q.shape[2]))
+    scores = (q @ k.transpose(-1, -2) * masking.scale).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 2e-2), (torch.float32, 5e-6), (torch.float64, 1e-12)])
+def test_one_rank(dtype, limit, window):
+    torch.manual_seed(0)
+    masking = Masking(True, window, 0.125)
+    whole = [torch.randn(2, heads, 300, 64, device="cuda", dtype=dtype).requires_grad_() for heads in (8, 2, 2)]
+    grad = torch.randn(2, 8, 300, 64, device="cuda", dtype=dtype)
+    out = ring_attention(*whole, Group.alone(), (SequenceRows(300).of_place(0),), masking)
+    got = [out, *torch.autograd.grad(out, whole, grad)]
+    wide = [x.detach().double().requires_grad_() for x in whole]
+    ref = reference(*wide, masking)
+    want = [ref, *torch.autograd.grad(ref, wide, grad.double())]
+    for mine, theirs in zip(got, want, strict=True):
+        assert (mine - theirs).abs().max() <= limit * theirs.abs().max()

@@ -90,7 +90,9 @@ class Context:
         alive = list(self._alive)
         same = {(one.rows, id(one.documents)) for one in alive}
         if len(same) != 1:
-            what = f"recompute meets {len(same)} forwards whose sequences differ, and cannot tell which it repeats"
+            what = "recompute finds no graph of the forward that it repeats (reentrant checkpointing makes none)"
+            if same:
+                what = f"recompute meets {len(same)} forwards whose sequences differ, and cannot tell which it repeats"
             raise ModelError(Problem("ambiguous-sequence", what, fix="use parallelize.recompute, which can"))
         return alive[0]
 

@@ -26,8 +26,10 @@ def serves(q: T, k: T, v: T, masked: bool) -> bool:
         return False
     if q.device.type in ("cpu", "meta"):
         return _CPU is not None
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    return q.is_cuda and half and not masked and q.shape[-1] <= _CUDA_WIDTH and _CUDA is not None
+    if not q.is_cuda or masked or _CUDA is None or torch.cuda.get_device_capability(q.device) < (8, 0):
+        return False
+    width = q.shape[-1]  # the public function pads heads to a multiple of 8; the op below it does not
+    return q.dtype in (torch.float16, torch.bfloat16) and width <= _CUDA_WIDTH and width % 8 == 0
 
 
 def forward(q: T, k: T, v: T, mask: T | None, causal: bool, scale: float) -> tuple[T, T]:

@@ -10,12 +10,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize import (
+    ModelError,
     ParallelizeError,
     ShapeError,
     build_mesh,
     context_parallel,
+    full_gradients,
     gather_sequence,
     parallelize_model,
+    shard_data,
     split_sequence,
 )
 from parallelize.context.inputs import documents_of
@@ -302,5 +305,79 @@ def test_a_copy_goes_its_own_way():
             mine.lm_head.weight.zero_()
             got = gather_sequence(other, other(input_ids=ids).logits)
         assert torch.allclose(got, want, rtol=1e-9)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_in_a_loop_of_ones_own(zero):
+    """`shard_data` adds gradients up over cp too, and the model's own loss is divided by the count of all ranks."""
+    model, (ids, labels) = family("llama"), batch_of(LENGTH, 4)
+    reference = copy.deepcopy(model)
+    logits = reference(input_ids=ids).logits[:, :-1]
+    F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
+    want = {name: p.grad for name, p in reference.named_parameters()}
+
+    def body(rank):
+        mesh = build_mesh("cpu", dp=2, cp=2)
+        mine = shard_data(context_parallel(copy.deepcopy(model), mesh), mesh, zero)
+        at = mesh.get_local_rank("dp")
+        mine(input_ids=ids.chunk(2)[at], labels=labels.chunk(2)[at]).loss.backward()
+        return {name: p.grad for name, p in mine.named_parameters()} if zero == 0 else full_gradients(mine)
+
+    for grads in run_ranks(4, body):
+        assert worst(grads, want)[0] <= 5e-6  # the stock loss is float32
+
+
+def test_one_rank_of_cp_changes_nothing():
+    model, (ids, _) = family("llama"), batch_of(LENGTH)
+    want = model(input_ids=ids).logits
+
+    def body(rank):
+        mesh = build_mesh("cpu", dp=1, cp=1)
+        mine = context_parallel(copy.deepcopy(model), mesh)
+        assert torch.equal(mine(input_ids=ids).logits, want)
+        assert torch.equal(split_sequence(mine, ids), ids)
+        assert torch.equal(gather_sequence(mine, ids), ids)
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_checkpointing_of_transformers(ulysses):
+    """Recompute by `torch.utils.checkpoint`, which knows nothing of cp."""
+    model, (ids, targets) = family("llama"), batch_of(LENGTH)
+    want = alone(model, ids, targets)
+
+    def body(rank):
+        mine = copy.deepcopy(model)
+        mine.gradient_checkpointing_enable()
+        return on_mesh(mine, {"cp": 2}, ids, targets, {}, ulysses=ulysses)
+
+    for found in run_ranks(2, body):
+        error, name = error_of(found, want)
+        assert error <= 1e-12, name
+
+
+def test_recompute_that_cannot_be_told_apart_is_refused():
+    model = family("llama")
+
+    def body(rank):
+        mine = context_parallel(copy.deepcopy(model), build_mesh("cpu", cp=2))
+        mine.gradient_checkpointing_enable()
+        first = mine(input_ids=torch.ones(1, 8, dtype=torch.int64)).logits.sum()
+        second = mine(input_ids=torch.ones(1, 6, dtype=torch.int64)).logits.sum()
+        with pytest.raises(ModelError, match="ambiguous-sequence"):
+            (first + second).backward()
+
+    run_ranks(2, body)
+
+
+def test_no_cache_is_kept():
+    model = family("llama")
+
+    def body(rank):
+        mine = context_parallel(copy.deepcopy(model).eval(), build_mesh("cpu", cp=2))
+        assert mine(input_ids=IDS).past_key_values is None
 
     run_ranks(2, body)

@@ -123,11 +123,19 @@ def _resolved_together(
         facts |= {f"plan {key}": value for key, value in resolved.plan.facts().items()}
         if on_context(mesh_spec(mesh)):
             check_context(for_base_model(resolved.plan, model), model, mesh_spec(mesh), int(settings["ulysses"]))
+            _refuse_ulysses_twice(resolved)
         mine = part_of(model)
         local = resolved.restricted(mine)
         _check_modules(local, mine)
         sites = check_sites(local, mine, Group(tp.get_group()), torch.device(mesh.device_type))
     return mine, local, resolved, sites
+
+
+def _refuse_ulysses_twice(resolved: ResolvedPlan) -> None:
+    traded = [row for row in resolved.modules.values() if row.contract.compute == "ulysses"]
+    if traded:
+        what = f"{traded[0].fqn} trades its rows for heads over tp, and the mesh cuts rows over cp too"
+        raise PlanError(Problem("ulysses-over-cp", what, traded[0].rule.where, fix="heads over tp, and ulysses= over cp"))
 
 
 def _refuse_overlap_of_styles(overlap: str | None) -> None:

@@ -19,9 +19,18 @@ import torch.nn.functional as F
 
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
-from parallelize.head import Head
+from parallelize.head import Head, check_held
 from parallelize.ops import collectives as ops
-from parallelize.sharded_logits import ELEMENTWISE, HANDLERS, ShardedLogits, is_attribute, mark, stock_arguments
+from parallelize.ops.vocabulary_softmax import cooled
+from parallelize.sharded_logits import (
+    ELEMENTWISE,
+    HANDLERS,
+    ShardedLogits,
+    is_attribute,
+    mark,
+    simplified,
+    stock_arguments,
+)
 
 T = torch.Tensor
 
@@ -45,19 +54,17 @@ class Deferred:
     version: int
 
     def check(self) -> None:
-        """Raises: ModelError `weight-changed`: logits of other weights than those that the forward ran with."""
+        """Raises: ModelError `weight-changed`: not the weights that the forward ran with; `weight-let-go`."""
         if _version_of(self.watched) != self.version:
             fix = "take the loss, or `.made()`, before the optimiser's step"
             what = "the head's weight was changed before the logits that it owes were made"
             raise ModelError(Problem("weight-changed", what, fix=fix))
+        check_held(self.head.weight)
 
     def logits(self) -> T:
         """The logits themselves: `ShardedLogits`, or whole ones (one all-gather)."""
         self.check()
-        local, vocabulary = self.head.logits(self.hidden), self.head.vocabulary
-        if self.sharded:
-            return mark(local, vocabulary)
-        return ops.gather(local, vocabulary.group, -1, vocabulary.full, "replicate")
+        return logits_of(self.hidden, self.head, self.sharded)
 
     def cross_entropy(self, targets: T, **options: Any) -> T:
         """As `parallelize.cross_entropy`."""
@@ -69,13 +76,15 @@ class Deferred:
         self.check()
         head = _without_widening(self.head)
         if temperature != 1.0:
-            before = head.tail.calls if head.tail is not None else ()
-            head = replace(head, tail=Steps((*before, (torch.div, (temperature,), ()))))
+            head = _extended(self.head, Step(cooled, (_HERE, temperature)))
         return head.token_statistics(self.hidden, ids, ignore_index, entropy=entropy)
 
     def requires_grad(self) -> bool:
         parts = (self.hidden, self.head.weight, self.head.bias)
         return any(part is not None and part.requires_grad for part in parts)
+
+    def detached(self) -> Deferred:
+        return replace(self, hidden=self.hidden.detach(), head=self.head.detached())
 
 
 class DeferredLogits(ShardedLogits):
@@ -86,7 +95,9 @@ class DeferredLogits(ShardedLogits):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        func, args, kwargs = simplified(func, args, kwargs or {})
+        if func is T.to and not isinstance(args[0], DeferredLogits):
+            return func(*args, **kwargs)
         first = next(arg for arg in private.tree_leaves((args, kwargs)) if isinstance(arg, DeferredLogits))
         if first.deferred is None:
             return _on_logits(func, args, kwargs)
@@ -95,7 +106,7 @@ class DeferredLogits(ShardedLogits):
                 return handler(func, args, kwargs)
         except ModelError:  # a view of the vocabulary
             return _on_logits(func, args, kwargs)
-        if func in ELEMENTWISE and args[0] is first and (steps := _with_step(first, func, args, kwargs)) is not None:
+        if func in ELEMENTWISE and (steps := _with_step(first, func, args, kwargs)) is not None:
             return steps
         if func in _ALLOWED or is_attribute(func):
             with private.plain_functions():
@@ -104,7 +115,8 @@ class DeferredLogits(ShardedLogits):
 
     @property
     def deferred(self) -> Deferred | None:
-        """What they stand for; None once they were made."""
+        """What they stand for; None once they were made. Raises: ModelError `reentrant-checkpoint`."""
+        _check_graph(self)
         return self.__dict__["_deferred"] if self.__dict__["_made"] is None else None
 
     def again(self, part: T) -> DeferredLogits:
@@ -125,15 +137,19 @@ class DeferredLogits(ShardedLogits):
         return made.to_local() if isinstance(made, ShardedLogits) else made[..., vocabulary.start : vocabulary.stop]
 
 
-def defer(hidden: T, head: Head, sharded: bool, registered: Any) -> DeferredLogits:
+def logits_of(hidden: T, head: Head, sharded: bool) -> T:
+    """What a head gives: `ShardedLogits`, or whole logits (one all-gather)."""
+    local, vocabulary = head.logits(hidden), head.vocabulary
+    return mark(local, vocabulary) if sharded else ops.gather(local, vocabulary.group, -1, vocabulary.full, "replicate")
+
+
+def defer(hidden: T, head: Head, sharded: bool, registered: tuple[T, ...]) -> DeferredLogits:
     """Mark hidden states as the logits that a head would make of them.
 
     Args:
-        sharded: what they are, once made. registered: the module's own weight parameter, which writes go through.
+        sharded: what they are, once made. registered: the parameters of the weight, which writes go through.
     """
-    watched = (registered, head.weight)
-    if not torch.is_grad_enabled():
-        hidden, head = hidden.detach(), head.detached()
+    watched = (*registered, head.weight)
     return _marked(Deferred(hidden, head, sharded, hidden.detach().new_empty(0), watched, _version_of(watched)))
 
 
@@ -143,6 +159,7 @@ def _version_of(watched: tuple[T, ...]) -> int:
 
 
 def _marked(deferred: Deferred) -> DeferredLogits:
+    deferred = deferred if torch.is_grad_enabled() else deferred.detached()
     with private.plain_functions():
         out = deferred.hidden.as_subclass(DeferredLogits)
     out.__dict__.update(_deferred=deferred, _made=None, vocabulary=deferred.head.vocabulary)
@@ -150,19 +167,47 @@ def _marked(deferred: Deferred) -> DeferredLogits:
 
 
 def _on_logits(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run `func` on logits that are made now, and kept; refuse it where a gradient is wanted."""
+    """Run `func` on logits that are made now; refuse it where a gradient is wanted.
 
-    def logits_of(arg: Any) -> Any:
+    They are kept where nothing wants one. Else they are for this call alone (a metric before the loss): they have no graph.
+    """
+
+    def made(arg: Any) -> Any:
         if not isinstance(arg, DeferredLogits):
             return arg
-        if arg.deferred is not None:
-            if torch.is_grad_enabled() and arg.deferred.requires_grad():
-                raise _refusal(func)
-            arg.__dict__["_made"] = arg.deferred.logits()
-        return arg.made()
+        if (deferred := arg.deferred) is None:
+            return arg.made()
+        if not deferred.requires_grad():
+            arg.__dict__["_made"] = deferred.logits()
+            return arg.made()
+        if torch.is_grad_enabled() or _writes(func):
+            raise _refusal(func)
+        return deferred.logits()
 
-    args, kwargs = private.tree_map(logits_of, (args, kwargs))
+    args, kwargs = private.tree_map(made, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def _writes(func: Callable) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+_WRITES = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
+
+
+def _check_graph(logits: DeferredLogits) -> None:
+    """Raises: ModelError `reentrant-checkpoint`: a graph that ends in logits which were promised without one."""
+    with private.plain_functions():
+        has_graph = logits.requires_grad
+    if has_graph and not logits.__dict__["_deferred"].hidden.requires_grad:
+        what = (
+            "a head with fuse_loss ran inside a reentrant checkpoint, which keeps no graph: its gradient would be lost"
+        )
+        fix = (
+            "checkpoint(..., use_reentrant=False), or parallelize.recompute; or take the loss inside of the checkpoint"
+        )
+        raise ModelError(Problem("reentrant-checkpoint", what, fix=fix))
 
 
 def _refusal(func: Callable) -> ModelError:
@@ -178,35 +223,57 @@ def _refusal(func: Callable) -> ModelError:
 # -- what is written down -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Elementwise functions, one after another: (function, further arguments)."""
+_HERE = object()  # where a step's arguments have the logits
 
-    calls: tuple[tuple[Callable, tuple, tuple], ...] = ()
+
+@dataclass(frozen=True)
+class Step:
+    """A call of an elementwise function."""
+
+    func: Callable
+    args: tuple
+    kwargs: tuple[tuple[str, Any], ...] = ()
 
     def __call__(self, z: T) -> T:
-        for func, args, kwargs in self.calls:
-            z = func(z, *args, **dict(kwargs))
+        here = lambda arg: z if arg is _HERE else arg  # noqa: E731
+        return self.func(*map(here, self.args), **{key: here(arg) for key, arg in self.kwargs})
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Elementwise functions, one after another."""
+
+    calls: tuple[Step, ...] = ()
+
+    def __call__(self, z: T) -> T:
+        for step in self.calls:
+            z = step(z)
         return z
+
+
+def _extended(head: Head, step: Step) -> Head:
+    before = head.tail.calls if head.tail is not None else ()  # type: ignore[attr-defined]
+    return replace(head, tail=Steps((*before, step)))
 
 
 def _with_step(logits: DeferredLogits, func: Callable, args: tuple, kwargs: dict) -> DeferredLogits | None:
     """The logits with one more function written down; None where it is not one of each element alone."""
     deferred = logits.__dict__["_deferred"]
-    name = func.__name__
-    if (name.endswith("_") and not name.endswith("__")) or name == "__imul__":
+    if _writes(func):
         return None
-    for other in (*args[1:], *kwargs.values()):
-        if isinstance(other, T) and (other.ndim or other.requires_grad or isinstance(other, ShardedLogits)):
+    for other in (*args, *kwargs.values()):
+        if other is logits or not isinstance(other, T):
+            continue
+        if other.ndim or other.requires_grad or isinstance(other, ShardedLogits):
             return None
-    probe = func(deferred.probe, *args[1:], **kwargs)
+    here = lambda arg: _HERE if arg is logits else arg  # noqa: E731
+    step = Step(func, tuple(map(here, args)), tuple((key, here(arg)) for key, arg in kwargs.items()))
+    probe = step(deferred.probe)
     if probe.device != deferred.probe.device or not probe.is_floating_point():
         return None
     if func in _SAME and probe.dtype == deferred.probe.dtype:
         return _marked(deferred)
-    before = deferred.head.tail.calls if deferred.head.tail is not None else ()
-    tail = Steps((*before, (func, args[1:], tuple(kwargs.items()))))
-    return _marked(replace(deferred, head=replace(deferred.head, tail=tail), probe=probe))
+    return _marked(replace(deferred, head=_extended(deferred.head, step), probe=probe))
 
 
 _SAME = {T.contiguous, T.clone, torch.clone, T.to, T.float, T.double, T.half, T.bfloat16, T.type}
@@ -215,7 +282,7 @@ _SAME = {T.contiguous, T.clone, torch.clone, T.to, T.float, T.double, T.half, T.
 def _without_widening(head: Head) -> Head:
     """The last casts to float32 left out: the loss works in float32 anyway, and its gradient is narrow again."""
     calls = head.tail.calls if head.tail is not None else ()
-    while calls and calls[-1][0] is T.float and head.weight.dtype != torch.float64:
+    while calls and calls[-1].func is T.float and head.weight.dtype != torch.float64:
         calls = calls[:-1]
     return replace(head, tail=Steps(calls) if calls else None)
 
@@ -236,8 +303,7 @@ def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> T:
 
 
 def _detach(func: Callable, args: tuple, kwargs: dict) -> DeferredLogits:
-    deferred = args[0].__dict__["_deferred"]
-    return _marked(replace(deferred, hidden=deferred.hidden.detach(), head=deferred.head.detached()))
+    return _marked(args[0].__dict__["_deferred"].detached())
 
 
 def _register_hook(func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -253,11 +319,12 @@ def _repr(func: Callable, args: tuple, kwargs: dict) -> str:
     return f"DeferredLogits(shape={list(args[0].shape)}, dtype={deferred.probe.dtype}, not made)"
 
 
-_KEPT = (T.shape.__get__, T.size, T.numel, T.nelement, T.view, T.reshape, T.flatten)  # type: ignore[attr-defined]
+_KEPT = (T.shape.__get__, T.size, T.numel, T.nelement, T.__len__, T.view, T.reshape, T.flatten)  # type: ignore[attr-defined]
 _HANDLERS: dict[Callable, Callable] = {
     **{func: HANDLERS[func] for func in (*_KEPT, torch.flatten, torch.reshape, T.__getitem__)},
     T.dtype.__get__: lambda func, args, kwargs: args[0].__dict__["_deferred"].probe.dtype,  # type: ignore[attr-defined]
     T.requires_grad.__get__: lambda func, args, kwargs: args[0].__dict__["_deferred"].requires_grad(),  # type: ignore[attr-defined]
+    T._base.__get__: lambda func, args, kwargs: None,  # type: ignore[union-attr]  # writes are refused
     T.data.__get__: _detach,  # type: ignore[attr-defined]
     T.detach: _detach,
     torch.detach: _detach,
@@ -265,4 +332,7 @@ _HANDLERS: dict[Callable, Callable] = {
     T.register_hook: _register_hook,
     F.cross_entropy: _cross_entropy,
 }
-_ALLOWED = {T.as_subclass, T.dim, T.get_device, T.is_complex, T.is_floating_point, T.__hash__, T.untyped_storage}
+_ALLOWED = {
+    *(T.as_subclass, T.dim, T.get_device, T.is_complex, T.is_floating_point, T.is_contiguous, T.__hash__),
+    T.untyped_storage,
+}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.deferred_logits import defer
+from parallelize.deferred_logits import defer, logits_of
 from parallelize.errors import PlanError, Problem
 from parallelize.groups import Group
 from parallelize.head import Head, autocast_inputs
@@ -22,6 +22,7 @@ from parallelize.plan.schema import Plan
 T = torch.Tensor
 DEFERRED = "deferred_head"  # what a contract's `compute` calls such a head
 _OWES = "_parallelize_owes_logits"  # on a module whose product is left to the loss
+_WRITTEN = "_parallelize_written_weight"  # on such a module: the parameter that an optimiser writes to
 
 
 def deferred_head(vocabulary: Vocabulary, sharded: bool) -> Callable:
@@ -32,7 +33,7 @@ def deferred_head(vocabulary: Vocabulary, sharded: bool) -> Callable:
         if planned.enter is not None:
             input = planned.enter(input)
         bias = None if planned.bias is None else planned.bias.local(parameters)
-        return _deferred(input, planned.weight.local(parameters), bias, vocabulary, sharded, parameters["weight"])
+        return _deferred(self, input, planned.weight.local(parameters), bias, vocabulary, sharded)
 
     return forward
 
@@ -49,6 +50,11 @@ def wrong_heads(resolved: ResolvedPlan, model: ModelFacts) -> list[Problem]:
         for fqn, row in resolved.modules.items()
         if row.contract.compute == DEFERRED and not _is_linear(model.objects[fqn])
     ]
+
+
+def watch_writes(head: nn.Module) -> None:
+    """Notice writes to the weight that this head has now, also while another stands in its place (`fully_shard`)."""
+    head.__dict__[_WRITTEN] = head._parameters["weight"]
 
 
 def mark_deferred(head: nn.Module) -> None:
@@ -83,13 +89,16 @@ def fuse_heads(module: nn.Module, plan: Plan | None) -> None:
 
 
 def _plain_head(self: Any, input: T) -> T:
-    return _deferred(input, self.weight, self.bias, Vocabulary(self.weight.shape[0], _ALONE), False, self.weight)
+    return _deferred(self, input, self.weight, self.bias, Vocabulary(self.weight.shape[0], _ALONE), False)
 
 
-def _deferred(input: T, weight: T, bias: T | None, vocabulary: Vocabulary, sharded: bool, registered: Any) -> T:
+def _deferred(module: Any, input: T, weight: T, bias: T | None, vocabulary: Vocabulary, sharded: bool) -> T:
     hidden, cast, bias = autocast_inputs(input, weight, bias)
-    logits = defer(hidden, Head(cast, bias, vocabulary), sharded, registered)
-    return logits.made() if torch.compiler.is_compiling() else logits
+    head = Head(cast, bias, vocabulary)
+    if torch.compiler.is_compiling():  # a graph has no place for what is not there yet
+        return logits_of(hidden, head, sharded)
+    registered = (module._parameters["weight"], module.__dict__.get(_WRITTEN))
+    return defer(hidden, head, sharded, tuple(x for x in registered if x is not None))
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -142,7 +142,7 @@ def compressed(facts: Facts, most: int = 400) -> Facts:
     return {key: facts[key] for key in keys[:most]} | {"(the rest)": hashlib.sha256(rest.encode()).hexdigest()[:16]}
 
 
-def check_replicas(group: Group, tensors: Mapping[str, torch.Tensor], what: str) -> None:
+def check_replicas(group: Group, tensors: Mapping[str, torch.Tensor], what: str, axis: str = "tp") -> None:
     """Compare tensors that must be equal on every rank of the group, by digest.
 
     Raises: HandshakeError `replicas-differ` naming tensors and ranks, on every rank.
@@ -161,9 +161,9 @@ def check_replicas(group: Group, tensors: Mapping[str, torch.Tensor], what: str)
         raise HandshakeError(
             Problem(
                 "replicas-differ",
-                f"{len(rows)} {what} that must be equal over tp are not",
+                f"{len(rows)} {what} that must be equal over {axis} are not",
                 rows=tuple(rows[:20]),
-                fix="give the ranks of one tp group the same data and the same initial weights",
+                fix=f"give the ranks of one {axis} group the same data and the same initial weights",
             )
         )
 

@@ -44,6 +44,12 @@ class Head:
         out = F.linear(hidden, self.weight, self.bias)
         return out if self.tail is None else self.tail(out)
 
+    @property
+    def working_dtype(self) -> torch.dtype:
+        """That of the logits, float32 at least."""
+        probe = self.weight.detach().new_empty(0)
+        return working_dtype(probe if self.tail is None else self.tail(probe))
+
     def detached(self) -> Head:
         return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
 
@@ -61,10 +67,10 @@ class Head:
     ) -> T:
         """As `parallelize.cross_entropy` of the logits."""
         check_head(self, hidden)
-        lead, dtype = tuple(hidden.shape[:-1]), working_dtype(self.weight)
+        lead, dtype = tuple(hidden.shape[:-1]), self.working_dtype
         given = wanted(targets, lead, self.vocabulary, dtype, weight=weight, reduction=reduction, **options)
         flat = self._flat(hidden)
-        work = self._work(flat, given.targets, given.ignored, z_loss=z_loss)
+        work = self._work(flat, given.targets, given.ignored, dtype, z_loss=z_loss)
         losses, _ = linear_losses(flat, self.weight, self.bias, work, total=reduction != "none")
         count = over_data_axes(given.divisor, mesh) if reduction == "mean" and num_tokens is None else num_tokens
         return given.reduced(losses, reduction, count)
@@ -73,17 +79,17 @@ class Head:
         """(log-probabilities, entropies or None) of tokens [...], 0 where ignored."""
         check_head(self, hidden)
         check_chosen(ids)
-        lead, dtype = tuple(hidden.shape[:-1]), working_dtype(self.weight)
+        lead, dtype = tuple(hidden.shape[:-1]), self.working_dtype
         given = wanted(ids, lead, self.vocabulary, dtype, ignore_index=ignore_index, reduction="none")
         flat = self._flat(hidden)
-        work = self._work(flat, given.targets, given.ignored, entropy=entropy)
+        work = self._work(flat, given.targets, given.ignored, dtype, entropy=entropy)
         losses, entropies = linear_losses(flat, self.weight, self.bias, work, total=False)
         assert given.ignored is not None
         return -losses.view(lead), entropies.masked_fill(given.ignored, 0.0).view(lead) if entropy else None
 
-    def _work(self, flat: T, targets: Any, ignored: T | None, **options: Any) -> Work:
+    def _work(self, flat: T, targets: Any, ignored: T | None, dtype: torch.dtype, **options: Any) -> Work:
         chunk = self.chunk if self.chunk is not None else default_chunk(*flat.shape)
-        return Work(targets, ignored, self.vocabulary.group, chunk, self.tail, **options)
+        return Work(targets, ignored, self.vocabulary.group, chunk, dtype, self.tail, **options)
 
     def _flat(self, hidden: T) -> T:
         return hidden.reshape(prod(hidden.shape[:-1]), hidden.shape[-1])
@@ -102,14 +108,17 @@ def check_head(head: Head, hidden: T) -> None:
         raise ShapeError(Problem("bad-head", told, fix="one dtype for hidden states, weight and bias"))
     if isinstance(head.chunk, bool) or (head.chunk is not None and head.chunk < 1):
         raise ShapeError(Problem("bad-chunk", f"a chunk of {head.chunk} tokens", fix="1 or more, or None"))
+    check_held(weight)
+
+
+def check_held(weight: T) -> None:
+    """Raises: ModelError `weight-let-go` where `fully_shard` has freed a weight that logits are still to be made of."""
     if weight.numel() and not weight.is_meta and not weight.untyped_storage().nbytes():
-        raise ModelError(
-            Problem(
-                "weight-let-go",
-                "the head's weight was let go after its forward (`fully_shard`), before the loss was taken",
-                fix="leave the head in the root's unit, or take the loss inside the model's forward",
-            )
+        what = "the head's weight was let go (`fully_shard`) before the loss or the logits that it owes were made"
+        fix = (
+            "take loss and metrics before backward, and leave the head in the root's unit; or take both in the forward"
         )
+        raise ModelError(Problem("weight-let-go", what, fix=fix))
 
 
 def check_chosen(ids: T) -> None:

@@ -17,7 +17,7 @@ from parallelize.ops.class_targets import HardTargets
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.cross_entropy import wanted
 from parallelize.ops.linear_cross_entropy import Kept, logits_gradient
-from parallelize.ops.vocabulary_softmax import statistics, working_dtype
+from parallelize.ops.vocabulary_softmax import cooled, statistics, working_dtype
 
 T = torch.Tensor
 
@@ -90,7 +90,7 @@ def _of_logits(logits: T, ids: T, temperature: float, ignore_index: int, *, entr
     lead = tuple(local.shape[:-1])
     given = wanted(ids, lead, vocabulary, working_dtype(local), ignore_index=ignore_index, reduction="none")
     z = local.reshape(prod(lead), local.shape[-1])
-    z = z if temperature == 1.0 else z / temperature
+    z = z if temperature == 1.0 else cooled(z, temperature)
     log_probs, entropies = _TokenStatistics.apply(z, given.targets, vocabulary.group, entropy)
     log_probs = log_probs.masked_fill(given.ignored, 0.0).view(lead)
     return log_probs, entropies.masked_fill(given.ignored, 0.0).view(lead) if entropy else None

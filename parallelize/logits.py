@@ -10,8 +10,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from parallelize.errors import Problem, ShapeError
 from parallelize.groups import Group
 from parallelize.head import Head, autocast_inputs
+from parallelize.mesh import DATA_AXES
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary import Vocabulary
+from parallelize.ops.vocabulary_softmax import working_dtype
 from parallelize.sharded_logits import ShardedLogits
 
 T = torch.Tensor
@@ -27,6 +29,7 @@ def shard_of(logits: T) -> tuple[T, Vocabulary]:
     if isinstance(logits, DTensor):
         last = logits.ndim - 1
         if logits.device_mesh.ndim == 1 and tuple(logits.placements) in ((Shard(last),), (Shard(-1),)):
+            _refuse_data_axis(logits, "bad-logits", "the vocabulary of logits")
             group = Group(logits.device_mesh.get_group())
             return logits.to_local(), Vocabulary(logits.shape[-1], group)
         raise ShapeError(
@@ -64,23 +67,38 @@ def linear_head(
 
 
 def tail_of(scale: float, softcap: float | None):
-    """softcap tanh(scale z / softcap), or scale z; None where that is z."""
+    """softcap tanh(scale z / softcap), or scale z, in float32 at least; None where that is z."""
     if softcap is not None:
         return partial(_capped, scale=scale, softcap=softcap)
-    return None if scale == 1.0 else partial(torch.mul, other=scale)
+    return None if scale == 1.0 else partial(_scaled, scale=scale)
+
+
+def _scaled(z: T, scale: float) -> T:
+    return z.to(working_dtype(z)) * scale
 
 
 def _capped(z: T, scale: float, softcap: float) -> T:
-    return torch.tanh(z * (scale / softcap)) * softcap
+    return torch.tanh(_scaled(z, scale / softcap)) * softcap
 
 
 def _group_of(weight: T) -> Group:
     if not isinstance(weight, DTensor) or tuple(weight.placements) == (Replicate(),):
         return _ALONE
     if weight.device_mesh.ndim == 1 and tuple(weight.placements) == (Shard(0),):
+        _refuse_data_axis(weight, "bad-head", "a head's weight")
         return Group(weight.device_mesh.get_group())
     what = f"a DTensor weight with placements {weight.placements}"
     raise ShapeError(Problem("bad-head", what, fix="Shard(0) on the tp axis alone, or a plain tensor"))
+
+
+def _refuse_data_axis(x: DTensor, slug: str, what: str) -> None:
+    """Ranks along a data axis see other tokens: what `fully_shard` cuts there is no part of a vocabulary."""
+    names = x.device_mesh.mesh_dim_names or ()
+    if any(name in DATA_AXES for name in names):
+        fix = (
+            "`.full_tensor()` of it, or parallelize_model(..., fuse_loss=True), which takes the loss while it is whole"
+        )
+        raise ShapeError(Problem(slug, f"{what} is sharded over the data axis {names[0]}", fix=fix))
 
 
 def _local(x: T) -> T:

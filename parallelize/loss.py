@@ -47,7 +47,7 @@ def cross_entropy(
         num_tokens: the count to divide by, where it is known better than from this batch (all microbatches).
 
     Cost: three all-reduces of one value a token forward, nothing backward; one scalar more for a mean over data axes.
-    Raises: ShapeError `bad-targets`, `bad-reduction`, `bad-class-weight`.
+    Raises: ShapeError `bad-targets`, `bad-reduction`, `bad-label-smoothing`, `bad-class-weight`, `bad-logits`.
     Source: softmax cross entropy with label smoothing as `torch.nn.CrossEntropyLoss`; z-loss, arXiv:2204.02311 sec. 5.
     """
     kept: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "weight": weight}
@@ -95,7 +95,8 @@ def linear_cross_entropy(
     Backward: for "mean" and "sum" gradients were made in the forward and are scaled; for "none" logits are made again.
     Cost: one all-gather of 4 values a token forward, in chunks; one all-reduce of the gradient of `hidden` backward.
     Memory: logits and softmax of one chunk; the gradients of weight and hidden from the forward on ("mean" and "sum").
-    Raises: ShapeError `bad-head`, `bad-chunk`, `bad-targets`, `bad-reduction`, `bad-class-weight`.
+    Raises: ShapeError `bad-head`, `bad-chunk`, `bad-targets`, `bad-reduction`, `bad-label-smoothing`,
+        `bad-class-weight`.
     """
     hidden, head = linear_head(hidden, weight, bias, scale, softcap, chunk)
     return head.cross_entropy(

@@ -31,18 +31,21 @@ class ShardedLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        func, args, kwargs = simplified(func, args, kwargs or {})
+        if func is T.to and not isinstance(args[0], ShardedLogits):
+            return func(*args, **kwargs)
         handler = HANDLERS.get(func)
         if handler is not None:
-            return handler(func, args, kwargs or {})
+            return handler(func, args, kwargs)
         if func in ELEMENTWISE:
-            vocabulary = _vocabulary_of((*args, *(kwargs or {}).values()))
+            vocabulary = _vocabulary_of((*args, *kwargs.values()))
             args = tuple(_checked(arg, vocabulary) for arg in args)
-            kwargs = {key: _checked(arg, vocabulary) for key, arg in (kwargs or {}).items()}
+            kwargs = {key: _checked(arg, vocabulary) for key, arg in kwargs.items()}
             with private.plain_functions():
                 return mark(func(*args, **kwargs), vocabulary)
         if func in ALLOWED or is_attribute(func):
             with private.plain_functions():
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
         raise ModelError(
             Problem(
                 "sharded-logits",
@@ -80,11 +83,12 @@ ELEMENTWISE = {
     *(T.mul, T.div, T.true_divide, T.__mul__, T.__rmul__, T.__truediv__, T.tanh, T.neg, T.__neg__, T.add, T.sub),
     *(torch.mul, torch.div, torch.true_divide, torch.tanh, torch.neg, T.mul_, T.div_, T.tanh_, T.__imul__),
     *(T.float, T.double, T.half, T.bfloat16, T.to, T.type, T.contiguous, T.clone, T.detach, T.requires_grad_),
-    *(T.__add__, T.__radd__, T.__sub__, torch.clone, torch.detach, T.clamp, torch.clamp, T.type_as),
+    *(T.__add__, T.__radd__, T.__sub__, T.__rsub__, torch.add, torch.sub, torch.rsub, torch.clone, torch.detach),
+    *(T.clamp, torch.clamp, T.clamp_min, torch.clamp_min, T.clamp_max, torch.clamp_max, T.clip, torch.clip),
 }
 ALLOWED = {
     *(T.as_subclass, T.backward, T.register_hook, T.retain_grad, T.is_floating_point, T.dim, T.get_device),
-    *(T.element_size, T.is_contiguous, T.is_complex, T.untyped_storage, T.__hash__, T.__deepcopy__),
+    *(T.element_size, T.is_contiguous, T.is_complex, T.untyped_storage, T.__hash__, T.__deepcopy__, T._is_view),
 }
 _OPERATIONS = {
     getattr(T, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")
@@ -93,6 +97,19 @@ _OPERATIONS = {
 
 def is_attribute(func: Callable) -> bool:
     return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") and func not in _OPERATIONS
+
+
+def simplified(func: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
+    """The same call with its tensor as the first argument, and device and dtype instead of a tensor that only tells them."""
+    rest = dict(kwargs)
+    if not args and "input" in rest:
+        args = (rest.pop("input"),)
+    if func in (T.to, T.type_as):
+        like = args[1] if len(args) > 1 else rest.get("other")
+        if isinstance(like, T):
+            rest.pop("other", None)
+            return T.to, (args[0], like.device, like.dtype, *args[2:]), rest
+    return func, args, rest
 
 
 def _vocabulary_of(args: tuple) -> Vocabulary:
@@ -136,7 +153,7 @@ def _numel(func: Callable, args: tuple, kwargs: dict) -> int:
 
 def _view(func: Callable, args: tuple, kwargs: dict) -> T:
     """A view that keeps the vocabulary as the last dim."""
-    logits, *sizes = args
+    logits, *sizes = *args, *kwargs.values()
     sizes = list(sizes[0]) if sizes and isinstance(sizes[0], (tuple, list, torch.Size)) else sizes
     full = logits.vocabulary.full
     if not sizes or isinstance(sizes[0], torch.dtype) or sizes[-1] not in (full, -1) or sizes.count(-1) > 1:
@@ -242,6 +259,7 @@ HANDLERS: dict[Callable, Callable] = {
     T.size: _shape,
     T.numel: _numel,
     T.nelement: _numel,
+    T.__len__: lambda func, args, kwargs: _full_shape(args[0])[0],
     T.view: _view,
     T.reshape: _view,
     T.flatten: _flatten,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from parallelize.apply import parallelize_module
 from parallelize.checkpoint.weights import load_weights
 from parallelize.clip import clip_grad_norm_
-from parallelize.context.apply import context_parallel
+from parallelize.context.apply import context_parallel, dropout_refused
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.fuse_loss import fuse_heads
 from parallelize.groups import mesh_spec
@@ -30,8 +30,8 @@ from parallelize.plan.model import describe
 from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stages import Assignment, Costs
 from parallelize.randomness.initialise import initialize as draw
-from parallelize.randomness.install import drops_by_function, install_dropout
-from parallelize.randomness.sites import rates_of, refused_modules
+from parallelize.randomness.install import drops, install_dropout
+from parallelize.randomness.sites import refused_modules
 from parallelize.recomputation import recompute as recompute_units
 from parallelize.ties import check_declared, mark_stages, tie_parameters, ties_of
 from parallelize.zero.apply import STAGES, data_of, refuse_early_optimizers, shard_data
@@ -151,7 +151,7 @@ def parallelize_model(
     _share_out(module, mesh, spec, zero, dtype, reduce_dtype, defer, lambda: _fill(module, mesh, device, initialize))
     _tie(module, chosen)
     mark_stages(module)
-    clock = install_dropout(module, dropout_seed, mesh) if _drops(module) else None
+    clock = install_dropout(module, dropout_seed, mesh) if drops(module) else None
     data = data_of(module)
     pipeline = Pipeline(
         module,
@@ -197,17 +197,6 @@ def _tie(module: nn.Module, plan: Plan | None) -> None:
             shard.reload()
 
 
-def _drops(module: nn.Module) -> bool:
-    """Whether anything in the model drops out."""
-    for inner in module.modules():
-        cls: Any = type(inner)
-        if isinstance(inner, nn.Dropout) and inner.p > 0:
-            return True
-        if drops_by_function(cls) and any(getattr(holder, name) > 0 for holder, name in rates_of(inner)):
-            return True
-    return False
-
-
 def _check(
     module: nn.Module,
     spec: MeshSpec,
@@ -241,10 +230,9 @@ def _check(
     if cut_of(module) is not None or data_of(module) is not None:
         what = "a part of this work has been done on the model already"
         raise ModelError(Problem("wrong-order", what, fix="call parallelize_model alone, or each part by itself"))
-    if _drops(module) and "cp" in spec.names and spec.size("cp") > 1:
-        what = "the model drops out, and masks over the rows of cp are not known"
-        raise ModelError(Problem("dropout-over-cp", what, fix="dropout 0 in the model's config, or a mesh without cp"))
-    if _drops(module):
+    if drops(module) and "cp" in spec.names and spec.size("cp") > 1:
+        raise dropout_refused()
+    if drops(module):
         refused = refused_modules(module)
         if refused:
             raise ModelError(*refused)

@@ -25,6 +25,7 @@ from parallelize.analysis.segmenting import Marks, is_regular, pass_of
 from parallelize.analysis.tracing import Axes, Event, Tracer
 from parallelize.apply import parallelize_module
 from parallelize.context.apply import context_parallel
+from parallelize.context.inputs import length_of
 from parallelize.context.sequences import own_targets
 from parallelize.context.state import context_of
 from parallelize.errors import ModelError, ParallelizeError, Problem
@@ -138,7 +139,7 @@ def _run(
         given = work.make(model, 2 * work.rows)
     targets, context = given.pop("targets", None), context_of(model)
     if context is not None:
-        targets = own_targets(context, targets)
+        targets = own_targets(context, length_of(model, (), given), targets)
     feeds = microbatches((), given, targets, 2, ())
     inputs = [leaf for leaf in private.tree_leaves((given, targets)) if isinstance(leaf, T)]
     tracer.known([*map(local, model.parameters()), *model.buffers(), *inputs])

@@ -146,7 +146,7 @@ def _data(step: RankStep, machine: Machine) -> tuple[float, float]:
     gathers = sums = 0.0
     for message, times in step.messages:
         attention = message.axis == "cp" and message.op in ("send", "all_to_all")  # told with the layers' messages
-        if attention or not set(message.axis.split("*")) <= set(step.setting.data_axes):
+        if attention or not _over_data(message, step.setting):
             continue
         seconds = machine.message_s(message, step.setting.mesh) * times
         if message.op == "all_gather" and message.phase != "step":
@@ -154,6 +154,13 @@ def _data(step: RankStep, machine: Machine) -> tuple[float, float]:
         else:
             sums += seconds
     return gathers, sums
+
+
+def _over_data(message: Message, setting: Setting) -> bool:
+    """Whether a group lies along data axes; along all of a mesh that has no others it is called the world."""
+    if message.axis == "world":
+        return setting.size(*setting.data_axes) == setting.mesh.world_size
+    return set(message.axis.split("*")) <= set(setting.data_axes)
 
 
 def _left_over(setting: Setting, stages: Sequence[StageTime], gathers: float, sums: float, beside: Timeline) -> float:

@@ -7,22 +7,29 @@ from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.context.inputs import Inputs
+from parallelize import _torch_private as private
+from parallelize.context.inputs import Inputs, is_registered
 from parallelize.context.state import Attention, Context, context_of
 from parallelize.context.stock import NAME, Unmet, register, rerouted
 from parallelize.errors import MeshError, ModelError, PlanError, Problem
+from parallelize.generation.stock import install_generation
 from parallelize.groups import mesh_spec
+from parallelize.handshake import agree_on, check_replicas
+from parallelize.installer import refuse_attentions
 from parallelize.local_config import LocalConfig
 from parallelize.mesh import MeshSpec
+from parallelize.moves import refuse_ddp
 from parallelize.pipeline.cut import cut_of
 from parallelize.plan.choose import plan_of
 from parallelize.plan.model import ModelFacts, describe
 from parallelize.plan.pattern import alternatives, matches
 from parallelize.plan.resolve import for_base_model
 from parallelize.plan.schema import Plan
+from parallelize.randomness.install import drops
 from parallelize.transaction import Transaction
 
 
@@ -38,20 +45,25 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, u
         ulysses: ranks that trade heads by all-to-all; the others form a ring. 1: a ring alone; the size of cp: none.
 
     Raises: MeshError `bad-ulysses`; PlanError `no-attention`, `unmatched-attention`; ModelError `no-positions`,
-        `already-parallelized`, `length-dependent-rotary`.
+        `already-parallelized`, `length-dependent-rotary`, `unplanned-attention`; HandshakeError where ranks differ. Before
+        anything is changed.
     """
     spec = mesh_spec(mesh)
     if not on_context(spec):
         return module
     cut = cut_of(module)
-    facts = cut.facts if cut is not None else describe(module)
-    chosen = for_base_model(plan_of(module, plan), facts)
-    attention = check_context(chosen, facts, spec, ulysses)
-    if context_of(module) is not None:
-        raise ModelError(Problem("already-parallelized", f"{type(module).__name__} is on cp", fix="apply it once"))
-    inputs = Inputs(module, chosen.positions)
+    with agree_on(mesh) as told:
+        facts = cut.facts if cut is not None else describe(module)
+        chosen = for_base_model(plan_of(module, plan), facts)
+        told |= {f"plan {key}": value for key, value in chosen.facts().items()} | {"ulysses": str(ulysses)}
+        attention = check_context(chosen, facts, spec, ulysses)
+        if context_of(module) is not None:
+            raise ModelError(Problem("already-parallelized", f"{type(module).__name__} is on cp", fix="apply it once"))
+        inputs = Inputs(module, chosen)
     with Transaction(module):
         _install(module, Context(mesh, attention, ulysses), inputs)
+        refuse_ddp(module)
+    install_generation(module)
     return module
 
 
@@ -68,11 +80,18 @@ def check_context(plan: Plan, model: ModelFacts, spec: MeshSpec, ulysses: int) -
         what = f"ulysses is {ulysses}, which does not divide cp (size {size})"
         raise MeshError(Problem("bad-ulysses", what, fix=f"one of: {fix}"))
     found = dict(_attention(plan, model))
+    alone = [fqn for fqn, inner in model.objects.items() if isinstance(inner, _ATTENDS)]
+    if alone:
+        what = f"{alone[0]}, a {type(model.objects[alone[0]]).__name__}, attends by itself, to the rows of one rank"
+        raise ModelError(Problem("unplanned-attention", what, fix="a module that calls F.scaled_dot_product_attention"))
     rotary = _changing_rotary(model.config)
     if rotary:
         what = f"the rotary table is {rotary}: it changes with the longest position that a rank sees"
         raise ModelError(Problem("length-dependent-rotary", what, fix="leave this model off cp"))
     return found
+
+
+_ATTENDS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def _attention(plan: Plan, model: ModelFacts) -> Iterator[tuple[str, str]]:
@@ -100,7 +119,7 @@ def _changing_rotary(config: Any) -> str:
 
 
 def _install(module: nn.Module, context: Context, inputs: Inputs) -> None:
-    registered = hasattr(getattr(module, "config", None), "_attn_implementation")
+    registered = is_registered(module)
     if registered:
         register()
     cut = cut_of(module)
@@ -120,6 +139,10 @@ def _install(module: nn.Module, context: Context, inputs: Inputs) -> None:
             if hasattr(inner.__dict__.get("config"), "_attn_implementation"):
                 inner.config = LocalConfig(inner.config, {"_attn_implementation": NAME})
     module.__dict__["_parallelize_context"] = context
+    if registered:
+        module.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
+        if hasattr(module, "generate"):
+            module.__dict__["generate"] = MethodType(_refuse_generation, module)
     mine = {fqn for fqn in context.attention if fqn in present}
     module.__dict__["_context_call"] = _Call(inputs, module.__dict__.get("forward"), mine)
     module.__dict__["forward"] = MethodType(_with_signature(type(module).forward), module)
@@ -145,17 +168,62 @@ class _Call:
 def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The root's forward, on own rows."""
     context, call = self._parallelize_context, self._context_call
+    if not context.checked:
+        _check_first(self, context, args, kwargs)
     args, kwargs = call.inputs.own_rows(context, args, kwargs)
     forward = call.stock or MethodType(type(self).forward, self)
     try:
         if context.checked:
-            return forward(*args, **kwargs)
+            return _with_rows(context, forward(*args, **kwargs))
         with Unmet():
-            out = forward(*args, **kwargs)
-        context.checked = context.attended >= call.present
-        return out
+            return _with_rows(context, forward(*args, **kwargs))
     finally:
+        context.checked = context.attended >= call.present
         context.now = None
+
+
+def _check_first(module: nn.Module, context: Context, args: tuple, kwargs: dict) -> None:
+    """What the first forward tells: that all ranks of cp are called with the same, and that nothing drops out.
+
+    Raises: HandshakeError `replicas-differ`; ModelError `dropout-over-cp`.
+    """
+    if module.training and drops(module):
+        raise dropout_refused()
+    given = {f"input {place}": value for place, value in enumerate(args)} | kwargs
+    check_replicas(context.group, {k: v for k, v in given.items() if isinstance(v, torch.Tensor)}, "inputs", "cp")
+
+
+def dropout_refused() -> ModelError:
+    what = "the model drops out, and masks over the rows of cp are not known"
+    return ModelError(Problem("dropout-over-cp", what, fix="dropout 0 in the model's config, or a mesh without cp"))
+
+
+def _with_rows(context: Context, out: Any) -> Any:
+    """The output, of which every tensor has this rank's rows.
+
+    Raises: ModelError `one-row` where something was computed of one row (a pooler, a classifier): each rank took another.
+    """
+    if type(out) is tuple:  # of a stage of the pipeline: what travels on
+        return out
+    rows = sum(stop - start for start, stop in context.own_rows())
+    for leaf in private.tree_leaves(out):
+        if (
+            isinstance(leaf, torch.Tensor)
+            and leaf.dtype.is_floating_point
+            and len(leaf.shape) > 1
+            and leaf.shape[1] != rows
+        ):
+            what = f"an output of shape {list(leaf.shape)} has no row for each of this rank's {rows}: each rank pools its own"
+            fix = "leave heads that pool off cp (add_pooling_layer=False), or pool gather_sequence(model, hidden)"
+            raise ModelError(Problem("one-row", what, fix=fix))
+    return out
+
+
+def _refuse_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+    what = "generation over cp: decoding has one row at a time to share out"
+    raise ModelError(
+        Problem("generate-over-cp", what, fix="generate on a mesh without cp: checkpoints move between meshes")
+    )
 
 
 class _FirstCall:

@@ -24,7 +24,9 @@ def attend(site: Attention, q: T, k: T, v: T, masking: Masking) -> T:
 
     Raises: ModelError `wrong-rows`, `attention-kind`.
     """
-    context = site.context
+    context, device = site.context, q.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # as PyTorch's own attention does
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     sequence = context.current()
     _check(site, sequence, q, k, masking)
     context.attended.add(site.fqn)

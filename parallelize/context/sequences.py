@@ -66,13 +66,19 @@ def _padded_places(rows: SequenceRows, counts: list[int], most: int) -> list[int
     return [place + (most * (rank := bisect_right(edges, place) - 1) - edges[rank]) for place in rows.in_order()]
 
 
-def own_targets(context: Context, targets: Any) -> Any:
-    """This rank's rows of every tensor [batch, S, ..] among the targets of a step."""
+def own_targets(context: Context, full: int, targets: Any) -> Any:
+    """This rank's rows of every tensor [batch, full, ..] among the targets of a step.
+
+    Raises: ShapeError `wrong-rows` for targets of another form, which no rank has a part of.
+    """
 
     def cut(leaf: Any) -> Any:
-        if not isinstance(leaf, T) or leaf.ndim < 2:
+        if not isinstance(leaf, T):
             return leaf
-        return take(leaf, context.rows(leaf.shape[1]), context.group.rank, 1)
+        if leaf.ndim < 2 or leaf.shape[1] != full:
+            what = f"targets {list(leaf.shape)} for sequences of {full} rows over cp"
+            raise ShapeError(Problem("wrong-rows", what, fix=f"a target for each row: [batch, {full}, ..]"))
+        return take(leaf, context.rows(full), context.group.rank, 1)
 
     return private.tree_map(cut, targets)
 

@@ -53,6 +53,8 @@ class Context:
         self.length = 0  # of the last forward
         self.attended: set[str] = set()  # modules whose attention went over cp at least once
         self.checked = False
+        self.learns = False  # whether the forward that is going on makes a graph
+        self.graphless = False  # whether attention of such a forward ran without one: reentrant checkpointing
         self._alive: weakref.WeakSet[Sequence] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict) -> Context:
@@ -77,7 +79,7 @@ class Context:
         return self.rows(self.length).of_rank(self.group.rank)
 
     def begin(self, full: int, documents: T | None) -> None:
-        self.length = full
+        self.length, self.learns = full, torch.is_grad_enabled()
         self.now = Sequence(self.rows(full), documents)
 
     def current(self) -> Sequence:
@@ -87,13 +89,15 @@ class Context:
         """
         if private.backward_id() == -1 or tape.in_recompute():
             return tape.remembered("context", self._required)
+        if self.graphless:
+            what = "a forward over cp was checkpointed without a graph, so nothing tells which forward is repeated"
+            raise ModelError(Problem("reentrant-checkpoint", what, fix="use_reentrant=False, or parallelize.recompute"))
         alive = list(self._alive)
         same = {(one.rows, id(one.documents)) for one in alive}
         if len(same) != 1:
-            what = "recompute finds no graph of the forward that it repeats (reentrant checkpointing makes none)"
-            if same:
-                what = f"recompute meets {len(same)} forwards whose sequences differ, and cannot tell which it repeats"
-            raise ModelError(Problem("ambiguous-sequence", what, fix="use parallelize.recompute, which can"))
+            what = f"recompute meets {len(same)} forwards whose sequences differ, and cannot tell which it repeats"
+            fix = "use parallelize.recompute, which can; or let earlier graphs go: keep loss.detach(), not the loss"
+            raise ModelError(Problem("ambiguous-sequence", what, fix=fix))
         return alive[0]
 
     def _required(self) -> Sequence:
@@ -104,6 +108,8 @@ class Context:
 
     def keep(self, sequence: Sequence, out: T) -> None:
         """Remember a forward as long as the graph of what it gave."""
+        if private.backward_id() == -1 and not torch.is_grad_enabled():
+            self.graphless = self.graphless or self.learns
         if out.grad_fn is not None and not torch.compiler.is_compiling():
             self._alive.add(sequence)
             metadata: Any = out.grad_fn.metadata

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallelize.errors import ModelError, Problem, ShapeError
-from parallelize.generation.stock import refuse_cut
+from parallelize.generation.stock import refuse_split
 from parallelize.logits import shard_of
 from parallelize.ops.vocabulary import check_ids
 from parallelize.randomness.counter import key
@@ -53,7 +53,8 @@ def generate(
         pad_token_id: stands after the end of a row. None: the model's, or else the first `eos_token_id`, or 0.
 
     Cost: that of the forwards (the first of S tokens, then one token each), and of one `sample` a token.
-    Raises: before anything runs, ModelError `training-mode`, `no-cache`, `cut-model`; ShapeError `bad-prompts`, `bad-mask`,
+    Raises: before anything runs, ModelError `training-mode`, `no-cache`, `cut-model`,
+        `generate-over-cp`; ShapeError `bad-prompts`, `bad-mask`,
         `right-padding`, `bad-option`, `too-long`, `id-out-of-range`.
     """
     taken = _check_model(model)
@@ -103,7 +104,7 @@ class _Feed:
 
 def _check_model(model: nn.Module) -> set[str]:
     """The arguments that its forward takes."""
-    refuse_cut(model)
+    refuse_split(model)
     if model.training:
         what = f"{type(model).__name__} is in training mode: dropout would act, and some models drop their cache"
         raise ModelError(Problem("training-mode", what, fix="model.eval()"))

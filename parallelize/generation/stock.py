@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.context.state import context_of
 from parallelize.errors import ModelError, Problem
 from parallelize.fuse_loss import DEFERRED
 from parallelize.groups import Group
@@ -37,20 +38,25 @@ def _unknown_shape() -> None:
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    refuse_cut(self)
+    refuse_split(self)
     record = record_of(self)
     assert record is not None
     with whole_logits(self), drawing_alike(record.group, torch.device(record.mesh.device_type)):
         return type(self).generate(self, *args, **kwargs)
 
 
-def refuse_cut(module: nn.Module) -> None:
-    """Raises: ModelError `cut-model` where other ranks hold some of the model's stages."""
-    cut = cut_of(module)
+def refuse_split(module: nn.Module) -> None:
+    """Raises: ModelError `cut-model` where other ranks hold some of the model's stages; `generate-over-cp` where others see
+    some of a sequence's tokens, so that the last position's logits are not on every rank."""
+    cut, context = cut_of(module), context_of(module)
     if cut is not None and len(cut.mine) < len(cut.places):
         what = f"this rank holds {len(cut.mine)} of the {len(cut.places)} stages of {type(module).__name__}"
         fix = "save it, and generate on a mesh without pp: any mesh loads what another has saved"
         raise ModelError(Problem("cut-model", what, fix=fix))
+    if context is not None and context.group.size > 1:
+        what = f"{type(module).__name__} is on cp: its ranks hold other rows of a sequence, and no cache is split over them"
+        fix = "save it, and generate on a mesh without cp: any mesh loads what another has saved"
+        raise ModelError(Problem("generate-over-cp", what, fix=fix))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ Mask = Callable[[int, int], T]
 """(first row, last row + 1) of the tile -> which keys each of them sees, [B or 1, 1, rows, keys]."""
 
 STRIP_BYTES = 2 * 2**20  # on a CPU, whose caches they should fit
+_TRACED_STRIPS = 64
 _STRIP_BYTES_BESIDE = 128 * 2**20  # on an accelerator, where a launch costs more than memory
 
 
@@ -35,6 +36,8 @@ def forward(q: T, k: T, v: T, mask: Mask | None, causal: bool, scale: float, sof
     `lse_dtype`. Rows that see nothing give zeros, and -inf.
     """
     fused = _is_fused(q, k, v, mask, softcap)
+    if fused and _is_long(q, k, v):
+        forward(q[:, :, : _strip_rows(q, k, False)], k, v, None, False, scale)
     if fused and mask is None:
         return _fused(q, k, v, None, causal, scale)
     out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=lse_dtype(q))
@@ -74,6 +77,9 @@ def backward(
 ) -> None:
     """Add a tile's part of the gradients of q, k and v to those in `into`, which are float32 at least."""
     fused, (dq, dk, dv) = _is_fused(rows.q, k, v, mask, softcap), into
+    if fused and _is_long(rows.q, k, v):
+        step = _strip_rows(rows.q, k, False)
+        backward(rows.strip(0, step), k, v, None, False, scale, softcap, (dq[:, :, :step], dk, dv))
     for a, b, seen in [(0, dq.shape[2], None)] if fused and mask is None else _strips(rows.q, k, mask, fused):
         strip, stop = rows.strip(a, b), b if causal and not fused else k.shape[2]
         keys, values = k[:, :, :stop], v[:, :, :stop]
@@ -90,7 +96,14 @@ def backward(
 
 
 def _is_fused(q: T, k: T, v: T, mask: Mask | None, softcap: float) -> bool:
-    return not softcap and fused_attention.serves(q, k, v, mask is not None)
+    return not softcap and (fused_attention.serves(q, k, v, mask is not None) or _is_long(q, k, v))
+
+
+def _is_long(q: T, k: T, v: T) -> bool:
+    """Of tensors without values: whether strips would be so many that one of them, beside a fused call, tells as much."""
+    if not q.is_meta or q.dtype != torch.float32 or q.shape[-1] != v.shape[-1]:
+        return False
+    return q.shape[2] > _TRACED_STRIPS * _strip_rows(q, k, False)
 
 
 def lse_dtype(q: T) -> torch.dtype:
@@ -182,10 +195,14 @@ def _finite(lse: T) -> T:
 
 def _strips(q: T, k: T, mask: Mask | None, fused: bool) -> Iterator[tuple[int, int, T | None]]:
     """Runs of a tile's rows that keep scores (or the masks of a fused kernel) small, with what each of them sees."""
-    batch, heads, rows, _ = q.shape
-    row_bytes = batch * k.shape[2] * (1 + q.element_size() if fused else heads * max(4, q.element_size()))
-    limit = STRIP_BYTES if q.device.type in ("cpu", "meta") else _STRIP_BYTES_BESIDE
-    step = max(1, min(rows, limit // max(1, row_bytes)))
+    rows, step = q.shape[2], _strip_rows(q, k, fused)
     for start in range(0, rows, step):
         stop = min(rows, start + step)
         yield start, stop, None if mask is None else mask(start, stop)
+
+
+def _strip_rows(q: T, k: T, fused: bool) -> int:
+    batch, heads, rows, _ = q.shape
+    row_bytes = batch * k.shape[2] * (1 + q.element_size() if fused else heads * max(4, q.element_size()))
+    limit = STRIP_BYTES if q.device.type == "cpu" else _STRIP_BYTES_BESIDE
+    return max(1, min(rows, limit // max(1, row_bytes)))

@@ -231,6 +231,7 @@ def gather_dim(x: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tens
     else:
         parts = group.all_gather(x.contiguous())
         out = parts.movedim(0, dim).reshape(*x.shape[:dim], group.size * rows, *x.shape[dim + 1 :])
+        out = out.contiguous()  # of one row a rank it is a view
     return out if out.shape[dim] == full else out.narrow(dim, 0, full).contiguous()
 
 

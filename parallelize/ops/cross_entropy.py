@@ -85,7 +85,13 @@ class Wanted:
         if reduction == "none":
             return losses.view(self.shape)
         total = losses.sum() if losses.ndim else losses
-        return total if reduction == "sum" else total / (self.divisor if count is None else count)
+        return total if reduction == "sum" else _mean(total, self.divisor if count is None else count)
+
+
+def _mean(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+    """total / count. Where nothing counts it is NaN as torch's, but of gradient 0 whatever the total is made of."""
+    nothing = torch.as_tensor(count == 0, device=total.device)
+    return torch.where(nothing, torch.nan, total / torch.where(nothing, 1, count))
 
 
 def wanted(
@@ -101,10 +107,12 @@ def wanted(
 ) -> Wanted:
     """Check targets [*lead] (or soft ones [*lead, V or V/P]) and take them apart. `dtype`: of the losses.
 
-    Raises: ShapeError `bad-reduction`, `bad-targets`, `bad-class-weight`, `id-out-of-range`.
+    Raises: ShapeError `bad-reduction`, `bad-label-smoothing`, `bad-targets`, `bad-class-weight`, `id-out-of-range`.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ShapeError(Problem("bad-reduction", f"reduction is {reduction!r}", fix="mean, sum or none"))
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ShapeError(Problem("bad-label-smoothing", f"label_smoothing is {label_smoothing!r}", fix="from 0 to 1"))
     full = vocabulary.full
     check_class_weight(weight, full)
     if targets.is_floating_point():

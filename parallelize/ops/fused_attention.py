@@ -50,7 +50,8 @@ def backward(grad: T, q: T, k: T, v: T, out: T, lse: T, mask: T | None, causal: 
         rows, columns = q.shape[2], k.shape[2]
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
         rest = (None, None, rows, columns, 0.0, causal, seed, seed.new_empty(()))
-        dq, dk, dv = _CUDA_BACKWARD(grad, q, *wide, out, lse, *rest, scale=scale)
+        # the kernel reads log-sums as dense, whatever their strides: those of some rows must be copied
+        dq, dk, dv = _CUDA_BACKWARD(grad, q, *wide, out, lse.contiguous(), *rest, scale=scale)
     return dq, _summed(dk, k), _summed(dv, v)
 
 

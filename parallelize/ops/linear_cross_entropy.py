@@ -22,7 +22,7 @@ from parallelize import _torch_private as private
 from parallelize.groups import Group
 from parallelize.ops.class_targets import Targets
 from parallelize.ops.collectives import refuse_double_backward
-from parallelize.ops.vocabulary_softmax import Statistics, lowest_of, statistics, working_dtype
+from parallelize.ops.vocabulary_softmax import Statistics, statistics, working_dtype
 
 T = torch.Tensor
 Tail = Callable[[T], T]
@@ -36,6 +36,7 @@ class Work:
     Attributes:
         targets: of the N tokens. ignored: [N], tokens that count nothing, or None.
         chunk: tokens whose logits are held at once.
+        dtype: of losses and statistics, that of the logits or wider.
         tail: an elementwise function between product and loss, or None.
         entropy: whether entropies are wanted too.
     """
@@ -44,6 +45,7 @@ class Work:
     ignored: T | None
     group: Group
     chunk: int
+    dtype: torch.dtype
     tail: Tail | None = None
     z_loss: float = 0.0
     entropy: bool = False
@@ -88,7 +90,7 @@ class _Sum(Function):
     def forward(ctx: Any, hidden: T, weight: T, bias: T | None, work: Work, train: bool) -> T:
         needs = tuple(need and train for need in ctx.needs_input_grad[:3])
         gradients = _Gradients(needs, hidden, weight)
-        losses = hidden.new_empty(hidden.shape[0], dtype=working_dtype(weight))
+        losses = hidden.new_empty(hidden.shape[0], dtype=work.dtype)
         saved = [torch.empty_like(losses) for _ in range(3)]
         for rows in work.chunks(hidden.shape[0]):
             found = _forward_chunk(hidden[rows], weight, bias, work, rows, gradients)
@@ -118,7 +120,7 @@ class _Tokens(Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: T, weight: T, bias: T | None, work: Work):
-        losses = hidden.new_empty(hidden.shape[0], dtype=working_dtype(weight))
+        losses = hidden.new_empty(hidden.shape[0], dtype=work.dtype)
         saved = [torch.empty_like(losses) for _ in range(3)]
         entropies = torch.empty_like(losses if work.entropy else losses[:0])
         for rows in work.chunks(hidden.shape[0]):
@@ -226,7 +228,7 @@ def logits_gradient(z: T, kept: Kept, of_softmax: T, of_entropy: T | None) -> T:
     assert kept.entropies is not None
     p = log_p.exp()
     constant = of_softmax - of_entropy * kept.entropies
-    log_p.clamp_(min=lowest_of(log_p.dtype))  # 0 log 0 is 0
+    log_p.masked_fill_(p == 0.0, 0.0)  # 0 log 0 is 0, whatever comes from above
     return log_p.mul_(-of_entropy.unsqueeze(-1)).add_(constant.unsqueeze(-1)).mul_(p)
 
 

@@ -94,6 +94,11 @@ def working_dtype(x: T) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def cooled(z: T, temperature: float) -> T:
+    """z / temperature, in float32 at least: a narrow quotient would be rounded before the softmax."""
+    return z.to(working_dtype(z)) / temperature
+
+
 def lowest_of(dtype: torch.dtype) -> float:
     """Stands for minus infinity where it must stay finite when another number is taken from it."""
     return torch.finfo(dtype).min / 2

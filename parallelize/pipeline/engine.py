@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.context.inputs import length_of
 from parallelize.context.sequences import own_targets
 from parallelize.context.state import context_of
 from parallelize.errors import ModelError, Problem
@@ -182,7 +183,9 @@ class Pipeline:
         """The inputs of this data rank; on `cp` the model takes its own rows of them, and targets are cut here."""
         if self.share_inputs:
             args, kwargs, targets = share((args, kwargs, targets), self.group, self.device)
-        return args, kwargs, targets if self.context is None else own_targets(self.context, targets)
+        if self.context is not None and targets is not None:
+            targets = own_targets(self.context, length_of(self.module, args, kwargs), targets)
+        return args, kwargs, targets
 
     def _total(self, targets: Any) -> T:
         """What the loss is divided by: a count over all data ranks. One scalar all-reduce."""

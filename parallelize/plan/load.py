@@ -34,6 +34,7 @@ KEYS = {
     "recompute",
     "attention",
     "positions",
+    "packing",
 }
 
 
@@ -107,7 +108,7 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
         zero_units=_units(reader, top, "zero"),
         recompute_units=_units(reader, top, "recompute"),
         attention=tuple(_attention(reader, top)),
-        positions=(reader.text(top["positions"], "positions") if "positions" in top else None) or "position_ids",
+        **_positions(reader, top),
         sequence_parallel=_default(reader, defaults, "sequence_parallel"),
         loss_parallel=_default(reader, defaults, "loss_parallel"),
         fuse_loss=_default(reader, defaults, "fuse_loss"),
@@ -297,6 +298,20 @@ def _attention(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[tuple[str,
             yield pattern, kind or ATTENTION[0]
         except PlanError as error:
             reader.problems.extend(error.problems)
+
+
+def _positions(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, str]:
+    """`positions: position_ids`, or `position_ids from attention_mask`; `packing: positions`, or `none`."""
+    text = (reader.text(top["positions"], "positions") if "positions" in top else None) or "position_ids"
+    words = text.split()
+    if len(words) not in (1, 3) or words[1:2] not in ([], ["from"]):
+        reader.wrong(
+            top["positions"], "bad-value", f"positions is {text!r}", "an argument, `argument from mask`, or none"
+        )
+    packing = (reader.text(top["packing"], "packing") if "packing" in top else None) or "positions"
+    if packing not in ("positions", "none"):
+        reader.wrong(top["packing"], "bad-value", f"packing is {packing!r}", "positions or none")
+    return {"positions": words[0], "positions_from": words[2] if len(words) == 3 else "", "packing": packing}
 
 
 def _check_sizes(reader: Reader, plan: Plan) -> None:

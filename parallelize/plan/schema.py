@@ -118,6 +118,8 @@ class Plan:
     recompute_units: tuple[str, ...] = ()
     attention: tuple[tuple[str, str], ...] = ()  # (pattern, one of ATTENTION)
     positions: str = "position_ids"  # the argument that takes positions in the whole sequence, or "none"
+    positions_from: str = ""  # the mask that the model counts positions by, where none are given
+    packing: str = "positions"  # where positions start again another document begins; or "none"
     sequence_parallel: bool = False
     loss_parallel: bool = False
     fuse_loss: bool = False
@@ -155,7 +157,7 @@ class Plan:
         facts["fuse_loss"] = str(self.fuse_loss)
         facts["overlap"] = self.overlap
         facts |= {f"attention {pattern}": kind for pattern, kind in self.attention}
-        facts["positions"] = self.positions
+        facts["positions"] = f"{self.positions} {self.positions_from} {self.packing}"
         return facts
 
     def digest(self) -> str:

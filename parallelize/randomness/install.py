@@ -110,6 +110,17 @@ def _tracked(record: Record) -> Iterator[tuple[str, Columns | None]]:
     yield from ((fqn, None) for fqn in whole)
 
 
+def drops(module: nn.Module) -> bool:
+    """Whether anything in the model drops out."""
+    for inner in module.modules():
+        if isinstance(inner, nn.Dropout) and inner.p > 0:
+            return True
+        cls: Any = type(inner)
+        if drops_by_function(cls) and any(getattr(holder, name) > 0 for holder, name in rates_of(inner)):
+            return True
+    return False
+
+
 @lru_cache(maxsize=4096)
 def drops_by_function(cls: Any) -> bool:
     """Whether a class's forward, or a method that it calls, calls dropout as a function. Without source: yes."""

@@ -19,6 +19,7 @@ from parallelize.sampling.candidates import Candidates, check_highest, keep_min_
 from parallelize.sampling.noise import highest_score
 
 T = torch.Tensor
+_COLDEST = 1e-30  # any float32 logit divided by it is a float64, and stays the only one that is drawn
 
 
 @torch.no_grad()
@@ -44,7 +45,7 @@ def sample(
         returns  [B]    token ids, int64
 
     Args:
-        temperature: logits are divided by it. 0: the token of the highest logit (greedy).
+        temperature: logits are divided by it. 0: the token of the highest logit (greedy). Else 1e-30 at least.
         top_k: only the k highest. 0: all.
         top_p: only the smallest set of the highest whose probabilities sum to `top_p` (at least one).
         min_p: only those at least `min_p` times as probable as the most probable.
@@ -53,7 +54,7 @@ def sample(
         rows: [B] whole numbers below 2^31 that tell rows apart, in the place of 0 to B - 1: those of the whole batch where
             it is split over data axes.
 
-    `temperature`, `top_p` and `min_p` may be tensors [B], of one value a row.
+    `temperature`, `top_p` and `min_p` may be tensors [B], of one value a row, or [] of one for all.
 
     Cost, a row and rank: 16 bytes gathered; with `top_k` min(k, V/P) times 16 bytes gathered instead, the rest is then free
     of communication; else one value for `top_p` or `min_p`, and for `top_p` at most 13 reductions of 16 values and a gather
@@ -76,7 +77,7 @@ class Choice:
 
     Args:
         greedy, top_k: for all rows.
-        heat, mass, share: temperature, top_p, min_p: float64 scalars, or one value a row. mass, share None: no such filter.
+        heat, mass, share: temperature, top_p, min_p in float64: scalars of numbers, one value a row of tensors. mass, share None: no such filter.
         rows: [B] numbers of the rows.
     """
 
@@ -154,17 +155,20 @@ def _is(option: float | T, value: float) -> bool:
 
 
 def _option(name: str, value: float | T, high: float, lead: torch.Size, device: torch.device) -> T:
-    """A float64 scalar, or one value a row [B]."""
+    """A float64 scalar of a number, one value a row [B] of a tensor."""
     out = torch.as_tensor(value, dtype=torch.float64, device=device)
-    if isinstance(value, torch.Tensor) and value.ndim:
-        if value.shape != lead:
+    if isinstance(value, torch.Tensor):
+        if value.ndim and value.shape != lead:
             what = f"{name} has shape {list(value.shape)}, the rows of logits {list(lead)}"
             raise ShapeError(Problem("bad-option", what, fix="one number, or one a row"))
-        out = out.reshape(-1)
+        out = out.expand(lead).reshape(-1)
     known = not isinstance(value, torch.Tensor) or value.device.type == "cpu"
     if known and not bool(((out >= 0.0) & (out <= high) & out.isfinite()).all()):
         allowed = "a finite number, 0 or more" if high == math.inf else "a number from 0 to 1"
         raise ShapeError(Problem("bad-option", f"{name} is {value}", fix=allowed))
+    if known and high == math.inf and bool(((out > 0.0) & (out < _COLDEST)).any()):
+        what = f"{name} is {value}: logits divided by it may be more than a float64 holds"
+        raise ShapeError(Problem("bad-option", what, fix=f"0 for the most probable token, or {_COLDEST:g} and more"))
     return out
 
 

@@ -75,12 +75,18 @@ def _some_ignored(targets: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(model: nn.Module, inputs: dict, targets: Any, rows: int, length: int) -> tuple[dict, Any]:
-    """The ends of some rows are padding, for a model that takes a mask: nothing attends to it, and it counts for nothing."""
+    """Ends of some rows are padding, for a model that takes a mask: nothing attends to it, and it counts for nothing.
+
+    Every fourth row is padded in front, which moves the positions that some models count by the mask.
+    """
     if "attention_mask" not in inspect.signature(type(model).forward).parameters:
         return inputs, targets
     mask = torch.ones(rows, length, dtype=torch.int64)
     for row in range(0, rows, 2):
-        mask[row, length - 1 - row % 3 :] = 0
+        if row % 4 == 2:
+            mask[row, : 1 + row % 3] = 0
+        else:
+            mask[row, length - 1 - row % 3 :] = 0
     if isinstance(targets, torch.Tensor) and targets.shape == mask.shape:
         targets = targets.masked_fill(mask == 0, IGNORED)
     return {**inputs, "attention_mask": mask}, targets

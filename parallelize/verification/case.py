@@ -195,7 +195,7 @@ def _cases_of(request: Request, device: str, even: bool) -> list[Case]:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(Problem("nothing-trains", "no parameter of the model requires a gradient"))
     lengths = [sequence_length(request.size("tp"))]
-    if request.size("tp") > 1 and not request.full_size:
+    if max(request.size("tp"), request.size("cp")) > 1 and not request.full_size:
         lengths.append(even_length(request.size("tp")))
     batches = [
         draw(source, model, request.seed, rows_of(request), each, padded=at > 0) for at, each in enumerate(lengths)

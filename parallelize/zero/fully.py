@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem, did_you_mean
-from parallelize.fuse_loss import deferred_heads
+from parallelize.fuse_loss import deferred_heads, watch_writes
 from parallelize.groups import axis_group, mesh_spec
 from parallelize.parameters import SHARED
 from parallelize.pipeline.cut import Cut, cut_of
@@ -96,6 +96,10 @@ def shard_fully(
             let_go = reshard_after_forward and name not in owing
             fully_shard(unit, mesh=data, mp_policy=policy, reshard_after_forward=let_go)
     held: list[Any] = [unit for unit in [*units, module] if isinstance(unit, FSDPModule)]
+    for name in owing:
+        unit = module.get_submodule(name)
+        heads = [module.get_submodule(head) for head in deferred_heads(module) if _unit_of(head, names) == name]
+        unit.register_forward_pre_hook(partial(_gather_anew, heads), prepend=True)  # before that of `fully_shard`
     for unit in held:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -107,6 +111,19 @@ def shard_fully(
     if cut is not None:
         stages = {id(unit): cut.stages.stage_of(name) for name, unit in zip(names, units, strict=True)}
     return FullyShardedData(module, held, stages, defer)
+
+
+def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:
+    """Let go of a unit that owes logits, so that its forward gathers it from what the parameters are now.
+
+    It stays gathered after its forward, until a backward lets it go. Where there was none (evaluation, generation), a step of
+    an optimiser may have come since. Forwards whose backward is still to come find it gathered again, in the same storage.
+    """
+    if private.backward_id() != -1:  # a replay: the backward around it has gathered the unit
+        return
+    unit.reshard()
+    for head in heads:
+        watch_writes(head)
 
 
 def _unit_of(name: str, units: Sequence[str]) -> str:

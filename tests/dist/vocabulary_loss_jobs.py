@@ -11,9 +11,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from parallelize import (
     DeferredLogits,
+    ModelError,
     build_mesh,
     cross_entropy,
     full_gradients,
+    generate,
     linear_cross_entropy,
     linear_token_log_probs,
     parallelize_model,
@@ -23,6 +25,7 @@ from parallelize import (
 from parallelize.groups import Group
 from parallelize.layout import even_interval
 from parallelize.ops.vocabulary import Vocabulary
+from parallelize.plan.choose import plan_of
 from parallelize.sharded_logits import mark
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import compare, planned_run, reference_run, worst
@@ -136,6 +139,68 @@ def own_loss(rank: int, family: str) -> tuple[float, float, bool]:
     unmade = isinstance(out.logits, DeferredLogits) and out.logits.deferred is not None
     error = abs(float(out.loss) - float(loss)) / float(loss)
     return error, worst(full_gradients(model), grads)[0], unmade
+
+
+def compiled(rank: int, loss_parallel: bool) -> tuple[float, str]:
+    """(error of gradients, what the head gave) of a compiled model with a head that would owe its logits."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Linear(6, 11)).double()
+    x, targets = torch.randn(9, 5, dtype=torch.float64), torch.randint(0, 11, (9,))
+    F.cross_entropy(net(x), targets).backward()
+    want = {name: p.grad for name, p in net.named_parameters()}
+    net.zero_grad()
+    plan = plan_of(net, {"0": "replicate", "1": "colwise(output=vocabulary)"})
+    parallelize_module(net, build_mesh("cpu", tp=2), plan, fuse_loss=True, loss_parallel=loss_parallel)
+    torch._dynamo.reset()
+    logits = torch.compile(net, backend="aot_eager", fullgraph=True)(x)
+    F.cross_entropy(logits, targets).backward()
+    return worst(full_gradients(net), want)[0], type(logits).__name__
+
+
+def steps_with_looks(rank: int, mesh: dict[str, int], options: dict, look: str) -> list[float]:
+    """Losses of steps and evaluations, with forwards between a backward and its step that have no backward."""
+    device_mesh = build_mesh("cpu", **mesh)
+    parallel = parallelize_model(tiny_model("llama"), device_mesh, fuse_loss=True, **options)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.5)
+    data = device_mesh.get_local_rank("dp")
+    mine = slice(data * 4 // mesh["dp"], (data + 1) * 4 // mesh["dp"])
+    other, wanted = (x[mine] for x in tiny_batch(batch=4, length=8, seed=9))
+    found = []
+    for step in range(2):
+        ids, labels = (x[mine] for x in tiny_batch(batch=4, length=8, seed=step))
+        found.append(float(parallel.step(input_ids=ids, targets=labels)))
+        if look == "evaluate":
+            parallel.evaluate(input_ids=other, targets=wanted)
+        elif look == "forward":
+            with torch.no_grad():
+                parallel.forward(input_ids=other)
+        elif look == "no backward":
+            parallel.module(input_ids=other)
+        elif look == "generate":
+            parallel.module.eval()
+            generate(parallel.module, other[:, :3], max_new_tokens=2, eos_token_id=[])
+            parallel.module.train()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(parallel.evaluate(input_ids=other, targets=wanted)))
+    return found
+
+
+def kept_over_a_step(rank: int) -> tuple[str, ...]:
+    """The slug under which logits are refused that were promised before a step, after another forward gathered anew."""
+    parallel = parallelize_model(tiny_model("llama"), build_mesh("cpu", dp=2), zero=3, fuse_loss=True)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.5)
+    ids, labels = tiny_batch(batch=2, length=8)
+    parallel.step(input_ids=ids, targets=labels)
+    with torch.no_grad():
+        kept = parallel.module(input_ids=ids).logits
+        optimizer.step()
+        parallel.module(input_ids=ids)
+        try:
+            kept.argmax(-1)
+        except ModelError as error:
+            return error.slugs
+    return ()
 
 
 def steps(rank: int, mesh: dict[str, int], options: dict) -> list[float]:

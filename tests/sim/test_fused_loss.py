@@ -491,7 +491,8 @@ def test_what_needs_logits_is_refused_where_a_gradient_is_wanted():
 
 
 def test_recomputed_with_its_loss_inside():
-    """A unit that holds head and loss: the forward runs twice, and sends what it keeps once."""
+    """A unit that holds head and loss: the forward runs twice, and gathers the tokens' statistics once."""
+    from unittest.mock import patch
 
     class Tail(nn.Module):
         def __init__(self):
@@ -516,8 +517,17 @@ def test_recomputed_with_its_loss_inside():
     plan = {"first": "replicate", "tail.norm": "replicate", "tail.head": "colwise(output=vocabulary)"}
     from parallelize.plan.choose import plan_of
 
+    sent, runs = [], []
+    real = Group.all_gather
+    net.tail.norm.register_forward_hook(lambda *args: runs.append(1))
+
+    def counted(self, x):
+        sent.append(tuple(x.shape))
+        return real(self, x)
+
     for save in (None, ["collectives"]):
         models = [copy.deepcopy(net) for _ in range(2)]
+        sent.clear(), runs.clear()
 
         def body(rank, models=models, save=save):
             ours = models[rank]
@@ -525,10 +535,13 @@ def test_recomputed_with_its_loss_inside():
             parallelize_module(ours, build_mesh("cpu", tp=2), plan_of(ours, plan), fuse_loss=True)
             recompute(ours, "full" if save is None else "selective", units=["tail"], save=save)
             ours(x, targets).backward()
-            return full_gradients(ours)
+            return list(sent), full_gradients(ours)
 
-        for found in run_ranks(2, body):
-            assert worst(found, want)[0] < 1e-12
+        with patch.object(Group, "all_gather", counted):
+            found = run_ranks(2, body)
+        for _, gradients in found:
+            assert worst(gradients, want)[0] < 1e-12
+        assert sent == [(4, 9)] * 2 and len(runs) == 4  # of two ranks
 
 
 def test_heads_that_cannot_be_fused_are_named():

@@ -160,7 +160,7 @@ def test_mistakes_are_named_before_anything_runs():
         (dict(mesh="tp=3"), "uneven-heads"),
         (dict(mesh="pp=16,tp=2", batch=32), "more-stages-than-layers"),
         (dict(mesh="tp=2", zero=1), "no-data-axis"),
-        (dict(mesh="tp=2,cp=2"), "unknown-axis"),
+        (dict(mesh="tp=2,ep=2"), "unknown-axis"),
         (dict(mesh="tp=2", dtype="float12"), "bad-option"),
         (dict(mesh="pp=2", batch=3, num_microbatches=4), "indivisible-batch"),
         (dict(mesh="tp=2", hardware="abacus"), "unknown-hardware"),

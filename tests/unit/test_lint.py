@@ -109,7 +109,7 @@ def test_sizes_and_stages():
     assert slugs(lint(tiny("llama"), None, "tp=3")) == ["uneven-heads"] * len(slugs(lint(tiny("llama"), None, "tp=3")))
     assert slugs(lint(tiny("llama"), None, "pp=4,tp=2")) == ["more-stages-than-layers"]
     assert "wrong-world-size" in slugs(lint(tiny("llama"), None, "tp=2", world_size=4))
-    assert "unknown-axis" in slugs(lint(tiny("llama"), None, "tp=2,cp=2"))
+    assert "unknown-axis" in slugs(lint(tiny("llama"), None, "tp=2,ep=2"))
 
 
 class Viewing(nn.Module):

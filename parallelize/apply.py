@@ -135,7 +135,9 @@ def _refuse_ulysses_twice(resolved: ResolvedPlan) -> None:
     traded = [row for row in resolved.modules.values() if row.contract.compute == "ulysses"]
     if traded:
         what = f"{traded[0].fqn} trades its rows for heads over tp, and the mesh cuts rows over cp too"
-        raise PlanError(Problem("ulysses-over-cp", what, traded[0].rule.where, fix="heads over tp, and ulysses= over cp"))
+        raise PlanError(
+            Problem("ulysses-over-cp", what, traded[0].rule.where, fix="heads over tp, and ulysses= over cp")
+        )
 
 
 def _refuse_overlap_of_styles(overlap: str | None) -> None:

@@ -22,7 +22,7 @@ from parallelize.plan.schema import Plan
 T = torch.Tensor
 DEFERRED = "deferred_head"  # what a contract's `compute` calls such a head
 _OWES = "_parallelize_owes_logits"  # on a module whose product is left to the loss
-_WRITTEN = "_parallelize_written_weight"  # on such a module: the parameter that an optimiser writes to
+_WRITTEN = "_parallelize_written_weight"  # on such a module: what an optimiser writes to under `fully_shard`
 
 
 def deferred_head(vocabulary: Vocabulary, sharded: bool) -> Callable:
@@ -53,8 +53,10 @@ def wrong_heads(resolved: ResolvedPlan, model: ModelFacts) -> list[Problem]:
 
 
 def watch_writes(head: nn.Module) -> None:
-    """Notice writes to the weight that this head has now, also while another stands in its place (`fully_shard`)."""
-    head.__dict__[_WRITTEN] = head._parameters["weight"]
+    """Notice writes to the shard that a head's weight is now, while a gathered one stands in its place (`fully_shard`)."""
+    weight: Any = head._parameters["weight"]
+    with torch.no_grad():  # the tensor in it: foreach writes show there alone
+        head.__dict__[_WRITTEN] = weight, weight.to_local()
 
 
 def mark_deferred(head: nn.Module) -> None:
@@ -97,8 +99,7 @@ def _deferred(module: Any, input: T, weight: T, bias: T | None, vocabulary: Voca
     head = Head(cast, bias, vocabulary)
     if torch.compiler.is_compiling():  # a graph has no place for what is not there yet
         return logits_of(hidden, head, sharded)
-    registered = (module._parameters["weight"], module.__dict__.get(_WRITTEN))
-    return defer(hidden, head, sharded, tuple(x for x in registered if x is not None))
+    return defer(hidden, head, sharded, (module._parameters["weight"], *module.__dict__.get(_WRITTEN, ())))
 
 
 def _is_linear(module: nn.Module) -> bool:

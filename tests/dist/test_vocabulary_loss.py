@@ -68,7 +68,7 @@ def test_zero_3_forgets_weights_of_before_a_step(two_processes, look):
         assert found == pytest.approx(want, rel=2e-6)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["off", "full"])
 def test_zero_3_in_a_pipeline_forgets_them_too(four_processes, recompute):
     """Several forwards are in flight when the head's unit is gathered again."""
     mesh, options = {"pp": 2, "dp": 2}, {"schedule": "1f1b", "num_microbatches": 2, "recompute": recompute}

@@ -375,7 +375,9 @@ def test_options_of_one_number_may_be_tensors_of_no_dims():
     assert torch.equal(sample(logits, temperature=torch.tensor(0.0)), logits.argmax(-1))
     assert sample(logits[0], temperature=torch.tensor(0.0)) == logits[0].argmax()
     for option, value in (("temperature", 0.5), ("top_p", 0.4), ("min_p", 0.3), ("top_p", 1.0), ("min_p", 0.0)):
-        number, tensor = (sample(logits, **{option: kind}) for kind in (value, torch.tensor(value, dtype=torch.float64)))
+        number, tensor = (
+            sample(logits, **{option: kind}) for kind in (value, torch.tensor(value, dtype=torch.float64))
+        )
         assert torch.equal(number, tensor), option
 
 

@@ -240,7 +240,7 @@ def test_explain_of_float32_over_cp_ends_soon():
 
     began = time.perf_counter()
     explain("llama-3-8b", None, "cp=8", sequence=131072, batch=1)
-    assert time.perf_counter() - began < 40
+    assert time.perf_counter() - began < 60  # it did not end in minutes
 
 
 def test_every_stage_is_done_looking_after_a_step():

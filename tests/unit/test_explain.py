@@ -319,21 +319,16 @@ SIZES = [
 MEASURED = """
 import atexit, sys
 from parallelize.cli import main
+from tests.support.pace import seconds_of_imports
 atexit.register(lambda: sys.stderr.write(open("/proc/self/status").read()))
 sys.exit(main())
 """
 
 
-def _seconds_of(command):
-    began = time.perf_counter()
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-    return time.perf_counter() - began
-
-
 @pytest.mark.parametrize(("model", "mesh", "more", "limit_s"), SIZES)
 def test_large_models_are_explained_in_seconds(tmp_path, model, mesh, more, limit_s):
     """Imports and advice included, memory below 1.5 GB. On a machine whose imports alone take half the limit, twice those."""
-    limit_s = max(limit_s, 2 * _seconds_of([sys.executable, "-c", "from transformers import LlamaForCausalLM"]))
+    limit_s = max(limit_s, 2 * seconds_of_imports())
     command = [sys.executable, "-c", MEASURED, "explain", model, "--mesh", mesh, "--sequence", "8192"]
     command += ["--dtype", "bfloat16", "--zero", "1", "--sequence-parallel", "--loss-parallel", "--json", *more]
     took = []

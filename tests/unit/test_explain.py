@@ -24,6 +24,7 @@ from parallelize.analysis.subject import Subject
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError
 from parallelize.mesh import MeshSpec
 from parallelize.model_source import parse_overrides, read_model
+from tests.support.pace import seconds_of_imports
 
 SMALL = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, vocab_size=131)
 FAMILIES = {
@@ -319,7 +320,6 @@ SIZES = [
 MEASURED = """
 import atexit, sys
 from parallelize.cli import main
-from tests.support.pace import seconds_of_imports
 atexit.register(lambda: sys.stderr.write(open("/proc/self/status").read()))
 sys.exit(main())
 """

@@ -141,10 +141,8 @@ def _install(module: nn.Module, context: Context, inputs: Inputs) -> None:
     module.__dict__["_parallelize_context"] = context
     if registered:
         module.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
-        if hasattr(module, "generate"):
-            module.__dict__["generate"] = MethodType(_refuse_generation, module)
     mine = {fqn for fqn in context.attention if fqn in present}
-    module.__dict__["_context_call"] = _Call(inputs, module.__dict__.get("forward"), mine)
+    module.__dict__["_context_call"] = _Call(inputs, module.__dict__.get("forward"), mine, cut is not None)
     module.__dict__["forward"] = MethodType(_with_signature(type(module).forward), module)
 
 
@@ -159,10 +157,20 @@ def _with_signature(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Call:
-    """The root's own call: its inputs, the forward that it had, and the planned modules that are on this stage."""
+    """The root's own call: its inputs, the forward that it had, and the planned modules that are on this rank.
 
-    def __init__(self, inputs: Inputs, stock: Any, present: set[str]):
-        self.inputs, self.stock, self.present = inputs, stock, present
+    staged: whether the model is cut into stages of a pipeline, all but the last of which return a tuple of what travels on.
+    """
+
+    def __init__(self, inputs: Inputs, stock: Any, present: set[str], staged: bool):
+        self.inputs, self.stock, self.present, self.staged = inputs, stock, present, staged
+
+    def run(self, context: Context, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        forward = self.stock or MethodType(type(module).forward, module)
+        out = forward(*args, **kwargs)
+        if not (self.staged and type(out) is tuple):
+            _check_rows(context, out)
+        return out
 
 
 def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,12 +179,11 @@ def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not context.checked:
         _check_first(self, context, args, kwargs)
     args, kwargs = call.inputs.own_rows(context, args, kwargs)
-    forward = call.stock or MethodType(type(self).forward, self)
     try:
         if context.checked:
-            return _with_rows(context, forward(*args, **kwargs))
+            return call.run(context, self, args, kwargs)
         with Unmet():
-            return _with_rows(context, forward(*args, **kwargs))
+            return call.run(context, self, args, kwargs)
     finally:
         context.checked = context.attended >= call.present
         context.now = None
@@ -198,32 +205,18 @@ def dropout_refused() -> ModelError:
     return ModelError(Problem("dropout-over-cp", what, fix="dropout 0 in the model's config, or a mesh without cp"))
 
 
-def _with_rows(context: Context, out: Any) -> Any:
-    """The output, of which every tensor has this rank's rows.
+def _check_rows(context: Context, out: Any) -> None:
+    """Every tensor of an output has this rank's rows.
 
     Raises: ModelError `one-row` where something was computed of one row (a pooler, a classifier): each rank took another.
     """
-    if type(out) is tuple:  # of a stage of the pipeline: what travels on
-        return out
     rows = sum(stop - start for start, stop in context.own_rows())
     for leaf in private.tree_leaves(out):
-        if (
-            isinstance(leaf, torch.Tensor)
-            and leaf.dtype.is_floating_point
-            and len(leaf.shape) > 1
-            and leaf.shape[1] != rows
-        ):
+        floating = isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
+        if floating and len(leaf.shape) > 1 and leaf.shape[1] != rows:
             what = f"an output of shape {list(leaf.shape)} has no row for each of this rank's {rows}: each rank pools its own"
             fix = "leave heads that pool off cp (add_pooling_layer=False), or pool gather_sequence(model, hidden)"
             raise ModelError(Problem("one-row", what, fix=fix))
-    return out
-
-
-def _refuse_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-    what = "generation over cp: decoding has one row at a time to share out"
-    raise ModelError(
-        Problem("generate-over-cp", what, fix="generate on a mesh without cp: checkpoints move between meshes")
-    )
 
 
 class _FirstCall:

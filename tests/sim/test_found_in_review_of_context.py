@@ -69,6 +69,7 @@ def test_heads_that_pool_one_row_are_refused():
 
     classifier = llama_head("LlamaForSequenceClassification", num_labels=3)
     refused("one-row", classifier, input_ids=IDS)
+    refused("one-row", classifier, input_ids=IDS, return_dict=False)
     refused("labels-over-cp", classifier, input_ids=IDS, labels=torch.tensor([0, 1]))
     bert = transformers.BertForPreTraining(family("bert").config).double()
     refused("one-row", bert, input_ids=IDS)
@@ -122,7 +123,7 @@ def test_generation_is_refused(axes):
         mesh = build_mesh("cpu", **axes)
         mine = copy.deepcopy(model)
         mine = parallelize_module(mine, mesh) if "tp" in axes else context_parallel(mine, mesh)
-        with pytest.raises(ParallelizeError, match="over cp"):
+        with pytest.raises(ParallelizeError, match="generate-over-cp"):
             mine.generate(input_ids=IDS, max_new_tokens=2, use_cache=False)
 
     run_ranks(2 * axes.get("tp", 1), body)

@@ -1,12 +1,12 @@
 # `make demo` trains a small Llama in parallel and compares it with one process; `make train` does so on a mesh of eight;
-# `make test` runs every test.
+# `make test` runs the tests, `make sweep` the slower ones.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # a CPU build is enough for tests and demo; a plain `torch` would bring gigabytes of CUDA
 TORCH ?= torch==2.13.0
 
-.PHONY: demo train test check install-demo install-test bench clean
+.PHONY: demo train test sweep check install-demo install-test bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/demo.py
@@ -16,6 +16,9 @@ train: $(VENV)/.demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+sweep: $(VENV)/.test
+	$(BIN)/python -m pytest -m sweep
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .

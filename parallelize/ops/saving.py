@@ -38,7 +38,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from parallelize import _torch_private as private
 from parallelize.errors import PlanError, Problem, did_you_mean
 from parallelize.groups import Group
-from parallelize.ops import tape
+from parallelize.ops import (
+    linears,  # noqa: F401  whose ops get a kernel here
+    tape,
+)
 from parallelize.ops.library import KERNELS, LIBRARY, group_key, with_group
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring_attention")

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
 from parallelize.groups import Group
+from parallelize.ops import linears, ring_attention, ulysses  # noqa: F401  their ops get a rule each
 from parallelize.ops.library import KERNELS, LIBRARY, NAMESPACE, group_key, with_group
 
 T = torch.Tensor

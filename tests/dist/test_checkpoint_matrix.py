@@ -21,7 +21,12 @@ MESHES: dict[str, tuple[dict, dict]] = {
     "dp_replicate2-dp2-tp2-zero3": ({"dp_replicate": 2, "dp": 2, "tp": 2}, {"zero": 3}),
     "pp4-dp2-zero2": ({"pp": 4, "dp": 2}, {"zero": 2}),
 }
-FAMILIES = ("llama", "gpt2", "phi3")
+QUICK = ("one", "tp4", "dp2-tp2-zero3", "pp2-dp2-tp2-zero1")  # of the other families; `make sweep` runs all
+CASES = [
+    pytest.param(family, target, marks=[] if family == "llama" or target in QUICK else [pytest.mark.sweep])
+    for family in ("llama", "gpt2", "phi3")
+    for target in MESHES
+]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +71,7 @@ def saved(pools, one_process, tmp_path_factory):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("target", MESHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "target"), CASES)
 def test_every_mesh_loads_what_every_mesh_saved(pools, saved, family, target):
     axes, options = MESHES[target]
     wrong = run(pools, jobs.load_sources, axes, family, axes, options, saved(family))

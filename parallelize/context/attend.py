@@ -30,6 +30,8 @@ def attend(site: Attention, q: T, k: T, v: T, masking: Masking) -> T:
     sequence = context.current()
     _check(site, sequence, q, k, masking)
     context.attended.add(site.fqn)
+    if masking.window >= sequence.rows.full:  # of this forward: in a recompute it may not be the last one
+        masking = replace(masking, window=0)
     traded = context.ulysses.size > 1
     heads = HeadCut.of(q.shape[1], k.shape[1], context.ulysses.size)
     if traded:
@@ -80,6 +82,4 @@ def masking_of(
     if found.window and not causal:
         what = f"{site.fqn} has a window of {window} rows and no causal mask"
         raise ModelError(Problem("window-without-causal", what, fix="leave it off cp: only causal windows are known"))
-    if found.window and found.window >= site.context.length:
-        return replace(found, window=0)
     return found

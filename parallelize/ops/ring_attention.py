@@ -172,25 +172,25 @@ class _Work:
     def __init__(self, q: T, documents: T | None, places: list[tuple[Run, ...]], masking: Masking, team: Group):
         self.places, self.masking, self.device = places, masking, q.device
         self.own, self.documents = places[team.rank], documents
-        self.positions = self._positions(self.own)
 
     def tiles(self, place: int) -> Iterator[tuple[Tile, kernels.Mask | None]]:
         keys = self.places[place]
-        columns = self._positions(keys)
         for tile in tiles(self.own, keys, self.masking.causal, self.masking.window):
             if self.documents is None and tile.kind != "masked":
                 yield tile, None
             else:  # documents mask every tile, so none of them is the kernel's own causal one
                 masked = Tile(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, "masked")
-                yield masked, self._mask(tile, columns[tile.k_start : tile.k_stop])
+                yield masked, self._mask(tile, self._positions(keys)[tile.k_start : tile.k_stop])
 
     def _positions(self, runs: tuple[Run, ...]) -> T:
         parts = [torch.arange(*run, device=self.device) for run in runs]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=self.device)
 
     def _mask(self, tile: Tile, columns: T) -> kernels.Mask:
+        own = self._positions(self.own)[tile.q_start : tile.q_stop]
+
         def seen(start: int, stop: int) -> T:
-            rows = self.positions[tile.q_start + start : tile.q_start + stop]
+            rows = own[start:stop]
             back = rows.unsqueeze(-1) - columns
             mask = torch.ones_like(back, dtype=torch.bool)
             if self.masking.causal:

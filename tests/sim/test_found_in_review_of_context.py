@@ -21,12 +21,14 @@ from parallelize import (
     gather_sequence,
     parallelize_model,
     parallelize_module,
+    recompute,
     verify,
 )
 from parallelize.context.state import context_of
 from parallelize.plan.load import parse_plan
 from tests.sim.test_ulysses_style import plan_of
 from tests.support.context import batch_of, family
+from tests.support.parity import worst
 from tests.support.threads import run_ranks
 
 IDS = torch.arange(3, 15).view(2, 6)
@@ -297,3 +299,22 @@ def test_autocast_is_that_of_the_stock_model():
     got = run_ranks(2, body)[0]
     assert all(kind == {torch.bfloat16} for kind in kinds)
     assert (got - exact).abs().mean() <= 2 * (want - exact).abs().mean()
+
+
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_a_recomputed_window_is_that_of_its_own_forward(ulysses):
+    """A later, shorter forward, which the window covers whole, must not take it from the one that is recomputed."""
+    model = family("mistral", sliding_window=7)
+    long, short = torch.arange(3, 27).view(1, 24), IDS
+    reference = copy.deepcopy(model)
+    (reference(input_ids=long).logits.sum() + reference(input_ids=short).logits.sum()).backward()
+    want = {name: p.grad for name, p in reference.named_parameters()}
+
+    def body(rank):
+        mine = recompute(over_cp(model, ulysses=ulysses), "full", units="model.layers.*")
+        first, second = mine(input_ids=long).logits.sum(), mine(input_ids=short).logits.sum()
+        (first + second).backward()
+        return {name: p.grad for name, p in mine.named_parameters()}
+
+    parts = run_ranks(2, body)
+    assert worst({name: sum(part[name] for part in parts) for name in want}, want)[0] <= 1e-12

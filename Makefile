@@ -1,5 +1,5 @@
 # `make demo` trains a small Llama in parallel and compares it with one process; `make train` does so on a mesh of eight;
-# `make test` runs the tests, `make sweep` the slower ones.
+# `make test` runs the tests in minutes, `make sweep` all the slower ones.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -14,11 +14,14 @@ demo: $(VENV)/.demo
 train: $(VENV)/.demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 8 benchmarks/train.py --pp 2 --dp 2 --tp 2 --zero 2 --sequence-parallel
 
+# tests that share a pool of processes go to one worker
+WORKERS ?= -n auto --maxprocesses 4 --dist loadgroup
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 sweep: $(VENV)/.test
-	$(BIN)/python -m pytest -m sweep
+	$(BIN)/python -m pytest -m sweep $(WORKERS)
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .

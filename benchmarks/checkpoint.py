@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.checkpoint
 
-The same state on each rank: a model split over tp, and AdamW's moments. Every save is flushed to the disk; before each timing
-the disk is quiet (`sync`) and the ranks meet. Loads find the files in the page cache. PyTorch's checkpoint and plain
-safetensors carry no hashes; ours writes them always, and compares them unless told not to.
+All save the same state: a model sharded over tp, and AdamW's state. Every save is flushed to the disk. Before each timing,
+pending writes are flushed (`sync`) and the ranks synchronize. Loads read the files from the page cache. PyTorch's checkpoint
+and plain safetensors have no hashes; this package always writes them, and compares them unless `check=False`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ LOAD_PAIRS = [
 
 
 class State:
-    """A model and its optimiser on tp, after one step."""
+    """A model sharded over tp and its optimizer, after one step."""
 
-    def __init__(self, given: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace):
         mesh = build_mesh("cpu", tp=dist.get_world_size())
-        self.model = parallelize_module(Llama(given.hidden, given.layers, 8, given.vocab), mesh, plan(8))
+        self.model = parallelize_module(Llama(args.hidden, args.layers, 8, args.vocab), mesh, plan(8))
         self.optimizer = local_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-4))
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -54,19 +54,19 @@ class State:
         self.optimizer.zero_grad()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything by name, as DTensors and step counts."""
+        """Parameters and optimizer states by name, as DTensors and step counts."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        found: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        by_name: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         for parameter, state in self.optimizer.state.items():
-            found |= {f"optimizer.{names[id(parameter)]}.{key}": value for key, value in state.items()}
-        return {name: value.detach() for name, value in found.items()}
+            by_name |= {f"optimizer.{names[id(parameter)]}.{key}": value for key, value in state.items()}
+        return {name: value.detach() for name, value in by_name.items()}
 
     def local(self) -> dict[str, torch.Tensor]:
         return {n: v.to_local() if isinstance(v, DTensor) else v for n, v in self.tensors().items()}
 
 
 def flushed(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Plain safetensors, on the disk."""
+    """Write plain safetensors, and flush them to the disk."""
     save_file(tensors, path)
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
@@ -74,13 +74,13 @@ def flushed(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def copied(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Plain safetensors into tensors that are there."""
+    """Read plain safetensors into existing tensors."""
     for name, value in load_file(path).items():
         tensors[name].copy_(value)
 
 
 class Disk:
-    """A folder for each save, gone before the next."""
+    """A folder for each save, deleted before the next."""
 
     def __init__(self, root: Path):
         self.root, self.turn = root, 0
@@ -99,7 +99,7 @@ class Disk:
         return self.root / f"gone-{self.turn}"
 
 
-def saves(state: State, disk: Disk, checkpoints: Checkpointer, beside: Checkpointer) -> Work:
+def saves(state: State, disk: Disk, checkpoints: Checkpointer, background_checkpoints: Checkpointer) -> Work:
     steps = iter(range(1, 1 << 30))
 
     def plain() -> None:
@@ -109,7 +109,7 @@ def saves(state: State, disk: Disk, checkpoints: Checkpointer, beside: Checkpoin
         dist.barrier()
 
     def background() -> None:
-        beside.save(next(steps))
+        background_checkpoints.save(next(steps))
 
     return {
         "ours": lambda: checkpoints.save(next(steps)),
@@ -120,8 +120,8 @@ def saves(state: State, disk: Disk, checkpoints: Checkpointer, beside: Checkpoin
 
 
 def loads(state: State, root: Path, checkpoints: Checkpointer) -> Work:
-    own = state.local()
-    flushed(own, root / f"{dist.get_rank()}.safetensors")
+    local = state.local()
+    flushed(local, root / f"{dist.get_rank()}.safetensors")
     dcp.save(state.tensors(), checkpoint_id=root / "pytorch")
 
     def pytorch() -> None:
@@ -131,20 +131,20 @@ def loads(state: State, root: Path, checkpoints: Checkpointer) -> Work:
         "ours, checked": checkpoints.resume,
         "ours, unchecked": lambda: checkpoints.resume(check=False),
         "pytorch": pytorch,
-        "safetensors": lambda: copied(root / f"{dist.get_rank()}.safetensors", own),
+        "safetensors": lambda: copied(root / f"{dist.get_rank()}.safetensors", local),
     }
 
 
-def report(what: str, times: dict[str, list[float]], pairs: list, num_bytes: int) -> dict[str, Any]:
+def report(title: str, times: dict[str, list[float]], pairs: list, num_bytes: int) -> dict[str, Any]:
     medians = medians_ms(times)
     ratios = {f"{top} / {bottom}": ratio(times, top, bottom) | {"bound": bound} for top, bottom, bound in pairs}
     if dist.get_rank() == 0:
-        print(f"\n{what}, {num_bytes / 1e6:.0f} MB a rank")
+        print(f"\n{title}, {num_bytes / 1e6:.0f} MB a rank")
         for name, ms in medians.items():
             print(f"  {name:<24} {ms:8.1f} ms  {num_bytes / ms / 1e6:6.2f} GB/s a rank")
-        for name, one in ratios.items():
-            bound = f"  (bound {one['bound']})" if one["bound"] else ""
-            print(f"  {name:<40} {one['median']:.3f} [{one['low']:.3f}, {one['high']:.3f}]{bound}")
+        for name, value in ratios.items():
+            bound = f"  (bound {value['bound']})" if value["bound"] else ""
+            print(f"  {name:<40} {value['median']:.3f} [{value['low']:.3f}, {value['high']:.3f}]{bound}")
     return {"ms": medians, "ratios": ratios}
 
 
@@ -154,37 +154,37 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     join()
-    state = State(given)
-    found: list[Any] = [tempfile.mkdtemp(prefix="checkpoint-", dir=given.folder) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    root = Path(found[0])
+    state = State(args)
+    folders: list[Any] = [tempfile.mkdtemp(prefix="checkpoint-", dir=args.folder) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    root = Path(folders[0])
     num_bytes = sum(value.numel() * value.element_size() for value in state.local().values())
     options: dict[str, Any] = {"optimizer": state.optimizer}
     disk = Disk(root)
     try:
         with (
             Checkpointer(root / "a", state.model, **options) as checkpoints,
-            Checkpointer(root / "b", state.model, asynchronous=True, **options) as beside,
+            Checkpointer(root / "b", state.model, asynchronous=True, **options) as background_checkpoints,
         ):
 
             def quiet() -> None:
-                beside.wait()
+                background_checkpoints.wait()
                 disk.quiet()
 
-            times = interleaved(saves(state, disk, checkpoints, beside), given.rounds, before=quiet)
+            times = interleaved(saves(state, disk, checkpoints, background_checkpoints), args.rounds, before=quiet)
             results = {"save": report("save", times, PAIRS, num_bytes)}
-            beside.wait()
-            times = interleaved(loads(state, root, checkpoints), given.rounds, before=disk.quiet)
+            background_checkpoints.wait()
+            times = interleaved(loads(state, root, checkpoints), args.rounds, before=disk.quiet)
             results["load"] = report("load", times, LOAD_PAIRS, num_bytes)
     finally:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(root, ignore_errors=True)
-    if given.json is not None and dist.get_rank() == 0:
+    if args.json is not None and dist.get_rank() == 0:
         head = {"torch": torch.__version__, "ranks": dist.get_world_size(), "bytes_per_rank": num_bytes}
-        given.json.write_text(json.dumps(head | results, indent=1) + "\n")
+        args.json.write_text(json.dumps(head | results, indent=1) + "\n")
     destroy_groups()
 
 

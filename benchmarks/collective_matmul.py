@@ -1,11 +1,11 @@
-"""Overlapped linears against the same without overlap, against PyTorch, and against what the machine could do at best.
+"""Overlapped linears against the same without overlap, against PyTorch, and against a bound of the machine.
 
     torchrun --nproc-per-node 2 -m benchmarks.collective_matmul
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.collective_matmul --json out.json --plot out.svg
 
-For each shape: `link` is the leanest exchange of one phase of messages alone, `compute` one product alone. The limit is the
-larger of what a pass needs of either, added over the passes. `sync` is this package without overlap, `chunked/n` in n
-pieces a shard, `auto` what the calibration chose, `stock` PyTorch's all-gather then `F.linear`, or `F.linear` then
+For each shape, `link` is one phase of messages alone, by the cheapest exchange, and `compute` one matmul alone. The limit of a
+pass is the larger of its messages and its matmuls; passes add up. `sync` is this package without overlap, `chunked/n` with n
+chunks per shard, `auto` what the calibration chose, `stock` PyTorch's all-gather then `F.linear`, or `F.linear` then
 reduce-scatter. Every round times each variant once, in random order; figures are medians.
 """
 
@@ -23,14 +23,14 @@ import torch.nn.functional as F
 from benchmarks import svg
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import all_gather_linear, destroy_groups, linear_all_reduce, linear_reduce_scatter
-from parallelize.groups import Group
-from parallelize.ops.calibrate import profile_of
-from parallelize.ops.exchange import Exchange
+from parallelize.comm.groups import Group
+from parallelize.comm.p2p import Exchange
+from parallelize.ops.matmul.calibrate import profile_of
 
 T = torch.Tensor
 SQUARE = (2048, 2048, 2048)
 GRID = [SQUARE, (2048, 1024, 4096), (2048, 2048, 512), (2048, 512, 2048), (1024, 256, 1024), (4096, 1024, 512)]
-# op -> (phases of messages, products) of forward and of backward
+# op -> (phases of messages, matmuls) of forward and of backward
 PASSES = {
     "all_gather_linear": ((1, 1), (1, 2)),
     "linear_reduce_scatter": ((1, 1), (1, 2)),
@@ -41,7 +41,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Shape:
-    """[rows, inner] times [outs, inner] on this rank: for a gather `inner` is whole and `outs` sharded, else the reverse."""
+    """[rows, inner] times [outs, inner] on this rank: for a gather `inner` is full and `outs` sharded, else the reverse."""
 
     def __init__(self, op: str, rows: int, inner: int, outs: int, group: Group):
         self.op, self.group, self.rows, self.size = op, group, rows, group.size
@@ -53,7 +53,7 @@ class Shape:
         self.upstream = torch.randn(
             rows // self.size if op == "linear_reduce_scatter" else rows, self.outs, generator=random
         )
-        self.travels = self.inner if gathers else self.outs  # features of the rows that are sent
+        self.sent_features = self.inner if gathers else self.outs  # of the tokens that are sent
 
     def call(self, overlap: str, chunks: int | None = None) -> Callable[[T, T], T]:
         function = {
@@ -65,16 +65,16 @@ class Shape:
 
     def stock(self, x: T, weight: T) -> T:
         if self.op == "all_gather_linear":
-            whole = x.new_empty(self.rows, self.inner)
-            _all_gather(whole, x)
-            return F.linear(whole, weight)
+            gathered = x.new_empty(self.rows, self.inner)
+            _all_gather(gathered, x)
+            return F.linear(gathered, weight)
         out = F.linear(x, weight)
         if self.op == "linear_all_reduce":
             dist.all_reduce(out)
             return out
-        own = out.new_empty(self.rows // self.size, self.outs)
-        _reduce_scatter(own, out)
-        return own
+        shard = out.new_empty(self.rows // self.size, self.outs)
+        _reduce_scatter(shard, out)
+        return shard
 
     def forward(self, function: Callable[[T, T], T]) -> Callable[[], object]:
         return lambda: function(self.x, self.weight)
@@ -89,8 +89,8 @@ class Shape:
         return run
 
     def link(self) -> Callable[[], None]:
-        """The leanest exchange: each rank sends each peer one part of the rows."""
-        sent = torch.ones(self.rows // self.size, self.travels)
+        """The cheapest exchange: each rank sends one shard of the tokens to each peer."""
+        sent = torch.ones(self.rows // self.size, self.sent_features)
         received = {rank: torch.empty_like(sent) for rank in range(self.size) if rank != self.group.rank}
 
         def run() -> None:
@@ -100,12 +100,12 @@ class Shape:
         return run
 
     def compute(self) -> Callable[[], object]:
-        whole = torch.randn(self.rows, self.inner)
-        return lambda: F.linear(whole, self.weight)
+        x = torch.randn(self.rows, self.inner)
+        return lambda: F.linear(x, self.weight)
 
 
 def measure(op: str, dims: tuple[int, int, int], chunks: list[int], rounds: int, backward: bool) -> dict:
-    """One shape: milliseconds of each variant, and the ratios that matter."""
+    """One shape: milliseconds of each variant, and their ratios."""
     shape = Shape(op, *dims, Group(dist.group.WORLD))  # type: ignore[arg-type]
     passes = shape.both if backward else shape.forward
     work: dict[str, Callable[[], object]] = {
@@ -123,7 +123,7 @@ def measure(op: str, dims: tuple[int, int, int], chunks: list[int], rounds: int,
     better = best if ms[best] < ms["sync"] else "sync"
     needs = PASSES[op][: 2 if backward else 1]
     limit = sum(max(phases * ms["link"], products * ms["compute"]) for phases, products in needs)
-    found = {
+    result = {
         "op": op + (" forward+backward" if backward else ""),
         "rows, inner, outs": dims,
         "ms": ms,
@@ -135,32 +135,32 @@ def measure(op: str, dims: tuple[int, int, int], chunks: list[int], rounds: int,
         "auto/better": ratio(times, "auto", better),
     }
     if not backward:
-        found["stock/chunked"] = ratio(times, "stock", best)
-    return found
+        result["stock/chunked"] = ratio(times, "stock", best)
+    return result
 
 
-def show(found: dict) -> None:
-    ms = found["ms"]
-    print(f"{found['op']} {found['rows, inner, outs']}: compute/link {found['compute/link']:.2f}", flush=True)
+def show(result: dict) -> None:
+    ms = result["ms"]
+    print(f"{result['op']} {result['rows, inner, outs']}: compute/link {result['compute/link']:.2f}", flush=True)
     print("   " + "  ".join(f"{name} {value:.1f}" for name, value in ms.items()) + " ms", flush=True)
-    best = found["best chunked"]
-    over = ms[best] / found["limit_ms"]
+    best = result["best chunked"]
+    over = ms[best] / result["limit_ms"]
     line = f"   {best}: {over:.2f} x limit"
     for key in ("sync/chunked", "stock/chunked", "auto/better"):
-        if key in found:
-            line += f", {key} {found[key]['median']:.2f} [{found[key]['low']:.2f}, {found[key]['high']:.2f}]"
+        if key in result:
+            line += f", {key} {result[key]['median']:.2f} [{result[key]['low']:.2f}, {result[key]['high']:.2f}]"
     print(line, flush=True)
 
 
 def draw(path: Path, results: list[dict], title: str) -> None:
     """Efficiency (limit over time) over the ratio of compute to communication, forward ops."""
     series: dict[str, list[tuple[float, float]]] = {"in pieces": [], "auto": [], "sync": [], "PyTorch": []}
-    for found in results:
-        if "stock" in found["ms"]:
-            at = found["compute/link"]
-            names = (found["best chunked"], "auto", "sync", "stock")
+    for result in results:
+        if "stock" in result["ms"]:
+            at = result["compute/link"]
+            names = (result["best chunked"], "auto", "sync", "stock")
             for values, name in zip(series.values(), names, strict=True):
-                values.append((at, found["efficiency"][name]))
+                values.append((at, result["efficiency"][name]))
     svg.points(path, title, "compute / communication", "limit / time", series)
 
 
@@ -186,10 +186,10 @@ def main() -> None:
     for dims in shapes:
         for op in options.ops:
             for backward in (False, True):
-                found = measure(op, dims, options.chunks, options.rounds, backward)
-                results.append(found)
+                result = measure(op, dims, options.chunks, options.rounds, backward)
+                results.append(result)
                 if first:
-                    show(found)
+                    show(result)
     if first and options.json:
         about = {"title": options.title, "torch": torch.__version__, "ranks": group.size, "profile": profile.as_dict()}
         options.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")

@@ -57,7 +57,7 @@ def train(model, text, steps: int, device: str, report) -> tuple[list[float], di
 
 
 def gradients_of(model) -> dict[str, torch.Tensor]:
-    planned = "_parallelize_record" in vars(model)
+    planned = "_applied" in vars(model)
     return full_gradients(model) if planned else {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
@@ -121,8 +121,8 @@ def main() -> None:
 
 
 def compare(losses, gradients, weights, want_losses, want_gradients, reference) -> bool:
-    """Print the largest relative differences; False where one is beyond rounding."""
-    found = {
+    """Print the largest relative differences; False if one is larger than rounding."""
+    differences = {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, want_losses, strict=True)),
         "gradients": relative(gradients, want_gradients),
         "weights": relative(weights, {name: p.detach() for name, p in reference.named_parameters()}),
@@ -133,10 +133,10 @@ def compare(losses, gradients, weights, want_losses, want_gradients, reference) 
         "weights": f"after {len(losses)} steps",
     }
     print("\nlargest relative difference from the unsharded model")
-    for name, value in found.items():
+    for name, value in differences.items():
         mark = "ok" if value <= ROUNDING[name] else "DIFFERS"
         print(f"  {name:<10} {when[name]:<18} {value:.1e}  (at most {ROUNDING[name]:.0e})  {mark}", flush=True)
-    return all(value <= ROUNDING[name] for name, value in found.items())
+    return all(value <= ROUNDING[name] for name, value in differences.items())
 
 
 if __name__ == "__main__":

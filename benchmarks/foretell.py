@@ -63,22 +63,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "foretell.json")
-    given = parser.parse_args()
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in COMMANDS}
-    for _ in range(given.rounds):
+    args = parser.parse_args()
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in COMMANDS}
+    for _ in range(args.rounds):
         for name, command, _ in COMMANDS:
-            taken[name].append(run(command))
-    width = max(map(len, taken))
-    found = {}
+            runs[name].append(run(command))
+    width = max(map(len, runs))
+    results = {}
     print(f"{'':<{width}}  seconds  limit  peak MB")
     for name, _, limit in COMMANDS:
-        seconds = statistics.median(one for one, _ in taken[name])
-        memory = max(one for _, one in taken[name])
-        found[name] = {"seconds": seconds, "all": [one for one, _ in taken[name]], "limit_s": limit, "peak_mb": memory}
+        seconds = statistics.median(value for value, _ in runs[name])
+        memory = max(value for _, value in runs[name])
+        results[name] = {
+            "seconds": seconds,
+            "all": [value for value, _ in runs[name]],
+            "limit_s": limit,
+            "peak_mb": memory,
+        }
         print(f"{name:<{width}}  {seconds:7.2f}  {limit or '-':>5}  {memory:7.0f}")
-    given.out.parent.mkdir(exist_ok=True)
-    given.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"written: {given.out}")
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written: {args.out}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python -m benchmarks.fused_loss                                 # one rank
     torchrun --nproc-per-node 2 -m benchmarks.fused_loss            # vocabulary over two ranks (gloo)
 
-Time: interleaved rounds, medians of ratios within a round with a 95% interval. Memory: every storage that an op makes is
-followed to its end, gradients counted, inputs not; beside it, as a check, what the resident set of a fresh process grows by.
-Unfused and sharded is the same product and the loss on sharded logits (`loss_parallel`).
+Time: interleaved rounds, medians of ratios within a round with a 95% interval. Memory: the peak of the storages that ops
+allocate, gradients included, inputs excluded; as a check, also the growth of the resident set of a fresh process. Unfused and
+sharded is the same matmul with the loss on sharded logits (`loss_parallel`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.memory import peak_bytes
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import build_mesh, cross_entropy, destroy_groups, linear_cross_entropy
-from parallelize.groups import Group
+from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
-from parallelize.ops.vocabulary import Vocabulary
-from parallelize.sharded_logits import mark
+from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.vocabulary.logits.sharded_logits import mark
 
 VOCABULARY = 32768
 LARGER = ((4096, 1024, "float32"), (8192, 2048, "bfloat16"), (16384, 4096, "bfloat16"))
@@ -45,16 +45,16 @@ def variants(
     weight = (torch.randn(VOCABULARY, hidden_size, device=device) * hidden_size**-0.5).to(dtype)
     targets = torch.randint(0, VOCABULARY, (tokens,), device=device)
     mesh = build_mesh("cpu", tp=tp) if tp > 1 else None
-    given = weight.requires_grad_()
-    local, group = given, Group.alone()
+    parameter = weight.requires_grad_()
+    local, group = parameter, Group.alone()
     if mesh is not None:
         group = Group(mesh.get_group())
         local = weight.detach().chunk(tp)[group.rank].clone().requires_grad_()
-        given = DTensor.from_local(local.detach(), mesh, [Shard(0)], run_check=False).requires_grad_()
+        parameter = DTensor.from_local(local.detach(), mesh, [Shard(0)], run_check=False).requires_grad_()
     vocabulary = Vocabulary(VOCABULARY, group)
 
     def forget() -> None:
-        hidden.grad = local.grad = given.grad = None
+        hidden.grad = local.grad = parameter.grad = None
 
     def unfused() -> None:
         forget()
@@ -65,11 +65,11 @@ def variants(
 
     def fused() -> None:
         forget()
-        linear_cross_entropy(hidden, given, targets).backward()
+        linear_cross_entropy(hidden, parameter, targets).backward()
 
     def fused_by_token() -> None:
         forget()
-        linear_cross_entropy(hidden, given, targets, reduction="none").sum().backward()
+        linear_cross_entropy(hidden, parameter, targets, reduction="none").sum().backward()
 
     return {"unfused": unfused, "fused": fused, "fused, none": fused_by_token}
 
@@ -93,7 +93,7 @@ def measure(tokens: int, hidden_size: int, dtype: str, rounds: int, tp: int) -> 
     before = dist.barrier if tp > 1 else None
     times = interleaved(work, rounds, before=before)
     peaks = {name: peak_bytes(run) for name, run in work.items()}
-    found = {
+    result = {
         "tokens": tokens,
         "hidden": hidden_size,
         "vocabulary": VOCABULARY,
@@ -106,30 +106,30 @@ def measure(tokens: int, hidden_size: int, dtype: str, rounds: int, tp: int) -> 
     }
     if tp == 1:
         grown = {name: resident(name, tokens, hidden_size, dtype) for name in work}
-        found["resident_mib"] = {name: size / 2**20 for name, size in grown.items()}
-        found["resident_ratio"] = {name: size / grown["unfused"] for name, size in grown.items() if name != "unfused"}
-    return found
+        result["resident_mib"] = {name: size / 2**20 for name, size in grown.items()}
+        result["resident_ratio"] = {name: size / grown["unfused"] for name, size in grown.items() if name != "unfused"}
+    return result
 
 
-def foretold(tokens: int, hidden_size: int, dtype: str) -> dict:
-    """Peak memory of sizes that would take long here: the same code on tensors without values."""
+def predicted(tokens: int, hidden_size: int, dtype: str) -> dict:
+    """Peak memory of larger sizes: the same code on meta tensors."""
     work = variants(tokens, hidden_size, getattr(torch, dtype), 1, "meta")
     peaks = {name: peak_bytes(run) for name, run in work.items()}
-    about = {"tokens": tokens, "hidden": hidden_size, "vocabulary": VOCABULARY, "dtype": dtype, "tp": 1}
+    setting = {"tokens": tokens, "hidden": hidden_size, "vocabulary": VOCABULARY, "dtype": dtype, "tp": 1}
     ratios = {name: peak / peaks["unfused"] for name, peak in peaks.items() if name != "unfused"}
-    return about | {"peak_mib": {name: peak / 2**20 for name, peak in peaks.items()}, "memory_ratio": ratios}
+    return setting | {"peak_mib": {name: peak / 2**20 for name, peak in peaks.items()}, "memory_ratio": ratios}
 
 
-def show(found: dict) -> None:
-    about = f"{found['tokens']} tokens, hidden {found['hidden']}, {found['dtype']}, tp {found['tp']}"
-    for name, peak in found["peak_mib"].items():
-        line = f"{about:<46}  {name:<12}  {peak:8.1f} MiB"
-        line += f"  {found['ms'][name]:9.1f} ms" if "ms" in found else ""
+def show(result: dict) -> None:
+    setting = f"{result['tokens']} tokens, hidden {result['hidden']}, {result['dtype']}, tp {result['tp']}"
+    for name, peak in result["peak_mib"].items():
+        line = f"{setting:<46}  {name:<12}  {peak:8.1f} MiB"
+        line += f"  {result['ms'][name]:9.1f} ms" if "ms" in result else ""
         if name != "unfused":
-            line += f"  memory {found['memory_ratio'][name]:.3f}"
-            line += f"  resident {found['resident_ratio'][name]:.3f}" if "resident_ratio" in found else ""
-        if name != "unfused" and "time_ratio" in found:
-            took = found["time_ratio"][name]
+            line += f"  memory {result['memory_ratio'][name]:.3f}"
+            line += f"  resident {result['resident_ratio'][name]:.3f}" if "resident_ratio" in result else ""
+        if name != "unfused" and "time_ratio" in result:
+            took = result["time_ratio"][name]
             line += f"  time {took['median']:.3f} [{took['low']:.3f}, {took['high']:.3f}]"
         print(line, flush=True)
 
@@ -141,10 +141,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--resident", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if given.resident is not None:
-        run = variants(given.tokens, given.hidden, getattr(torch, given.dtype), 1)[given.resident]
+    if args.resident is not None:
+        run = variants(args.tokens, args.hidden, getattr(torch, args.dtype), 1)[args.resident]
         Path("/proc/self/clear_refs").write_text("5")  # the largest so far counts from here
         before = largest_resident()
         run()
@@ -154,14 +154,14 @@ def main() -> None:
     if "WORLD_SIZE" in os.environ:
         join()
         tp = dist.get_world_size()
-    found = [measure(given.tokens, given.hidden, given.dtype, given.rounds, tp)]
+    results = [measure(args.tokens, args.hidden, args.dtype, args.rounds, tp)]
     if tp == 1:
-        found += [foretold(*size) for size in LARGER]
+        results += [predicted(*size) for size in LARGER]
     if tp == 1 or dist.get_rank() == 0:
-        for one in found:
-            show(one)
+        for result in results:
+            show(result)
         name = "fused_loss.json" if tp == 1 else f"fused_loss_tp{tp}.json"
-        (RESULTS / name).write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / name).write_text(json.dumps(results, indent=1) + "\n")
     if tp > 1:
         destroy_groups()
 

@@ -1,9 +1,9 @@
 """Tokens per second of generation under a plan, against `transformers`' own tensor parallelism on the same model.
 
-    torchrun --nproc-per-node 2 -m benchmarks.generate      # needs `accelerate`, which transformers' loading asks for
+    torchrun --nproc-per-node 2 -m benchmarks.generate      # needs `accelerate`, which transformers' loading requires
 
-A Llama of `transformers`, random weights, float32, saved as it saves them and loaded by each contender in its own way. The
-same prompts, greedy, a fixed number of new tokens; contenders take turns within every round, and give the same tokens.
+A Llama of `transformers` with random float32 weights, saved by `transformers` and loaded by each contender. The prompts are the
+same, decoding is greedy, and the number of new tokens is fixed. Contenders are interleaved, and generate the same tokens.
 
 | contender | |
 |---|---|
@@ -33,36 +33,36 @@ from parallelize import build_mesh, destroy_groups, generate, parallelize_module
 PAIRS = [("stock loop", "transformers"), ("ours", "transformers"), ("ours", "stock loop")]
 
 
-def saved(given: argparse.Namespace) -> str:
-    """The folder of the model, which the first rank writes."""
+def saved(args: argparse.Namespace) -> str:
+    """The folder of the model, which rank 0 writes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    found = [tempfile.mkdtemp(prefix="generate-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(found)
+    folders = [tempfile.mkdtemp(prefix="generate-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folders)
     if dist.get_rank() == 0:
         config = LlamaConfig(
-            hidden_size=given.hidden,
-            intermediate_size=given.hidden * 11 // 4,
-            num_hidden_layers=given.layers,
+            hidden_size=args.hidden,
+            intermediate_size=args.hidden * 11 // 4,
+            num_hidden_layers=args.layers,
             num_attention_heads=8,
             num_key_value_heads=4,
-            vocab_size=given.vocab,
+            vocab_size=args.vocab,
             initializer_range=0.2,  # tokens that depend on the prompt
         )
-        LlamaForCausalLM(config).save_pretrained(found[0])
+        LlamaForCausalLM(config).save_pretrained(folders[0])
     dist.barrier()
-    return found[0]
+    return folders[0]
 
 
-def contenders(folder: str, given: argparse.Namespace) -> dict[str, Callable[[], torch.Tensor]]:
-    """Each gives [batch, prompt + new] tokens."""
+def contenders(folder: str, args: argparse.Namespace) -> dict[str, Callable[[], torch.Tensor]]:
+    """Each returns [batch, prompt + new] tokens."""
     from transformers import LlamaForCausalLM
 
     size = dist.get_world_size()
     mesh = build_mesh("cpu", tp=size)
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, given.vocab, (given.batch, given.length), generator=generator)
-    fixed = dict(max_new_tokens=given.new, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ids = torch.randint(3, args.vocab, (args.batch, args.length), generator=generator)
+    fixed = dict(max_new_tokens=args.new, do_sample=False, eos_token_id=None, pad_token_id=0)
 
     def loaded(**how: Any) -> Any:
         return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, **how).eval()
@@ -79,37 +79,34 @@ def contenders(folder: str, given: argparse.Namespace) -> dict[str, Callable[[],
         print("accelerate is not installed, which transformers' parallel loading asks for: left out")
     work["stock loop"] = stock(parallelize_module(loaded(), mesh, "llama", src_data_rank=None))
     sharded = parallelize_module(loaded(), mesh, "llama", src_data_rank=None, loss_parallel=True)
-    options = dict(max_new_tokens=given.new, temperature=0.0, eos_token_id=[], pad_token_id=0)
+    options = dict(max_new_tokens=args.new, temperature=0.0, eos_token_id=[], pad_token_id=0)
     work["ours"] = lambda: generate(sharded, ids, **options)
     return work
 
 
-def check_equal(work: dict[str, Callable[[], torch.Tensor]], given: argparse.Namespace) -> None:
-    """Every contender's tokens, on every rank, are the same, and of some variety."""
+def check_equal(work: dict[str, Callable[[], torch.Tensor]], args: argparse.Namespace) -> None:
+    """Check that all contenders generate the same tokens on every rank, and enough different ones."""
     tokens = {name: run() for name, run in work.items()}
     first = tokens["ours"].clone()
     dist.broadcast(first, 0)
-    for name, one in tokens.items():
-        if not torch.equal(one, first):
+    for name, output in tokens.items():
+        if not torch.equal(output, first):
             raise SystemExit(f"tokens of {name!r} differ on rank {dist.get_rank()}")
-    if (
-        first.shape != (given.batch, given.length + given.new)
-        or len(first[:, given.length :].unique()) < given.new // 4
-    ):
+    if first.shape != (args.batch, args.length + args.new) or len(first[:, args.length :].unique()) < args.new // 4:
         raise SystemExit("tokens are too few or too much alike to compare anything")
 
 
-def report(times: Times, given: argparse.Namespace) -> dict[str, Any]:
-    """Medians, and ratios of tokens a second (which are those of times, turned round)."""
+def report(times: Times, args: argparse.Namespace) -> dict[str, Any]:
+    """Medians, and ratios of tokens per second, which are inverse ratios of times."""
     seconds = {name: ms / 1e3 for name, ms in medians_ms(times).items()}
-    rates = {name: given.batch * given.new / one for name, one in seconds.items()}
+    rates = {name: args.batch * args.new / value for name, value in seconds.items()}
     pairs = [pair for pair in PAIRS if set(pair) <= set(times)]
     ratios = {f"{top} / {bottom}": ratio(times, bottom, top) for top, bottom in pairs}
     if dist.get_rank() == 0:
         for name, rate in rates.items():
-            print(f"  {name:<14} {rate:9.1f} tokens/s  {seconds[name] / given.new * 1e3:7.2f} ms a token")
-        for name, one in ratios.items():
-            print(f"  {name:<28} {one['median']:.3f} [{one['low']:.3f}, {one['high']:.3f}]")
+            print(f"  {name:<14} {rate:9.1f} tokens/s  {seconds[name] / args.new * 1e3:7.2f} ms a token")
+        for name, value in ratios.items():
+            print(f"  {name:<28} {value['median']:.3f} [{value['low']:.3f}, {value['high']:.3f}]")
     return {"tokens_per_s": rates, "ratios": ratios}
 
 
@@ -127,22 +124,22 @@ def main() -> None:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     join()
     quiet()
-    folder = saved(given)
+    folder = saved(args)
     try:
-        work = contenders(folder, given)
-        check_equal(work, given)
-        found = report(interleaved(work, given.rounds, before=dist.barrier), given)
+        work = contenders(folder, args)
+        check_equal(work, args)
+        results = report(interleaved(work, args.rounds, before=dist.barrier), args)
         dist.barrier()
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
-    if given.json is not None and dist.get_rank() == 0:
-        about = {"torch": torch.__version__, "ranks": dist.get_world_size()}
-        about |= {name: getattr(given, name) for name in sizes}
-        given.json.write_text(json.dumps(about | found, indent=1) + "\n")
+    if args.json is not None and dist.get_rank() == 0:
+        setting = {"torch": torch.__version__, "ranks": dist.get_world_size()}
+        setting |= {name: getattr(args, name) for name in sizes}
+        args.json.write_text(json.dumps(setting | results, indent=1) + "\n")
     destroy_groups()
 
 

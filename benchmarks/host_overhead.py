@@ -1,10 +1,11 @@
-"""Host cost of a planned step against the same step by hand and by stock PyTorch, interleaved in one run.
+"""Host cost of a step by our plan and by PyTorch's dict, against the same step by hand and by PyTorch, interleaved in one run.
 
     python -m benchmarks.host_overhead                              # fake process group: host time alone
     torchrun --nproc-per-node 2 -m benchmarks.host_overhead         # real processes
 
-Measures forward + backward of a 4-layer Llama-like model, then the optimiser step and gradient clipping. Every round times
-each variant once, in turn; ratios are medians over rounds of ratios within a round, with a 95% interval of the median.
+Measures forward + backward of a 4-layer Llama-like model (nested and flat blocks, with and without sequence parallelism), then
+the optimizer step and gradient clipping. Every round times each variant once; ratios are medians over rounds of ratios within
+a round, with a 95% interval of the median.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import parallel as stock
 
 from benchmarks import llama
 from benchmarks.timing import interleaved, ratio
@@ -30,7 +34,7 @@ TP = 2
 
 
 def start() -> bool:
-    """Join torchrun's processes, or a fake group of two. True where collectives are real."""
+    """Join torchrun's processes, or a fake group of two. Returns whether collectives are real."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -45,82 +49,104 @@ def start() -> bool:
     return real
 
 
-def variants(hidden: int, names: tuple[str, ...]) -> dict[str, torch.nn.Module]:
-    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
-    made = {}
-    for name in names:
+@dataclass(frozen=True)
+class Setting:
+    """One form of the model. Its variants: by hand, by our plan, by PyTorch's dict through us, by PyTorch itself."""
+
+    flat: bool
+    sequence_parallel: bool
+
+    def __str__(self) -> str:
+        return f"{'TP + SP' if self.sequence_parallel else 'TP'}, {'flat' if self.flat else 'nested'}"
+
+    def model(self, variant: str, hidden: int, mesh: DeviceMesh) -> torch.nn.Module:
         torch.manual_seed(0)
-        model = llama.Llama(hidden)
-        if name == "hand":
-            llama.by_hand(model, mesh.get_group())
-        elif name == "stock":
-            from torch.distributed.tensor.parallel import parallelize_module as stock
+        model = llama.Llama(hidden, flat=self.flat)
+        if variant == "hand":
+            return llama.by_hand(model, mesh.get_group(), self.sequence_parallel)
+        if variant == "plan":
+            return parallelize_module(model, mesh, llama.plan(flat=self.flat), sequence_parallel=self.sequence_parallel)
+        apply = parallelize_module if variant == "dict" else stock.parallelize_module
+        return apply(model, mesh, llama.stock_styles(self.sequence_parallel, self.flat))
 
-            stock(model, mesh, llama.stock_styles())
-        else:
-            parallelize_module(model, mesh, llama.plan())
-        made[name] = model
-    return made
+    def step(self, variant: str, model: torch.nn.Module, ids: torch.Tensor, group: Any) -> Callable[[], None]:
+        """Forward and backward."""
+        sums_norms = variant == "hand" and self.sequence_parallel
 
-
-def measure(hidden: int, rounds: int, inner: int, step_only: bool) -> dict:
-    models = variants(hidden, ("hand", "ours") if step_only else ("hand", "stock", "ours"))
-    ids = torch.randint(0, 512, (2, 16 if hidden == 64 else 64), generator=torch.Generator().manual_seed(1))
-
-    def step(model: torch.nn.Module) -> Callable[[], None]:
         def run() -> None:
             logits = model(ids)
             F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1)).backward()
+            if sums_norms:
+                llama.sum_norms(model, group)
             for parameter in model.parameters():
                 parameter.grad = None
 
         return run
 
-    times = interleaved({name: step(model) for name, model in models.items()}, rounds, inner)
-    found = {"hidden": hidden, "step_us": {name: statistics.median(t) * 1e6 for name, t in times.items()}}
-    found["step ours/hand"] = ratio(times, "ours", "hand")
+
+SETTINGS = tuple(Setting(flat, sequence) for flat in (False, True) for sequence in (False, True))
+
+
+def measure(hidden: int, rounds: int, inner: int, step_only: bool) -> dict:
+    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
+    names = ("hand", "plan", "dict") if step_only else ("hand", "plan", "dict", "stock")
+    ids = torch.randint(0, 512, (2, 16 if hidden == 64 else 64), generator=torch.Generator().manual_seed(1))
+    models = {(s, name): s.model(name, hidden, mesh) for s in SETTINGS for name in names}
+    steps = {f"{name} {s}": s.step(name, model, ids, mesh.get_group()) for (s, name), model in models.items()}
+    times = interleaved(steps, rounds, inner)
+    result = {"hidden": hidden, "step_us": {name: statistics.median(t) * 1e6 for name, t in times.items()}}
+    for setting in SETTINGS:
+        for name in names[1:]:
+            result[f"step {name}/hand, {setting}"] = ratio(times, f"{name} {setting}", f"hand {setting}")
     if step_only:
-        return found
-    found["step stock/ours"] = ratio(times, "stock", "ours")
+        return result
+    hand, ours = models[SETTINGS[0], "hand"], models[SETTINGS[0], "plan"]
     for kind, keywords in (("fused", {"fused": True}), ("foreach", {"foreach": True}), ("loop", {"foreach": False})):
-        found[f"AdamW {kind} ours/hand"] = _optimizer(models, ids, rounds, keywords)
+        result[f"AdamW {kind}, ours/hand"] = _optimizer(hand, ours, ids, rounds, keywords)
     for kind, foreach in (("foreach", True), ("loop", False)):
-        found[f"clipping {kind} ours/hand"] = _clipping(models, ids, rounds, foreach)
-    return found
+        result[f"clipping {kind}, ours/hand"] = _clipping(hand, ours, ids, rounds, foreach)
+    return result
 
 
-def _with_gradients(models: dict, ids: torch.Tensor) -> None:
-    for name in ("hand", "ours"):
-        logits = models[name](ids)
+def _with_gradients(models: tuple[torch.nn.Module, ...], ids: torch.Tensor) -> None:
+    for model in models:
+        logits = model(ids)
         F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1)).backward()
 
 
-def _optimizer(models: dict, ids: torch.Tensor, rounds: int, keywords: dict) -> dict[str, float]:
-    _with_gradients(models, ids)
-    hand = torch.optim.AdamW(models["hand"].parameters(), lr=1e-4, **keywords)
-    ours = local_optimizer(torch.optim.AdamW(models["ours"].parameters(), lr=1e-4, **keywords))
-    return ratio(interleaved({"hand": hand.step, "ours": ours.step}, rounds, 5), "ours", "hand")
+def _optimizer(
+    hand: torch.nn.Module, ours: torch.nn.Module, ids: torch.Tensor, rounds: int, keywords: dict
+) -> dict[str, float]:
+    _with_gradients((hand, ours), ids)
+    steps = {
+        "hand": torch.optim.AdamW(hand.parameters(), lr=1e-4, **keywords).step,
+        "ours": local_optimizer(torch.optim.AdamW(ours.parameters(), lr=1e-4, **keywords)).step,
+    }
+    return ratio(interleaved(steps, rounds, 5), "ours", "hand")
 
 
-def _clipping(models: dict, ids: torch.Tensor, rounds: int, foreach: bool) -> dict[str, float]:
-    _with_gradients(models, ids)
-    hand, ours = list(models["hand"].parameters()), list(models["ours"].parameters())
+def _clipping(
+    hand: torch.nn.Module, ours: torch.nn.Module, ids: torch.Tensor, rounds: int, foreach: bool
+) -> dict[str, float]:
+    _with_gradients((hand, ours), ids)
+    plain, planned = list(hand.parameters()), list(ours.parameters())
 
     def by_hand() -> None:  # a hand-written one sums the squares of sharded gradients over tp
-        norms = torch.nn.utils.get_total_norm([p.grad for p in hand], foreach=foreach).square_()
+        norms = torch.nn.utils.get_total_norm([p.grad for p in plain], foreach=foreach).square_()
         dist.all_reduce(norms)
-        torch.nn.utils.clip_grads_with_norm_(hand, 1.0, norms.sqrt_(), foreach=foreach)
+        torch.nn.utils.clip_grads_with_norm_(plain, 1.0, norms.sqrt_(), foreach=foreach)
 
-    work = {"hand": by_hand, "ours": lambda: clip_grad_norm_(ours, 1.0, foreach=foreach)}
+    work = {"hand": by_hand, "ours": lambda: clip_grad_norm_(planned, 1.0, foreach=foreach)}
     return ratio(interleaved(work, rounds, 5), "ours", "hand")
 
 
-def show(found: dict) -> None:
-    us = found["step_us"]
-    print(f"hidden {found['hidden']}: " + ", ".join(f"{name} {us[name]:.0f} us" for name in us), flush=True)
-    for name, value in found.items():
+def show(result: dict) -> None:
+    print(f"hidden {result['hidden']}", flush=True)
+    for name, us in result["step_us"].items():
+        print(f"  {name:<28} {us:7.0f} us", flush=True)
+    for name, value in result.items():
         if isinstance(value, dict) and "median" in value:
-            print(f"  {name:<28} {value['median']:.3f}  [{value['low']:.3f}, {value['high']:.3f}]", flush=True)
+            print(f"  {name:<34} {value['median']:.3f}  [{value['low']:.3f}, {value['high']:.3f}]", flush=True)
 
 
 def main() -> None:
@@ -128,19 +154,19 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="*", default=[64, 256, 512])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--inner", type=int, default=3)
-    parser.add_argument("--step-only", action="store_true", help="just the step, by hand and ours: more pairs a minute")
+    parser.add_argument("--step-only", action="store_true", help="just the step, without PyTorch: more rounds a minute")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     real = start()
     results = []
     for hidden in options.hidden:
-        found = measure(hidden, options.rounds, options.inner, options.step_only)
-        results.append(found)
+        result = measure(hidden, options.rounds, options.inner, options.step_only)
+        results.append(result)
         if dist.get_rank() == 0:
-            show(found)
+            show(result)
     if options.json and dist.get_rank() == 0:
-        about = {"group": "gloo" if real else "fake", "torch": torch.__version__, "tp": TP}
-        options.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+        setting = {"group": "gloo" if real else "fake", "torch": torch.__version__, "tp": TP}
+        options.json.write_text(json.dumps({**setting, "results": results}, indent=1) + "\n")
     destroy_groups()
 
 

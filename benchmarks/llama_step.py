@@ -29,7 +29,7 @@ VARIANTS = ("stock", "sync", "chunked", "auto")
 
 def models(hidden: int, layers: int) -> dict[str, torch.nn.Module]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    made: dict[str, torch.nn.Module] = {}
+    variants: dict[str, torch.nn.Module] = {}
     for name in VARIANTS:
         torch.manual_seed(0)
         model = llama.Llama(hidden, layers)
@@ -38,8 +38,8 @@ def models(hidden: int, layers: int) -> dict[str, torch.nn.Module]:
         else:
             overlap = "off" if name == "sync" else name
             parallelize_module(model, mesh, llama.plan(), sequence_parallel=True, overlap=overlap)
-        made[name] = model
-    return made
+        variants[name] = model
+    return variants
 
 
 def step_of(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], float]:
@@ -55,36 +55,36 @@ def step_of(model: torch.nn.Module, ids: torch.Tensor) -> Callable[[], float]:
 
 
 def gradient_norms(model: torch.nn.Module) -> list[float]:
-    whole = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
-    return [float(grad.norm()) for grad in whole]  # type: ignore[union-attr]
+    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return [float(grad.norm()) for grad in gradients]  # type: ignore[union-attr]
 
 
 def measure(hidden: int, layers: int, length: int, rounds: int) -> dict:
-    made = models(hidden, layers)
+    variants = models(hidden, layers)
     ids = torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(1))
-    steps = {name: step_of(model, ids) for name, model in made.items()}
+    steps = {name: step_of(model, ids) for name, model in variants.items()}
     losses = {name: step() for name, step in steps.items()}
-    norms = {name: gradient_norms(model) for name, model in made.items()}
+    norms = {name: gradient_norms(model) for name, model in variants.items()}
     for name in VARIANTS[1:]:
         assert abs(losses[name] - losses["stock"]) < 1e-5 * losses["stock"], losses
         for ours, stock in zip(norms[name], norms["stock"], strict=True):
             assert abs(ours - stock) < 1e-4 * max(stock, 1e-3), name
     times = interleaved(steps, rounds, before=dist.barrier)
-    found = {"hidden": hidden, "layers": layers, "length": length, "ms": medians_ms(times), "loss": losses["stock"]}
+    result = {"hidden": hidden, "layers": layers, "length": length, "ms": medians_ms(times), "loss": losses["stock"]}
     for name in VARIANTS[1:]:
-        found[f"stock/{name}"] = ratio(times, "stock", name)
-    found["sync/chunked"] = ratio(times, "sync", "chunked")
-    found["report"] = overlap_report(made["auto"])
-    return found
+        result[f"stock/{name}"] = ratio(times, "stock", name)
+    result["sync/chunked"] = ratio(times, "sync", "chunked")
+    result["report"] = overlap_report(variants["auto"])
+    return result
 
 
-def show(found: dict) -> None:
-    ms = ", ".join(f"{name} {value:.0f} ms" for name, value in found["ms"].items())
-    print(f"hidden {found['hidden']}, {found['layers']} layers, {found['length']} tokens: {ms}", flush=True)
-    for name, value in found.items():
+def show(result: dict) -> None:
+    ms = ", ".join(f"{name} {value:.0f} ms" for name, value in result["ms"].items())
+    print(f"hidden {result['hidden']}, {result['layers']} layers, {result['length']} tokens: {ms}", flush=True)
+    for name, value in result.items():
         if isinstance(value, dict) and "median" in value:
             print(f"  {name:<14} {value['median']:.3f}  [{value['low']:.3f}, {value['high']:.3f}]", flush=True)
-    print(found["report"], flush=True)
+    print(result["report"], flush=True)
 
 
 def main() -> None:

@@ -1,20 +1,20 @@
 """Pretrained weights into tensor-parallel shards: this package, `transformers`' own loading, and reading everything.
 
-    python -m benchmarks.load      # needs `accelerate`, which transformers' loading asks for
+    python -m benchmarks.load      # needs `accelerate`, which transformers' loading requires
 
-A Llama of `transformers` in float32, random weights, saved as it saves them. Each contender begins with the folder and ends
-with a model that is planned over tp and holds its shards. Files are in the page cache; each time is that of fresh processes,
-since a run loads once, into memory that it did not have before; contenders take turns.
+A Llama of `transformers` with random float32 weights, saved by `transformers`. Each contender starts from the folder and ends
+with a model that is parallelized over tp and stores its shards. Files are in the page cache. Every time is measured in fresh
+processes, because a run loads once, into newly allocated memory. Contenders are interleaved.
 
-Two times are taken: until the call returns, and until every weight was written to once, as a first optimiser step does.
+Two times are measured: until the call returns, and until every weight was written to once, as a first optimizer step does.
 `transformers` returns weights that are mapped from the files, and copied when they are first written to.
 
 | contender | |
 |---|---|
 | ours | model on meta, `parallelize_module`, `load_pretrained` |
 | transformers | `from_pretrained` with `DistributedConfig(tp_size=...)` |
-| everything | each rank reads the whole model, and `parallelize_module` cuts it |
-| slices alone | `safetensors`' own slices of the same shards, into new tensors, no model: the floor |
+| everything | each rank reads the full model, and `parallelize_module` shards it |
+| slices alone | the same shards read by `safetensors` into new tensors, without a model: the lower bound |
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ from safetensors import safe_open
 
 from benchmarks.timing import join, ratio
 from parallelize import build_mesh, destroy_groups, load_pretrained, parallelize_module, shard_info
-from parallelize.checkpoint.pretrained import Loaded
+from parallelize.checkpoint.hub.pretrained import Loaded
 
 NAMES = ("ours", "transformers", "everything", "slices alone")
 PAIRS = [("ours", "transformers", 0.6), ("ours", "everything", None), ("ours", "slices alone", None)]
 RANKS = 2
 
 
-def config_of(given: argparse.Namespace) -> Any:
+def config_of(args: argparse.Namespace) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        hidden_size=given.hidden,
-        intermediate_size=given.hidden * 11 // 4,
-        num_hidden_layers=given.layers,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 11 // 4,
+        num_hidden_layers=args.layers,
         num_attention_heads=16,
         num_key_value_heads=16,
-        vocab_size=given.vocab,
+        vocab_size=args.vocab,
         architectures=["LlamaForCausalLM"],
     )
 
 
-def write_source(given: argparse.Namespace, folder: Path) -> None:
+def write_source(args: argparse.Namespace, folder: Path) -> None:
     from transformers import LlamaForCausalLM
 
-    LlamaForCausalLM(config_of(given)).save_pretrained(folder, max_shard_size="500MB")
+    LlamaForCausalLM(config_of(args)).save_pretrained(folder, max_shard_size="500MB")
 
 
 class Contenders:
-    """Each makes a planned model that holds its shards."""
+    """Each returns a parallelized model with its shards loaded."""
 
-    def __init__(self, folder: Path, given: argparse.Namespace):
-        self.folder, self.config = folder, config_of(given)
+    def __init__(self, folder: Path, args: argparse.Namespace):
+        self.folder, self.config = folder, config_of(args)
         self.mesh = build_mesh("cpu", tp=dist.get_world_size())
         self.loaded: Loaded | None = None
         model = self.planned(torch.device("meta"))
@@ -104,58 +104,60 @@ class Contenders:
     def slices_alone(self) -> Any:
         index = json.loads((self.folder / "model.safetensors.index.json").read_text())["weight_map"]
         files = {name: safe_open(self.folder / name, "pt") for name in set(index.values())}
-        found = {}
+        shards = {}
         for name, boxes in self.slices.items():
             part = files[index[name]].get_slice(name)
-            found[name] = [part[box].clone(memory_format=torch.contiguous_format) for box in boxes]
-        return found
+            shards[name] = [part[box].clone(memory_format=torch.contiguous_format) for box in boxes]
+        return shards
 
 
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: getattr(p, "to_local", lambda p=p: p)().detach() for name, p in model.named_parameters()}
 
 
-def same(one: Any, other: Any) -> bool:
-    a, b = weights_of(one), weights_of(other)
+def same_weights(first: Any, other: Any) -> bool:
+    a, b = weights_of(first), weights_of(other)
     return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def once(given: argparse.Namespace) -> None:
+def once(args: argparse.Namespace) -> None:
     """One contender's times, in processes that torchrun has started; the first rank prints them."""
-    contenders = Contenders(given.folder, given)
+    contenders = Contenders(args.folder, args)
     work: dict[str, Callable[[], Any]] = {
         "ours": contenders.ours,
         "transformers": contenders.transformers,
         "everything": contenders.everything,
         "slices alone": contenders.slices_alone,
     }
-    from transformers import LlamaForCausalLM  # noqa: F401 - imports are not what is timed
+    from transformers import LlamaForCausalLM  # noqa: F401 - imports are not timed
     from transformers.distributed import DistributedConfig  # noqa: F401
 
     dist.barrier()
     began = time.perf_counter()
-    made = work[given.only]()
+    model = work[args.only]()
     dist.barrier()
     loaded = time.perf_counter()
-    held = (
-        [one for parts in made.values() for one in parts] if isinstance(made, dict) else list(weights_of(made).values())
+    weights = (
+        [weight for parts in model.values() for weight in parts]
+        if isinstance(model, dict)
+        else list(weights_of(model).values())
     )
     with torch.no_grad():
-        for weight in held:
+        for weight in weights:
             weight.mul_(1.0)
     dist.barrier()
-    found = {"returns": loaded - began, "written": time.perf_counter() - began}
-    if given.check and not same(made, contenders.everything()):
+    times = {"returns": loaded - began, "written": time.perf_counter() - began}
+    if args.check and not same_weights(model, contenders.everything()):
         raise SystemExit("shards differ from those of the model that was read whole")
     if contenders.loaded is not None:
-        found |= {"bytes_held": contenders.loaded.bytes_held, "bytes_read": contenders.loaded.bytes_read}
+        times |= {"bytes_held": contenders.loaded.bytes_held, "bytes_read": contenders.loaded.bytes_read}
     if dist.get_rank() == 0:
-        print("times", json.dumps(found), flush=True)
+        print("times", json.dumps(times), flush=True)
 
 
-def launch(given: argparse.Namespace, folder: Path, name: str, *more: str) -> dict[str, float]:
+def launch(args: argparse.Namespace, folder: Path, name: str, *more: str) -> dict[str, float]:
     """One contender in fresh processes."""
-    sizes = [f"--{key}={getattr(given, key)}" for key in ("hidden", "layers", "vocab")]
+    sizes = [f"--{key}={getattr(args, key)}" for key in ("hidden", "layers", "vocab")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     command += ["-m", "benchmarks.load", *sizes, f"--only={name}", f"--folder={folder}", *more]
     out = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -165,30 +167,30 @@ def launch(given: argparse.Namespace, folder: Path, name: str, *more: str) -> di
     return json.loads(lines[0].removeprefix("times "))
 
 
-def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    launch(given, folder, "ours", "--check")
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    launch(args, folder, "ours", "--check")
     names = NAMES if find_spec("accelerate") else tuple(name for name in NAMES if name != "transformers")
     if names != NAMES:
         print("accelerate is not installed, which transformers' parallel loading asks for: left out")
     pairs = [pair for pair in PAIRS if set(pair[:2]) <= set(names)]
-    taken: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for turn in range(given.rounds):
+    launches_of: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for turn in range(args.rounds):
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
-            taken[name].append(launch(given, folder, name))
-    first = taken["ours"][0]
+            launches_of[name].append(launch(args, folder, name))
+    first = launches_of["ours"][0]
     results: dict[str, Any] = {key: int(first[key]) for key in ("bytes_held", "bytes_read")}
     print(f"{first['bytes_held'] / 1e6:.0f} MB a rank; read {first['bytes_read'] / first['bytes_held']:.4f} of that")
-    for what in ("returns", "written"):
-        times = {name: [one[what] for one in runs] for name, runs in taken.items()}
+    for moment in ("returns", "written"):
+        times = {name: [seconds[moment] for seconds in launches] for name, launches in launches_of.items()}
         medians = {name: statistics.median(values) for name, values in times.items()}
         ratios = {f"{top} / {bottom}": ratio(times, top, bottom) | {"bound": bound} for top, bottom, bound in pairs}
-        print("\nuntil the call returns" if what == "returns" else "\nuntil every weight was written to once")
+        print("\nuntil the call returns" if moment == "returns" else "\nuntil every weight was written to once")
         for name, seconds in medians.items():
             print(f"  {name:<14} {seconds:7.3f} s")
-        for name, one in ratios.items():
-            bound = f"  (bound {one['bound']})" if one["bound"] else ""
-            print(f"  {name:<24} {one['median']:.3f} [{one['low']:.3f}, {one['high']:.3f}]{bound}")
-        results[what] = {"seconds": medians, "ratios": ratios}
+        for name, value in ratios.items():
+            bound = f"  (bound {value['bound']})" if value["bound"] else ""
+            print(f"  {name:<24} {value['median']:.3f} [{value['low']:.3f}, {value['high']:.3f}]{bound}")
+        results[moment] = {"seconds": medians, "ratios": ratios}
     return results
 
 
@@ -208,19 +210,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.only is not None:
+    args = parser.parse_args()
+    if args.only is not None:
         join()
         quiet()
-        once(given)
+        once(args)
         destroy_groups()
         return
-    with tempfile.TemporaryDirectory(prefix="load-", dir=given.folder) as found:
+    with tempfile.TemporaryDirectory(prefix="load-", dir=args.folder) as folder:
         quiet()
-        write_source(given, Path(found))
-        results = measure(given, Path(found))
-    if given.json is not None:
-        given.json.write_text(json.dumps({"torch": torch.__version__, "ranks": RANKS} | results, indent=1) + "\n")
+        write_source(args, Path(folder))
+        results = measure(args, Path(folder))
+    if args.json is not None:
+        args.json.write_text(json.dumps({"torch": torch.__version__, "ranks": RANKS} | results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.long_context --link 1gbit
     sudo python -m benchmarks.slow_link --ranks 4 --rate 1gbit -- -m benchmarks.long_context --link 1gbit
 
-A stock Llama trains one step: forward, loss, backward, sums of gradients over `cp`. "none" is the same on the whole sequence
-in each rank. Memory is that of storages that a step makes, gradients left out; 1/cp of "none" is what it should fall to.
-PyTorch's own `context_parallel` runs beside them where it does.
+A stock Llama trains one step: forward, loss, backward, reduction of gradients over `cp`. "none" is the same with the full
+sequence on each rank. Memory is the peak of the storages that a step allocates, without gradients; ideally it is 1/cp of
+"none". The results say whether PyTorch's own `context_parallel` runs here.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ VOCABULARY = 512
 Step = Callable[[], object]
 
 
-def llama(given: argparse.Namespace) -> Any:
+def llama(args: argparse.Namespace) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": given.hidden, "intermediate_size": 2 * given.hidden, "num_hidden_layers": given.layers}
-    heads = {"num_attention_heads": given.heads, "num_key_value_heads": given.kv_heads}
+    sizes = {"hidden_size": args.hidden, "intermediate_size": 2 * args.hidden, "num_hidden_layers": args.layers}
+    heads = {"num_attention_heads": args.heads, "num_key_value_heads": args.kv_heads}
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=2**17, **sizes, **heads))
 
 
@@ -44,8 +44,8 @@ def batch(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :-1], ids[:, 1:]
 
 
-def alone(given: argparse.Namespace) -> Callable[[int], Step]:
-    model = llama(given)
+def alone(args: argparse.Namespace) -> Callable[[int], Step]:
+    model = llama(args)
 
     def of(length: int) -> Step:
         ids, targets = batch(length)
@@ -61,8 +61,8 @@ def alone(given: argparse.Namespace) -> Callable[[int], Step]:
     return of
 
 
-def over_cp(given: argparse.Namespace, ulysses: int) -> Callable[[int], Step]:
-    parallel = parallelize_model(llama(given), build_mesh("cpu", cp=dist.get_world_size()), ulysses=ulysses)
+def over_cp(args: argparse.Namespace, ulysses: int) -> Callable[[int], Step]:
+    parallel = parallelize_model(llama(args), build_mesh("cpu", cp=dist.get_world_size()), ulysses=ulysses)
 
     def of(length: int) -> Step:
         ids, targets = batch(length)
@@ -76,8 +76,8 @@ def over_cp(given: argparse.Namespace, ulysses: int) -> Callable[[int], Step]:
     return of
 
 
-def pytorchs(given: argparse.Namespace) -> str:
-    """Why PyTorch's own does not run here; empty where it does."""
+def pytorch_failure(args: argparse.Namespace) -> str:
+    """Why PyTorch's own `context_parallel` does not run here; empty if it does."""
     try:
         from torch.distributed.tensor.experimental import context_parallel
         from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -87,31 +87,31 @@ def pytorchs(given: argparse.Namespace) -> str:
         x = torch.randn(1, 2, 8 * dist.get_world_size(), 8, requires_grad=True)
         with context_parallel(mesh, buffers=[x.detach()], buffer_seq_dims=[2]):
             F.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
-    except Exception as error:  # whatever it says
+    except Exception as error:  # of any type: the text is the result
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     return ""
 
 
-def contenders(given: argparse.Namespace) -> dict[str, Callable[[int], Step]]:
+def contenders(args: argparse.Namespace) -> dict[str, Callable[[int], Step]]:
     size = dist.get_world_size()
-    found = {"none": alone(given), "ulysses": over_cp(given, size), "ring": over_cp(given, 1)}
-    return found | ({"both": over_cp(given, 2)} if size > 2 else {})
+    variants = {"none": alone(args), "ulysses": over_cp(args, size), "ring": over_cp(args, 1)}
+    return variants | ({"both": over_cp(args, 2)} if size > 2 else {})
 
 
 def check(steps: dict[str, Step]) -> None:
-    """The same loss everywhere: what differs is not compared."""
+    """Check that all variants compute the same loss."""
     losses = {name: float(step()) for name, step in steps.items()}  # type: ignore[arg-type]
     worst = max(abs(loss - losses["none"]) / losses["none"] for loss in losses.values())
     if worst > 1e-5:
         raise SystemExit(f"losses differ by {worst:.1e}: {losses}")
 
 
-def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
-    rows, made = [], contenders(given)
-    for length in given.lengths:
-        steps = {name: of(length) for name, of in made.items()}
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows, variants = [], contenders(args)
+    for length in args.lengths:
+        steps = {name: of(length) for name, of in variants.items()}
         check(steps)
-        times = interleaved(steps, given.rounds, before=dist.barrier)
+        times = interleaved(steps, args.rounds, before=dist.barrier)
         peaks = {name: peak_bytes(step, 3) for name, step in steps.items()}
         for name in steps:
             rows.append(
@@ -151,17 +151,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--link", default="loopback", help="how the link is called in the results")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    given = parser.parse_args()
+    args = parser.parse_args()
     join(600.0)
-    why = pytorchs(given)
-    rows = measure(given)
+    reason = pytorch_failure(args)
+    rows = measure(args)
     if dist.get_rank() == 0:
-        print("PyTorch's context_parallel: " + (why or "runs here, but not for a stock model's forward"))
-        found = {"ranks": dist.get_world_size(), "link": given.link, "pytorch": why, "rows": rows}
-        config = {name: getattr(given, name) for name in ("hidden", "layers", "heads", "kv_heads", "rounds")}
-        given.out.mkdir(parents=True, exist_ok=True)
-        path = given.out / f"long_context_{dist.get_world_size()}_{given.link}.json"
-        path.write_text(json.dumps({"model": config, **found}, indent=1) + "\n")
+        print("PyTorch's context_parallel: " + (reason or "runs here, but not for a stock model's forward"))
+        results = {"ranks": dist.get_world_size(), "link": args.link, "pytorch": reason, "rows": rows}
+        config = {name: getattr(args, name) for name in ("hidden", "layers", "heads", "kv_heads", "rounds")}
+        args.out.mkdir(parents=True, exist_ok=True)
+        path = args.out / f"long_context_{dist.get_world_size()}_{args.link}.json"
+        path.write_text(json.dumps({"model": config, **results}, indent=1) + "\n")
     dist.barrier()
     destroy_groups()
 

@@ -1,4 +1,4 @@
-"""Bytes that live at once: the storages that ops make, followed to their end. No allocator of the CPU tells."""
+"""Peak memory of the storages that ops allocate. The CPU allocator does not report it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallelize.groups import Group
+from parallelize.comm.groups import Group
 from parallelize.ops import library
 
 
 class _Storages(TorchDispatchMode):
-    """Counts what is made while it is on. What was there before counts nothing."""
+    """Counts the storages that are allocated inside. Storages from before are not counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,46 +27,46 @@ class _Storages(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self.known.add(leaf.untyped_storage()._cdata)
         if func.namespace == library.NAMESPACE and func._schema.name.partition("::")[2] in library.KERNELS:
-            out = self._in_sight(func, args)
+            out = self._run_kernel(func, args)
         else:
             out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._hold(leaf.untyped_storage())
+                self._add(leaf.untyped_storage())
         return out
 
-    def _in_sight(self, func: Any, args: tuple) -> Any:
-        """One of our own ops, whose kernel would hide from modes what it makes on the way."""
+    def _run_kernel(self, func: Any, args: tuple) -> Any:
+        """Run an op of this package with the mode on: modes do not see what an op's kernel allocates."""
         name = func._schema.name.partition("::")[2]
         group = Group.by_key(library.group_key(name, args))
         with self:
             return library.KERNELS[name](*library.with_group(name, args, group))
 
-    def _hold(self, storage: Any) -> None:
+    def _add(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self.known:
             return
         self.known.add(key)
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._let_go, key, size)
+        weakref.finalize(storage, self._remove, key, size)
 
-    def _let_go(self, key: int, size: int) -> None:
+    def _remove(self, key: int, size: int) -> None:
         self.known.discard(key)
         self.now -= size
 
 
 def peak_bytes(work: Callable[[], object], tries: int = 1, before: Iterable[Callable[[], object]] = ()) -> int:
-    """The most bytes that `work` holds at once in storages that it makes; the least of several tries.
+    """The peak bytes in storages that `work` allocates; the smallest of several tries.
 
     Args:
         before: called before each try, not counted.
     """
-    found = []
+    peaks = []
     for _ in range(tries):
         for prepare in before:
             prepare()
         with _Storages() as storages:
             work()
-        found.append(storages.peak)
-    return min(found)
+        peaks.append(storages.peak)
+    return min(peaks)

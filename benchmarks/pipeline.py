@@ -1,7 +1,7 @@
-"""Pipelines: is the bubble as large as the schedule says, and what does our runtime cost beside PyTorch's.
+"""Pipelines: the measured bubble against the simulated one, and the runtime's cost against PyTorch's.
 
-    torchrun --nproc-per-node 4 -m benchmarks.pipeline --bubble        # stages that sleep: any number of cores will do
-    torchrun --nproc-per-node 2 -m benchmarks.pipeline                 # real products, against torch.distributed.pipelining
+    torchrun --nproc-per-node 4 -m benchmarks.pipeline --bubble        # stages that sleep: on any number of cores
+    torchrun --nproc-per-node 2 -m benchmarks.pipeline                 # real matmuls, against torch.distributed.pipelining
 
 The first compares the bubble measured with the one simulated from the same costs. The second runs the same blocks, loss and
 microbatches by both runtimes in one process group, interleaved; the ratio of step times is per round.
@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import Pipeline, build_mesh, cut_pipeline, destroy_groups, simulate
-from parallelize.pipeline.gantt import draw
+from parallelize.pipeline.schedule_chart import draw
 from parallelize.pipeline.schedules import SCHEDULES
 from parallelize.pipeline.timeline import Costs
 from parallelize.plan.schema import Cuts
@@ -34,7 +34,7 @@ WARM, ROUNDS = 1, 3
 
 
 class _Wait(Function):
-    """Takes `seconds` forward and backward, without taking a core."""
+    """Takes time in forward and backward, without using a core."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
@@ -49,7 +49,7 @@ class _Wait(Function):
 
 
 class Sleeper(nn.Module):
-    """A layer whose forward, input gradient and weight gradient each take as long."""
+    """A layer whose forward, dgrad and wgrad each take `seconds`."""
 
     def __init__(self, seconds: float):
         super().__init__()
@@ -60,7 +60,7 @@ class Sleeper(nn.Module):
 
 
 class Start(nn.Module):
-    """Stands for an embedding: the first stage too has gradients to pass down."""
+    """Like an embedding: makes the first stage compute gradients of its layers' inputs too."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def ours(layers: list[nn.Module], name: str, microbatches: int) -> Pipeline:
 
 def bubbles(microbatches: int, seconds: float, picture: Path | None) -> list[dict[str, Any]]:
     """Measured and simulated bubble of each schedule."""
-    found = []
+    results = []
     for name in SCHEDULES:
         stages = stages_of(name) * dist.get_world_size()
         pipeline = ours([Sleeper(seconds / stages_of(name)) for _ in range(stages)], name, microbatches)
@@ -111,25 +111,25 @@ def bubbles(microbatches: int, seconds: float, picture: Path | None) -> list[dic
             dist.barrier()
             pipeline.step(x, targets=x)
             measured.append(pipeline.timeline())
-        timeline = sorted(measured[WARM:], key=lambda one: one.bubble_fraction)[ROUNDS // 2]
-        # the first stage has nothing to pass down to: what it has is all weights
-        halves = {"input": [0.0] + [1.0] * (stages - 1), "weight": [2.0] + [1.0] * (stages - 1)}
-        wanted = simulate(pipeline.schedule, Costs(forward=1.0, backward=2.0, **halves))
-        found.append(
+        timeline = sorted(measured[WARM:], key=lambda each: each.bubble_fraction)[ROUNDS // 2]
+        # the first stage has no dgrad: all of its backward is wgrad
+        backward_costs = {"input": [0.0] + [1.0] * (stages - 1), "weight": [2.0] + [1.0] * (stages - 1)}
+        simulated = simulate(pipeline.schedule, Costs(forward=1.0, backward=2.0, **backward_costs))
+        results.append(
             {
                 "schedule": name,
                 "measured": timeline.bubble_fraction,
-                "arithmetic": wanted.bubble_fraction,
-                "ratio": timeline.bubble_fraction / wanted.bubble_fraction,
+                "arithmetic": simulated.bubble_fraction,
+                "ratio": timeline.bubble_fraction / simulated.bubble_fraction,
                 "step_ms": timeline.makespan * 1e3,
-                "in_flight": list(wanted.in_flight.ranks),
+                "in_flight": list(simulated.in_flight.ranks),
             }
         )
         if picture is not None and dist.get_rank() == 0:
             picture.mkdir(parents=True, exist_ok=True)
             draw(timeline, picture / f"{name}_measured.svg", f"{name}, measured", unit="ms")
-            draw(wanted, picture / f"{name}.svg", name)
-    return found
+            draw(simulated, picture / f"{name}.svg", name)
+    return results
 
 
 class Block(nn.Module):
@@ -144,12 +144,12 @@ class Block(nn.Module):
 def theirs(layers: list[nn.Module], name: str, microbatches: int, x: torch.Tensor, count: int) -> Any:
     """PyTorch's stages and schedule, by hand."""
     cls = get_schedule_class(SCHEDULES[name].torch_name)
-    world, rank, each = dist.get_world_size(), dist.get_rank(), stages_of(name)
-    stages = world * each
+    world, rank, per_rank = dist.get_world_size(), dist.get_rank(), stages_of(name)
+    stages = world * per_rank
     if SCHEDULES[name].v_shape:
-        mine = [rank, stages - 1 - rank]
+        stage_indices = [rank, stages - 1 - rank]
     else:
-        mine = [rank + world * n for n in range(each)]
+        stage_indices = [rank + world * n for n in range(per_rank)]
     per_stage = len(layers) // stages
     first_stage = [Start()]
     built = [
@@ -159,11 +159,11 @@ def theirs(layers: list[nn.Module], name: str, microbatches: int, x: torch.Tenso
             stages,
             torch.device("cpu"),
         )
-        for stage in mine
+        for stage in stage_indices
     ]
-    given = built[0] if each == 1 else built
-    schedule = cls(given, microbatches, loss_fn=lambda out, y: squares(out, y) / count, scale_grads=False)
-    first, last = 0 in mine, stages - 1 in mine
+    local_stages = built[0] if per_rank == 1 else built
+    schedule = cls(local_stages, microbatches, loss_fn=lambda out, y: squares(out, y) / count, scale_grads=False)
+    first, last = 0 in stage_indices, stages - 1 in stage_indices
 
     def step() -> None:
         schedule.step(*([x] if first else []), target=x if last else None, losses=[] if last else None)
@@ -171,22 +171,24 @@ def theirs(layers: list[nn.Module], name: str, microbatches: int, x: torch.Tenso
     return step, built
 
 
-def against_pytorch(given: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
-    x = torch.randn(given.microbatches * given.rows, given.width)
+def against_pytorch(args: argparse.Namespace) -> list[dict[str, Any]]:
+    results = []
+    x = torch.randn(args.microbatches * args.rows, args.width)
     for name in SCHEDULES:
         stages = stages_of(name) * dist.get_world_size()
-        count = given.layers // stages * stages
+        count = args.layers // stages * stages
         torch.manual_seed(0)
-        pipeline = ours([Block(given.width) for _ in range(count)], name, given.microbatches)
+        pipeline = ours([Block(args.width) for _ in range(count)], name, args.microbatches)
         torch.manual_seed(0)
-        step, built = theirs([Block(given.width) for _ in range(count)], name, given.microbatches, x, x.numel())
+        step, built = theirs([Block(args.width) for _ in range(count)], name, args.microbatches, x, x.numel())
         pipeline.step(x, targets=x)
         step()
-        mine = [p.grad for p in pipeline.module.parameters()]
-        their = sorted((stage.stage_index, n, p.grad) for stage in built for n, p in stage.submod.named_parameters())
-        pairs = {tuple(a.shape): float(a.abs().sum()) for a in mine}
-        other = {tuple(a.shape): float(a.abs().sum()) for *_, a in their}
+        our_grads = [p.grad for p in pipeline.module.parameters()]
+        their_grads = sorted(
+            (stage.stage_index, n, p.grad) for stage in built for n, p in stage.submod.named_parameters()
+        )
+        pairs = {tuple(a.shape): float(a.abs().sum()) for a in our_grads}
+        other = {tuple(a.shape): float(a.abs().sum()) for *_, a in their_grads}
         assert all(abs(pairs[s] - other[s]) <= 1e-3 * other[s] for s in other), (name, pairs, other)
 
         def run_ours(pipeline: Pipeline = pipeline) -> None:
@@ -198,9 +200,9 @@ def against_pytorch(given: argparse.Namespace) -> list[dict[str, Any]]:
             for stage in built:
                 stage.submod.zero_grad()
 
-        times = interleaved({"ours": run_ours, "pytorch": run_theirs}, given.rounds, before=dist.barrier)
-        found.append({"schedule": name, **medians_ms(times), "ratio": ratio(times, "ours", "pytorch")})
-    return found
+        times = interleaved({"ours": run_ours, "pytorch": run_theirs}, args.rounds, before=dist.barrier)
+        results.append({"schedule": name, **medians_ms(times), "ratio": ratio(times, "ours", "pytorch")})
+    return results
 
 
 def main() -> None:
@@ -214,26 +216,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--pictures", type=Path)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     join()
-    found = bubbles(given.microbatches, given.ms / 1e3, given.pictures) if given.bubble else against_pytorch(given)
+    results = bubbles(args.microbatches, args.ms / 1e3, args.pictures) if args.bubble else against_pytorch(args)
     if dist.get_rank() == 0:
         world = dist.get_world_size()
-        for one in found:
-            if given.bubble:
+        for result in results:
+            if args.bubble:
                 print(
-                    f"{one['schedule']:<24} bubble {one['measured']:.3f}  arithmetic {one['arithmetic']:.3f}  "
-                    f"ratio {one['ratio']:.3f}  step {one['step_ms']:.0f} ms"
+                    f"{result['schedule']:<24} bubble {result['measured']:.3f}  arithmetic {result['arithmetic']:.3f}  "
+                    f"ratio {result['ratio']:.3f}  step {result['step_ms']:.0f} ms"
                 )
             else:
-                r = one["ratio"]
+                r = result["ratio"]
                 print(
-                    f"{one['schedule']:<24} ours {one['ours']:7.1f} ms  PyTorch {one['pytorch']:7.1f} ms  "
+                    f"{result['schedule']:<24} ours {result['ours']:7.1f} ms  PyTorch {result['pytorch']:7.1f} ms  "
                     f"ratio {r['median']:.3f} [{r['low']:.3f}, {r['high']:.3f}]"
                 )
-        if given.json is not None:
-            facts = {"torch": torch.__version__, "ranks": world, "microbatches": given.microbatches, "results": found}
-            given.json.write_text(json.dumps(facts, indent=1) + "\n")
+        if args.json is not None:
+            facts = {"torch": torch.__version__, "ranks": world, "microbatches": args.microbatches, "results": results}
+            args.json.write_text(json.dumps(facts, indent=1) + "\n")
     destroy_groups()
 
 

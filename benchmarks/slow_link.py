@@ -1,15 +1,15 @@
-"""Run ranks with a slow network between them, honestly, on one Linux machine.
+"""Run ranks with a slow network between them on one Linux machine.
 
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.collective_matmul
     sudo python -m benchmarks.slow_link --rate 4gbit --delay 0.2ms -- my_training_script.py --steps 10
     sudo python -m benchmarks.slow_link --ranks 4 --rate 1gbit -- -m benchmarks.long_context --link 1gbit
 
-Each rank gets a network namespace and a core of its own, and runs as a batch job (SCHED_BATCH), so that the threads that
-serve the network take their turn instead of breaking into a product at every packet. Two namespaces are joined by a `veth` pair, more of them by a
-bridge; each end is limited by `tc`'s token bucket (tbf) to the rate, after a delay if one is asked for. Scripts find RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT and GLOO_SOCKET_IFNAME as under torchrun. Everything is removed at the end, after an error or a signal too.
+Each rank gets a network namespace and a core of its own, and runs as a batch job (SCHED_BATCH), so that the threads that serve
+the network do not preempt a matmul at every packet. Two namespaces are connected by a `veth` pair, more of them by a bridge.
+Each end is limited to the rate by `tc`'s token bucket (tbf), with an optional delay. RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+and GLOO_SOCKET_IFNAME are set as under torchrun. Everything is removed at the end, also after an error or a signal.
 
-Exit status: that of the first rank that failed; 3 without root or without `ip` and `tc`, which is said.
+Exit status: that of the first rank that failed; 3, with a message, without root or without `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _QUEUE = "100ms"
 
 
 class EmulationError(Exception):
-    """This machine lacks what it takes."""
+    """This machine cannot emulate a link."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,9 +74,9 @@ def link(rate: str, delay: str = "", ranks: int = 2) -> Iterator[list[str]]:
         else:
             _pair(names, ["slow0", "slow0"], rate, delay)
         for rank, name in enumerate(names):
-            inside = ("ip", "netns", "exec", name)
-            _do(*inside, "ip", "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "slow0")
-            _do(*inside, "ip", "link", "set", "lo", "up")
+            in_namespace = ("ip", "netns", "exec", name)
+            _do(*in_namespace, "ip", "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "slow0")
+            _do(*in_namespace, "ip", "link", "set", "lo", "up")
         yield names
     finally:
         for name in [*names, bridge]:  # takes the veth pairs with it
@@ -84,29 +84,29 @@ def link(rate: str, delay: str = "", ranks: int = 2) -> Iterator[list[str]]:
 
 
 def _pair(names: list[str], devices: list[str], rate: str, delay: str) -> None:
-    """A cable between two namespaces, its ends called `devices`, each limited in what it sends."""
+    """A link between two namespaces, with ends named `devices`, each limited in what it sends."""
     ends = [f"sl{os.getpid()}e{end}" for end in (0, 1)]
     _do("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
     for name, end, device in zip(names, ends, devices, strict=True):
         _do("ip", "link", "set", end, "netns", name)
-        inside = ("ip", "netns", "exec", name)
-        _do(*inside, "ip", "link", "set", end, "name", device)
-        _do(*inside, "ip", "link", "set", device, "up")
+        in_namespace = ("ip", "netns", "exec", name)
+        _do(*in_namespace, "ip", "link", "set", end, "name", device)
+        _do(*in_namespace, "ip", "link", "set", device, "up")
         bucket = ("tbf", "rate", rate, "burst", _BURST, "latency", _QUEUE)
-        _do(*inside, "tc", "qdisc", "add", "dev", device, "root", "handle", "1:", *bucket)
+        _do(*in_namespace, "tc", "qdisc", "add", "dev", device, "root", "handle", "1:", *bucket)
         if delay:
             beneath = ("parent", "1:1", "handle", "10:", "netem", "delay", delay, "limit", "100000")
-            _do(*inside, "tc", "qdisc", "add", "dev", device, *beneath)
+            _do(*in_namespace, "tc", "qdisc", "add", "dev", device, *beneath)
 
 
 def _bridge(bridge: str, names: list[str], rate: str, delay: str) -> None:
-    """A switch in a namespace of its own, with a cable to each rank's."""
-    inside = ("ip", "netns", "exec", bridge)
-    _do(*inside, "ip", "link", "add", "br0", "type", "bridge")
-    _do(*inside, "ip", "link", "set", "br0", "up")
+    """A switch in a namespace of its own, with a link to the namespace of each rank."""
+    in_namespace = ("ip", "netns", "exec", bridge)
+    _do(*in_namespace, "ip", "link", "add", "br0", "type", "bridge")
+    _do(*in_namespace, "ip", "link", "set", "br0", "up")
     for rank, name in enumerate(names):
         _pair([name, bridge], ["slow0", f"port{rank}"], rate, delay)
-        _do(*inside, "ip", "link", "set", f"port{rank}", "master", "br0")
+        _do(*in_namespace, "ip", "link", "set", f"port{rank}", "master", "br0")
 
 
 def run(names: list[str], command: list[str], timeout_s: float) -> int:
@@ -124,8 +124,8 @@ def run(names: list[str], command: list[str], timeout_s: float) -> int:
             "OMP_NUM_THREADS": "1",
         }
         full = ["ip", "netns", "exec", name, sys.executable, *command]
-        placed = functools.partial(_placed, cores[rank % len(cores)])
-        ranks.append(subprocess.Popen(full, env=environment, start_new_session=True, preexec_fn=placed))
+        on_core = functools.partial(_use_core, cores[rank % len(cores)])
+        ranks.append(subprocess.Popen(full, env=environment, start_new_session=True, preexec_fn=on_core))
     end = time.monotonic() + timeout_s
     try:
         while True:
@@ -146,7 +146,7 @@ def run(names: list[str], command: list[str], timeout_s: float) -> int:
             rank.wait()
 
 
-def _placed(core: int) -> None:
+def _use_core(core: int) -> None:
     """In the child: one core, as a batch job. All that it starts inherits both."""
     os.sched_setaffinity(0, {core})
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -154,16 +154,16 @@ def _placed(core: int) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """A terminating signal becomes an exception, so that nothing is left behind."""
+    """A terminating signal becomes an exception, so that everything is removed."""
 
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    kept = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in kept.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 

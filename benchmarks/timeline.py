@@ -1,4 +1,4 @@
-"""What each rank does during one overlapped gather, as a picture: whose rows it multiplies, when it waits, what is sent.
+"""What each rank does during one overlapped gather, as a figure: which shard it multiplies, when it waits, what is sent.
 
     torchrun --nproc-per-node 4 -m benchmarks.timeline --svg timeline.svg
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.timeline --svg slow.svg
@@ -21,14 +21,14 @@ import torch.distributed as dist
 from benchmarks import svg
 from benchmarks.timing import join
 from parallelize import all_gather_linear, destroy_groups
-from parallelize.groups import Group
-from parallelize.ops.pipeline import Gather
+from parallelize.comm.groups import Group
+from parallelize.ops.matmul.chunked_matmul import RowGather
 
 Span = tuple[float, float, str, str]
 
 
 def sent_bytes() -> int | None:
-    """What this rank's network interface has sent so far, where the system tells."""
+    """The bytes that this rank's network interface has sent so far; None where they are unknown."""
     name = os.environ["GLOO_SOCKET_IFNAME"]
     if name == "lo":  # shared by all ranks
         return None
@@ -39,7 +39,7 @@ def sent_bytes() -> int | None:
 
 
 class Recorder:
-    """Notes when each piece has come and how long its product takes."""
+    """Records when each chunk arrives and how long its matmul takes."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -50,7 +50,7 @@ class Recorder:
         return (time.perf_counter() - self.began) * 1e3
 
     def __enter__(self) -> Recorder:
-        self.real = Gather.arrivals
+        self.real = RowGather.arrivals
         recorder = self
 
         def arrivals(gather: Any) -> Iterator[Any]:
@@ -66,20 +66,20 @@ class Recorder:
                 recorder.spans.append((came, waiting, f"X{rank}", kind))
                 recorder.sent.append((waiting, sent_bytes()))
 
-        Gather.arrivals = arrivals  # type: ignore[method-assign]
+        RowGather.arrivals = arrivals  # type: ignore[method-assign]
         dist.barrier()
         self.began = time.perf_counter()
         return self
 
     def __exit__(self, *error: object) -> None:
-        Gather.arrivals = self.real  # type: ignore[method-assign]
+        RowGather.arrivals = self.real  # type: ignore[method-assign]
 
-    def sent_in_products(self) -> tuple[int, int] | None:
-        """(bytes sent while products ran, bytes sent from first to last)."""
+    def sent_in_matmuls(self) -> tuple[int, int] | None:
+        """(bytes sent while matmuls ran, bytes sent from first to last)."""
         if not self.sent or self.sent[0][1] is None:
             return None
-        inside = sum(b[1] - a[1] for a, b in zip(self.sent[::2], self.sent[1::2], strict=True))  # type: ignore[operator]
-        return inside, self.sent[-1][1] - self.sent[0][1]  # type: ignore[operator]
+        sent_during = sum(b[1] - a[1] for a, b in zip(self.sent[::2], self.sent[1::2], strict=True))  # type: ignore[operator]
+        return sent_during, self.sent[-1][1] - self.sent[0][1]  # type: ignore[operator]
 
 
 def main() -> None:
@@ -102,12 +102,12 @@ def main() -> None:
     run()
     with Recorder() as recorder:
         run()
-    everyone: list[Any] = [None] * group.size
-    dist.all_gather_object(everyone, (recorder.spans, recorder.sent_in_products()))
+    all_ranks: list[Any] = [None] * group.size
+    dist.all_gather_object(all_ranks, (recorder.spans, recorder.sent_in_matmuls()))
     if group.rank == 0:
         title = f"X [{options.rows}, {options.features}] gathered over {group.size} ranks in {options.chunks} pieces a shard"
-        svg.lanes(options.svg, title, [(f"rank {rank}, W{rank}", spans) for rank, (spans, _) in enumerate(everyone)])
-        for rank, (spans, sent) in enumerate(everyone):
+        svg.lanes(options.svg, title, [(f"rank {rank}, W{rank}", spans) for rank, (spans, _) in enumerate(all_ranks)])
+        for rank, (spans, sent) in enumerate(all_ranks):
             busy = sum(stop - start for start, stop, label, _ in spans if label != "wait")
             line = f"rank {rank}: {spans[-1][1]:.1f} ms, {busy:.1f} of them in products"
             if sent is not None:

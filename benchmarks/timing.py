@@ -19,7 +19,7 @@ Times = dict[str, list[float]]
 def join(timeout_s: float = 120.0) -> None:
     """Join the ranks that torchrun or `slow_link` has started, over gloo, one thread each.
 
-    Exits with 2 where neither did.
+    Exits if neither did.
     """
     if "WORLD_SIZE" not in os.environ:
         raise SystemExit(

@@ -41,14 +41,14 @@ PEERS = {0: "ddp", 1: "ddp + ZeroRedundancyOptimizer", 2: "fully_shard, kept", 3
 Step = Callable[[], object]
 
 
-def model_of(given: argparse.Namespace) -> nn.Module:
+def model_of(args: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    return Llama(given.hidden, given.layers, given.heads, given.vocab)
+    return Llama(args.hidden, args.layers, args.heads, args.vocab)
 
 
-def step_of(model: Any, optimizer: Any, given: argparse.Namespace, world: int) -> Step:
+def step_of(model: Any, optimizer: Any, args: argparse.Namespace, world: int) -> Step:
     generator = torch.Generator().manual_seed(dist.get_rank())
-    ids = torch.randint(0, given.vocab, (given.batch, given.length), generator=generator)
+    ids = torch.randint(0, args.vocab, (args.batch, args.length), generator=generator)
     total = ids.numel() * world
 
     def step() -> None:
@@ -60,16 +60,16 @@ def step_of(model: Any, optimizer: Any, given: argparse.Namespace, world: int) -
     return step
 
 
-def ours(zero: int, given: argparse.Namespace) -> tuple[nn.Module, Step]:
-    model = model_of(given)
+def ours(zero: int, args: argparse.Namespace) -> tuple[nn.Module, Step]:
+    model = model_of(args)
     mesh = build_mesh("cpu", dp=dist.get_world_size())
     shard_data(model, mesh, zero, units=["layers.*"] if zero == 3 else None)
     optimizer = build_optimizer(model, torch.optim.AdamW, lr=1e-4, foreach=True)
-    return model, step_of(model, optimizer, given, dist.get_world_size())
+    return model, step_of(model, optimizer, args, dist.get_world_size())
 
 
-def theirs(zero: int, given: argparse.Namespace) -> tuple[nn.Module, Step]:
-    model, world = model_of(given), dist.get_world_size()
+def theirs(zero: int, args: argparse.Namespace) -> tuple[nn.Module, Step]:
+    model, world = model_of(args), dist.get_world_size()
     options = {"lr": 1e-4, "foreach": True}
     if zero <= 1:
         wrapped = DistributedDataParallel(model)
@@ -77,52 +77,52 @@ def theirs(zero: int, given: argparse.Namespace) -> tuple[nn.Module, Step]:
             optimizer: Any = torch.optim.AdamW(model.parameters(), **options)
         else:
             optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
-        return model, step_of(wrapped, optimizer, given, 1)  # DDP averages
+        return model, step_of(wrapped, optimizer, args, 1)  # DDP averages
     mesh = build_mesh("cpu", dp=world)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=zero == 3)
     fully_shard(model, mesh=mesh, reshard_after_forward=zero == 3)
-    return model, step_of(model, torch.optim.AdamW(model.parameters(), **options), given, 1)
+    return model, step_of(model, torch.optim.AdamW(model.parameters(), **options), args, 1)
 
 
-def times(given: argparse.Namespace) -> list[dict[str, Any]]:
-    found = []
-    for zero in given.stages:
-        (mine, run_ours), (other, run_theirs) = ours(zero, given), theirs(zero, given)
+def times(args: argparse.Namespace) -> list[dict[str, Any]]:
+    results = []
+    for zero in args.stages:
+        (our_model, run_ours), (their_model, run_theirs) = ours(zero, args), theirs(zero, args)
         run_ours()
         run_theirs()
-        pairs = zip(mine.parameters(), other.parameters(), strict=True)
+        pairs = zip(our_model.parameters(), their_model.parameters(), strict=True)
         for a, b in pairs:
             a, b = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in (a, b))
             assert float((a - b).detach().abs().max()) < 5e-4, "the two do not compute the same step"
-        measured = interleaved({"ours": run_ours, "pytorch": run_theirs}, given.rounds, before=dist.barrier)
+        measured = interleaved({"ours": run_ours, "pytorch": run_theirs}, args.rounds, before=dist.barrier)
         result = {"stage": zero, "against": PEERS[zero], **medians_ms(measured)}
-        found.append({**result, "ratio": ratio(measured, "ours", "pytorch")})
+        results.append({**result, "ratio": ratio(measured, "ours", "pytorch")})
         if dist.get_rank() == 0:
-            r = found[-1]["ratio"]
+            r = results[-1]["ratio"]
             print(
                 f"ZeRO {zero}: ours {result['ours']:7.1f} ms  {PEERS[zero]} {result['pytorch']:7.1f} ms  "
                 f"ratio {r['median']:.3f} [{r['low']:.3f}, {r['high']:.3f}]",
                 flush=True,
             )
-    return found
+    return results
 
 
-def held(tensors: Any) -> int:
-    """Bytes of storages, each counted once."""
+def storage_bytes(tensors: Any) -> int:
+    """Bytes of the storages of tensors, each counted once."""
     plain = [x.to_local() if hasattr(x, "to_local") else x for x in tensors if x is not None]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in plain}.values())
 
 
-def table(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """What a rank holds after two AdamW steps, measured, and by `bytes_per_rank`."""
-    found = []
+def table(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The bytes that a rank stores after two AdamW steps, measured and predicted by `bytes_per_rank`."""
+    results = []
     for dtype in (None, torch.bfloat16):
-        for zero in given.stages:
-            model, mesh = model_of(given), build_mesh("cpu", dp=dist.get_world_size())
+        for zero in args.stages:
+            model, mesh = model_of(args), build_mesh("cpu", dp=dist.get_world_size())
             shard_data(model, mesh, zero, dtype=dtype, units=["layers.*"] if zero == 3 else None)
             optimizer = build_optimizer(model, torch.optim.AdamW, lr=1e-4)
-            ids = torch.randint(0, given.vocab, (1, 8))
+            ids = torch.randint(0, args.vocab, (1, 8))
             for _ in range(2):
                 optimizer.zero_grad()
                 F.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()).backward()
@@ -130,28 +130,28 @@ def table(given: argparse.Namespace) -> list[dict[str, Any]]:
             params = list(model.parameters())
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             masters = stepped if dtype is not None and zero < 3 else []
-            state = [v for one in optimizer.state.values() for v in one.values() if v.ndim]
+            state = [v for values in optimizer.state.values() for v in values.values() if v.ndim]
             measured = {
-                "parameters": held(params),
-                "gradients": held(p.grad for p in params),
-                "optimizer": held([*masters, *state]),
+                "parameters": storage_bytes(params),
+                "gradients": storage_bytes(p.grad for p in params),
+                "optimizer": storage_bytes([*masters, *state]),
             }
-            wanted = bytes_per_rank(model, zero, mesh, mixed=dtype is not None)
-            found.append(
-                {"stage": zero, "dtype": str(dtype or torch.float32), "measured": measured, "arithmetic": wanted}
+            predicted = bytes_per_rank(model, zero, mesh, mixed=dtype is not None)
+            results.append(
+                {"stage": zero, "dtype": str(dtype or torch.float32), "measured": measured, "arithmetic": predicted}
             )
             if dist.get_rank() == 0:
                 name = "bfloat16" if dtype is not None else "float32"
-                cells = "  ".join(f"{measured[key] / 2**20:8.2f} ({wanted[key] / 2**20:.2f})" for key in measured)
+                cells = "  ".join(f"{measured[key] / 2**20:8.2f} ({predicted[key] / 2**20:.2f})" for key in measured)
                 print(f"{name:<9} ZeRO {zero}  {cells}  together {sum(measured.values()) / 2**20:.2f} MiB", flush=True)
-    return found
+    return results
 
 
-def peak(given: argparse.Namespace) -> None:
-    """Print how far this process's peak memory rises over what it needs before the model is built, in MiB."""
+def peak(args: argparse.Namespace) -> None:
+    """Print by how many MiB this process's peak memory grows after it starts to build the model."""
     torch.randn(256, 256) @ torch.randn(256, 256)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _, step = (ours if given.only == "ours" else theirs)(given.stages[0], given)
+    _, step = (ours if args.only == "ours" else theirs)(args.stages[0], args)
     for _ in range(3):
         step()
     rise = torch.tensor((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
@@ -160,34 +160,34 @@ def peak(given: argparse.Namespace) -> None:
         print(f"peak {float(rise):.1f}", flush=True)
 
 
-def memory(given: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
-    found = []
-    for zero in given.stages:
-        each: dict[str, list[float]] = {"ours": [], "pytorch": []}
-        for only in ("ours", "pytorch") * given.repeats:
+def memory(args: argparse.Namespace, command_line: list[str]) -> list[dict[str, Any]]:
+    results = []
+    for zero in args.stages:
+        peaks: dict[str, list[float]] = {"ours": [], "pytorch": []}
+        for only in ("ours", "pytorch") * args.repeats:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-            command += ["-m", "benchmarks.zero", *arguments, "--only", only, "--stages", str(zero)]
+            command += ["-m", "benchmarks.zero", *command_line, "--only", only, "--stages", str(zero)]
             out = subprocess.run(command, capture_output=True, text=True, timeout=300)
             lines = [line for line in out.stdout.splitlines() if line.startswith("peak")]
             if not lines:
                 raise SystemExit(out.stderr[-2000:])
-            each[only].append(float(lines[0].split()[1]))
-        rises = {only: statistics.median(values) for only, values in each.items()}
-        share = rises["ours"] / rises["pytorch"]
-        found.append(
+            peaks[only].append(float(lines[0].split()[1]))
+        rises = {only: statistics.median(values) for only, values in peaks.items()}
+        memory_ratio = rises["ours"] / rises["pytorch"]
+        results.append(
             {
                 "stage": zero,
                 "against": PEERS[zero],
                 "ours_mib": rises["ours"],
                 "pytorch_mib": rises["pytorch"],
-                "ratio": share,
+                "ratio": memory_ratio,
             }
         )
         print(
-            f"ZeRO {zero}: ours {rises['ours']:7.1f} MiB  {PEERS[zero]} {rises['pytorch']:7.1f} MiB  ratio {share:.3f}",
+            f"ZeRO {zero}: ours {rises['ours']:7.1f} MiB  {PEERS[zero]} {rises['pytorch']:7.1f} MiB  ratio {memory_ratio:.3f}",
             flush=True,
         )
-    return found
+    return results
 
 
 def main() -> None:
@@ -201,23 +201,23 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--only", choices=["ours", "pytorch"], help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    if given.memory and given.only is None:
-        kept = [
-            f"--{name}={getattr(given, name)}" for name in ("hidden", "heads", "layers", "vocab", "batch", "length")
+    args = parser.parse_args()
+    if args.memory and args.only is None:
+        sizes = [
+            f"--{name}={getattr(args, name)}" for name in ("hidden", "heads", "layers", "vocab", "batch", "length")
         ]
-        found = memory(given, [*kept, "--memory"])
+        results = memory(args, [*sizes, "--memory"])
     else:
         join()
-        if given.only is not None:
-            peak(given)
+        if args.only is not None:
+            peak(args)
             destroy_groups()
             return
-        found = table(given) if given.table else times(given)
-    if given.json is not None and (given.memory or dist.get_rank() == 0):
-        given.json.write_text(
+        results = table(args) if args.table else times(args)
+    if args.json is not None and (args.memory or dist.get_rank() == 0):
+        args.json.write_text(
             json.dumps(
-                {"torch": torch.__version__, "ranks": RANKS or dist.get_world_size(), "results": found}, indent=1
+                {"torch": torch.__version__, "ranks": RANKS or dist.get_world_size(), "results": results}, indent=1
             )
             + "\n"
         )

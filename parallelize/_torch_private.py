@@ -1,7 +1,7 @@
-"""The one file that touches private names of torch. Each entry says what it is for and since which version it is there.
+"""The only module that uses private names of torch. Each entry says what it is for, and in which version it first appeared.
 
-An absent name disables the one feature that needs it, never the import of the package.
-Checked against torch 2.13; written for 2.11 to 2.15.
+An absent name disables the feature that needs it, never the import of the package.
+Tested with torch 2.13; written for 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -23,31 +23,37 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
-"""The shard itself, without the autograd Function of `to_local()` (25 us): an attribute since 2.0."""
+"""The local tensor of a DTensor, without the autograd Function of `to_local()` (25 us): an attribute since 2.0."""
+
+
+def plain_local(tensor: Any) -> torch.Tensor:
+    """The local tensor of a DTensor; any other tensor is returned itself."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
 
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
-"""Mesh, placements and global metadata of a DTensor."""
+"""Mesh, placements and metadata of the full tensor of a DTensor."""
 
 tree_leaves: Callable[[Any], list[Any]] = pytree.tree_leaves
 tree_map: Callable[[Callable, Any], Any] = pytree.tree_map
-"""Nested arguments of an op: `torch.utils._pytree`, used by torch's own subclasses since 1.8."""
+"""For nested arguments of an op: `torch.utils._pytree`, used by torch's own subclasses since 1.8."""
 
 
 DispatchMode: Any = TorchDispatchMode
-"""A mode that sees every op of its thread below autograd: a private module, used by torch's own tools since 1.12."""
+"""A mode that intercepts every op of its thread below autograd: a private module, used by torch's own tools since 1.12."""
 
 
 def shard_dim(placement: Any) -> int | None:
-    """The tensor dim that a placement splits. `fully_shard` above tp gives `_StridedShard`, which is no `Shard` in 2.13."""
+    """The tensor dim that a placement shards. `fully_shard` over tp makes `_StridedShard`, which is no `Shard` in 2.13."""
     return getattr(placement, "dim", None)
 
 
-def wrap(local: torch.Tensor, spec: Any) -> DTensor:
+def wrap(local: torch.Tensor, spec: Any, requires_grad: bool = False) -> DTensor:
     """A DTensor around `local` with a known spec, without `from_local`'s checks and its autograd Function.
 
-    `__init__` does nothing but costs 1.1 us, because it is wrapped for Dynamo; `__new__` makes the whole tensor.
+    `__init__` does nothing but costs 1.1 us, because it is wrapped for Dynamo; `__new__` makes the complete tensor.
     """
-    return _new_dtensor(DTensor, local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return _new_dtensor(DTensor, local, spec, requires_grad=requires_grad)
 
 
 _new_dtensor = DTensor.__new__
@@ -62,12 +68,12 @@ def with_dtype(spec: Any, local: torch.Tensor) -> Any:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward pass that is going on has ended (DDP and FSDP use the same hook)."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    """Run `callback` at the end of the running backward pass (DDP and FSDP use the same hook)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def backward_id() -> int:
-    """A number for the backward pass that is going on, -1 outside of one."""
+    """A number for the running backward pass; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
@@ -82,7 +88,7 @@ def current_mesh() -> DeviceMesh | None:
 
 
 def default_store() -> Any | None:
-    """The store behind the default process group, for messages that must not depend on matching collectives."""
+    """The store of the default process group, for messages that must not depend on matching collectives."""
     try:
         from torch.distributed.distributed_c10d import _get_default_store
 
@@ -92,14 +98,14 @@ def default_store() -> Any | None:
 
 
 def known_groups() -> list[dist.ProcessGroup]:
-    """Every process group that this rank has made or belongs to: PyTorch's own registry."""
+    """Every process group that this rank has made or belongs to, from PyTorch's registry."""
     from torch.distributed.distributed_c10d import _world
 
     return list(_world.pg_map)
 
 
 def parallel_style_class() -> type:
-    """PyTorch's base class of styles, so that ours are accepted there too."""
+    """PyTorch's base class of styles, so that it accepts the styles of this package."""
     from torch.distributed.tensor.parallel import ParallelStyle
 
     return ParallelStyle
@@ -122,7 +128,7 @@ def leave_loss_parallel() -> None:
 
 
 def saved_tensor_hooks() -> Any:
-    """The innermost hooks on tensors saved for backward, which recompute and offloading set (since 2.1); None without."""
+    """The innermost hooks on tensors saved for backward, as recompute and offloading set them (since 2.1); or None."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(True)
 
@@ -135,7 +141,7 @@ def symmetric_ops() -> Any:
 
 
 def enable_symmetric_memory(pg: dist.ProcessGroup) -> str:
-    """Make symmetric memory usable on a group; why it is not, or an empty text."""
+    """Enable symmetric memory on a group; return an empty string, or why it cannot be enabled."""
     try:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group, is_symm_mem_enabled_for_group
     except ImportError:
@@ -151,21 +157,21 @@ def enable_symmetric_memory(pg: dist.ProcessGroup) -> str:
 try:  # simulation of all ranks in one process, private since 2.9
     from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 except ImportError:
-    LocalTensor = LocalTensorMode = None  # type: ignore[assignment,misc]
+    LocalTensor = LocalTensorMode = None  # type: ignore[assignment]
 
 
 def local_tensor(by_rank: dict[int, torch.Tensor]) -> Any:
-    """A tensor that holds every rank's own."""
+    """A tensor that contains the local tensor of every rank."""
     return LocalTensor(by_rank)
 
 
 def on_rank(value: Any, rank: int) -> Any:
-    """One rank's part of a value; what is no such tensor is the same for all."""
+    """One rank's local tensor of a simulated tensor; any other value is the same on all ranks."""
     return value._local_tensors[rank] if LocalTensor is not None and isinstance(value, LocalTensor) else value
 
 
 def simulated_groups(pg: dist.ProcessGroup) -> list[list[int]]:
-    """The ranks of this group and of those beside it on the mesh, which one call serves all under `LocalTensorMode`."""
+    """The ranks of this group and of its parallel groups on the mesh: under `LocalTensorMode` one call simulates them all."""
     from torch.distributed._local_tensor._c10d import _prepare_collective_groups
 
     ranks, offsets = _prepare_collective_groups(pg)[:2]  # 2.13 adds a third
@@ -177,7 +183,7 @@ def schedule_orders(
 ) -> list[list[tuple[int, str, int]]] | None:
     """Each rank's order of (stage, "F" | "B" | "I" | "W", microbatch) in PyTorch's own schedule class `name`.
 
-    Pads (None) are dropped and overlapped pairs written one after the other. None where this torch has no such schedule.
+    Idle entries (None) are dropped; overlapped pairs follow one another. Returns None if this torch has no such schedule.
     """
     try:
         from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -192,17 +198,17 @@ def schedule_orders(
 
 
 def intercept_call(module: Any, call: Callable[..., Any]) -> None:
-    """Let `call` stand before everything that calling `module` does, its hooks included (the slot of `Module.compile`, 2.0)."""
+    """Run `call` instead of all that calling `module` does, hooks included (the attribute of `Module.compile`, 2.0)."""
     module._compiled_call_impl = call
 
 
 def call_module(module: Any, args: tuple, kwargs: dict) -> Any:
-    """What calling a module does when nothing intercepts it: hooks and forward."""
+    """Call a module without what `intercept_call` set: hooks and forward."""
     return module._call_impl(*args, **kwargs)
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Any]:
-    """(leaves, structure) of nested containers; the structure can be pickled."""
+    """(leaves, structure) of nested containers. The structure can be pickled."""
     return pytree.tree_flatten(value)
 
 
@@ -211,12 +217,12 @@ def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """The same number for all views of one storage, as long as it lives; meta tensors have no data pointer to ask."""
+    """The same number for all views of a storage, as long as it exists. Meta tensors have it too, and no data pointer."""
     return tensor.untyped_storage()._cdata
 
 
 def record_ops(record: Callable[[Any, tuple, dict, Callable[[], Any]], Any]) -> Any:
-    """A context in which `record(op, args, kwargs, run)` is called in the place of every dispatched op (since 1.13)."""
+    """A context in which `record(op, args, kwargs, run)` is called instead of every dispatched op (since 1.13)."""
 
     class Recording(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -227,31 +233,31 @@ def record_ops(record: Callable[[Any, tuple, dict, Callable[[], Any]], Any]) -> 
 
 
 def written_tensors(func: Any, args: tuple, kwargs: dict) -> Iterator[torch.Tensor]:
-    """The tensors that a dispatched op's schema says it writes."""
-    for place, argument in enumerate(func._schema.arguments):
+    """The tensors that a dispatched op writes to, by its schema."""
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def on_meta() -> Any:
-    """`torch.device("meta")` as a context that does not show itself.
+    """`torch.device("meta")` as a context that code inside does not notice.
 
-    An empty `torch.tensor([])`, by which libraries ask for the default device, stays where it was; and the functions of
-    `nn.init` that do nothing on the meta device since 2.13 (`orthogonal_`, `sparse_`, `dirac_`) run there all the same.
+    An empty `torch.tensor([])`, which libraries use to find the default device, stays on that device. The functions of
+    `nn.init` that skip meta tensors since 2.13 (`orthogonal_`, `sparse_`, `dirac_`) run.
     """
     from torch.overrides import TorchFunctionMode
     from torch.utils._device import _device_constructors
 
-    made, asks = _device_constructors(), torch.Tensor.is_meta.__get__
+    constructors, is_meta_getter = _device_constructors(), torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
     class OnMeta(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
             kwargs = kwargs or {}
-            if func == asks and sys._getframe(1).f_code.co_filename == torch.nn.init.__file__:
+            if func == is_meta_getter and sys._getframe(1).f_code.co_filename == torch.nn.init.__file__:
                 return False
             empty = func is torch.tensor and len(args) == 1 and isinstance(args[0], list) and not args[0]
-            if func in made and kwargs.get("device") is None and not empty:
+            if func in constructors and kwargs.get("device") is None and not empty:
                 kwargs = {**kwargs, "device": "meta"}
             return func(*args, **kwargs)
 
@@ -265,7 +271,7 @@ _PATCHED = threading.RLock()
 def truncated_normals(draw: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Let this thread's `nn.init.trunc_normal_` call `draw(tensor, mean, std, low, high)`.
 
-    Since 2.13 it draws until nothing lies outside, which a meta tensor cannot tell, so there it does nothing at all.
+    Since 2.13 it redraws until all values are inside the bounds. It skips meta tensors, which have no values.
     """
     from torch.nn import init
 
@@ -286,33 +292,33 @@ def truncated_normals(draw: Callable[..., torch.Tensor]) -> Iterator[None]:
 
 
 def masked_scale(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
-    """x * keep * scale in one kernel: the backward of PyTorch's own dropout, which is also its forward (since 1.11)."""
+    """x * keep * scale in one kernel: the backward of PyTorch's dropout, which computes its forward too (since 1.11)."""
     return torch.ops.aten.native_dropout_backward(x, keep, scale)
 
 
 plain_calls = getattr(torch._C, "DisableTorchFunction", torch._C.DisableTorchFunctionSubclass)
-"""A context in which neither function modes nor tensor subclasses see a call (since 2.0)."""
+"""A context in which neither function modes nor tensor subclasses intercept a call (since 2.0)."""
 
 
 def split_above(placement: Any, parts: int) -> Any:
-    """The placement on an outer axis that splits dim 0 of what `placement` gives to `parts` ranks (fully_shard's, 2.4)."""
+    """The placement on an outer axis that shards dim 0 of the shards that `placement` makes for `parts` ranks (as fully_shard, 2.4)."""
     if shard_dim(placement) != 0:
         return Shard(0)
     return _StridedShard(0, split_factor=parts)
 
 
 def spec(mesh: DeviceMesh, placements: tuple[Any, ...], like: torch.Tensor) -> Any:
-    """A DTensor's spec without a DTensor; `like` has the full shape, on meta."""
+    """The spec of a DTensor that does not exist; `like` is a meta tensor of the full shape."""
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(like.shape, like.stride(), like.dtype))
 
 
-def set_local(shown: Any, value: torch.Tensor) -> None:
-    """Let a DTensor parameter stand for other storage."""
-    shown._local_tensor = value
+def set_local(dtensor: Any, local: torch.Tensor) -> None:
+    """Replace the local tensor of a DTensor."""
+    dtensor._local_tensor = local
 
 
 def forget_unsharded_gradients(unit: Any) -> None:
-    """Drop what a failed backward has left on a `fully_shard` module's gathered parameters (2.4; one group before 2.12)."""
+    """Drop the gradients that a failed backward left on a `fully_shard` module's unsharded parameters (2.4; one group before 2.12)."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     for group in groups:
@@ -323,14 +329,14 @@ def forget_unsharded_gradients(unit: Any) -> None:
 
 
 def fake_store() -> Any:
-    """The store of the fake process group, whose collectives do nothing (since 2.0)."""
+    """A store for the fake process group, whose collectives do nothing (since 2.0)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def finished_work() -> Any:
-    """What a collective that sends nothing returns: a work that is done, as dispatcher ops return it (since 2.4)."""
+    """A completed `Work`, boxed as dispatcher ops return it, for collectives that send nothing (since 2.4)."""
     from torch._C._distributed_c10d import FakeWork
 
     return FakeWork().boxed()
@@ -347,12 +353,12 @@ def sequence_number() -> int:
 
 
 def running_node() -> Any | None:
-    """The autograd node whose backward is going on, None outside of one (since 2.1)."""
+    """The autograd node whose backward is running; None outside of one (since 2.1)."""
     return torch._C._current_autograd_node()
 
 
 def will_run(node: Any) -> bool:
-    """Whether the backward that is going on will run an autograd node, so that what flows to it is of use (since 1.13)."""
+    """Whether the running backward will execute an autograd node, so that the gradient for it is needed (since 1.13)."""
     if node is None:
         return False
     try:
@@ -375,7 +381,7 @@ def ranks_of_op(args: tuple) -> tuple[int, ...]:
 def threaded_groups() -> Any:
     """PyTorch's process group whose ranks are threads of one process, which its own tests use (since 1.13).
 
-    Absent, nothing runs as threads: `verify` then needs `backend="gloo"`.
+    Where it is absent, ranks cannot be threads, and `verify` needs `backend="gloo"`.
     """
     from torch.testing._internal.distributed import multi_threaded_pg
 
@@ -387,10 +393,10 @@ def threaded_groups() -> Any:
 
 @contextmanager
 def threads_as_ranks(group_class: type) -> Iterator[None]:
-    """Let every thread be a rank with process groups of its own, made of `group_class` (of `threaded_groups`)."""
+    """Inside, every thread is a rank with process groups of its own, of the class `group_class` (see `threaded_groups`)."""
     threaded = threaded_groups()
     stock = threaded.ProcessLocalGroup
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     threaded._install_threaded_pg()
     threaded.ProcessLocalGroup = group_class
     try:
@@ -398,4 +404,4 @@ def threads_as_ranks(group_class: type) -> Iterator[None]:
     finally:
         threaded.ProcessLocalGroup = stock
         threaded._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]

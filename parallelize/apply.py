@@ -1,13 +1,14 @@
 """`parallelize_module`: a plan applied to a model. The one place that changes a model.
 
-The order is the text of `_apply`: choose, resolve, shake hands, and only then shard and install. A failure after that
-point puts everything back.
+The order is the order of the text: resolve the plan, compare it over ranks, and only then shard and install. A failure
+after that point restores the module.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,30 +17,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize.applied.meta_buffers import guard_buffers
+from parallelize.applied.module_moves import guard_moves, refuse_ddp
+from parallelize.applied.pending_reductions import PendingReductions
+from parallelize.applied.records import PlanRecord, cut_of, mark_applied, part_of, record_of
+from parallelize.applied.sharding import Sharder
+from parallelize.applied.state_dict import install_state_hooks
+from parallelize.applied.transaction import Transaction
+from parallelize.comm.groups import Group, mesh_spec, tp_mesh
+from parallelize.comm.handshake import TIMEOUT_S, agree_on, check_replicas, watch_inputs
 from parallelize.context.apply import check_context, context_parallel, on_context
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
-from parallelize.forwards import argument_of
-from parallelize.fuse_loss import wrong_heads
-from parallelize.generation.stock import install_generation
-from parallelize.gradients import Ledger
-from parallelize.groups import Group, mesh_spec, tp_mesh
-from parallelize.handshake import TIMEOUT_S, agree_on, check_replicas, watch_inputs
-from parallelize.installer import Installer
-from parallelize.meta import guard_buffers
-from parallelize.moves import guard_moves, refuse_ddp
-from parallelize.overlap import SiteRow, check_sites
-from parallelize.pipeline.cut import cut_of, part_of
 from parallelize.plan.choose import plan_of
-from parallelize.plan.model import ModelFacts, describe
-from parallelize.plan.resolve import ResolvedPlan, for_base_model, resolve
+from parallelize.plan.model_facts import ModelFacts, describe
+from parallelize.plan.resolve import for_base_model, resolve
+from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
-from parallelize.sharding import Record, Sharder, record_of
-from parallelize.special import check_embedding, check_rms_norm, reads_of_children
-from parallelize.state import install_state_hooks
-from parallelize.styles.contract import Edge
-from parallelize.torch_styles import dicts as faces
-from parallelize.transaction import Transaction
-from parallelize.ulysses_attention import check_ulysses
+from parallelize.styles.contract import Conversion
+from parallelize.tensor.child_reads import reads_of_children
+from parallelize.tensor.embedding import check_embedding
+from parallelize.tensor.installer import Installer
+from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
+from parallelize.tensor.planned_forward import argument_of
+from parallelize.tensor.rms_norm import check_rms_norm
+from parallelize.tensor.torch_styles import dicts
+from parallelize.tensor.ulysses import check_ulysses
+from parallelize.vocabulary.generation.transformers_generate import install_generation
+from parallelize.vocabulary.loss.fuse_loss import wrong_heads
 
 PlanLike = Plan | str | os.PathLike | Mapping[str, Any] | Any
 
@@ -63,72 +67,108 @@ def parallelize_module(
     """Apply tensor, sequence and loss parallelism to a stock module, in place, and return it.
 
     Args:
-        module: holds weights, or lies on the meta device (materialise it afterwards with `to_empty`).
+        module: with weights, or on the meta device (materialize it afterwards with `to_empty`).
         device_mesh: its axis named `tp` is used; a 1-D mesh without names is `tp`. None: the surrounding `with mesh:`.
         parallelize_plan: a shipped plan's name, a path to a YAML file, a `Plan`, one style, a dict of name patterns to
             styles as PyTorch's own function takes it, or None to choose by the model.
         src_data_rank: the rank of the `tp` group whose weights count; None: each rank slices its own.
-        sequence_parallel, loss_parallel: over the plan's defaults.
-        fuse_loss: over the plan's default: the head returns `DeferredLogits`, and the loss makes them in chunks of tokens.
-        overlap: "auto", "off", "chunked" or "symm_mem" over the plan's default: collectives run beside products. "auto"
-            measures link and matmuls once, at the first forward, and overlaps where that pays; `overlap_report` tells.
+        sequence_parallel, loss_parallel: override the plan's defaults.
+        fuse_loss: overrides the plan's default: the head returns `DeferredLogits`, whose loss computes logits in chunks of
+            tokens.
+        overlap: "auto", "off", "chunked" or "symm_mem"; overrides the plan's default. Collectives overlap with matmuls.
+            "auto" measures link and matmuls once, at the first forward, and overlaps where that pays; see
+            `overlap_report`.
         ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too.
-        dtype, device: of the stored parameters.
+        dtype, device: of the stored parameters. Default: as they are.
         check_replicated: compare replicated parameters now, and the inputs at each forward, over `tp` by digest.
-        handshake_timeout_s: how long ranks wait for each other before any is named as missing.
+        handshake_timeout_s: how long ranks wait for each other before the missing ones are named.
 
     Returns: the same module; its parameters are DTensors, its activations plain local tensors.
     Raises: PlanError, ModelError, MeshError, ShapeError before anything is changed; HandshakeError where ranks differ.
         The same on every rank.
+    Cost: one exchange of digests, and, unless src_data_rank is None, one broadcast over `tp` of every parameter's bytes.
     """
     mesh = device_mesh if device_mesh is not None else private.current_mesh()
     if not isinstance(mesh, DeviceMesh):
         what = "no device_mesh was given" if mesh is None else f"device_mesh is a {type(mesh).__name__}"
         fix = 'parallelize_module(model, build_mesh("cuda", tp=8), plan), after init_process_group'
         raise MeshError(Problem("no-mesh", what, fix=fix))
-    tp = tp_mesh(mesh)
-    if faces.is_style(parallelize_plan) or faces.is_style_dict(parallelize_plan):
+    if dicts.is_style(parallelize_plan) or dicts.is_style_dict(parallelize_plan):
         _refuse_overlap_of_styles(overlap)
         _refuse_fused_styles(fuse_loss)
-        return _apply_styles(module, mesh, tp, parallelize_plan, src_data_rank, handshake_timeout_s)
-    cut = cut_of(module)
-    model = describe(module) if cut is None else cut.facts
-    settings = {"dtype": str(dtype), "src_data_rank": str(src_data_rank), "check_replicated": str(check_replicated)}
-    settings |= {"ulysses": str(ulysses)}
-    choices = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "overlap": overlap}
-    choices["fuse_loss"] = fuse_loss
-    together = _resolved_together(model, mesh, parallelize_plan, choices, settings, handshake_timeout_s)
-    model, resolved, whole, sites = together
+        return _apply_styles(module, mesh, parallelize_plan, src_data_rank, handshake_timeout_s)
+    switches: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
+    switches |= {"overlap": overlap, "fuse_loss": fuse_loss}
+    storage = _Storage(src_data_rank, dtype, device, check_replicated)
+    resolution = _resolve_on_all_ranks(
+        module, mesh, parallelize_plan, switches, storage, ulysses=ulysses, timeout_s=handshake_timeout_s
+    )
     with Transaction(module):
-        _apply(module, mesh, tp, model, resolved, whole, sites, src_data_rank, dtype, device, check_replicated)
-        context_parallel(module, mesh, whole.plan, ulysses=ulysses)
+        _apply(module, mesh, resolution, storage)
+        context_parallel(module, mesh, resolution.model_plan.plan, ulysses=ulysses)
     return module
 
 
-def _resolved_together(
-    model: ModelFacts,
+@dataclass(frozen=True)
+class _Storage:
+    """How parameters are stored; see `parallelize_module`."""
+
+    src_data_rank: int | None
+    dtype: torch.dtype | None
+    device: torch.device | str | None
+    check_replicated: bool
+
+    def facts(self) -> dict[str, str]:
+        """What every rank must have been given alike."""
+        return {
+            "option dtype": str(self.dtype),
+            "option src_data_rank": str(self.src_data_rank),
+            "option check_replicated": str(self.check_replicated),
+        }
+
+
+@dataclass(frozen=True)
+class _Resolution:
+    """What all ranks have agreed on, before anything is changed.
+
+    Attributes:
+        model: the facts of this rank's part of the model. plan: of that part. model_plan: of the whole model.
+        overlapped: call sites whose collective overlaps with its matmul.
+    """
+
+    model: ModelFacts
+    plan: ResolvedPlan
+    model_plan: ResolvedPlan
+    overlapped: tuple[PlannedCallSite, ...]
+
+
+def _resolve_on_all_ranks(
+    module: nn.Module,
     mesh: DeviceMesh,
-    given: Any,
-    choices: dict[str, Any],
-    settings: dict[str, str],
+    plan: Any,
+    switches: dict[str, Any],
+    storage: _Storage,
+    *,
+    ulysses: int,
     timeout_s: float,
-) -> tuple[ModelFacts, ResolvedPlan, ResolvedPlan, tuple[SiteRow, ...]]:
-    """(model, plan) of this rank's part of the model, the whole plan, overlapped sites; or the same error on every rank."""
-    tp = tp_mesh(mesh)
+) -> _Resolution:
+    """Resolve and check the plan, and compare what it depends on over ranks; or raise the same error on every rank."""
+    tp, cut = tp_mesh(mesh), cut_of(module)
+    model = describe(module) if cut is None else cut.facts
     with agree_on(mesh, timeout_s) as facts:
-        facts |= {f"option {key}": value for key, value in settings.items()}
+        facts |= storage.facts() | {"option ulysses": str(ulysses)}
         facts |= {f"parameter {key}": value for key, value in model.structure().items()}
         _refuse_twice(model.root)
-        resolved = resolve(plan_of(model.root, given).with_options(**choices), model, tp.size())
+        resolved = resolve(plan_of(model.root, plan).with_options(**switches), model, tp.size())
         facts |= {f"plan {key}": value for key, value in resolved.plan.facts().items()}
         if on_context(mesh_spec(mesh)):
-            check_context(for_base_model(resolved.plan, model), model, mesh_spec(mesh), int(settings["ulysses"]))
+            check_context(for_base_model(resolved.plan, model), model, mesh_spec(mesh), ulysses)
             _refuse_ulysses_twice(resolved)
-        mine = part_of(model)
-        local = resolved.restricted(mine)
-        _check_modules(local, mine)
-        sites = check_sites(local, mine, Group(tp.get_group()), torch.device(mesh.device_type))
-    return mine, local, resolved, sites
+        local_model = part_of(model)
+        local_plan = resolved.restricted(local_model)
+        _check_modules(local_plan, local_model)
+        overlapped = check_call_sites(local_plan, local_model, Group(tp.get_group()), torch.device(mesh.device_type))
+    return _Resolution(local_model, local_plan, resolved, overlapped)
 
 
 def _refuse_ulysses_twice(resolved: ResolvedPlan) -> None:
@@ -162,19 +202,18 @@ def _refuse_twice(module: nn.Module) -> None:
         )
 
 
+_COMPUTE_CHECKS = {"embedding": check_embedding, "rms_norm": check_rms_norm, "ulysses": check_ulysses}
+
+
 def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
     """What can only be seen on the module itself: still before anything is changed."""
     problems = wrong_heads(resolved, model)
     for fqn, row in resolved.modules.items():
         module = model.objects[fqn]
         try:
-            if row.contract.compute == "embedding":
-                check_embedding(module, fqn)
-            elif row.contract.compute == "rms_norm":
-                check_rms_norm(module, fqn)
-            elif row.contract.compute == "ulysses":
-                check_ulysses(module, fqn)
-            if row.contract.enter is not Edge.NONE:
+            if (check := _COMPUTE_CHECKS.get(row.contract.compute)) is not None:
+                check(module, fqn)
+            if row.contract.enter is not Conversion.NONE:
                 argument_of(module, row.contract.argument)
         except ParallelizeError as error:
             problems += [
@@ -182,27 +221,25 @@ def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
             ]
     for name, parameter in model.root.named_parameters():
         problems += _wrong_with_parameter(name, parameter)
-    problems += [
-        Problem(
-            "reads-child-parameters",
-            f"{fqn} is a {type(module).__name__}, whose code reads parameters from outside the module that holds them",
-            fix="replace it by modules that call each other, or plan only what lies beside it",
-        )
-        for fqn, module in model.objects.items()
-        if isinstance(module, (nn.MultiheadAttention, nn.ParameterList, nn.ParameterDict)) and list(module.parameters())
-    ]
-    problems += [
-        Problem(
-            "reads-child-parameters",
-            f"{type(module).__name__} reads self.{child}.{key} from outside the module that holds it",
-            fix="replace it by modules that call each other, or plan only what lies beside it",
-        )
-        for module in {type(module): module for module in model.objects.values()}.values()
-        for child, key in reads_of_children(module.__class__)
-        if isinstance(getattr(module, child, None), nn.Module) and key in getattr(module, child)._parameters
-    ]
+    problems += _foreign_readers(model)
     if problems:
         raise ModelError(*problems[:20])
+
+
+def _foreign_readers(model: ModelFacts) -> Iterator[Problem]:
+    """Modules whose code reads parameters of other modules, where it would meet DTensors."""
+    fix = "replace it by modules that call each other, or plan only what lies beside it"
+    for fqn, module in model.objects.items():
+        reads_all = isinstance(module, (nn.MultiheadAttention, nn.ParameterList, nn.ParameterDict))
+        if reads_all and list(module.parameters()):
+            what = f"{fqn} is a {type(module).__name__}, whose code reads parameters from outside the module that holds them"
+            yield Problem("reads-child-parameters", what, fix=fix)
+    for module in {type(module): module for module in model.objects.values()}.values():
+        for child, key in reads_of_children(module.__class__):
+            owner = getattr(module, child, None)
+            if isinstance(owner, nn.Module) and key in owner._parameters:
+                what = f"{type(module).__name__} reads self.{child}.{key} from outside the module that holds it"
+                yield Problem("reads-child-parameters", what, fix=fix)
 
 
 def _wrong_with_parameter(name: str, parameter: Any) -> Iterator[Problem]:
@@ -215,47 +252,35 @@ def _wrong_with_parameter(name: str, parameter: Any) -> Iterator[Problem]:
         yield Problem("hook-on-parameter", f"parameter {name} has a hook, which would be lost", fix=fix)
 
 
-def _apply(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    tp: DeviceMesh,
-    model: ModelFacts,
-    resolved: ResolvedPlan,
-    whole: ResolvedPlan,
-    sites: tuple[SiteRow, ...],
-    src_data_rank: int | None,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    check_replicated: bool,
-) -> None:
+def _apply(module: nn.Module, mesh: DeviceMesh, resolution: _Resolution, storage: _Storage) -> None:
+    tp, plan = tp_mesh(mesh), resolution.plan
     group = Group(tp.get_group())
-    if check_replicated:
-        copies = {
-            row.fqn: module.get_parameter(row.fqn) for row in resolved.parameters.values() if row.layout.dim is None
-        }
-        check_replicas(group, copies, "replicated parameters")
-    Sharder(tp, group, src_data_rank, dtype, device).shard(module, resolved)
-    ledger = Ledger()
-    installer = Installer(group, model, resolved, ledger, sites)
+    if storage.check_replicated:
+        replicated = [row.fqn for row in plan.parameters.values() if row.layout.dim is None]
+        check_replicas(group, {fqn: module.get_parameter(fqn) for fqn in replicated}, "replicated parameters")
+    Sharder(tp, group, storage.src_data_rank, storage.dtype, storage.device).shard(module, plan)
+    pending_reductions = PendingReductions()
+    installer = Installer(group, resolution.model, plan, pending_reductions, resolution.overlapped)
     installer.run()
-    module.__dict__["_parallelize_record"] = Record(
-        resolved,
+    record = PlanRecord(
+        plan,
         mesh,
         tp,
         group,
-        ledger,
-        installer.overlap,
-        installer.region if resolved.region else None,
-        whole,
+        pending_reductions,
+        overlap=installer.overlap,
+        region=installer.region if plan.region else None,
+        model_plan=resolution.model_plan,
     )
+    mark_applied(module, plan=record)
     install_state_hooks(module)
     install_generation(module)
     guard_buffers(module)
     guard_moves(module)
     refuse_ddp(module)
-    if device is not None:
-        _move_buffers(module, device)
-    if check_replicated:
+    if storage.device is not None:
+        _move_buffers(module, storage.device)
+    if storage.check_replicated:
         watch_inputs(module, group)
 
 
@@ -270,13 +295,13 @@ def _move_buffers(module: nn.Module, device: torch.device | str) -> None:
 
 
 def _apply_styles(
-    module: nn.Module, mesh: DeviceMesh, tp: DeviceMesh, styles: Any, src_data_rank: int | None, timeout_s: float
+    module: nn.Module, mesh: DeviceMesh, styles: Any, src_data_rank: int | None, timeout_s: float
 ) -> nn.Module:
     """PyTorch's own form of a plan: styles by name pattern. What no pattern names stays as it is."""
     with agree_on(mesh, timeout_s) as facts:
         facts |= {f"parameter {key}": value for key, value in describe(module).structure().items()}
-        matched = faces.match_styles(module, styles)
-        facts |= {f"style {name}": faces.spelled(style) for name, _, style in matched}
+        matched = dicts.match_styles(module, styles)
+        facts |= {f"style {name}": dicts.spelled(style) for name, _, style in matched}
     with Transaction(module):
-        faces.apply_styles(module, matched, tp, src_data_rank)
+        dicts.apply_styles(module, matched, tp_mesh(mesh), src_data_rank)
     return module

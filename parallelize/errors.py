@@ -1,16 +1,16 @@
-"""What a user sees when something is wrong: where, what (with numbers), why, and a fix.
+"""Errors: where something is wrong, what is wrong (with numbers), and a fix.
 
     ParallelizeError
       PlanError         the plan file, or a plan that does not fit the model
       MeshError         mesh axes, sizes, ranks
-      ShapeError        a tensor that cannot be split as asked
-      ModelError        a model that cannot be planned as it is
-      HandshakeError    ranks that disagree, found before any data is sent
+      ShapeError        a tensor that cannot be split as requested
+      ModelError        a model, or a call of it, that the plan does not support
+      HandshakeError    ranks that disagree, before any data is sent
       PipelineError     a step that failed on some rank
       GradientError     gradients that are not finite
-      CheckpointError   a checkpoint that cannot be written, or that is not what it says
+      CheckpointError   a checkpoint that cannot be written, or whose contents do not match its manifest
 
-Floor 0: imports nothing of the project, nor torch.
+Floor 0: imports neither torch nor anything of this package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding. `slug` is stable: tests and users match it, so the prose may improve."""
+    """One thing that is wrong.
+
+    Attributes:
+        slug: its stable name, which tests and users match. All other text may be reworded.
+        what: one sentence, with numbers.
+        where: a file and line, or a rule.
+        rows: (label, text) lines with details.
+        fix: what to do.
+    """
 
     slug: str
     what: str
@@ -38,7 +46,11 @@ class Problem:
 
 
 class ParallelizeError(Exception):
-    """Every mistake a user can make raises one of these, never an AssertionError."""
+    """The base of all errors that a user can cause.
+
+    Args:
+        problems: at least one. `slugs` are their names.
+    """
 
     def __init__(self, *problems: Problem):
         self.problems = problems
@@ -53,44 +65,44 @@ class ParallelizeError(Exception):
 
 
 class PipelineError(ParallelizeError):
-    """A step of a pipeline that failed, on every rank of the mesh."""
+    """A pipeline step that failed. Every rank of the mesh raises it."""
 
 
 class GradientError(ParallelizeError, RuntimeError):
-    """Gradients that cannot be used, on every rank; a RuntimeError, as PyTorch's own clipping raises."""
+    """Gradients that are not finite. Every rank raises it; a RuntimeError, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
 class CheckpointError(ParallelizeError):
-    """A checkpoint that cannot be written, or that is not what it says it is."""
+    """A checkpoint that cannot be written, or whose contents do not match its manifest."""
 
 
 class PlanError(ParallelizeError):
-    """A plan that cannot be read, or that does not fit its model."""
+    """A plan that cannot be read, or that does not fit the model."""
 
 
 class MeshError(ParallelizeError):
-    """Axes, sizes or ranks that make no mesh."""
+    """Axes, sizes or ranks that do not form a valid mesh."""
 
 
 class ShapeError(ParallelizeError):
-    """A tensor that cannot be split, gathered or reduced as asked."""
+    """A tensor that cannot be split, gathered or reduced as requested."""
 
 
 class ModelError(ParallelizeError):
-    """A model, or a call of it, that the plan cannot serve."""
+    """A model, or a call of it, that the plan does not support."""
 
 
 class HandshakeError(ParallelizeError):
-    """Ranks that disagree about plan, model or settings."""
+    """Ranks that disagree about the plan, the model or settings."""
 
 
 def near(word: str, known: Iterable[str], most: int = 3) -> list[str]:
-    """The names in `known` that look like `word`, best first."""
+    """The names in `known` that are similar to `word`, best first."""
     return difflib.get_close_matches(word, list(known), n=most, cutoff=0.5)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A fix for a misspelt word, or what is known when nothing is near."""
+    """A fix for a misspelled word: similar names, or else the known ones."""
     names = sorted(set(known))
     close = near(word, names)
     if close:
@@ -99,6 +111,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def short_list(names: Sequence[str], most: int = 12) -> str:
-    """Names joined by commas, cut off with a count."""
+    """The first names, joined by commas, and the number of the others."""
     shown = ", ".join(names[:most])
     return shown + (f", and {len(names) - most} more" if len(names) > most else "")

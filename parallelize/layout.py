@@ -1,9 +1,9 @@
-"""Where the pieces of a parameter lie: pairs of local and full slices, for every rank of `tp`.
+"""How a parameter is sharded over the ranks of `tp`: pairs of local and full slices for every rank.
 
-A layout says, for each rank, which intervals of the full tensor along one dim it holds and in which order. That covers
-equal and uneven shards, packed projections (several chunks, each split by itself) and replicated key/value heads (an
-interval held by several ranks). Placements are derived from it: `stored_dim_size` and `is_canonical` say how a plain
-`Shard(dim)` DTensor carries it.
+A layout says which intervals of the full tensor along one dim each rank stores, and in which order. That covers even and
+uneven shards, packed weights (several chunks, each sharded by itself) and replicated key/value heads (an interval that
+several ranks store). Placements are derived from it: `is_canonical` and `stored_shape` say which `Shard(dim)` DTensor stores
+it.
 
 Floor 0: pure arithmetic, torch-free.
 """
@@ -21,10 +21,13 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of `units` equal blocks along the sharded dim, which are never cut.
+    """A part of the sharded dim that is sharded by itself, such as the q of a packed q, k and v.
 
-    `units=None`: any element may be a boundary. `replicable`: with fewer units than ranks, each unit goes to several
-    ranks (key/value heads); otherwise that is an error.
+    Attributes:
+        size: elements along the dim.
+        units: the number of equal blocks in it that are never split, such as heads; None: any element may be a boundary.
+        replicable: whether each unit may be stored by several ranks if there are fewer units than ranks (key/value heads).
+        name: of the units, for error messages.
     """
 
     size: int
@@ -35,7 +38,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SlicePair:
-    """The same elements, seen from the rank and from the whole. One slice a dim."""
+    """The same elements as slices of a rank's local tensor and as slices of the full tensor. One slice for each dim."""
 
     local: tuple[slice, ...]
     full: tuple[slice, ...]
@@ -43,71 +46,73 @@ class SlicePair:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one parameter lies over the ranks of one axis.
+    """How one parameter is sharded over the ranks of one axis.
 
-    `owned[r]` are the intervals of the full dim that rank r holds, in the order in which they lie in its memory.
-    `dim is None` means that every rank holds all of it.
+    Attributes:
+        shape: of the full tensor.
+        dim: the sharded dim; None: every rank stores all of it.
+        owned: for each rank, the intervals of the full dim that it stores, in memory order.
+        chunks: what `owned` was computed from, to compute it for another number of ranks.
     """
 
     shape: tuple[int, ...]
     num_ranks: int
     dim: int | None = None
     owned: tuple[tuple[Interval, ...], ...] = ()
-    chunks: tuple[Chunk, ...] = field(
-        default=(), compare=False
-    )  # what `owned` was cut from, for other numbers of ranks
+    chunks: tuple[Chunk, ...] = field(default=(), compare=False)
 
     def local_size(self, rank: int) -> int:
-        """Elements along `dim` on this rank (the whole first dim's size has no meaning when replicated)."""
+        """Elements along `dim` on this rank. A replicated layout has no `dim` and no local size."""
         assert self.dim is not None
         return sum(stop - start for start, stop in self.owned[rank])
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape that the rank computes with."""
+        """The shape of the local tensor that a rank computes with."""
         if self.dim is None:
             return self.shape
         return self._with_dim(self.local_size(rank))
 
     def slices(self, rank: int) -> tuple[SlicePair, ...]:
-        """The pairs of local and full slices on this rank, in memory order. Empty where the rank holds nothing."""
+        """The pairs of local and full slices of a rank, in memory order. Empty where the rank stores nothing."""
         if self.dim is None:
-            whole = tuple(slice(0, size) for size in self.shape)
-            return (SlicePair(whole, whole),)
-        pairs, at = [], 0
+            everything = tuple(slice(0, size) for size in self.shape)
+            return (SlicePair(everything, everything),)
+        pairs, offset = [], 0
         for start, stop in self.owned[rank]:
-            pairs.append(SlicePair(self._cut(at, at + stop - start), self._cut(start, stop)))
-            at += stop - start
+            local_stop = offset + stop - start
+            pairs.append(SlicePair(self._slices_of(offset, local_stop), self._slices_of(start, stop)))
+            offset = local_stop
         return tuple(pairs)
 
     def holders(self, interval: Interval) -> tuple[int, ...]:
-        """The ranks that hold exactly this interval."""
+        """The ranks that store exactly this interval."""
         return tuple(rank for rank, owned in enumerate(self.owned) if interval in owned)
 
     def shared(self, rank: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-        """(local start, local stop, ranks) of what this rank holds together with others: gradients there are summed."""
+        """(local start, local stop, ranks) of each interval that other ranks store too. Its gradient is summed over `ranks`."""
         if self.dim is None:
             return ()
-        found, at = [], 0
+        intervals, offset = [], 0
         for start, stop in self.owned[rank]:
-            ranks = self.holders((start, stop))
+            ranks, local_stop = self.holders((start, stop)), offset + stop - start
             if len(ranks) > 1:
-                found.append((at, at + stop - start, ranks))
-            at += stop - start
-        return tuple(found)
+                intervals.append((offset, local_stop, ranks))
+            offset = local_stop
+        return tuple(intervals)
 
     @cached_property
     def is_canonical(self) -> bool:
-        """Whether a plain DTensor (`Shard(dim)` cut as `torch.chunk` cuts, or `Replicate`) is this layout itself."""
+        """Whether this is the layout of a plain DTensor: `Replicate`, or `Shard(dim)`, which splits as `torch.chunk` does."""
         return self.dim is None or self == chunked(self.shape, self.dim, self.num_ranks)
 
     @cached_property
     def stored_local_size(self) -> int:
-        """Rows that each rank stores when the layout is not canonical: the largest local size, so that shards are even."""
+        """The largest local size. Every rank stores so much along `dim` if the layout is not canonical: shards are even."""
         return max(self.local_size(rank) for rank in range(self.num_ranks))
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The DTensor's global shape: the full shape, or an even one that holds permuted, shared or padded shards."""
+        """The DTensor's full shape: `shape` if the layout is canonical, else that of the even shards together."""
         if self.dim is None or self.is_canonical:
             return self.shape
         return self._with_dim(self.stored_local_size * self.num_ranks)
@@ -116,57 +121,58 @@ class Layout:
         assert self.dim is not None
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
-    def _cut(self, start: int, stop: int) -> tuple[slice, ...]:
+    def _slices_of(self, start: int, stop: int) -> tuple[slice, ...]:
         return tuple(slice(start, stop) if dim == self.dim else slice(0, size) for dim, size in enumerate(self.shape))
 
 
 def replicated(shape: Sequence[int], num_ranks: int) -> Layout:
-    """Every rank holds all of it."""
+    """Every rank stores all of it."""
     return Layout(tuple(shape), num_ranks)
 
 
 def chunked(shape: Sequence[int], dim: int, num_ranks: int) -> Layout:
-    """Contiguous shards as `torch.chunk` cuts them: ceil(size / ranks) each, the last ones smaller or empty."""
+    """Contiguous shards as `torch.chunk` splits: ceil(size / ranks) each, the last ones smaller or empty."""
     size = shape[dim]
     owned = tuple(filled(even_interval(size, num_ranks, rank)) for rank in range(num_ranks))
     return Layout(tuple(shape), num_ranks, dim, owned, (Chunk(size),))
 
 
 def packed(shape: Sequence[int], dim: int, num_ranks: int, chunks: Sequence[Chunk]) -> Layout:
-    """Each chunk is split over the ranks by itself; a rank holds its parts one after another.
+    """Each chunk is sharded by itself; a rank stores its shards of all chunks one after another.
 
     Raises: ShapeError `uneven-units` where units can be neither divided nor replicated.
     """
     owned = []
     for rank in range(num_ranks):
         intervals: list[Interval] = []
-        at = 0
+        offset = 0
         for chunk in chunks:
-            start, stop = _part(chunk, num_ranks, rank)
-            intervals += filled((at + start, at + stop))
-            at += chunk.size
+            start, stop = _shard_of_chunk(chunk, num_ranks, rank)
+            intervals += filled((offset + start, offset + stop))
+            offset += chunk.size
         owned.append(tuple(intervals))
     return Layout(tuple(shape), num_ranks, dim, tuple(owned), tuple(chunks))
 
 
 def even_interval(size: int, num_ranks: int, rank: int) -> Interval:
-    """Rank's part of `size` elements as `torch.chunk` cuts them."""
-    step = -(-size // num_ranks)
-    return min(rank * step, size), min((rank + 1) * step, size)
+    """(start, stop) of a rank's shard of `size` elements, split as `torch.chunk` does."""
+    shard_size = -(-size // num_ranks)
+    return min(rank * shard_size, size), min((rank + 1) * shard_size, size)
 
 
 def filled(interval: Interval) -> tuple[Interval, ...]:
+    """The interval, or nothing if it is empty."""
     return (interval,) if interval[1] > interval[0] else ()
 
 
 def local_units(units: int, num_ranks: int, replicable: bool) -> int | None:
-    """Units that each rank holds, or None where they can be neither divided nor replicated."""
+    """The number of units of each rank, or None where units can be neither divided nor replicated."""
     if units % num_ranks == 0:
         return units // num_ranks
     return 1 if replicable and num_ranks % units == 0 else None
 
 
-def _part(chunk: Chunk, num_ranks: int, rank: int) -> Interval:
+def _shard_of_chunk(chunk: Chunk, num_ranks: int, rank: int) -> Interval:
     if chunk.units is None:
         return even_interval(chunk.size, num_ranks, rank)
     per_rank = local_units(chunk.units, num_ranks, chunk.replicable)

@@ -1,9 +1,9 @@
-"""A mesh as arithmetic: named axes, sizes, ranks and coordinates, without devices.
+"""Arithmetic of meshes: named axes, sizes, ranks and coordinates, without devices.
 
 Ranks are laid out in row-major order of the axes as named: the last axis changes fastest. `MeshSpec(dp=2, tp=4)` puts
 ranks 0..3 in one `tp` group, as `init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))` does.
 
-Floor 0: torch-free. `groups.py` turns a spec into a `DeviceMesh` and into process groups.
+Floor 0: torch-free. `comm/groups.py` makes the `DeviceMesh` and the process groups.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from dataclasses import dataclass
 from parallelize.errors import MeshError, Problem, did_you_mean
 
 AXES = ("pp", "dp_replicate", "dp", "dp_shard", "cp", "ep", "tp")
-SAMPLE_AXES = ("dp_replicate", "dp", "dp_shard")  # ranks along these get other samples, slowest first
-DATA_AXES = (*SAMPLE_AXES, "cp")  # each rank along these sees other tokens: along cp, other rows of the same samples
+SAMPLE_AXES = ("dp_replicate", "dp", "dp_shard")  # ranks along these axes get different samples; slowest first
+DATA_AXES = (*SAMPLE_AXES, "cp")  # ranks along these get different tokens: along cp, of the same samples
 
 
 @dataclass(frozen=True, init=False)
 class MeshSpec:
-    """Named axis sizes in layout order.
+    """Named axis sizes, slowest axis first.
 
-    Raises: MeshError `bad-axis-size` for a size that is not a positive integer.
+    Args:
+        axes: (name, size) pairs.
+        sizes: more axes, by keyword: `MeshSpec(dp=2, tp=4)`.
+
+    Raises: MeshError `bad-axis-size` for a size that is not a positive integer, `repeated-axis`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -33,7 +37,7 @@ class MeshSpec:
         for name, size in named:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise MeshError(
-                    Problem("bad-axis-size", f"axis {name} has size {size!r}", fix="give a positive whole number")
+                    Problem("bad-axis-size", f"axis {name} has size {size!r}", fix="give a positive integer")
                 )
         names = [name for name, _ in named]
         for name in names:
@@ -43,7 +47,7 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
-        """Read `pp=2,dp=4,tp=8`."""
+        """Parse text such as `pp=2,dp=4,tp=8`. Raises: MeshError `bad-mesh`, and as the constructor."""
         axes = []
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, equals, size = part.partition("=")
@@ -65,7 +69,7 @@ class MeshSpec:
         return math.prod(self.sizes)
 
     def size(self, axis: str) -> int:
-        """How many ranks lie along `axis`. Raises: MeshError `unknown-axis`."""
+        """The number of ranks along `axis`. Raises: MeshError `unknown-axis`."""
         if axis not in self.names:
             raise MeshError(
                 Problem("unknown-axis", f"this mesh has no axis {axis!r}", fix=did_you_mean(axis, self.names))
@@ -73,16 +77,16 @@ class MeshSpec:
         return dict(self.axes)[axis]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` sits: axis name to index. Raises: MeshError `bad-rank`."""
+        """Axis name -> index of `rank` along that axis. Raises: MeshError `bad-rank`."""
         if not 0 <= rank < self.world_size:
             raise MeshError(Problem("bad-rank", f"rank {rank} is not in a mesh of {self.world_size} ranks"))
-        found = {}
+        index = {}
         for name, size in reversed(self.axes):
-            rank, found[name] = divmod(rank, size)
-        return {name: found[name] for name in self.names}
+            rank, index[name] = divmod(rank, size)
+        return {name: index[name] for name in self.names}
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at these coordinates, one for each axis. Raises: MeshError `bad-coordinate`."""
+        """The rank at these coordinates, one for each axis. Raises: MeshError `bad-coordinate`, `unknown-axis`."""
         for name in coordinates:
             self.size(name)
         rank = 0
@@ -98,19 +102,19 @@ class MeshSpec:
         return rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """The ranks that differ only along `axes`: one tuple a group, ordered as `axes` are named (last fastest)."""
-        inside = self._offsets(axes)
-        outside = self._offsets([name for name in self.names if name not in axes])
-        return [tuple(first + step for step in inside) for first in outside]
+        """The groups of ranks that differ only along `axes`, in row-major order of `axes`: the last one changes fastest."""
+        offsets = self._offsets(axes)
+        first_ranks = self._offsets([name for name in self.names if name not in axes])
+        return [tuple(first + offset for offset in offsets) for first in first_ranks]
 
     def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The one of `groups(*axes)` that holds `rank`."""
-        here = self.coordinates(rank)
-        first = self.rank(**{name: 0 if name in axes else index for name, index in here.items()})
-        return tuple(first + step for step in self._offsets(axes))
+        """The group of `groups(*axes)` that contains `rank`."""
+        coordinates = self.coordinates(rank)
+        first = self.rank(**{name: 0 if name in axes else index for name, index in coordinates.items()})
+        return tuple(first + offset for offset in self._offsets(axes))
 
     def _offsets(self, axes: Sequence[str]) -> list[int]:
-        """How far each rank along the product of `axes` lies from the first."""
+        """The offset of each rank along the product of `axes` from the first one."""
         offsets = [0]
         for axis in axes:
             size = self.size(axis)
@@ -123,10 +127,10 @@ class MeshSpec:
 
 
 def axis_order(spec: MeshSpec, zero: int) -> list[Problem]:
-    """What is wrong with the order of axes for a stage of ZeRO: parts are cut above tensor parallelism's."""
-    shard = "dp_shard" if "dp_shard" in spec.names else "dp"
-    pairs = [(shard, "tp")] if zero > 0 else []
-    pairs += [("dp_replicate", shard)] if zero == 3 else []
+    """What is wrong with the order of axes for a ZeRO stage, whose axes must be slower than `tp`."""
+    shard_axis = "dp_shard" if "dp_shard" in spec.names else "dp"
+    pairs = [(shard_axis, "tp")] if zero > 0 else []
+    pairs += [("dp_replicate", shard_axis)] if zero == 3 else []
     return [
         Problem(
             "axis-order",

@@ -1,4 +1,4 @@
-"""One thread a rank, quiet logs, and the same random numbers for every test."""
+"""One thread a rank, quiet logs, the same random numbers for every test, and no process that a test leaves behind."""
 
 from __future__ import annotations
 
@@ -8,11 +8,37 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import sys
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
+
+POOLS = ("two_processes", "four_processes", "eight_processes")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
+def pytest_collection_modifyitems(items):
+    """Tests of many ranks run in one worker of xdist, one after another; variants go to the sweep.
+
+    Ranks wait for each other, so jobs that share two cores slow each other down by far more than a factor of two.
+    """
+    seen: dict[str, int] = {}
+    for item in items:
+        if any(name in item.fixturenames for name in POOLS):
+            item.add_marker(pytest.mark.processes)
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+        variants = item.get_closest_marker("variants")
+        if variants is not None:
+            function = item.nodeid.partition("[")[0]
+            number = seen[function] = seen.get(function, -1) + 1
+            if number % variants.kwargs["every"]:
+                item.add_marker(pytest.mark.sweep)
 
 
 @pytest.fixture(autouse=True)
@@ -27,28 +53,62 @@ def _one_thread_one_seed(request):
     yield
 
 
-@pytest.fixture(scope="session")
-def two_processes():
+# -- processes --------------------------------------------------------------------------------------------------------
+
+_started: list[str] = []
+sys.addaudithook(lambda event, args: _started.append(str(args[0])) if event == "subprocess.Popen" else None)
+
+
+@pytest.fixture(autouse=True)
+def _processes_are_marked_and_ended(request):
+    """A test that starts processes is marked `processes`, and none of them outlives it but those of a pool."""
+    before, _started[:] = children(), []
+    yield
+    is_marked = "processes" in request.keywords
+    assert is_marked or not _started, f"starts {_started} and is not marked `processes`"
+    left = children() - before - servers()
+    assert not left, f"processes {sorted(left)} outlive the test"
+
+
+def children() -> set[int]:
+    """Processes that this one has started and that still run."""
+    ids: set[int] = set()
+    for listing in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            ids |= {int(pid) for pid in listing.read_text().split()}
+    return {pid for pid in ids if not _has_ended(pid)}
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def servers() -> set[int]:
+    """The server that ranks are forked from, and its helper. Ranks are its children, not ours."""
+    return {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+
+
+def _pool(size: int):
     from tests.support.processes import Pool
 
-    pool = Pool(2)
+    pool = Pool(size)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def two_processes():
+    yield from _pool(2)
 
 
 @pytest.fixture(scope="session")
 def four_processes():
-    from tests.support.processes import Pool
-
-    pool = Pool(4)
-    yield pool
-    pool.close()
+    yield from _pool(4)
 
 
 @pytest.fixture(scope="session")
 def eight_processes():
-    from tests.support.processes import Pool
-
-    pool = Pool(8)
-    yield pool
-    pool.close()
+    yield from _pool(8)

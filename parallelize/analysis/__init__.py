@@ -1,0 +1,1 @@
+"""What can be known of a plan on a mesh without running it: `lint`, `explain` and `fit`."""

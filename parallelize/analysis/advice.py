@@ -1,4 +1,4 @@
-"""The cheapest changes that would make a setting fit, or faster: tried out, not guessed."""
+"""Single changes that would make a setting fit, or faster. Each is computed like the setting itself."""
 
 from __future__ import annotations
 
@@ -6,43 +6,45 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from parallelize.analysis.explanation import Advice, Explanation
-from parallelize.analysis.machine import Machine
-from parallelize.analysis.setting import Setting
+from parallelize.analysis.cost.machine import Machine
+from parallelize.analysis.cost.setting import Setting
+from parallelize.analysis.measure import measure
+from parallelize.analysis.show.explanation import Advice, Explanation
 from parallelize.analysis.subject import Subject, check
 from parallelize.errors import ParallelizeError
 
-WORTH = 0.02  # a change that saves less of time or memory is not told
-MOST = 6
+MIN_SAVING = 0.02  # a change that saves a smaller fraction of time or memory is not listed
+MAX_CHANGES = 6
 
 
 def advise(subject: Subject, setting: Setting, machine: Machine, now: Explanation) -> list[Advice]:
-    """What single changes give: those that make it fit first, then those that save time, then memory."""
-    found = []
-    for change, other in changes(setting):
-        outcome = outcome_of(subject, other, machine)
-        if outcome is None:
-            continue
-        seconds, peak = outcome
-        told = _told(change, seconds, peak, now)
-        if told is not None:
-            found.append(told)
-    return [advice for _, advice in sorted(found, key=lambda pair: pair[0])[:MOST]]
+    """The effect of single changes: first those that make the setting fit, then those that save time, then memory.
+
+    now: the explanation of `setting`.
+    """
+    ranked = []
+    for change, changed_setting in changes(setting):
+        outcome = outcome_of(subject, changed_setting, machine)
+        if outcome is not None:
+            ranked.append(_ranked_advice(change, *outcome, now))
+    listed = [pair for pair in ranked if pair is not None]
+    return [advice for _, advice in sorted(listed, key=lambda pair: pair[0])[:MAX_CHANGES]]
 
 
-def _told(change: str, seconds: float, peak: int, now: Explanation) -> tuple[tuple, Advice] | None:
+def _ranked_advice(change: str, seconds: float, peak: int, now: Explanation) -> tuple[tuple[int, float], Advice] | None:
+    """(sort key, advice); None where the change does not help enough."""
     time = seconds / now.time.overlapped_s
     memory = peak / now.peak_bytes
     gain = f"step {_percent(time)}, peak {_percent(memory)} ({peak / 1e9:.1f} GB)"
     fits = peak < now.machine_memory_bytes
     if not now.fits:
-        if memory > 1 - WORTH:
+        if memory > 1 - MIN_SAVING:
             return None
-        rank = (0 if fits else 1, time if fits else memory)
-        return rank, Advice(change, gain + ("; then it fits" if fits else "; still too large"), seconds, peak)
-    if not fits or (time > 1 - WORTH and (memory > 0.8 or time > 1.1)):
+        key = (0 if fits else 1, time if fits else memory)
+        return key, Advice(change, gain + ("; then it fits" if fits else "; still too large"), seconds, peak)
+    if not fits or (time > 1 - MIN_SAVING and (memory > 0.8 or time > 1.1)):
         return None
-    return (2 if time <= 1 - WORTH else 3, time), Advice(change, gain, seconds, peak)
+    return (2 if time <= 1 - MIN_SAVING else 3, time), Advice(change, gain, seconds, peak)
 
 
 def _percent(ratio: float) -> str:
@@ -50,9 +52,7 @@ def _percent(ratio: float) -> str:
 
 
 def outcome_of(subject: Subject, setting: Setting, machine: Machine) -> tuple[float, int] | None:
-    """(seconds of the overlapped bound, largest peak), None where the setting is impossible."""
-    from parallelize.analysis.explain import measure
-
+    """(seconds of the overlapped bound, largest peak); None where the setting is refused."""
     try:
         check(subject, setting)
         _, memories, time = measure(subject, setting, machine, by_segment=False)
@@ -62,7 +62,7 @@ def outcome_of(subject: Subject, setting: Setting, machine: Machine) -> tuple[fl
 
 
 def changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
-    """Single changes that a user could make by one option, at the same batch of tokens."""
+    """(options of the command line, setting) of single changes that keep the tokens of a step."""
     has_tp = setting.size("tp") > 1
     options: list[tuple[str, dict[str, Any]]] = []
     if has_tp and not setting.sequence_parallel:
@@ -82,7 +82,7 @@ def changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
         options.append(("--dtype bfloat16", {"dtype": "bfloat16"}))
     if has_tp and setting.overlap == "off":
         options.append(("--overlap auto", {"overlap": "auto"}))
-    if setting.rows > 1:
+    if setting.microbatch_size > 1:
         options.append((f"--microbatches {setting.batch}", {"num_microbatches": setting.batch}))
     if setting.size("pp") > 1 and setting.schedule == "1f1b":
         options.append(("--schedule interleaved_1f1b", {"schedule": "interleaved_1f1b"}))

@@ -1,6 +1,6 @@
-"""`parallelize lint`, `explain` and `fit`: what can be known of a plan before a GPU is paid for.
+"""`parallelize lint`, `explain` and `fit`: check a plan before you launch.
 
-Torch is imported by the command that needs it: a plan file alone is checked without.
+Only commands that need torch import it: a plan file alone is checked without.
 """
 
 from __future__ import annotations
@@ -11,16 +11,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallelize.console import FINE, MISTAKE, add_json, add_quiet, as_data, print_json, report, say, shows_progress
 from parallelize.errors import ParallelizeError, PlanError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.load import load_plan
 from parallelize.plan.schema import Plan
-from parallelize.progress_line import Progress
+from parallelize.terminal.console import (
+    FINE,
+    MISTAKE,
+    add_json,
+    add_quiet,
+    as_data,
+    print_json,
+    report,
+    say,
+    shows_progress,
+)
+from parallelize.terminal.progress_line import Progress
 
 if TYPE_CHECKING:
+    from parallelize.analysis.cost.setting import Setting
     from parallelize.analysis.fit import Fitted
-    from parallelize.analysis.setting import Setting
+    from parallelize.analysis.show.explanation import Explanation
     from parallelize.analysis.subject import Subject
 
 MODEL = "a config.json or its folder, a transformers model type, llama-3-8b and the like, or package.module:function"
@@ -49,7 +60,7 @@ def _add_lint(verbs: Any) -> None:
 
 
 def _add_explain(verbs: Any) -> None:
-    explain = verbs.add_parser("explain", help="what a plan does and costs on a mesh of any size, without a GPU")
+    explain = verbs.add_parser("explain", help="predict memory, messages and time on a mesh of any size, without a GPU")
     explain.add_argument("model", metavar="MODEL", help=MODEL)
     explain.add_argument("--plan", metavar="PLAN", help="a file, or a shipped plan's name (default: the model's)")
     explain.add_argument("--mesh", default="tp=8", help="such as pp=2,dp=4,tp=8 (default: tp=8)")
@@ -57,7 +68,7 @@ def _add_explain(verbs: Any) -> None:
     explain.add_argument(
         "--hardware", default="h100-sxm", help="h100-sxm, h200, a100, cpu, or a YAML file of that form"
     )
-    explain.add_argument("--every-layer", action="store_true", help="analyse every layer, not each kind once")
+    explain.add_argument("--every-layer", action="store_true", help="analyze every layer, not equal layers once")
     explain.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures")
     explain.add_argument(
         "--compare", nargs=2, metavar=("A", "B"), help="two plans, or two meshes (with `=`), side by side"
@@ -69,13 +80,13 @@ def _add_explain(verbs: Any) -> None:
 
 def _add_fit(verbs: Any) -> None:
     fit = verbs.add_parser("fit", help="search the mesh and options that train a model fastest on N GPUs")
-    fit.add_argument("model_given", nargs="?", metavar="MODEL", help=MODEL)
+    fit.add_argument("model_argument", nargs="?", metavar="MODEL", help=MODEL)
     fit.add_argument("--model", metavar="MODEL", help="the same")
     fit.add_argument("--gpus", type=int, required=True, metavar="N")
     fit.add_argument("--memory", metavar="SIZE", help="of one GPU, such as 80GB (default: the hardware's)")
     fit.add_argument("--plan", metavar="PLAN", help="a file, or a shipped plan's name (default: the model's)")
     fit.add_argument(
-        "--global-batch", type=int, default=1024, metavar="N", help="sequences a step over all (default: 1024)"
+        "--global-batch", type=int, default=1024, metavar="N", help="sequences per step over all GPUs (default: 1024)"
     )
     fit.add_argument("--sequence", type=int, default=4096, metavar="N", help="tokens of a sequence (default: 4096)")
     fit.add_argument("--dtype", default="bfloat16", help="of compute (default: bfloat16)")
@@ -90,41 +101,41 @@ def _add_fit(verbs: Any) -> None:
 
 def _add_modes(parser: argparse.ArgumentParser) -> None:
     for name in ("sequence-parallel", "loss-parallel"):
-        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help="over the plan's default")
+        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help="override the plan's default")
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    about = "a field of the config, or an argument of the function: num_hidden_layers=2"
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
+    set_help = "a field of the config, or an argument of the function: num_hidden_layers=2"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=set_help)
 
 
 def _add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--batch", type=int, metavar="N", help="sequences a data rank and step (default: the microbatches)"
+        "--batch", type=int, metavar="N", help="sequences per data rank and step (default: one per microbatch)"
     )
     parser.add_argument("--sequence", type=int, default=4096, metavar="N", help="tokens of a sequence (default: 4096)")
-    parser.add_argument("--microbatches", type=int, metavar="N", help="a step's parts (default: twice pp)")
+    parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches of a step (default: twice pp)")
     parser.add_argument("--schedule", default="1f1b", help="of the pipeline (default: 1f1b)")
     parser.add_argument("--stages-per-rank", type=int, metavar="N")
     parser.add_argument("--zero", type=int, default=0, choices=range(4), help="ZeRO stage over dp (default: 0)")
     parser.add_argument("--defer", action="store_true", help="ZeRO 2 and 3 reduce gradients once a step")
     _add_modes(parser)
-    about = "head and loss in one, a chunk of tokens at a time (over the plan's default)"
-    parser.add_argument("--fuse-loss", action=argparse.BooleanOptionalAction, help=about)
+    fuse_loss_help = "compute head and loss together, one chunk of tokens at a time (override the plan's default)"
+    parser.add_argument("--fuse-loss", action=argparse.BooleanOptionalAction, help=fuse_loss_help)
     parser.add_argument("--overlap", default="off", choices=("auto", "off", "chunked", "symm_mem"))
-    parser.add_argument("--ulysses", type=int, default=1, help="ranks of cp that trade heads; the rest forms a ring")
+    parser.add_argument("--ulysses", type=int, default=1, help="ranks of cp that exchange heads; the rest forms a ring")
     parser.add_argument("--recompute", default="off", choices=("off", "selective", "full"))
     parser.add_argument("--recompute-every", type=int, default=1, metavar="N")
-    parser.add_argument("--dtype", help="of compute, such as bfloat16; weights are kept as --weights-dtype")
+    parser.add_argument("--dtype", help="of compute, such as bfloat16; weights are stored as --weights-dtype")
     parser.add_argument("--weights-dtype", default="float32")
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, sgd_momentum, lion, adafactor")
-    parser.add_argument("--transport", choices=("nccl", "gloo"), help="what sends (default: gloo for cpu, else nccl)")
+    parser.add_argument("--transport", choices=("nccl", "gloo"), help="backend (default: gloo for cpu, else nccl)")
     _add_overrides(parser)
 
 
 def setting_of(options: argparse.Namespace, mesh: str) -> Setting:
-    """The setting that the options say."""
-    from parallelize.analysis.setting import Setting
+    """The setting of the command line's options."""
+    from parallelize.analysis.cost.setting import Setting
 
     spec = MeshSpec.parse(mesh)
     pp = dict(spec.axes).get("pp", 1)
@@ -154,7 +165,7 @@ def setting_of(options: argparse.Namespace, mesh: str) -> Setting:
 
 def _subject(model: str, plan: Any, overrides: list[str]) -> Subject:
     from parallelize.analysis.subject import Subject
-    from parallelize.model_source import parse_overrides, read_model
+    from parallelize.models.model_source import parse_overrides, read_model
 
     return Subject(read_model(model, parse_overrides(overrides)), plan)
 
@@ -166,14 +177,14 @@ def _lint(options: argparse.Namespace) -> int:
     if not options.plans and options.model is None:
         raise PlanError(Problem("nothing-to-lint", "no plan and no model was given", fix="parallelize lint my.yaml"))
     findings: list[tuple[str, Problem]] = []
-    fine: list[str] = []
+    passed: list[str] = []
     for name in options.plans or [None]:
-        found, plan = _lint_one(name, options)
-        findings += found
-        if not any(severity == "error" for severity, _ in found):
-            about = f"{plan.source}: {len(plan.rules)} rules" if plan is not None else f"{options.model}"
+        plan_findings, plan = _lint_plan(name, options)
+        findings += plan_findings
+        if not any(severity == "error" for severity, _ in plan_findings):
+            linted = f"{plan.source}: {len(plan.rules)} rules" if plan is not None else f"{options.model}"
             against = f", {options.model} on {options.mesh or 'tp=2'}" if options.model else ""
-            fine.append(f"{about}, no mistakes{against}")
+            passed.append(f"{linted}, no mistakes{against}")
     if options.json:
         print_json({"findings": [{"severity": severity, **as_data(problem)} for severity, problem in findings]})
     else:
@@ -182,13 +193,13 @@ def _lint(options: argparse.Namespace) -> int:
                 report([problem], as_json=False)
             else:
                 say(f"warning: {problem}")
-        for line in fine:
+        for line in passed:
             print(line)
     return MISTAKE if any(severity == "error" for severity, _ in findings) else FINE
 
 
-def _lint_one(name: str | None, options: argparse.Namespace) -> tuple[list[tuple[str, Problem]], Plan | None]:
-    """Findings of one plan, by itself and, where a model is given, against that."""
+def _lint_plan(name: str | None, options: argparse.Namespace) -> tuple[list[tuple[str, Problem]], Plan | None]:
+    """(severity, problem) of one plan: of the file and, where the options name a model, of the file against the model."""
     plan = None
     try:
         plan = load_plan(name) if name is not None else None
@@ -196,52 +207,55 @@ def _lint_one(name: str | None, options: argparse.Namespace) -> tuple[list[tuple
         return [("error", problem) for problem in error.problems], None
     if options.model is None:
         return [], plan
+    from parallelize.analysis.cost.setting import Setting
     from parallelize.analysis.linting import findings
-    from parallelize.analysis.setting import Setting
 
     subject = _subject(options.model, plan, options.set)
     modes = {"sequence_parallel": options.sequence_parallel, "loss_parallel": options.loss_parallel}
     spec = MeshSpec.parse(options.mesh or "tp=2")
     count = 2 * dict(spec.axes).get("pp", 1)
-    found = findings(subject, Setting(spec, batch=count, zero=options.zero, **modes), options.world_size)
-    return [(finding.severity, finding.problem) for finding in found], plan
+    setting = Setting(spec, batch=count, zero=options.zero, **modes)
+    return [(finding.severity, finding.problem) for finding in findings(subject, setting, options.world_size)], plan
 
 
 # -- explain ------------------------------------------------------------------------------------------------------
 
 
 def _explain(options: argparse.Namespace) -> int:
-    pairs = _compared(options)
-    found = []
+    pairs = _plans_and_meshes(options)
+    single = len(pairs) == 1
+    explanations = []
     with Progress("explaining", shows_progress(options), len(pairs), unit="settings") as progress:
         for plan, mesh in pairs:
-            found.append(_explained(options, plan, mesh, advice=len(pairs) == 1))
+            explanations.append(_explain_setting(options, plan, mesh, advice=single))
             progress()
     if options.html is not None:
-        from parallelize.analysis.page import as_html, compare_html
+        from parallelize.analysis.show.page import as_html, compare_html
 
-        options.html.write_text(as_html(found[0]) if len(found) == 1 else compare_html(*found), encoding="utf-8")
+        page = as_html(*explanations) if single else compare_html(*explanations)
+        options.html.write_text(page, encoding="utf-8")
     if options.json:
-        print_json(found[0].as_dict() if len(found) == 1 else {"compared": [one.as_dict() for one in found]})
+        values = [explanation.as_dict() for explanation in explanations]
+        print_json(values[0] if single else {"compared": values})
     else:
-        from parallelize.analysis.text import as_text, compare_text
+        from parallelize.analysis.show.terminal_report import as_text, compare_text
 
-        print(as_text(found[0]) if len(found) == 1 else compare_text(*found))
+        print(as_text(*explanations) if single else compare_text(*explanations))
     if options.html is not None:
         say(f"written: {options.html}")
     return FINE
 
 
-def _compared(options: argparse.Namespace) -> list[tuple[str | None, str]]:
-    """(plan, mesh) of one or two explanations."""
+def _plans_and_meshes(options: argparse.Namespace) -> list[tuple[str | None, str]]:
+    """(plan, mesh) of one or two explanations. Of `--compare`, an argument with `=` is a mesh."""
     if options.compare is None:
         return [(options.plan, options.mesh)]
-    return [(options.plan, one) if "=" in one else (one, options.mesh) for one in options.compare]
+    return [(options.plan, name) if "=" in name else (name, options.mesh) for name in options.compare]
 
 
-def _explained(options: argparse.Namespace, plan: str | None, mesh: str, advice: bool) -> Any:
+def _explain_setting(options: argparse.Namespace, plan: str | None, mesh: str, advice: bool) -> Explanation:
+    from parallelize.analysis.cost.machine import load_machine
     from parallelize.analysis.explain import explain_subject
-    from parallelize.analysis.machine import load_machine
 
     machine = load_machine(options.hardware)
     subject, setting = _subject(options.model, plan, options.set), setting_of(options, mesh)
@@ -252,10 +266,10 @@ def _explained(options: argparse.Namespace, plan: str | None, mesh: str, advice:
 
 
 def _fit(options: argparse.Namespace) -> int:
+    from parallelize.analysis.cost.machine import load_machine
     from parallelize.analysis.fit import fit
-    from parallelize.analysis.machine import load_machine
 
-    model = options.model or options.model_given
+    model = options.model or options.model_argument
     if model is None:
         raise PlanError(Problem("no-model", "no model was given", fix="parallelize fit llama-3-8b --gpus 64"))
     for name in ("gpus", "show", "global_batch"):
@@ -263,7 +277,7 @@ def _fit(options: argparse.Namespace) -> int:
             what = f"--{name.replace('_', '-')} {getattr(options, name)}"
             raise PlanError(Problem("bad-option", what, fix="give 1 or more"))
     with Progress("fitting", shows_progress(options), unit="meshes") as progress:
-        found = fit(
+        fitted = fit(
             _subject(model, options.plan, options.set),
             options.gpus,
             load_machine(options.hardware),
@@ -276,14 +290,14 @@ def _fit(options: argparse.Namespace) -> int:
             tell=lambda text: progress(),
         )
     if options.json:
-        print_json(asdict(found))
+        print_json(asdict(fitted))
     else:
-        print("\n".join(_fitted_lines(found, model, options)))
+        print("\n".join(_fitted_lines(fitted, model, options)))
     return FINE
 
 
 def _bytes(text: str | None) -> float | None:
-    """`80GB`, `141e9`, `40GiB`. Raises: PlanError `bad-option`."""
+    """Bytes of a size such as `80GB`, `141e9` or `40GiB`. Raises: PlanError `bad-option`."""
     if text is None:
         return None
     units = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -293,38 +307,42 @@ def _bytes(text: str | None) -> float | None:
             number, unit = number.removesuffix(name).strip(), float(size)
             break
     try:
-        found = float(number) * unit
+        size = float(number) * unit
     except ValueError as error:
         raise PlanError(Problem("bad-option", f"--memory {text!r}", fix="write 80GB")) from error
-    if not found > 0:
+    if not size > 0:
         raise PlanError(Problem("bad-option", f"--memory {text!r}", fix="write 80GB"))
-    return found
+    return size
 
 
-def _fitted_lines(found: Fitted, model: str, options: argparse.Namespace) -> Sequence[str]:
-    from parallelize.report import table
+def _fitted_lines(fitted: Fitted, model: str, options: argparse.Namespace) -> Sequence[str]:
+    from parallelize.applied.report import table
 
-    head = ("mesh", "zero", "recompute", "schedule", "microbatches", "step (estimate)", "in turn", "MFU", "peak")
+    head = ("mesh", "zero", "recompute", "schedule", "microbatches", "step (estimate)", "sequential", "MFU", "peak")
     rows = []
-    for one in found.best:
-        setting = one.setting
+    for candidate in fitted.best:
+        setting = candidate.setting
         rows.append(
             (
                 str(setting.mesh),
                 str(setting.zero),
                 setting.recompute,
                 setting.schedule if setting.size("pp") > 1 else "-",
-                f"{setting.microbatches} x {setting.rows}",
-                f"{one.step_s:.3f} s",
-                f"{one.in_turn_s:.3f} s",
-                f"{one.mfu:.1%}",
-                f"{one.peak_bytes / 1e9:.1f} GB",
+                f"{setting.microbatches} x {setting.microbatch_size}",
+                f"{candidate.step_s:.3f} s",
+                f"{candidate.in_turn_s:.3f} s",
+                f"{candidate.mfu:.1%}",
+                f"{candidate.peak_bytes / 1e9:.1f} GB",
             )
         )
     title = (
-        f"{model} on {options.gpus} x {options.hardware}, {options.global_batch} sequences of {options.sequence} a step"
+        f"{model} on {options.gpus} x {options.hardware}, "
+        f"{options.global_batch} sequences of {options.sequence} tokens per step"
     )
-    limits = f"{found.tried} settings tried; a step may use 92% of {found.memory_bytes / 1e9:.0f} GB; with sequence and loss parallelism over tp"
-    why = [f"  {one.count:>4}  {one.reason} (such as {one.example})" for one in found.rejected]
-    note = "step: what can be hidden behind compute is; in turn: nothing is. `parallelize explain` says more of each."
-    return [title, limits, "", *table(head, rows), "", note, "", "not shown:", *why]
+    limits = (
+        f"{fitted.tried} settings tried; a step may use 92% of {fitted.memory_bytes / 1e9:.0f} GB; "
+        "with sequence and loss parallelism over tp"
+    )
+    reasons = [f"  {rejected.count:>4}  {rejected.reason} (such as {rejected.example})" for rejected in fitted.rejected]
+    note = "step: everything is overlapped that can be; sequential: nothing is. `parallelize explain` shows each in detail."
+    return [title, limits, "", *table(head, rows), "", note, "", "not shown:", *reasons]

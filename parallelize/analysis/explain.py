@@ -1,8 +1,9 @@
-"""`explain`: a model, a plan and a mesh to an `Explanation`. One process, no GPU, no weights."""
+"""`explain`: from a model, a plan and a mesh to an `Explanation`. One process, no GPU, no weights."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from math import prod
@@ -11,20 +12,21 @@ from typing import Any
 from torch import nn
 
 from parallelize.analysis.advice import advise
-from parallelize.analysis.explanation import AxisTotal, Explanation, MessageLine, ParameterLine, RankReport
-from parallelize.analysis.machine import Machine, load_machine
-from parallelize.analysis.memory import RankMemory, memory_of
-from parallelize.analysis.records import OUTSIDE, Message
-from parallelize.analysis.setting import Setting, make_setting
-from parallelize.analysis.step import RankStep
+from parallelize.analysis.cost.machine import Machine, load_machine
+from parallelize.analysis.cost.memory import RankMemory, memory_of
+from parallelize.analysis.cost.setting import Setting, make_setting
+from parallelize.analysis.cost.training_step import RankStep
+from parallelize.analysis.measure import measure
+from parallelize.analysis.record.trace_data import Message
+from parallelize.analysis.show.explanation import AxisTotal, Explanation, MessageLine, ParameterLine, RankReport
 from parallelize.analysis.subject import Subject, check
-from parallelize.analysis.timing import StepTime, stage_time, step_time
-from parallelize.layout import Layout
-from parallelize.mesh import SAMPLE_AXES, MeshSpec
-from parallelize.model_source import ModelSource, source_of
+from parallelize.applied.report import layout_text
+from parallelize.errors import ModelError
+from parallelize.mesh import MeshSpec
+from parallelize.models.model_source import ModelSource, source_of
+from parallelize.plan.model_facts import ParameterFacts
 from parallelize.plan.pattern import generic
-from parallelize.plan.resolve import ResolvedPlan
-from parallelize.report import lies
+from parallelize.plan.resolved import ResolvedPlan
 
 
 def explain(
@@ -36,16 +38,29 @@ def explain(
     every_layer: bool = False,
     **options: Any,
 ) -> Explanation:
-    """What a plan does to a model on a mesh of any size, what it sends and holds, and about how long a step takes.
+    """Predict memory, messages and time of a training step on a mesh of any size, without running it.
 
     Args:
-        model: as `read_model` takes it, or a function that builds the module.
-        plan: as `parallelize_module` takes it; None: by the model.
-        mesh: "pp=2,dp=4,tp=8". hardware: a shipped profile's name, or a YAML file.
-        every_layer: analyse each layer, rather than each kind of layer once. The figures are the same.
-        options: fields of `Setting`: batch, sequence, zero, schedule, num_microbatches, recompute, dtype, ...
+        model: a config.json or its folder, a model type of `transformers`, a published size such as "llama-3-8b", a string
+            "package.module:function", a `ModelSource`, or a function that builds the module.
+        plan: as `parallelize_module` takes it; None: the plan of the model's family.
+        mesh: sizes of the axes, such as "pp=2,dp=4,tp=8", or a `MeshSpec`.
+        hardware: the name of a shipped profile (h100-sxm, h200, a100, cpu), a YAML file of that form, or a `Machine`.
+        every_layer: run each layer, rather than a few of each class of equal layers. The figures are the same.
+        options: fields of `Setting`: `batch` (sequences per data rank and step), `sequence` (tokens of a sequence), `zero`,
+            `schedule`, `num_microbatches`, `recompute`, `dtype`, `optimizer` and others.
 
-    Raises: ParallelizeError for whatever would be wrong on the cluster.
+    Returns:
+        Bytes and counts, which are exact or have the bounds of docs/check-before-launch.md, and estimated times.
+
+    Raises:
+        ParallelizeError: for mistakes that a run would report: of the options (`unknown-option`, `bad-option`), the mesh
+            (`unknown-axis`, `axis-order`, `no-data-axis`), the plan (`unmatched-rule`, `uneven-heads`, ...) or stages
+            (`more-stages-than-layers`). Also `unknown-hardware`, `bad-hardware`; `cannot-record` where the forward reads
+            values; `process-group-taken` where the process has a process group.
+
+    Cost:
+        No communication: one process, tensors without values.
     """
     setting = make_setting(mesh, options)
     machine = hardware if isinstance(hardware, Machine) else load_machine(hardware)
@@ -55,16 +70,15 @@ def explain(
 def explain_subject(
     subject: Subject, setting: Setting, machine: Machine, *, every_layer: bool = False, advice: bool = False
 ) -> Explanation:
-    """The same, of what has been resolved before."""
+    """`explain`, with the caches of `subject`. advice: also compute single changes that would help."""
     check(subject, setting)
     steps, memories, time = measure(subject, setting, machine, every_layer=every_layer)
     reports = [_report(step, memory, machine) for step, memory in zip(steps, memories, strict=True)]
     plan, model = subject.plan_for(setting), subject.model(setting.weights_dtype)
-    with_it, without = _recomputed_or_not(subject, setting)
-    found = Explanation(
+    explanation = Explanation(
         model=f"{subject.source.text} ({type(model.root).__name__})",
         plan=plan.name if plan is not None else "none",
-        plan_source=_shown(plan.source) if plan is not None else "",
+        plan_source=os.path.basename(plan.source) if plan is not None else "",
         setting=setting.describe(),
         mesh=dict(setting.mesh.axes),
         options={key: value for key, value in asdict(setting).items() if key != "mesh"},
@@ -77,97 +91,71 @@ def explain_subject(
         ranks=tuple(reports),
         time=time,
         assumptions=tuple(_assumptions(setting, every_layer)),
-        activations_without_recompute=without,
-        activations_with_recompute=with_it,
+        activations_without_recompute=_peak_activation_bytes(subject, setting, "off"),
+        activations_with_recompute=_peak_activation_bytes(subject, setting, "full"),
     )
-    return replace(found, advice=tuple(advise(subject, setting, machine, found))) if advice else found
+    if not advice:
+        return explanation
+    return replace(explanation, advice=tuple(advise(subject, setting, machine, explanation)))
 
 
-def measure(
-    subject: Subject, setting: Setting, machine: Machine, *, every_layer: bool = False, by_segment: bool = True
-) -> tuple[list[RankStep], list[RankMemory], StepTime]:
-    """The ranks that are looked at, what they hold, and the step's time."""
-    schedule = setting.pipeline()
-    steps = [subject.rank_step(setting, schedule, rank, every_layer) for rank in _looked_at(setting.size("pp"))]
-    memories = [memory_of(step, by_segment) for step in steps]
-    stages = [stage_time(steps[0], stage, machine) for stage in range(schedule.num_stages)]
-    time = step_time(setting, schedule, stages, steps, memories, machine, model_flops(subject, setting))
-    return steps, memories, time
-
-
-def model_flops(subject: Subject, setting: Setting) -> float:
-    """Of one step's tokens: three times the forward's products of the unsharded model, nothing recomputed.
-
-    Source: PaLM, arXiv:2204.02311, app. B (here causal attention counts half, as fused kernels compute it).
-    """
-    alone = replace(
-        setting,
-        mesh=MeshSpec(dp=1),
-        sequence_parallel=None,
-        loss_parallel=None,
-        fuse_loss=False,
-        zero=0,
-        recompute="off",
-        batch=1,
-        num_microbatches=1,
-        ulysses=1,
-    )
-    step = subject.rank_step(alone, alone.pipeline(), 0)
-    forward = sum(segment.flops for segment in step.segments(0, later=True).forward)
-    return 3.0 * forward * setting.batch * setting.size(*SAMPLE_AXES)
-
-
-def _looked_at(size: int) -> list[int]:
-    """The first, a middle and the last rank of the pipeline."""
-    return sorted({0, size // 2, size - 1})
-
-
-def _recomputed_or_not(subject: Subject, setting: Setting) -> tuple[int, int]:
-    """Peak of activations of the first rank, with full recompute and without any."""
-    found = []
-    for mode in ("full", "off"):
-        other = replace(setting, recompute=mode)
-        try:
-            found.append(memory_of(subject.rank_step(other, other.pipeline(), 0)).activations)
-        except Exception:  # a model without units to recompute
-            found.append(0)
-    return found[0], found[1]
+def _peak_activation_bytes(subject: Subject, setting: Setting, recompute: str) -> int:
+    """Of the first pp rank, with that value of `recompute`; 0 where the model has no units to recompute."""
+    setting = replace(setting, recompute=recompute)
+    try:
+        return memory_of(subject.rank_step(setting, setting.pipeline(), 0)).activations
+    except ModelError as error:
+        if "no-recompute-units" not in error.slugs:
+            raise
+        return 0
 
 
 # -- parameters ---------------------------------------------------------------------------------------------------
 
 
+MAX_DRAWN_RANKS = 16  # tp ranks whose intervals are in the explanation
+
+
 def _parameter_lines(subject: Subject, setting: Setting) -> Iterable[ParameterLine]:
+    """One line for all parameters with equal generic names, styles, shapes and layouts."""
     model, resolved, stages = subject.model(setting.weights_dtype), subject.resolved(setting), subject.stages(setting)
-    groups: dict[tuple, list[Any]] = {}
+    lines: dict[tuple, ParameterLine] = {}
     for fact in model.parameters.values():
-        style, rule, local, how, layout = _row(resolved, fact.fqn, fact.shape)
-        name = " = ".join(generic(name) for name in fact.names)
         owners = stages.owners.get(fact.fqn, (0,)) if stages is not None else (0,)
-        held = groups.setdefault((name, style, rule, fact.shape, local, how), [0, owners[0], owners[-1], layout])
-        held[:3] = held[0] + 1, min(held[1], owners[0]), max(held[2], owners[-1])
-    for (name, style, rule, full, local, how), (count, first, last, layout) in groups.items():
-        dim = layout.dim if layout is not None else None
-        owned = layout.owned[:_DRAWN] if layout is not None else ()
-        yield ParameterLine(name, count, style, rule, full, local, how, (first, last), count * prod(full), dim, owned)
+        line = _parameter_line(resolved, fact, (owners[0], owners[-1]))
+        key = (line.name, line.style, line.rule, line.full, line.local, line.lies)
+        if key in lines:
+            same = lines[key]
+            stages_of_both = min(same.stages[0], line.stages[0]), max(same.stages[1], line.stages[1])
+            line = replace(same, count=same.count + 1, numel=same.numel + line.numel, stages=stages_of_both)
+        lines[key] = line
+    return lines.values()
 
 
-_DRAWN = 16  # tp ranks whose pieces are told
-
-
-def _row(
-    resolved: ResolvedPlan | None, fqn: str, shape: tuple[int, ...]
-) -> tuple[str, str, tuple[int, ...], str, Layout | None]:
+def _parameter_line(resolved: ResolvedPlan | None, fact: ParameterFacts, stages: tuple[int, int]) -> ParameterLine:
+    line = ParameterLine(
+        name=" = ".join(generic(name) for name in fact.names),
+        count=1,
+        style="",
+        rule="",
+        full=fact.shape,
+        local=fact.shape,
+        lies="full",
+        stages=stages,
+        numel=prod(fact.shape),
+    )
     if resolved is None:
-        return "", "", shape, "whole", None
-    row = resolved.parameters[fqn]
-    how = lies(row.layout, row.partial)
-    return str(row.rule.style), _shown(row.rule.where), row.layout.local_shape(0), how, row.layout
-
-
-def _shown(where: str) -> str:
-    """A place in a file, without the folders that the reader's machine has."""
-    return os.path.basename(where)
+        return line
+    row = resolved.parameters[fact.fqn]
+    return replace(
+        line,
+        style=str(row.rule.style),
+        rule=os.path.basename(row.rule.where),
+        local=row.layout.local_shape(0),
+        lies=layout_text(row.layout, row.partial),
+        dim=row.layout.dim,
+        owned=row.layout.owned[:MAX_DRAWN_RANKS],
+    )
 
 
 # -- ranks --------------------------------------------------------------------------------------------------------
@@ -175,71 +163,83 @@ def _shown(where: str) -> str:
 
 def _report(step: RankStep, memory: RankMemory, machine: Machine) -> RankReport:
     messages = step.messages
-    found = [step.segments(stage, later=True) for stage in step.mine]
-    flops = sum(segment.flops for one in found for segment in (*one.forward, *one.backward))
+    stages = [step.segments(stage, later=True) for stage in step.local_stages]
+    flops = sum(segment.flops for stage in stages for segment in (*stage.forward, *stage.backward))
     return RankReport(
-        step.pp_rank,
-        _units(step),
-        sum(share.numel for share in step.shares),
-        flops * step.setting.microbatches,
-        memory,
-        tuple(_message_lines(messages, step.setting, machine)),
-        tuple(_totals(messages, step.setting, machine)),
+        pp_rank=step.pp_rank,
+        units=_units(step),
+        parameters=sum(shard.numel for shard in step.shards),
+        flops=flops * step.setting.microbatches,
+        memory=memory,
+        messages=tuple(_message_lines(messages, step.setting, machine)),
+        totals=tuple(_totals(messages, step.setting, machine)),
     )
 
 
 def _units(step: RankStep) -> str:
-    """What the rank's stages own, in words."""
+    """The units of the rank's stages, as text."""
     if step.stages is None:
         return "the whole model"
-    words = []
-    for stage in step.mine:
+    texts = []
+    for stage in step.local_stages:
         first, stop = step.stages.bounds(stage)
         units = step.stages.units[first:stop]
-        words.append(units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}")
-    return "; ".join(words)
+        texts.append(units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}")
+    return "; ".join(texts)
 
 
 def _message_lines(
     messages: Sequence[tuple[Message, int]], setting: Setting, machine: Machine
 ) -> Iterable[MessageLine]:
-    groups: dict[tuple, int] = {}
+    """One line for all messages that differ only in the layer's number."""
+    counts: Counter[Message] = Counter()
     for message, times in messages:
-        key = (*message[:4], generic(message.module) or _ROOT, message.phase)
-        groups[key] = groups.get(key, 0) + times
-    for (op, axis, ranks, size, module, phase), count in groups.items():
-        one = Message(op, axis, ranks, size, module, phase)
-        seconds = machine.message_s(one, setting.mesh) * count
-        yield MessageLine(op, axis, ranks, phase, module, size, count, one.sent_bytes * count, seconds)
-
-
-_ROOT = "loss" if OUTSIDE == "" else OUTSIDE
+        # messages outside of any module are those of the loss
+        counts[message._replace(module=generic(message.module) or "loss")] += times
+    for message, count in counts.items():
+        yield MessageLine(
+            op=message.op,
+            axis=message.axis,
+            ranks=message.ranks,
+            phase=message.phase,
+            module=message.module,
+            bytes=message.bytes,
+            count=count,
+            sent_bytes=message.sent_bytes * count,
+            seconds=machine.message_s(message, setting.mesh) * count,
+        )
 
 
 def _totals(messages: Sequence[tuple[Message, int]], setting: Setting, machine: Machine) -> Iterable[AxisTotal]:
-    found: dict[str, list[Any]] = {}
+    """Sums over the messages of each axis, the largest first."""
+    totals: dict[str, AxisTotal] = {}
     for message, times in messages:
-        held = found.setdefault(message.axis, [0, 0, 0, 0.0, 0.0])
-        held[0] = max(held[0], message.ranks)
-        held[1] += times
-        held[2] += message.bytes * times
-        held[3] += message.sent_bytes * times
-        held[4] += machine.message_s(message, setting.mesh) * times
-    for axis, (ranks, count, size, sent, seconds) in sorted(found.items(), key=lambda item: -item[1][3]):
-        inside = machine.link(setting.mesh, axis) is machine.inside
-        yield AxisTotal(axis, ranks, count, size, sent, seconds, "inside a node" if inside else "between nodes")
+        axis = message.axis
+        if axis not in totals:
+            inside = machine.link(setting.mesh, axis) is machine.inside
+            totals[axis] = AxisTotal(axis, 0, 0, 0, 0.0, 0.0, "inside a node" if inside else "between nodes")
+        total = totals[axis]
+        totals[axis] = replace(
+            total,
+            ranks=max(total.ranks, message.ranks),
+            count=total.count + times,
+            bytes=total.bytes + message.bytes * times,
+            sent_bytes=total.sent_bytes + message.sent_bytes * times,
+            seconds=total.seconds + machine.message_s(message, setting.mesh) * times,
+        )
+    return sorted(totals.values(), key=lambda total: -total.sent_bytes)
 
 
 def _assumptions(setting: Setting, every_layer: bool) -> Iterable[str]:
     yield "bytes and counts are those of the code that runs; times are estimates from the hardware profile's constants"
-    yield "attention is a fused kernel (flash): it keeps query, key, value, output and one number a row, not the scores"
-    yield "memory is what tensors hold; allocators add fragmentation, and a CUDA context and NCCL take 1 to 2 GB more"
-    yield "each op takes the longer of its products and its bytes; in turn: nothing is hidden; overlapped: everything that can be"
-    yield "model FLOPs are three times the unsharded forward's products; causal attention counts half; recompute does not count"
-    yield "one step is forward, backward and optimiser; clipping adds scalars; evaluation and data loading are left out"
+    yield "attention is a fused (flash) kernel: it saves query, key, value, output and one number per token and head, not the scores"
+    yield "memory is that of tensors; allocators add fragmentation, and a CUDA context and NCCL take 1 to 2 GB more"
+    yield "each op takes the longer of its compute and its memory traffic; sequential: nothing is hidden; overlapped: everything that can be"
+    yield "model FLOPs are three times those of the unsharded forward's matmuls; causal attention counts half; recompute does not count"
+    yield "one step is forward, backward and optimizer; clipping adds scalars; evaluation and data loading are left out"
     if setting.zero == 3 and setting.size("pp") > 1:
-        yield "ZeRO 3 gathers each unit twice a microbatch; with several stages on a rank some are gathered more often"
+        yield "ZeRO 3 gathers each unit twice per microbatch; with several stages on a rank some are gathered more often"
     if setting.overlap != "off":
-        yield "overlapped linears send the same bytes in pieces; counts are those without overlap"
+        yield "overlapped linears send the same bytes in chunks; counts are those without overlap"
     if not every_layer:
-        yield "layers that are alike were analysed once"
+        yield "equal layers were analyzed once"

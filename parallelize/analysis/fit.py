@@ -1,29 +1,35 @@
-"""`fit`: which mesh and options train a model on N devices of so much memory, the fastest first. Searched, with reasons.
+"""`fit`: searches the meshes and options that train a model fastest on N devices, with reasons for what it rejects.
 
-Candidates are tried in full (`explain`'s own arithmetic), but for those that the resident bytes alone rule out. What the
-search does not vary it keeps as given: the global batch, the sequence, the dtype.
+Candidates are computed like `explain` computes a setting, except for those that parameters, gradients and optimizer state alone rule
+out. The search does not vary the global batch, the sequence length and the dtype.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parallelize.analysis.explain import measure, model_flops
-from parallelize.analysis.machine import Machine
-from parallelize.analysis.memory import gradients_bytes, optimizer_bytes, parameters_bytes
-from parallelize.analysis.setting import Setting, check_setting
+from parallelize.analysis.cost.machine import Machine
+from parallelize.analysis.cost.memory import gradients_bytes, optimizer_bytes, parameters_bytes
+from parallelize.analysis.cost.setting import Setting, check_setting
+from parallelize.analysis.measure import measure, model_flops
 from parallelize.analysis.subject import Subject, check
 from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.mesh import MeshSpec
 
-SLACK = 0.92  # share of the memory that a step may use; the rest is for the context, NCCL and fragmentation
+USABLE_MEMORY = 0.92  # fraction that a step may use; the rest is for the CUDA context, NCCL and fragmentation
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting that fits. step_s: the overlapped bound; peak_bytes: of the largest rank; mfu: of that bound."""
+    """A setting that fits. Its fields are keys of the JSON output.
+
+    Attributes:
+        step_s, mfu, bubble_fraction: estimates; step_s and mfu are of the overlapped bound.
+        in_turn_s: the sequential bound. peak_bytes: of the rank with the highest peak.
+    """
 
     setting: Setting
     step_s: float
@@ -35,7 +41,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Rejected:
-    """Settings that were ruled out for one reason: how many, one of them, and why."""
+    """Settings that were ruled out for one reason: how many, and one of them."""
 
     reason: str
     count: int
@@ -44,7 +50,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The best setting of each of the best meshes, and why others are not among them."""
+    """The best setting of each of the best meshes, and why others were rejected. tried: the number of settings."""
 
     best: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
@@ -52,13 +58,19 @@ class Fitted:
     memory_bytes: float
 
 
-@dataclass
-class _Tally:
-    reasons: dict[str, list]
+class _Rejections:
+    """Counts rejected settings by reason."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
 
     def add(self, reason: str, setting: Setting) -> None:
-        held = self.reasons.setdefault(reason, [0, setting.describe()])
-        held[0] += 1
+        self._counts[reason] += 1
+        self._examples.setdefault(reason, setting.describe())
+
+    def most_common(self) -> tuple[Rejected, ...]:
+        return tuple(Rejected(reason, count, self._examples[reason]) for reason, count in self._counts.most_common())
 
 
 def fit(
@@ -77,47 +89,52 @@ def fit(
     """Search meshes and options for `gpus` devices.
 
     Args:
-        memory_bytes: of one device (default: the machine's). global_batch: sequences a step over all devices.
-        tell: is called with a word on each mesh that is tried.
+        subject: the model and the plan.
+        gpus: number of devices. machine: one of them, and its links.
+        memory_bytes: of one device; None: the machine's.
+        global_batch: sequences per step over all devices. sequence: tokens of a sequence.
+        dtype: of compute; None: that of the weights. optimizer: a key of `STATE_BYTES`.
+        most: how many meshes to return.
+        tell: is called with the name of each mesh before it is tried.
 
-    Raises: ModelError `nothing-to-fit` where no candidate can even be built, with the reasons.
+    Raises: ModelError `nothing-fits` where no setting fits, with the reasons; as `check_setting`.
     """
-    limit = memory_bytes or machine.memory_bytes
+    memory_limit = memory_bytes or machine.memory_bytes
     base = Setting(MeshSpec(dp=1), sequence=sequence, dtype=dtype, optimizer=optimizer)
     check_setting(base)
-    tally, tried = _Tally({}), 0
-    found: dict[MeshSpec, Candidate] = {}  # the best of each mesh
+    rejections, tried = _Rejections(), 0
+    best: dict[MeshSpec, Candidate] = {}
     layers = len(subject.layers(base))
     for mesh in meshes(gpus, machine.node_ranks, max(layers, 1)):
         tell(str(mesh))
-        for setting in candidates(replace(base, mesh=mesh), global_batch, tally.add):
+        for setting in candidates(replace(base, mesh=mesh), global_batch, rejections.add):
             tried += 1
-            if least_s(subject, setting, machine) > _to_beat(found, mesh, most):
-                tally.add("even at the products' full speed slower than what is shown", setting)
+            if lower_bound_s(subject, setting, machine) > _time_to_beat(best, mesh, most):
+                rejections.add("even at the matmuls' full speed slower than what is shown", setting)
                 continue
-            candidate = _try(subject, setting, machine, limit, tally)
-            if candidate is not None and (mesh not in found or candidate.step_s < found[mesh].step_s):
-                found[mesh] = candidate
-    rejected = tuple(Rejected(reason, *held) for reason, held in sorted(tally.reasons.items(), key=lambda i: -i[1][0]))
-    if not found:
-        rows = tuple((f"{one.count} settings", one.reason) for one in rejected[:10])
-        what = f"no mesh of {gpus} devices with {limit / 1e9:.0f} GB trains this model"
+            candidate = _try(subject, setting, machine, memory_limit, rejections)
+            if candidate is not None and (mesh not in best or candidate.step_s < best[mesh].step_s):
+                best[mesh] = candidate
+    rejected = rejections.most_common()
+    if not best:
+        rows = tuple((f"{rejection.count} settings", rejection.reason) for rejection in rejected[:10])
+        what = f"no mesh of {gpus} devices with {memory_limit / 1e9:.0f} GB trains this model"
         raise ModelError(Problem("nothing-fits", what, rows=rows, fix="more devices, a smaller batch or sequence"))
-    best = sorted(found.values(), key=lambda one: one.step_s)
-    return Fitted(tuple(best[:most]), rejected, tried, limit)
+    fastest = sorted(best.values(), key=lambda candidate: candidate.step_s)
+    return Fitted(tuple(fastest[:most]), rejected, tried, memory_limit)
 
 
-def _to_beat(found: dict[MeshSpec, Candidate], mesh: MeshSpec, most: int) -> float:
-    """The time that a setting must be faster than to be shown."""
-    if mesh in found:
-        return found[mesh].step_s
-    times = sorted(one.step_s for one in found.values())
+def _time_to_beat(best: dict[MeshSpec, Candidate], mesh: MeshSpec, most: int) -> float:
+    """A setting must be faster than this to be returned."""
+    if mesh in best:
+        return best[mesh].step_s
+    times = sorted(candidate.step_s for candidate in best.values())
     return times[most - 1] if len(times) >= most else float("inf")
 
 
-def meshes(gpus: int, node: int, layers: int) -> Iterator[MeshSpec]:
-    """tp within a node, pp up to the number of layers, dp the rest."""
-    for tp in (size for size in range(1, node + 1) if node % size == 0 and gpus % size == 0):
+def meshes(gpus: int, node_ranks: int, layers: int) -> Iterator[MeshSpec]:
+    """Meshes with tp within a node, pp up to the number of layers, and dp for the rest."""
+    for tp in (size for size in range(1, node_ranks + 1) if node_ranks % size == 0 and gpus % size == 0):
         for pp in range(1, min(layers, gpus // tp) + 1):
             if (gpus // tp) % pp or (pp > 1 and pp & (pp - 1) and layers % pp):
                 continue
@@ -125,17 +142,17 @@ def meshes(gpus: int, node: int, layers: int) -> Iterator[MeshSpec]:
 
 
 def candidates(base: Setting, global_batch: int, reject: Callable[[str, Setting], None]) -> Iterator[Setting]:
-    """Options on one mesh."""
+    """Settings of one mesh. reject: called with a reason and a setting where the mesh is not possible."""
     dp, pp, tp = (base.size(axis) for axis in ("dp", "pp", "tp"))
     if global_batch % dp:
-        reject(f"a global batch of {global_batch} sequences does not divide by dp", base)
+        reject(f"a global batch of {global_batch} sequences is not divisible by dp", base)
         return
     batch = global_batch // dp
     modes = {"sequence_parallel": True, "loss_parallel": True} if tp > 1 else {}
-    for rows in (1, 2, 4):
-        if batch % rows:
+    for microbatch_size in (1, 2, 4):
+        if batch % microbatch_size:
             continue
-        count = batch // rows
+        count = batch // microbatch_size
         for schedule in ("1f1b", "interleaved_1f1b", "zbv") if pp > 1 else ("1f1b",):
             for zero in (0, 1, 2, 3) if dp > 1 else (0,):
                 if pp > 1 and zero > 1:
@@ -147,33 +164,37 @@ def candidates(base: Setting, global_batch: int, reject: Callable[[str, Setting]
                     yield replace(base, schedule=schedule, **options)
 
 
-def least_s(subject: Subject, setting: Setting, machine: Machine) -> float:
-    """What a step takes at the least: the model's products at the speed that products reach, and the pipeline's bubble."""
-    peak = machine.peak_flops[setting.dtype or setting.weights_dtype] * machine.matmul_efficiency
+def lower_bound_s(subject: Subject, setting: Setting, machine: Machine) -> float:
+    """The least time of a step: the model's matmuls at the machine's matmul speed, and the pipeline's bubble."""
+    flops_per_s = machine.peak_flops[setting.dtype or setting.weights_dtype] * machine.matmul_efficiency
     flops = model_flops(subject, setting) * (4 / 3 if setting.recompute == "full" else 1.0)
     stages, count = setting.size("pp"), setting.microbatches
-    share = {"1f1b": 1.0, "interleaved_1f1b": 0.5}.get(setting.schedule, 0.0)  # of the stages that wait at both ends
-    return flops / (peak * setting.mesh.world_size) * (count + share * (stages - 1)) / count
+    idle = {"1f1b": 1.0, "interleaved_1f1b": 0.5}.get(
+        setting.schedule, 0.0
+    )  # fraction of the stages that wait at both ends
+    return flops / (flops_per_s * setting.mesh.world_size) * (count + idle * (stages - 1)) / count
 
 
-def _try(subject: Subject, setting: Setting, machine: Machine, limit: float, tally: _Tally) -> Candidate | None:
+def _try(
+    subject: Subject, setting: Setting, machine: Machine, memory_limit: float, rejections: _Rejections
+) -> Candidate | None:
     try:
         check(subject, setting)
-        if _resident(subject, setting) > limit * SLACK:
-            tally.add("weights, gradients and optimiser state alone do not fit", setting)
+        if _resident_bytes(subject, setting) > memory_limit * USABLE_MEMORY:
+            rejections.add("weights, gradients and optimizer state alone do not fit", setting)
             return None
         _, memories, time = measure(subject, setting, machine, by_segment=False)
     except ParallelizeError as error:
-        tally.add(f"{error.problems[0].slug}: {error.problems[0].what}", setting)
+        rejections.add(f"{error.problems[0].slug}: {error.problems[0].what}", setting)
         return None
     peak = max(memory.peak for memory in memories)
-    if peak > limit * SLACK:
-        tally.add(f"the peak is above {SLACK:.0%} of the memory", setting)
+    if peak > memory_limit * USABLE_MEMORY:
+        rejections.add(f"the peak is above {USABLE_MEMORY:.0%} of the memory", setting)
         return None
     return Candidate(setting, time.overlapped_s, time.in_turn_s, peak, time.mfu_overlapped, time.bubble_fraction)
 
 
-def _resident(subject: Subject, setting: Setting) -> int:
-    """Bytes that stay on the first rank: no need to record anything for those."""
-    shares = subject.shares(setting, 0)
-    return parameters_bytes(shares, setting) + gradients_bytes(shares, setting) + optimizer_bytes(shares, setting)
+def _resident_bytes(subject: Subject, setting: Setting) -> int:
+    """Bytes that the first pp rank stores over the step. They are known without a recording."""
+    shards = subject.shards(setting, 0)
+    return parameters_bytes(shards, setting) + gradients_bytes(shards, setting) + optimizer_bytes(shards, setting)

@@ -1,88 +1,72 @@
-"""`lint`: everything about a plan, a model and a mesh that can be known without running them on values.
+"""`lint`: what can be known about a plan, a model and a mesh without running them on values.
 
-Three layers: the file by itself; the file against the model's names, shapes and the mesh; and the planned forward on tensors
-without values against the unsharded one, which shows layouts that do not meet and modules that see a part of the data.
+Three layers of checks: the file alone; the file against the model's names and shapes and the mesh; and the planned forward on
+tensors without values against the unsharded forward. The last one shows layouts that do not match and modules that see only a
+part of the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from parallelize.analysis.fake_world import fake_mesh
-from parallelize.analysis.likeness import likenesses, remember_outputs, thin_out
-from parallelize.analysis.setting import Setting, check_setting, make_setting
-from parallelize.analysis.shapes import Call, Forward, shapes_of
+from parallelize.analysis.cost.setting import Setting, check_setting, make_setting
+from parallelize.analysis.record.fake_world import fake_mesh
+from parallelize.analysis.record.layer_dedup import drop_represented, layer_classes
+from parallelize.analysis.record.shapes import ForwardShapes, ModuleCall, Shape, forward_shapes
 from parallelize.analysis.subject import Subject
 from parallelize.apply import parallelize_module
 from parallelize.errors import ParallelizeError, Problem
 from parallelize.mesh import MeshSpec
-from parallelize.model_source import source_of
-from parallelize.plan.model import ModelFacts
+from parallelize.models.model_source import source_of
+from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import alternatives, generic, matches
-from parallelize.plan.resolve import ModuleRow, ResolvedPlan
+from parallelize.plan.resolved import ModuleRow, ResolvedPlan
 from parallelize.plan.schema import Plan
-from parallelize.styles.contract import Edge
+from parallelize.styles.contract import Conversion
 
-BATCH, SEQUENCE = 2, 24  # of the forward on meta; made divisible by tp
+BATCH, SEQUENCE = 2, 24  # of the forward on meta; the sequence is rounded up to a multiple of tp
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem, and whether the plan must not be applied with it ("error") or may ("warning")."""
+    """A mistake that `lint` found.
+
+    Attributes:
+        severity: "error": the plan would be refused, fail, or compute other numbers; "warning": correct but expensive, or
+            possibly unintended.
+        problem: its slug, place in the plan's file, text and fix.
+    """
 
     severity: str
     problem: Problem
 
 
-def lint_setting(subject: Subject, setting: Setting, world_size: int | None = None) -> list[Finding]:
-    """Findings of one plan on one mesh, in one mode."""
-    found: list[Finding] = []
-    found += _raised(lambda: check_setting(setting))
-    if world_size is not None and world_size != setting.mesh.world_size:
-        what = f"{setting.mesh} makes {setting.mesh.world_size} ranks, and there are {world_size}"
-        fix = f"change a size, or start {setting.mesh.world_size} processes"
-        found.append(Finding("error", Problem("wrong-world-size", what, fix=fix)))
-    found += _raised(lambda: subject.resolved(setting))
-    if not found:
-        found += _raised(lambda: subject.stages(setting))
-    resolved = None if any(one.severity == "error" for one in found) else subject.resolved(setting)
-    if resolved is not None and resolved.tp_size > 1:
-        found += list(_uneven(resolved))
-        found += list(_forward_findings(subject, setting, resolved))
-    return found
-
-
-def modes_of(subject: Subject, plan: Plan | None, setting: Setting) -> list[Setting]:
-    """The settings to look at: what was asked for; without a word of it every mode that the plan serves."""
-    if plan is None or setting.sequence_parallel is not None or setting.loss_parallel is not None:
-        return [setting]
-    modes = [setting]
-    if plan.region is not None and setting.size("tp") > 1:
-        modes.append(replace(setting, sequence_parallel=True))
-    names = {*subject.model(setting.weights_dtype).aliases}
-    heads = [rule for rule in plan.rules if "vocabulary" in rule.style.options.values()]
-    if setting.size("tp") > 1 and any(
-        matches(one, name) for rule in heads for one in alternatives(rule.pattern) for name in names
-    ):
-        modes.append(replace(modes[-1], loss_parallel=True))
-    return modes
-
-
 def lint(
     model: Any, plan: Any = None, mesh: str | MeshSpec = "tp=2", *, world_size: int | None = None, **options: Any
 ) -> list[Finding]:
-    """What is wrong with a plan for a model and a mesh, errors first. Nothing is run on values, no device is needed.
+    """Check a plan for a model and a mesh. Nothing runs on values, and no device is needed.
 
     Args:
-        model: as `read_model` takes it, or a function that builds the module. plan: as `parallelize_module` takes it.
-        mesh: "pp=2,dp=4,tp=8". world_size: processes that there will be. options: fields of `Setting`; without a word on
-            modes every mode that the plan serves is looked at.
+        model: a config.json or its folder, a model type of `transformers`, a published size such as "llama-3-8b", a string
+            "package.module:function", a `ModelSource`, or a function that builds the module.
+        plan: as `parallelize_module` takes it; None: the plan of the model's family.
+        mesh: sizes of the axes, such as "pp=2,dp=4,tp=8", or a `MeshSpec`.
+        world_size: the number of processes of the job, which the mesh must match; None: not checked.
+        options: fields of `Setting`. Without `sequence_parallel` and `loss_parallel`, every mode that the plan serves is
+            checked.
 
-    Returns: findings of severity "error" (the plan would be refused, fail, or compute other numbers) and "warning".
+    Returns:
+        Findings, errors first; empty for a plan without mistakes.
+
+    Raises:
+        MeshError: `bad-mesh`. ModelError: `unknown-option`, or that the model cannot be read. All other mistakes are findings.
+
+    Cost:
+        No communication: one process, tensors without values.
     """
     setting = make_setting(mesh, options)
     if "batch" not in options:
@@ -91,21 +75,54 @@ def lint(
 
 
 def findings(subject: Subject, setting: Setting, world_size: int | None = None) -> list[Finding]:
-    """Findings in every mode, each once, errors first."""
-    found: dict[tuple, Finding] = {}
-    plan = None
+    """Findings of every mode, each once, errors first."""
+    unique: dict[tuple, Finding] = {}
     try:
         plan = subject.plan_for(setting)
     except ParallelizeError as error:
         return [Finding("error", problem) for problem in error.problems]
-    for one in modes_of(subject, plan, setting):
-        for finding in lint_setting(subject, one, world_size):
+    for mode in modes_of(subject, plan, setting):
+        for finding in lint_setting(subject, mode, world_size):
             problem = finding.problem
-            found.setdefault((problem.slug, problem.where, problem.what), finding)
-    return sorted(found.values(), key=lambda finding: finding.severity != "error")
+            unique.setdefault((problem.slug, problem.where, problem.what), finding)
+    return sorted(unique.values(), key=lambda finding: finding.severity != "error")
 
 
-def _raised(check: Any) -> list[Finding]:
+def modes_of(subject: Subject, plan: Plan | None, setting: Setting) -> list[Setting]:
+    """The settings to check: the given one; if it chooses no mode, one for every mode that the plan serves."""
+    if plan is None or setting.sequence_parallel is not None or setting.loss_parallel is not None:
+        return [setting]
+    modes = [setting]
+    if setting.size("tp") == 1:
+        return modes
+    if plan.region is not None:
+        modes.append(replace(setting, sequence_parallel=True))
+    names = {*subject.model(setting.weights_dtype).aliases}
+    heads = [rule for rule in plan.rules if "vocabulary" in rule.style.options.values()]
+    patterns = [pattern for rule in heads for pattern in alternatives(rule.pattern)]
+    if any(matches(pattern, name) for pattern in patterns for name in names):
+        modes.append(replace(modes[-1], loss_parallel=True))
+    return modes
+
+
+def lint_setting(subject: Subject, setting: Setting, world_size: int | None = None) -> list[Finding]:
+    """Findings of one plan on one mesh, in one mode."""
+    results = _errors_raised_by(lambda: check_setting(setting))
+    if world_size is not None and world_size != setting.mesh.world_size:
+        what = f"{setting.mesh} makes {setting.mesh.world_size} ranks, and there are {world_size}"
+        fix = f"change a size, or start {setting.mesh.world_size} processes"
+        results.append(Finding("error", Problem("wrong-world-size", what, fix=fix)))
+    results += _errors_raised_by(lambda: subject.resolved(setting))
+    if not results:
+        results += _errors_raised_by(lambda: subject.stages(setting))
+    resolved = None if results else subject.resolved(setting)
+    if resolved is not None and resolved.tp_size > 1:
+        results += _uneven(resolved)
+        results += _forward_findings(subject, setting, resolved)
+    return results
+
+
+def _errors_raised_by(check: Callable[[], object]) -> list[Finding]:
     try:
         check()
     except ParallelizeError as error:
@@ -117,245 +134,256 @@ def _raised(check: Any) -> list[Finding]:
 
 
 def _uneven(resolved: ResolvedPlan) -> Iterator[Finding]:
-    """Ranks that hold less than others wait for them."""
-    said: set[str] = set()
+    """Shards of different sizes: ranks with a small shard wait for the others."""
+    reported: set[str] = set()
     for row in resolved.parameters.values():
         sizes = [row.layout.local_size(rank) for rank in range(resolved.tp_size)] if row.layout.dim is not None else [0]
         name = generic(row.fqn)
-        if min(sizes) != max(sizes) and name not in said:
-            said.add(name)
+        if min(sizes) != max(sizes) and name not in reported:
+            reported.add(name)
             what = f"dim {row.layout.dim} of {name} ({list(row.layout.shape)}) gives shards of {max(sizes)} to {min(sizes)}"
-            fix = "right, but the others wait for the largest; pad the size to a multiple of tp where that matters"
+            fix = "correct, but ranks wait for the one with the largest shard; pad the size to a multiple of tp where that matters"
             yield Finding("warning", Problem("uneven-shards", what, row.rule.where, fix=fix))
 
 
 # -- the forward --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Forwards:
+    """The shapes of the unsharded forward and of the planned forward, and the plan.
+
+    attention: the attention implementation that ran; "" for the model's own.
+    """
+
+    unsharded: ForwardShapes
+    planned: ForwardShapes
+    resolved: ResolvedPlan
+    attention: str = ""
+
+    def pair(self, name: str) -> tuple[ModuleCall, ModuleCall] | None:
+        """(planned call, unsharded call) of a module; None where one of them did not happen."""
+        planned, unsharded = self.planned.calls.get(name), self.unsharded.calls.get(name)
+        return None if planned is None or unsharded is None else (planned, unsharded)
+
+
 def _forward_findings(subject: Subject, setting: Setting, resolved: ResolvedPlan) -> Iterator[Finding]:
     model = subject.model(setting.weights_dtype)
-    reference, planned = forwards(subject, setting)
-    if reference.error is not None:
-        text = str(reference.error).splitlines()[0]
+    forwards = _Forwards(*run_forwards(subject, setting), resolved)
+    if forwards.unsharded.error is not None:
+        text = str(forwards.unsharded.error).splitlines()[0]
         what = f"the unsharded forward does not run on tensors without values ({text}), so shapes were not compared"
         yield Finding("warning", Problem("cannot-run-forward", what, fix="check by `parallelize verify`"))
         return
-    if planned.error is not None:
-        yield Finding("error", _failed(planned, reference, resolved))
+    if forwards.planned.error is not None:
+        yield Finding("error", _failed(forwards))
         return
-    for other in _other_attentions(model):
-        stock, sharded = forwards(subject, setting, other)
-        if stock.error is None and sharded.error is not None:
-            yield Finding("error", _failed(sharded, stock, resolved, other))
+    for attention in _other_attentions(model):
+        other = _Forwards(*run_forwards(subject, setting, attention), resolved, attention)
+        if other.unsharded.error is None and other.planned.error is not None:
+            yield Finding("error", _failed(other))
             return
-    yield from (Finding("error", problem) for problem in _misread(planned, reference, resolved))
-    yield from (Finding("error", problem) for problem in _leaks(planned, reference, resolved))
-    yield from (Finding("error", problem) for problem in _unreduced(planned, reference, resolved, model))
-    yield from (Finding("warning", problem) for problem in _gathered_twice(planned, resolved))
-    yield from (Finding("warning", problem) for problem in _never_called(planned, resolved))
+    yield from (Finding("error", problem) for problem in _misread(forwards))
+    yield from (Finding("error", problem) for problem in _output_is_a_shard(forwards))
+    yield from (Finding("error", problem) for problem in _not_reduced(forwards))
+    yield from (Finding("warning", problem) for problem in _never_called(forwards))
 
 
 def _other_attentions(model: ModelFacts) -> Sequence[str]:
-    """Implementations that read a layer's attributes where the model's own reads shapes."""
+    """Attention implementations that read a layer's attributes where the model's own implementation reads shapes."""
     own = getattr(model.config, "_attn_implementation", None)
     return ("eager",) if own not in (None, "eager") and hasattr(model.root, "set_attn_implementation") else ()
 
 
-def forwards(subject: Subject, setting: Setting, attention: str = "") -> tuple[Forward, Forward]:
-    """(unsharded, planned) calls of modules, on meta, each kind of layer once. attention: instead of the model's own."""
-    sequence = -(-SEQUENCE // setting.size("tp")) * setting.size("tp")
-    layers = subject.layers(setting)
-    found = []
-    for spec in (None, MeshSpec(tp=setting.size("tp"))):
+def run_forwards(subject: Subject, setting: Setting, attention: str = "") -> tuple[ForwardShapes, ForwardShapes]:
+    """(unsharded, planned) calls of modules, on meta, equal layers once.
+
+    attention: an attention implementation instead of the model's own.
+    """
+    tp = setting.size("tp")
+    sequence = -(-SEQUENCE // tp) * tp
+    classes = layer_classes(subject.layers(setting), subject.model(setting.weights_dtype))
+
+    def build() -> tuple[Any, dict[str, Any]]:
         model: Any = subject.source.build("meta", dtype=getattr(torch, setting.weights_dtype))
         if attention:
             model.set_attn_implementation(attention)
-        alike = likenesses(layers, subject.model(setting.weights_dtype)).stands_for
-        thin_out(model, alike)
-        remember_outputs(model, set(alike.values()))
+        drop_represented(model, classes)
         with torch.device("meta"):
-            inputs = subject.source.inputs(model, BATCH, sequence)
-        if spec is None:
-            found.append(shapes_of(model, inputs))
-            continue
-        with fake_mesh(spec) as mesh:
-            modes: dict[str, Any] = dict(
-                sequence_parallel=setting.sequence_parallel, loss_parallel=setting.loss_parallel
-            )
-            try:
-                parallelize_module(model, mesh, subject.plan_for(setting), overlap="off", **modes)
-            except ParallelizeError as error:
-                found.append(Forward(error=error))
-                continue
-            found.append(shapes_of(model, inputs))
-    return found[0], found[1]
+            return model, subject.source.inputs(model, BATCH, sequence)
+
+    unsharded = forward_shapes(*build())
+    model, inputs = build()
+    with fake_mesh(MeshSpec(tp=tp)) as mesh:
+        modes: dict[str, Any] = {
+            "sequence_parallel": setting.sequence_parallel,
+            "loss_parallel": setting.loss_parallel,
+        }
+        try:
+            parallelize_module(model, mesh, subject.plan_for(setting), overlap="off", **modes)
+        except ParallelizeError as error:
+            return unsharded, ForwardShapes(error=error)
+        return unsharded, forward_shapes(model, inputs)
 
 
-def _failed(planned: Forward, reference: Forward, resolved: ResolvedPlan, attention: str = "") -> Problem:
-    """The planned forward raised where the unsharded one did not: shards that do not meet."""
-    error = planned.error
+def _failed(forwards: _Forwards) -> Problem:
+    """The planned forward raised where the unsharded one did not: shards of neighboring modules that do not match."""
+    error, module = forwards.planned.error, forwards.planned.failed_module
     if isinstance(error, ParallelizeError):
         first = error.problems[0]
-        return replace(first, rows=(*first.rows, *_feeders(planned, reference, resolved)))
-    row, rule = _nearest(planned.inside, resolved)
-    rows = [("module", generic(planned.inside)), ("error", str(error).splitlines()[0])]
-    rows += [("attention", f"{attention} (attn_implementation)")] if attention else []
-    call, wanted = planned.calls.get(planned.inside), reference.calls.get(planned.inside)
-    if call is not None and wanted is not None and call.given != wanted.given:
-        rows.append(("called with", f"{_listed(call.given)}; unsharded {_listed(wanted.given)}"))
+        return replace(first, rows=(*first.rows, *_suspects(forwards)))
+    row, where = _nearest_rule(module, forwards.resolved)
+    rows = [("module", generic(module)), ("error", str(error).splitlines()[0])]
+    rows += [("attention", f"{forwards.attention} (attn_implementation)")] if forwards.attention else []
+    pair = forwards.pair(module)
+    if pair is not None and pair[0].inputs != pair[1].inputs:
+        rows.append(("called with", _compared(*(_listed(call.inputs) for call in pair))))
     if row is not None:
         rows.append(("rule", f"{row.rule.pattern}: {row.rule.style}"))
-    rows += list(_feeders(planned, reference, resolved))
-    fix = "give neighbours styles that meet: `colwise` into `rowwise` with the same sizes, `gather` before, local head counts"
-    inside = generic(planned.inside) or "the model itself"
-    return Problem("layouts-do-not-meet", f"the forward of {inside} cannot run on shards", rule, tuple(rows), fix)
+    rows += list(_suspects(forwards))
+    fix = "give neighbors styles that match: `colwise` into `rowwise` with the same sizes, `gather` before, local head counts"
+    name = generic(module) or "the model itself"
+    return Problem("layouts-do-not-meet", f"the forward of {name} cannot run on shards", where, tuple(rows), fix)
 
 
-def _feeders(planned: Forward, reference: Forward, resolved: ResolvedPlan) -> Iterator[tuple[str, str]]:
-    """Linears called since the last row split that return a whole, or see a part of the sequence: likely the culprits."""
-    held = {name for row in resolved.parameters.values() if len(row.layout.shape) == 2 for name in row.fact.names}
-    since: list[str] = []
+def _suspects(forwards: _Forwards) -> Iterator[tuple[str, str]]:
+    """Likely causes of a failure: linears, called since the last `rowwise` one, whose output is full or whose input is a part
+    of the sequence."""
+    planned, resolved = forwards.planned, forwards.resolved
+    matrices = {name for row in resolved.parameters.values() if len(row.layout.shape) == 2 for name in row.fact.names}
+    recent: list[str] = []
     for name in planned.calls:
-        if name == planned.inside and f"{name}.weight" in held:
+        if name == planned.failed_module and f"{name}.weight" in matrices:
             break
         if name in resolved.modules and resolved.modules[name].contract.compute == "rowwise":
-            since = []
-        elif f"{name}.weight" in held and name in reference.calls:
-            since.append(name)
-    whole, parted = [], []
-    for name in since:
-        call, wanted = planned.calls[name], reference.calls[name]
-        if call.returned and call.returned[0][-1:] == wanted.returned[0][-1:]:
-            whole.append(generic(name))
-        if call.given and call.given[0][1:2] != wanted.given[0][1:2]:
-            parted.append(generic(name.rpartition(".")[0]))
-    if whole:
-        yield "before it", f"{', '.join(dict.fromkeys(whole))}: a whole, where a shard is needed"
-    if parted:
-        yield "not gathered", f"the input of {', '.join(dict.fromkeys(parted))}: a part of the sequence"
+            recent = []
+        elif f"{name}.weight" in matrices and name in forwards.unsharded.calls:
+            recent.append(name)
+    full_outputs, partial_inputs = [], []
+    for name in recent:
+        call, unsharded = planned.calls[name], forwards.unsharded.calls[name]
+        if call.outputs and call.outputs[0][-1:] == unsharded.outputs[0][-1:]:
+            full_outputs.append(generic(name))
+        if call.inputs and call.inputs[0][1:2] != unsharded.inputs[0][1:2]:
+            partial_inputs.append(generic(name.rpartition(".")[0]))
+    if full_outputs:
+        yield "before it", f"{', '.join(dict.fromkeys(full_outputs))}: full output, where a shard is needed"
+    if partial_inputs:
+        yield "not gathered", f"the input of {', '.join(dict.fromkeys(partial_inputs))}: a part of the sequence"
 
 
-def _nearest(name: str, resolved: ResolvedPlan) -> tuple[ModuleRow | None, str]:
-    """The rule of a module, or of the nearest one above it or inside it, and its place in the file."""
-    above = name
+def _nearest_rule(name: str, resolved: ResolvedPlan) -> tuple[ModuleRow | None, str]:
+    """(row, place in the plan's file) of a module's rule; else of the nearest module above it, or of one inside it."""
+    ancestor = name
     while True:
-        if above in resolved.modules:
-            return resolved.modules[above], resolved.modules[above].rule.where
-        if not above:
+        if ancestor in resolved.modules:
+            return resolved.modules[ancestor], resolved.modules[ancestor].rule.where
+        if not ancestor:
             break
-        above = above.rpartition(".")[0]
+        ancestor = ancestor.rpartition(".")[0]
     inside = next((row for fqn, row in resolved.modules.items() if fqn.startswith(name + ".")), None)
     return inside, inside.rule.where if inside is not None else resolved.plan.source
 
 
-def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
+def _listed(shapes: Sequence[Shape]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes) or "no tensor"
 
 
-def _misread(planned: Forward, reference: Forward, resolved: ResolvedPlan) -> Iterator[Problem]:
-    """A module whose output has grown, or has shrunk in several dims: a view that took a local size for another."""
-    for name, call in planned.calls.items():
-        wanted = reference.calls.get(name)
-        if wanted is None or not call.returned or len(call.returned) != len(wanted.returned):
+def _compared(planned: str, unsharded: str) -> str:
+    return f"{planned}; unsharded {unsharded}"
+
+
+def _misread(forwards: _Forwards) -> Iterator[Problem]:
+    """The innermost module that misreads a shape: its outputs are not shards of the unsharded ones, but its inputs are.
+
+    A view that takes a local size for another one makes an output longer, or changes several of its dims. Modules that
+    contain the misreading one, or that get its output, also have wrong outputs. So modules are visited in the order in which
+    they return, and those whose inputs are wrong already are considered only if there is no other.
+    """
+    candidates: list[tuple[str, Shape, Shape]] = []
+    for name, call in forwards.planned.innermost_first():
+        unsharded = forwards.unsharded.calls.get(name)
+        if unsharded is None or len(call.outputs) != len(unsharded.outputs):
             continue
-        for got, full in zip(call.returned, wanted.returned, strict=True):
-            if _explained(got, full):
-                continue
-            _, where = _nearest(name, resolved)
-            rows = (("returns", f"{list(got)}; unsharded {list(full)}"),)
-            fix = "name the head counts and widths that its forward reads under `local:`"
-            what = f"{generic(name) or 'the model itself'} misreads local shapes"
-            yield Problem("misread-shape", what, where, rows, fix)
-            return  # what comes after it only follows from it
+        wrong = next((pair for pair in zip(call.outputs, unsharded.outputs, strict=True) if not _is_shard(*pair)), None)
+        if wrong is None:
+            continue
+        candidates.append((name, *wrong))
+        if len(call.inputs) == len(unsharded.inputs) and all(map(_is_shard, call.inputs, unsharded.inputs)):
+            candidates = candidates[-1:]
+            break
+    for name, planned, full in candidates[:1]:
+        _, where = _nearest_rule(name, forwards.resolved)
+        rows = (("returns", _compared(str(list(planned)), str(list(full)))),)
+        fix = "name the head counts and widths that its forward reads under `local:`"
+        what = f"{generic(name) or 'the model itself'} misreads local shapes"
+        yield Problem("misread-shape", what, where, rows, fix)
 
 
-def _leaks(planned: Forward, reference: Forward, resolved: ResolvedPlan) -> Iterator[Problem]:
-    """The model returns a shard that looks like a whole."""
-    call, wanted = planned.calls.get(""), reference.calls.get("")
-    if call is None or wanted is None or len(call.returned) != len(wanted.returned):
+def _is_shard(shape: Shape, full: Shape) -> bool:
+    """Whether a shape is `full`, or shorter in one dim."""
+    if len(shape) != len(full):
+        return False
+    changed = [(size, full_size) for size, full_size in zip(shape, full, strict=True) if size != full_size]
+    return len(changed) <= 1 and all(size < full_size for size, full_size in changed)
+
+
+def _output_is_a_shard(forwards: _Forwards) -> Iterator[Problem]:
+    """The model returns a shard that is not marked as one."""
+    pair, planned, resolved = forwards.pair(""), forwards.planned, forwards.resolved
+    if pair is None or len(pair[0].outputs) != len(pair[1].outputs):
         return
-    for got, full, marked in zip(call.returned, wanted.returned, call.marked, strict=True):
-        if got == full or marked or not _explained(got, full):
+    call, unsharded = pair
+    for shape, full, marked in zip(call.outputs, unsharded.outputs, call.marked, strict=True):
+        if shape == full or marked or not _is_shard(shape, full):
             continue
         makers = [
             row
             for name, row in resolved.modules.items()
-            if name in planned.calls and got in planned.calls[name].returned and row.contract.leave is Edge.NONE
+            if name in planned.calls and shape in planned.calls[name].outputs and row.contract.leave is Conversion.NONE
         ]
         row = makers[-1] if makers else None
         name = generic(row.fqn) if row is not None else "the model"
-        rows = (("returns", f"{list(got)}; unsharded {list(full)}"),)
+        where = row.rule.where if row is not None else resolved.plan.source
+        rows = (("returns", _compared(str(list(shape)), str(list(full)))),)
         fix = "`colwise(output=full)`, or `colwise(output=vocabulary)` for a head under loss parallelism"
-        what = f"what {name} returns is a shard, and leaves the model as if it were whole"
-        yield Problem("output-is-a-shard", what, row.rule.where if row is not None else resolved.plan.source, rows, fix)
+        what = f"what {name} returns is a shard, and leaves the model as if it were full"
+        yield Problem("output-is-a-shard", what, where, rows, fix)
         return
 
 
-def _explained(got: tuple[int, ...], full: tuple[int, ...]) -> bool:
-    """A shard is shorter in one dim at most."""
-    if len(got) != len(full):
-        return False
-    changed = [(mine, whole) for mine, whole in zip(got, full, strict=True) if mine != whole]
-    return len(changed) <= 1 and all(mine < whole for mine, whole in changed)
-
-
-def _unreduced(planned: Forward, reference: Forward, resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Problem]:
-    """A whole parameter whose module works on a part of the data, and whose gradient nobody sums."""
-    said: set[str] = set()
+def _not_reduced(forwards: _Forwards) -> Iterator[Problem]:
+    """A replicated parameter whose module works on a part of the data, and whose gradient is not summed."""
+    resolved = forwards.resolved
+    reported: set[str] = set()
     for row in resolved.parameters.values():
-        owner = row.fqn.rpartition(".")[0]
-        contract = resolved.modules[owner].contract if owner in resolved.modules else None
-        if row.layout.dim is not None or row.partial or generic(row.fqn) in said:
+        name, owner = generic(row.fqn), row.fqn.rpartition(".")[0]
+        if row.layout.dim is not None or row.partial or name in reported or not row.fact.requires_grad:
             continue
-        if contract is not None and contract.compute == "rowwise":  # its bias is added to the sum
+        if owner in resolved.modules and resolved.modules[owner].contract.compute == "rowwise":
+            continue  # its bias is added after the sum
+        pair = forwards.pair(owner)
+        if pair is None or not _sees_a_part(*pair):
             continue
-        call, wanted = planned.calls.get(owner), reference.calls.get(owner)
-        if call is None or wanted is None or not _sees_a_part(call, wanted) or not row.fact.requires_grad:
-            continue
-        said.add(generic(row.fqn))
-        what = (
-            f"{generic(row.fqn)} is whole, and {generic(owner)} works on a part of the data: nobody sums its gradient"
-        )
-        rows = (("called with", f"{_listed(call.given)}; unsharded {_listed(wanted.given)}"),)
+        reported.add(name)
+        what = f"{name} is replicated, and {generic(owner)} works on a part of the data: its gradient is not summed"
+        rows = (("called with", _compared(*(_listed(call.inputs) for call in pair))),)
         fix = "`replicate(gradient=partial)`, or `sequence` for a norm between blocks"
         yield Problem("gradient-not-reduced", what, row.rule.where, rows, fix)
 
 
-def _sees_a_part(call: Call, wanted: Call) -> bool:
-    return len(call.given) == len(wanted.given) and call.given != wanted.given
+def _sees_a_part(planned: ModuleCall, unsharded: ModuleCall) -> bool:
+    return len(planned.inputs) == len(unsharded.inputs) and planned.inputs != unsharded.inputs
 
 
-def _gathered_twice(planned: Forward, resolved: ResolvedPlan) -> Iterator[Problem]:
-    """Several modules that each convert one and the same input."""
-    users: dict[int, list[str]] = {}
-    for name, row in resolved.modules.items():
-        call = planned.calls.get(name)
-        if row.contract.enter in (Edge.COPY, Edge.GATHER_SEQUENCE) and call is not None and call.inputs:
-            users.setdefault(call.inputs[0], []).append(name)
-    said: set[str] = set()
-    for names in users.values():
-        parent = generic(names[0].rpartition(".")[0])
-        if len(names) > 1 and parent not in said:
-            said.add(parent)
-            row = resolved.modules[names[0]]
-            edge = row.contract.enter
-            what = f"{', '.join(generic(name) for name in names)} each reduce the gradient of one input"
-            if edge is Edge.GATHER_SEQUENCE:
-                what = f"{', '.join(generic(name) for name in names)} each gather one input"
-            fix = f"gather it once, where they lie: `{parent}: gather`"
-            yield Problem("input-gathered-twice", what, row.rule.where, fix=fix)
-
-
-def _never_called(planned: Forward, resolved: ResolvedPlan) -> Iterator[Problem]:
-    """A rule for a module that the forward does not call: its edges and its collectives never happen."""
-    if planned.error is not None:
-        return
-    above = {name.rpartition(".")[0] for name in planned.calls}
-    said: set[str] = set()
-    for name, row in resolved.modules.items():
-        holder = name.rpartition(".")[0]
-        if name in planned.calls or holder not in above or generic(name) in said:
+def _never_called(forwards: _Forwards) -> Iterator[Problem]:
+    """A rule for a module that the forward does not call: its conversions and collectives do not happen."""
+    calls = forwards.planned.calls
+    active_parents = {name.rpartition(".")[0] for name in calls}
+    reported: set[str] = set()
+    for name, row in forwards.resolved.modules.items():
+        if name in calls or name.rpartition(".")[0] not in active_parents or generic(name) in reported:
             continue
-        said.add(generic(name))
+        reported.add(generic(name))
         what = f"{generic(name)} is planned, and this forward never calls it"
         yield Problem("never-called", what, row.rule.where, fix="name the module that is called, or check the inputs")

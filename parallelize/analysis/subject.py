@@ -1,7 +1,7 @@
-"""A model, its plan and a setting, resolved: everything that explaining, comparing and fitting have in common.
+"""A model, its plan and a setting, resolved: what explaining, comparing, linting and fitting have in common.
 
-The model lies on meta, the plan is resolved by arithmetic, and one microbatch is recorded for each tp size and mode; meshes
-that differ in other axes share it.
+The model is on the meta device, and the plan is resolved by arithmetic. One microbatch is recorded for each tp and cp size and
+set of modes. Meshes that differ only in other axes share the recording.
 """
 
 from __future__ import annotations
@@ -12,37 +12,43 @@ from typing import Any
 
 import torch
 
-from parallelize.analysis.fake_world import fake_mesh
-from parallelize.analysis.likeness import Alike, consistent, likenesses
-from parallelize.analysis.recording import Modes, Work, record
-from parallelize.analysis.records import Trace
-from parallelize.analysis.setting import Setting, check_setting
-from parallelize.analysis.shares import Share, shares_of
-from parallelize.analysis.step import RankStep
+from parallelize.analysis.cost.parameter_shards import ParameterShard, shards_of
+from parallelize.analysis.cost.setting import Setting, check_setting
+from parallelize.analysis.cost.training_step import RankStep
+from parallelize.analysis.record.fake_world import fake_mesh
+from parallelize.analysis.record.layer_dedup import LayerClasses, consistent, layer_classes
+from parallelize.analysis.record.recording import Batch, Modes, record
+from parallelize.analysis.record.trace_data import MicrobatchTrace
 from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.mesh import MeshSpec
-from parallelize.model_source import ModelSource
-from parallelize.pipeline.schedules import Schedule, stage_places
+from parallelize.models.model_source import ModelSource
+from parallelize.pipeline.schedules import Schedule, ranks_of_stages
 from parallelize.plan.choose import plan_of, plan_or_none
-from parallelize.plan.model import ModelFacts, describe
+from parallelize.plan.model_facts import ModelFacts, describe
 from parallelize.plan.pattern import matches
-from parallelize.plan.resolve import ResolvedPlan, for_base_model, resolve
+from parallelize.plan.resolve import for_base_model, resolve
+from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.plan.stages import Stages, cut_stages
 
 
 @dataclass
 class Subject:
-    """What is asked about: a model and a plan. Recordings are kept for the next question."""
+    """A model and a plan. Recordings and resolved plans are cached for the next setting.
+
+    Attributes:
+        plan: as `parallelize_module` takes it.
+        irregular: layers of one class were seen to differ, so every layer is run from now on.
+    """
 
     source: ModelSource
     plan: Any = None
+    irregular: bool = False
     _facts: dict[str, ModelFacts] = field(default_factory=dict)
-    _traces: dict[tuple, Trace] = field(default_factory=dict)
+    _traces: dict[tuple, MicrobatchTrace] = field(default_factory=dict)
     _resolved: dict[tuple, ResolvedPlan] = field(default_factory=dict)
     _stages: dict[tuple, Stages | None] = field(default_factory=dict)
-    _shares: dict[tuple, list[Share]] = field(default_factory=dict)
-    irregular: bool = False  # layers of one kind were seen to differ, so every layer is run
+    _shards: dict[tuple, list[ParameterShard]] = field(default_factory=dict)
 
     def model(self, weights_dtype: str) -> ModelFacts:
         """Names and shapes."""
@@ -51,20 +57,20 @@ class Subject:
         return self._facts[weights_dtype]
 
     def plan_for(self, setting: Setting) -> Plan | None:
-        """The plan with the setting's choices; None where the mesh has no `tp` and none is needed.
+        """The plan with the setting's options; None where there is none and the mesh does not need one (no `tp`, no `cp`).
 
         Raises: PlanError.
         """
         root = self.model(setting.weights_dtype).root
         needed = "tp" in setting.mesh.names or setting.size("cp") > 1
-        found = plan_of(root, self.plan) if needed else plan_or_none(root, self.plan)
-        if found is None:
+        plan = plan_of(root, self.plan) if needed else plan_or_none(root, self.plan)
+        if plan is None:
             return None
-        choices = {"sequence_parallel": setting.sequence_parallel, "loss_parallel": setting.loss_parallel}
-        return found.with_options(**choices, overlap=setting.overlap, fuse_loss=setting.fuse_loss)
+        modes = {"sequence_parallel": setting.sequence_parallel, "loss_parallel": setting.loss_parallel}
+        return plan.with_options(**modes, overlap=setting.overlap, fuse_loss=setting.fuse_loss)
 
     def resolved(self, setting: Setting) -> ResolvedPlan | None:
-        """The rows that would be applied. Raises: PlanError with every problem."""
+        """The resolved plan that would be applied; None without `tp`. Raises: PlanError with every problem."""
         plan = self.plan_for(setting)
         if plan is None or "tp" not in setting.mesh.names:
             return None
@@ -74,8 +80,11 @@ class Subject:
         return self._resolved[key]
 
     def stages(self, setting: Setting) -> Stages | None:
-        """How the model is cut; None where it has no layers (and needs none)."""
-        count = len(self.places(setting))
+        """The model's stages; None where it has no layers and there is one stage.
+
+        Raises: PlanError where the model cannot be split into so many stages.
+        """
+        count = len(self.stage_ranks(setting))
         key = (setting.weights_dtype, count)
         if key not in self._stages:
             model, plan = self.model(setting.weights_dtype), self.plan_for(setting)
@@ -88,23 +97,22 @@ class Subject:
                 self._stages[key] = None
         return self._stages[key]
 
-    def places(self, setting: Setting) -> tuple[int, ...]:
+    def stage_ranks(self, setting: Setting) -> tuple[int, ...]:
         """The pp rank of each stage."""
         size = setting.size("pp")
-        return (0,) if size == 1 else stage_places(setting.schedule, size, setting.stages_per_rank)
+        return (0,) if size == 1 else ranks_of_stages(setting.schedule, size, setting.stages_per_rank)
 
     def layers(self, setting: Setting) -> list[str]:
+        """Names of the layers, without units before and after them."""
         stages = self.stages(setting)
         if stages is None:
             return []
         prefix = stages.cuts.layers + "." if stages.cuts.layers else ""
-        count = len(stages.units) - stages.num_first
-        return [
-            u for u in stages.units[stages.num_first :][:count] if u.startswith(prefix) and u[len(prefix) :].isdigit()
-        ]
+        units = stages.units[stages.num_first :]
+        return [unit for unit in units if unit.startswith(prefix) and unit[len(prefix) :].isdigit()]
 
-    def trace(self, setting: Setting, every_layer: bool = False, halves: bool = False) -> Trace:
-        """One microbatch of the model under the setting's tp size and modes.
+    def trace(self, setting: Setting, every_layer: bool = False, split_backward: bool = False) -> MicrobatchTrace:
+        """One microbatch of the model under the setting's tp and cp sizes and modes.
 
         Raises: ParallelizeError of the plan; ModelError `cannot-record` where the model's forward cannot run on meta tensors.
         """
@@ -114,57 +122,80 @@ class Subject:
             "tp" in setting.mesh.names,
             setting.size("cp"),
             modes,
-            setting.rows,
+            setting.microbatch_size,
             setting.sequence,
             setting.weights_dtype,
             every_layer,
-            halves,
+            split_backward,
         )
         if key not in self._traces:
-            self._traces[key] = self._record(setting, modes, every_layer, halves)
+            self._traces[key] = self._record(setting, modes, every_layer, split_backward)
         return self._traces[key]
 
-    def _record(self, setting: Setting, modes: Modes, every_layer: bool, halves: bool) -> Trace:
+    def _record(self, setting: Setting, modes: Modes, every_layer: bool, split_backward: bool) -> MicrobatchTrace:
         layers = self.layers(setting)
-        every = setting.recompute_every if setting.recompute != "off" else 1
-        alike = likenesses(layers, self.model(setting.weights_dtype), every)
+        recompute_every = setting.recompute_every if setting.recompute != "off" else 1
+        classes = layer_classes(layers, self.model(setting.weights_dtype), recompute_every)
         if every_layer or self.irregular:
-            alike = Alike.none(layers)
-        trace = self._run(setting, modes, alike, halves)
-        if not consistent(trace, alike):  # layers that look alike and are not: run them all
+            classes = LayerClasses.all_run(layers)
+        trace = self._run(setting, modes, classes, split_backward)
+        if not consistent(trace, classes):  # layers of one class that did not do the same: run all of them
             self.irregular = True
-            trace = self._run(setting, modes, Alike.none(layers), halves)
+            trace = self._run(setting, modes, LayerClasses.all_run(layers), split_backward)
         return trace
 
-    def _run(self, setting: Setting, modes: Modes, alike: Alike, halves: bool) -> Trace:
-        model = self.source.build("meta", dtype=getattr(torch, setting.weights_dtype))
-        axes = [(axis, size) for axis, size in setting.mesh.axes if axis == "tp" or (axis == "cp" and size > 1)]
-        spec = MeshSpec(axes or [("dp", 1)])
+    def _run(self, setting: Setting, modes: Modes, classes: LayerClasses, split_backward: bool) -> MicrobatchTrace:
         source, sequence = self.source, setting.sequence
-        work = Work(lambda module, rows: source.inputs(module, rows, sequence), setting.rows, source.loss, source.count)
-        whole, plan, layers = cut_stages_or_none(self, setting), self.plan_for(setting), self.layers(setting)
-        with fake_mesh(spec) as mesh:
-            return record(model, mesh, plan, whole, layers, modes, work, alike=alike, halves=halves)
+        model = source.build("meta", dtype=getattr(torch, setting.weights_dtype))
+        axes = [(axis, size) for axis, size in setting.mesh.axes if axis == "tp" or (axis == "cp" and size > 1)]
+        batch = Batch(
+            lambda module, size: source.inputs(module, size, sequence),
+            setting.microbatch_size,
+            source.loss,
+            source.count,
+        )
+        with fake_mesh(MeshSpec(axes or [("dp", 1)])) as mesh:
+            return record(
+                model,
+                mesh,
+                plan=self.plan_for(setting),
+                stages=self._one_stage(setting),
+                classes=classes,
+                modes=modes,
+                batch=batch,
+                split_backward=split_backward,
+            )
+
+    def _one_stage(self, setting: Setting) -> Stages | None:
+        """All units of the model as one stage."""
+        stages = self.stages(setting)
+        return replace(stages, starts=(0,)) if stages is not None and stages.num_stages > 1 else stages
 
     def rank_step(self, setting: Setting, schedule: Schedule, pp_rank: int, every_layer: bool = False) -> RankStep:
-        """The step of one rank of the pipeline."""
-        stages, shares = self.stages(setting), self.shares(setting, pp_rank)
-        units = self.zero_units(setting) if setting.zero == 3 else ()
-        trace = self.trace(setting, every_layer)
-        halves = self.trace(setting, every_layer, halves=True) if _splits(setting, schedule) else None
-        return RankStep(trace, stages, setting, schedule, shares, pp_rank, units, halves)
+        """The step of one pp rank."""
+        splits = _splits_backward(setting, schedule)
+        return RankStep(
+            self.trace(setting, every_layer),
+            self.stages(setting),
+            setting,
+            schedule,
+            pp_rank,
+            shards=self.shards(setting, pp_rank),
+            zero_units=self.zero_units(setting) if setting.zero == 3 else (),
+            split_trace=self.trace(setting, every_layer, split_backward=True) if splits else None,
+        )
 
-    def shares(self, setting: Setting, pp_rank: int) -> list[Share]:
-        """What one rank of the pipeline holds."""
-        places, resolved = self.places(setting), self.resolved(setting)
-        key = (setting.weights_dtype, places, pp_rank, id(resolved))
-        if key not in self._shares:
+    def shards(self, setting: Setting, pp_rank: int) -> list[ParameterShard]:
+        """The parameters that one pp rank stores."""
+        stage_ranks, resolved = self.stage_ranks(setting), self.resolved(setting)
+        key = (setting.weights_dtype, stage_ranks, pp_rank, id(resolved))
+        if key not in self._shards:
             model = self.model(setting.weights_dtype)
-            self._shares[key] = shares_of(model, resolved, self.stages(setting), places, pp_rank)
-        return self._shares[key]
+            self._shards[key] = shards_of(model, resolved, self.stages(setting), stage_ranks, pp_rank)
+        return self._shards[key]
 
     def zero_units(self, setting: Setting) -> Sequence[str]:
-        """Modules that ZeRO 3 gathers as one: the plan's, else its layers."""
+        """Modules that ZeRO 3 gathers as one: the plan's FSDP units, else its layers."""
         plan, model = self.plan_for(setting), self.model(setting.weights_dtype)
         if plan is None:
             return self.layers(setting) if setting.size("pp") > 1 else ()
@@ -173,35 +204,27 @@ class Subject:
         return self.layers(setting)
 
 
-def cut_stages_or_none(subject: Subject, setting: Setting) -> Stages | None:
-    """The units of the whole model, as one stage."""
-    stages = subject.stages(setting)
-    if stages is None or stages.num_stages == 1:
-        return stages
-    return replace(stages, starts=(0,))
-
-
-def _splits(setting: Setting, schedule: Schedule) -> bool:
-    """Whether the halves of a backward run apart: as `Pipeline` decides."""
-    apart = any(action.kind == "W" for order in schedule.orders for action in order)
-    return apart and setting.recompute == "off" and setting.overlap == "off" and setting.zero < 3
+def _splits_backward(setting: Setting, schedule: Schedule) -> bool:
+    """Whether dgrad and wgrad run apart, as `Pipeline` decides."""
+    scheduled = any(action.kind == "W" for order in schedule.orders for action in order)
+    return scheduled and setting.recompute == "off" and setting.overlap == "off" and setting.zero < 3
 
 
 def _modes(setting: Setting) -> Modes:
     return Modes(
-        setting.sequence_parallel,
-        setting.loss_parallel,
-        setting.fuse_loss,
-        setting.recompute,
-        setting.recompute_every,
-        setting.recompute_save,
-        getattr(torch, setting.dtype) if setting.dtype is not None else None,
+        sequence_parallel=setting.sequence_parallel,
+        loss_parallel=setting.loss_parallel,
+        fuse_loss=setting.fuse_loss,
+        recompute=setting.recompute,
+        recompute_every=setting.recompute_every,
+        recompute_save=setting.recompute_save,
+        dtype=getattr(torch, setting.dtype) if setting.dtype is not None else None,
         ulysses=setting.ulysses,
     )
 
 
 def check(subject: Subject, setting: Setting) -> None:
-    """Everything that can be wrong, before anything is recorded. Raises: ParallelizeError."""
+    """All checks that need no recording. Raises: ParallelizeError."""
     check_setting(setting)
     subject.resolved(setting)
     subject.stages(setting)

@@ -1,4 +1,4 @@
-"""Weights out of whatever folder: a training checkpoint of this package, or Hugging Face's layout."""
+"""Loading weights from either kind of folder: a training checkpoint, or Hugging Face's layout."""
 
 from __future__ import annotations
 
@@ -9,16 +9,25 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.checkpoint import folders
-from parallelize.checkpoint.checkpointer import load_checkpoint
-from parallelize.checkpoint.manifest import NAME
-from parallelize.checkpoint.pretrained import load_pretrained
+from parallelize.checkpoint.format import folders
+from parallelize.checkpoint.format.manifest import NAME
+from parallelize.checkpoint.hub.pretrained import load_pretrained
+from parallelize.checkpoint.run.checkpointer import load_checkpoint
 
 
 def load_weights(
     module: nn.Module, folder: str | os.PathLike, *, mesh: DeviceMesh | None = None, device: Any = None
 ) -> None:
-    """Fill a model, on meta or not. Raises: as `load_checkpoint` and `load_pretrained`."""
+    """Load weights into a model, which may be on the meta device. A collective over all processes.
+
+    Args:
+        module: to fill.
+        folder: of a run, of one step, or in Hugging Face's layout.
+        mesh: of all processes, if the module has none.
+        device: on which `load_pretrained` allocates a model on the meta device.
+
+    Raises: as `load_checkpoint` and `load_pretrained`.
+    """
     path = Path(folder)
     if (path / NAME).is_file() or folders.published(path):
         load_checkpoint(path, module, mesh=mesh, cast=True)

@@ -1,67 +1,85 @@
-"""The command line: `main` reads arguments, runs one verb, and turns whatever goes wrong into an exit status.
+"""The command line: `main` parses arguments, runs one command, and turns errors into an exit status.
 
-Every verb comes from an `add_commands` of its own (`parser.py`); what a verb needs is imported when it runs, so that
-`--help` and everything that only reads plans answers without torch. Exit statuses: `parallelize.console`.
+Each command is added by an `add_commands` of its room (`parser.py`). A command imports what it needs when it runs, so that
+`--help` and commands that only read plans do not import torch. Exit statuses: `parallelize.terminal.console`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from parallelize.cli.parser import build_parser
 from parallelize.cli.plans import with_verb
-from parallelize.console import ENVIRONMENT, FINE, INTERRUPTED, report, status_of
 from parallelize.errors import ParallelizeError, Problem
+from parallelize.terminal.console import ENVIRONMENT, FINE, INTERRUPTED, report, status_of
+
+_RANK_0_PRINTS_S = 30.0
+"""What a failed rank waits for. torchrun ends all ranks as soon as one fails, and rank 0 alone prints why."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status."""
+    """Run one command and return its exit status.
+
+    Args:
+        arguments: the arguments without the program's name. None: those of this process.
+    """
     if arguments is not None:
         return _status(list(arguments))
     status = _status(sys.argv[1:])
-    threads = sys.modules.get("parallelize.threads")
-    if threads is not None and threads.still_running():  # Python cannot end beside them without an abort
+    if status != FINE and os.environ.get("RANK", "0") != "0":
+        time.sleep(_RANK_0_PRINTS_S)
+    threads = sys.modules.get("parallelize.verification.threads")
+    if threads is not None and threads.still_running():  # Python would abort if it exited while they run
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     return status
 
 
-def _status(given: list[str]) -> int:
-    as_json = "--json" in given
+def _status(arguments: list[str]) -> int:
+    as_json = "--json" in arguments
     try:
-        options = build_parser().parse_args(with_verb(given))
+        options = build_parser().parse_args(with_verb(arguments))
         status = options.run(options)
         sys.stdout.flush()
         return status
     except ParallelizeError as error:
         report(error.problems, as_json)
         return status_of(error.problems)
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINE
     except ImportError as error:
-        report([_missing(error)], as_json)
+        report([_import_problem(error)], as_json)
         return ENVIRONMENT
     except OSError as error:
-        report([_of_the_system(error)], as_json)
+        report([_file_problem(error)], as_json)
         return ENVIRONMENT
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
-def _missing(error: ImportError) -> Problem:
-    """A package that is not there, or not as needed. One of our own modules is a mistake of ours: that is raised."""
+def _import_problem(error: ImportError) -> Problem:
+    """A package that is missing, broken or of another version.
+
+    An import of one of this package's modules that fails is a bug of this package, so that error is raised again.
+    """
     package = (error.name or "").partition(".")[0]
-    if package in ("", "parallelize"):
+    if package == "parallelize":
         raise error
+    if not package:  # raised by code of a package, not by the import system: the name is unknown
+        fix = "reinstall the package that the message names; `parallelize env` lists installed versions"
+        return Problem(
+            "missing-package", f"a package cannot be imported: {str(error) or type(error).__name__}", fix=fix
+        )
     if isinstance(error, ModuleNotFoundError):
         return Problem("missing-package", f"this needs {package}", fix=f"pip install {package}")
     return Problem("missing-package", f"this needs another {package}: {error}", fix=f"pip install -U {package}")
 
 
-def _of_the_system(error: OSError) -> Problem:
+def _file_problem(error: OSError) -> Problem:
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
     return Problem("file-error", error.strerror or str(error) or type(error).__name__, " -> ".join(names))

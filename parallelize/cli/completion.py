@@ -1,8 +1,8 @@
-"""`parallelize completion`: scripts for bash, zsh and fish, written from the parser itself.
+"""`parallelize completion`: scripts for bash, zsh and fish, generated from the parser.
 
-The parser is read into `Place`s, one for each command: what may stand there. Each script first walks the line to find
-its place, then offers that place's words; so a new verb is completed without a word about it here. Plan names are those
-shipped with the release that wrote the script.
+The parser is read into one `Command` for each command, with what completes its arguments and options. A script finds the
+command of the line, then offers the words of that command. So new commands need no change here. Plan names are those
+shipped with the release that generated the script.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallelize.console import FINE
 from parallelize.plan.load import shipped_plans
+from parallelize.terminal.console import FINE
 
 _FILES = ("SOURCE", "FILE", "DEST", "DIR", "SRC", "DST")
 
 
 @dataclass(frozen=True)
 class Words:
-    """What completes one argument: (word, what it means) pairs, and names of files."""
+    """What completes one argument: (word, description) pairs, and whether names of files do."""
 
     words: tuple[tuple[str, str], ...] = ()
     files: bool = False
@@ -29,81 +29,80 @@ class Words:
 
 @dataclass(frozen=True)
 class Option:
-    """One option. `value`: what completes its value, None for a switch."""
+    """One option. `value`: what completes its value, None for an option without a value."""
 
     flags: tuple[str, ...]
-    about: str
+    description: str
     value: Words | None
 
 
 @dataclass(frozen=True)
-class Place:
-    """One command: `path` is its verbs, each after a space, empty at the top."""
+class Command:
+    """One command. `path`: its words, each after a space; empty for the program itself."""
 
     path: str
-    verbs: tuple[tuple[str, str], ...]
+    subcommands: tuple[tuple[str, str], ...]
     arguments: Words
     options: tuple[Option, ...]
 
 
 def add_commands(verbs: Any) -> None:
-    about = "print a script that completes commands in a shell"
-    parser = verbs.add_parser("completion", help=about, description=about, epilog=_HOW)
+    description = "print a script that completes commands in a shell"
+    parser = verbs.add_parser("completion", help=description, description=description, epilog=_INSTALLATION)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("shell", choices=tuple(_SHELLS))
     parser.set_defaults(run=_completion)
 
 
 def _completion(options: argparse.Namespace) -> int:
-    from parallelize.cli.parser import build_parser
-
-    print(_SHELLS[options.shell](list(places(build_parser()))), end="")
+    print(_SHELLS[options.shell](list(walk_commands(options.build_parser()))), end="")
     return FINE
 
 
-# -- the parser, read -----------------------------------------------------------------------------------------------------
+# -- reading the parser ---------------------------------------------------------------------------------------------------
 
 
-def places(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Place]:
+def walk_commands(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Command]:
     """Every command of a parser, the parser itself first."""
-    verbs: list[tuple[str, str]] = []
-    inner: list[Place] = []
+    subcommands: list[tuple[str, str]] = []
+    inner: list[Command] = []
     options: list[Option] = []
     words: list[tuple[str, str]] = []
     files = False
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            about = {one.dest: one.help or "" for one in action._choices_actions}
-            verbs += [(name, about.get(name, "")) for name in action.choices]
-            inner += [place for name, one in action.choices.items() for place in places(one, f"{path} {name}")]
+            descriptions = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, subparser in action.choices.items():
+                subcommands.append((name, descriptions.get(name, "")))
+                inner += walk_commands(subparser, f"{path} {name}")
         elif action.option_strings:
             value = None if action.nargs == 0 else _words(action)
             options.append(Option(tuple(action.option_strings), action.help or "", value))
         else:
-            found = _words(action)
-            words += found.words
-            files = files or found.files
-    yield Place(path, tuple(verbs), Words(tuple(dict.fromkeys(words)), files), tuple(options))
+            argument = _words(action)
+            words += argument.words
+            files = files or argument.files
+    yield Command(path, tuple(subcommands), Words(tuple(dict.fromkeys(words)), files), tuple(options))
     yield from inner
 
 
 def _words(action: argparse.Action) -> Words:
     metavar = action.metavar if isinstance(action.metavar, str) else ""
-    known = getattr(action, "completed_with", None) or action.choices or ()
+    choices = getattr(action, "completed_with", None) or action.choices or ()
     if metavar == "PLAN":
         return Words(tuple((name, "plan") for name in shipped_plans()), files=True)
-    return Words(tuple((str(word), "") for word in known), files=action.type is Path or metavar in _FILES)
+    return Words(tuple((str(word), "") for word in choices), files=action.type is Path or metavar in _FILES)
 
 
 # -- the scripts ----------------------------------------------------------------------------------------------------------
 
 
-def bash(found: list[Place]) -> str:
+def bash(commands: list[Command]) -> str:
     return _BASH.format(
-        paths=_paths(found),
-        values=_cases((keys, _bash_words(words)) for keys, words in _values(found)),
-        options=_cases(([p.path], _bash_words(Words(tuple(_flags(p))))) for p in found),
-        arguments=_cases(([p.path], _bash_words(Words(p.verbs + p.arguments.words, p.arguments.files))) for p in found),
+        paths=_paths(commands),
+        values=_cases((keys, _bash_words(words)) for keys, words in _values(commands)),
+        options=_cases(([command.path], _bash_words(_flags(command))) for command in commands),
+        arguments=_cases(([command.path], _bash_words(_arguments(command))) for command in commands),
     )
 
 
@@ -112,56 +111,62 @@ def _bash_words(words: Words) -> str:
     return f"words={listed}" + (" files=1" if words.files else "")
 
 
-def zsh(found: list[Place]) -> str:
+def zsh(commands: list[Command]) -> str:
     return _ZSH.format(
-        paths=_paths(found),
-        values=_cases((keys, f"{_zsh_words(words)}; known=1") for keys, words in _values(found)),
-        options=_cases(([p.path], _zsh_words(Words(tuple(_flags(p))))) for p in found),
-        arguments=_cases(([p.path], _zsh_words(Words(p.verbs + p.arguments.words, p.arguments.files))) for p in found),
+        paths=_paths(commands),
+        values=_cases((keys, f"{_zsh_words(words)}; known=1") for keys, words in _values(commands)),
+        options=_cases(([command.path], _zsh_words(_flags(command))) for command in commands),
+        arguments=_cases(([command.path], _zsh_words(_arguments(command))) for command in commands),
     )
 
 
 def _zsh_words(words: Words) -> str:
-    shown = [f"{word}:{about}" if about else word for word, about in words.words]
+    shown = [f"{word}:{description}" if description else word for word, description in words.words]
     return f"choices=({' '.join(map(_quoted, shown))})" + (" files=1" if words.files else "")
 
 
-def fish(found: list[Place]) -> str:
+def fish(commands: list[Command]) -> str:
     lines = []
-    for place in found:
-        at = f"complete -c parallelize -n '__parallelize_at \"{place.path}\"'"
-        for word, about in place.verbs + place.arguments.words:
-            lines.append(f"{at} -a {_quoted(word)}" + (f" -d {_quoted(about)}" if about else ""))
-        if place.arguments.files:
-            lines.append(f"{at} -F")
-        lines += [f"{at} {_fish_option(option)}" for option in place.options]
-    return _FISH.format(paths=" ".join(_quoted(place.path) for place in found if place.path), lines="\n".join(lines))
+    for command in commands:
+        complete = f"complete -c parallelize -n '__parallelize_at \"{command.path}\"'"
+        for word, description in _arguments(command).words:
+            lines.append(f"{complete} -a {_quoted(word)}" + (f" -d {_quoted(description)}" if description else ""))
+        if command.arguments.files:
+            lines.append(f"{complete} -F")
+        lines += [f"{complete} {_fish_option(option)}" for option in command.options]
+    paths = " ".join(_quoted(command.path) for command in commands if command.path)
+    return _FISH.format(paths=paths, lines="\n".join(lines))
 
 
 def _fish_option(option: Option) -> str:
     flags = " ".join(f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}" for flag in option.flags)
-    about = f" -d {_quoted(option.about)}" if option.about else ""
+    description = f" -d {_quoted(option.description)}" if option.description else ""
     if option.value is None:
-        return flags + about
+        return flags + description
     words = " ".join(word for word, _ in option.value.words)
-    return flags + about + (" -r -F" if option.value.files else " -x") + (f" -a {_quoted(words)}" if words else "")
+    return (
+        flags + description + (" -r -F" if option.value.files else " -x") + (f" -a {_quoted(words)}" if words else "")
+    )
 
 
-def _paths(found: list[Place]) -> str:
-    return " | ".join(_quoted(place.path) for place in found if place.path)
+def _paths(commands: list[Command]) -> str:
+    return " | ".join(_quoted(command.path) for command in commands if command.path)
 
 
-def _values(found: list[Place]) -> Iterator[tuple[list[str], Words]]:
-    """(place and option before the cursor, what completes its value)."""
-    for place in found:
-        for option in place.options:
+def _values(commands: list[Command]) -> Iterator[tuple[list[str], Words]]:
+    """(command and option before the cursor, what completes the option's value)."""
+    for command in commands:
+        for option in command.options:
             if option.value is not None:
-                yield [f"{place.path} {flag}" for flag in option.flags], option.value
+                yield [f"{command.path} {flag}" for flag in option.flags], option.value
 
 
-def _flags(place: Place) -> Iterator[tuple[str, str]]:
-    for option in place.options:
-        yield from ((flag, option.about) for flag in option.flags)
+def _flags(command: Command) -> Words:
+    return Words(tuple((flag, option.description) for option in command.options for flag in option.flags))
+
+
+def _arguments(command: Command) -> Words:
+    return Words(command.subcommands + command.arguments.words, command.arguments.files)
 
 
 def _cases(cases: Any) -> str:
@@ -169,11 +174,11 @@ def _cases(cases: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """For bash, zsh and fish alike, which differ on backslashes; no parser says any."""
+    """Quote for bash, zsh and fish. They treat backslashes differently, so backslashes are removed; no parser has any."""
     return "'" + text.replace("\\", "").replace("'", "'\\''") + "'"
 
 
-_HOW = """\
+_INSTALLATION = """\
 bash  eval "$(parallelize completion bash)"                in ~/.bashrc
 zsh   eval "$(parallelize completion zsh)"                 in ~/.zshrc, after compinit
 fish  parallelize completion fish > ~/.config/fish/completions/parallelize.fish"""
@@ -255,4 +260,4 @@ complete -c parallelize -f
 {lines}
 """
 
-_SHELLS: dict[str, Callable[[list[Place]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
+_SHELLS: dict[str, Callable[[list[Command]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}

@@ -1,6 +1,6 @@
-"""`parallelize env`: what a bug report needs to say of a machine. Every part is asked by itself; none has to be there.
+"""`parallelize env`: what a bug report needs to say about a machine. Every part may be missing.
 
-No value of a variable whose name or form looks secret is printed.
+A variable whose name looks secret is printed without its value, and a URL without its user and password.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 from parallelize import __version__
-from parallelize.console import FINE, add_json, print_json
+from parallelize.terminal.console import FINE, add_json, print_json
 
 PACKAGES = ("torch", "transformers", "safetensors", "blake3", "pyyaml", "numpy", "huggingface_hub", "triton")
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -31,24 +31,25 @@ _IN_URL = re.compile(r"://[^/\s@]*@")
 
 
 def add_commands(verbs: Any) -> None:
-    about = "versions, devices and settings, for a bug report"
-    parser = verbs.add_parser("env", help=about, description=about)
+    description = "versions, devices and settings, for a bug report"
+    parser = verbs.add_parser("env", help=description, description=description)
     add_json(parser)
     parser.set_defaults(run=_env)
 
 
 def _env(options: argparse.Namespace) -> int:
-    found = environment()
+    data = environment()
     if options.json:
-        print_json(found)
+        print_json(data)
         return FINE
-    rows = list(_rows(found))
+    rows = list(_rows(data))
     width = max(len(label) for label, _ in rows)
     print("\n".join(f"{label:<{width}}  {text}".rstrip() for label, text in rows))
     return FINE
 
 
 def environment() -> dict[str, Any]:
+    """Versions, hardware, torch's features and environment variables, as `env --json` prints them."""
     return {
         "parallelize": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -82,20 +83,20 @@ def _system() -> dict[str, Any]:
 
 
 def _torch() -> dict[str, Any]:
-    """`error` where it cannot be imported, whatever it is that it throws."""
+    """What torch reports; only `error` if it cannot be imported."""
     try:
         torch = importlib.import_module("torch")
         dist = importlib.import_module("torch.distributed")
-    except Exception as error:
+    except Exception as error:  # a broken installation raises anything
         return {"error": f"{type(error).__name__}: {error}"}
-    there = dist.is_available()
+    has_dist = dist.is_available()
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "nccl": _nccl(torch) if there and dist.is_nccl_available() else None,
+        "nccl": _nccl(torch) if has_dist and dist.is_nccl_available() else None,
         "backends": [
-            name for name in ("gloo", "nccl", "mpi", "ucc") if there and getattr(dist, f"is_{name}_available")()
+            name for name in ("gloo", "nccl", "mpi", "ucc") if has_dist and getattr(dist, f"is_{name}_available")()
         ],
         "visible_gpus": torch.cuda.device_count(),
         "absent": [{"feature": feature, "name": name} for feature, name in absent_features()],
@@ -105,14 +106,14 @@ def _torch() -> dict[str, Any]:
 def _nccl(torch: Any) -> str | None:
     try:
         return ".".join(map(str, torch.cuda.nccl.version()))
-    except Exception:  # a build that has the backend and no version to tell
+    except Exception:  # a build with the backend and without its version
         return None
 
 
 def absent_features() -> Iterator[tuple[str, str]]:
-    """(feature, private name of torch that it needs and that is absent), read off the one file that uses such names.
+    """(feature, private name of torch that it needs and that is absent), read from the one file that uses such names.
 
-    Each function there is one feature and says which in its docstring; the file itself needs what it imports at its top.
+    Each function of the file is one feature, named in its docstring. The imports at the top are needed for everything.
     """
     spec = util.find_spec("parallelize._torch_private")
     if spec is None or spec.origin is None:
@@ -124,12 +125,12 @@ def absent_features() -> Iterator[tuple[str, str]]:
         elif isinstance(node, ast.Try):
             feature = "simulation of all ranks in one process"
         for name in dict.fromkeys(_names_of_torch(node)):
-            if not _is_there(name):
+            if not _exists(name):
                 yield feature, name
 
 
 def _names_of_torch(node: ast.AST) -> Iterator[str]:
-    """Names that a piece of code imports from torch, and attributes that it reads off `torch` itself."""
+    """Names that the code imports from torch, and attributes of `torch._C` that it reads."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.ImportFrom) and (inner.module or "").partition(".")[0] == "torch":
             yield from (f"{inner.module}.{alias.name}" for alias in inner.names)
@@ -137,7 +138,7 @@ def _names_of_torch(node: ast.AST) -> Iterator[str]:
             yield ast.unparse(inner)
 
 
-def _is_there(name: str) -> bool:
+def _exists(name: str) -> bool:
     try:
         pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
@@ -149,23 +150,23 @@ def _is_there(name: str) -> bool:
 
 
 def _gpus() -> list[dict[str, str]]:
-    """What the driver says, so that it is told without torch too."""
+    """The GPUs that the driver lists. This works without torch."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
     keys = ("name", "memory.total", "driver_version")
     try:
-        asked = [tool, f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
-        lines = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+        command = [tool, f"--query-gpu={','.join(keys)}", "--format=csv,noheader"]
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
-    values = [[part.strip() for part in line.split(",")] for line in lines]
-    return [dict(zip(("name", "memory", "driver"), one, strict=True)) for one in values if len(one) == len(keys)]
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    return [dict(zip(("name", "memory", "driver"), row, strict=True)) for row in rows if len(row) == len(keys)]
 
 
-def _variables(given: Any) -> dict[str, str]:
-    kept = {name: given[name] for name in sorted(given) if name in _NAMES or name.startswith(_PREFIXES)}
-    return {name: "(set, not shown)" if _SECRET.search(name) else _masked(value) for name, value in kept.items()}
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    shown = {name: environ[name] for name in sorted(environ) if name in _NAMES or name.startswith(_PREFIXES)}
+    return {name: "(set, not shown)" if _SECRET.search(name) else _masked(value) for name, value in shown.items()}
 
 
 def _masked(value: str) -> str:
@@ -175,18 +176,18 @@ def _masked(value: str) -> str:
 # -- as text --------------------------------------------------------------------------------------------------------------
 
 
-def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    system = found["system"]
-    yield "parallelize", found["parallelize"]
-    yield "python", found["python"]
-    yield from ((name, version or "not installed") for name, version in found["packages"].items())
+def _rows(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    system = data["system"]
+    yield "parallelize", data["parallelize"]
+    yield "python", data["python"]
+    yield from ((name, version or "not installed") for name, version in data["packages"].items())
     yield "system", system["os"]
     yield "cpus", f"{system['cpus']}, {system['usable_cpus']} of them for this process"
     yield "memory", f"{system['memory_bytes'] / 2**30:.1f} GiB"
-    yield from _torch_rows(found["torch"])
-    for number, gpu in enumerate(found["gpus"]):
+    yield from _torch_rows(data["torch"])
+    for number, gpu in enumerate(data["gpus"]):
         yield f"gpu {number}", f"{gpu['name']}, {gpu['memory']}, driver {gpu['driver']}"
-    yield from found["variables"].items()
+    yield from data["variables"].items()
 
 
 def _torch_rows(torch: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -197,6 +198,6 @@ def _torch_rows(torch: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "torch is for", f"{kind}, NCCL {torch['nccl'] or 'none'}, sees {torch['visible_gpus']} GPUs"
     yield "backends", ", ".join(torch["backends"]) or "none"
     if not torch["absent"]:
-        yield "private torch", "all names are there"
-    for one in torch["absent"]:
-        yield "absent in torch", f"{one['name']}, so not: {one['feature']}"
+        yield "private torch", "all names exist"
+    for absent in torch["absent"]:
+        yield "absent in torch", f"{absent['name']}, so not: {absent['feature']}"

@@ -1,7 +1,7 @@
-"""The parser of all verbs. A wing adds its own by a function `add_commands(verbs)`; `WINGS` is the one list of them.
+"""The parser of all commands. Every room adds its own by a function `add_commands(verbs)`; `ADD_COMMANDS` lists them.
 
-What completion reads off the parser: options, sub-verbs, choices; an argument of metavar PLAN is completed with the
-shipped plans, one whose type is `Path` (or that has no type and names a file in its metavar) with files.
+Completion reads options, subcommands and choices from the parser. An argument with the metavar PLAN is completed with the
+shipped plans, an argument whose type is `Path` or whose metavar names a file with files.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 
 from parallelize import __version__
 from parallelize.analysis import commands as analysis
-from parallelize.checkpoint import commands as checkpoint
+from parallelize.checkpoint.tools import commands as checkpoint
 from parallelize.cli import completion, environment, plans, schedule
-from parallelize.console import STATUSES
 from parallelize.errors import ParallelizeError, Problem, did_you_mean
+from parallelize.terminal.console import STATUSES
 from parallelize.verification import commands as verification
 
-WINGS: tuple[Callable[[Any], None], ...] = (
+ADD_COMMANDS: tuple[Callable[[Any], None], ...] = (
     plans.add_commands,
     analysis.add_commands,
     verification.add_commands,
@@ -33,17 +33,19 @@ _CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)\Z", re.S)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are problems like all others. Options are not shortened: `--json` is found as it is."""
+    """A parser that raises ParallelizeError `usage`. Options cannot be abbreviated, so `--json` is in the arguments as it is."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        found = _CHOICE.search(message)
-        names = [name.strip("' ") for name in found.group(2).split(",")] if found else []
-        fix = f"{did_you_mean(found.group(1), names)} " if found else ""
+        fix, what = "", message
+        choice = _CHOICE.search(message)
+        if choice:
+            names = [name.strip("' ") for name in choice.group(2).split(",")]
+            fix = f"{did_you_mean(choice.group(1), names)} "
+            what = message[: choice.start(2)].rpartition(" (")[0]
         usage = " ".join(self.format_usage().split()).removeprefix("usage: ")
-        what = message[: found.start(2)].rpartition(" (")[0] if found else message
         raise ParallelizeError(Problem("usage", what, self.prog, (("usage", usage),), f"{fix}see `{self.prog} --help`"))
 
 
@@ -55,7 +57,8 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"parallelize {__version__}")
+    parser.set_defaults(build_parser=build_parser)  # for `completion`
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add_commands in WINGS:
+    for add_commands in ADD_COMMANDS:
         add_commands(verbs)
     return parser

@@ -1,4 +1,4 @@
-"""`parallelize plans`: the shipped plans, listed, shown, copied to edit; and plans to and from `transformers`."""
+"""`parallelize plans`: list, show and copy plans; import them from and export them to `transformers`."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from parallelize.console import FINE, add_json, print_json, say
 from parallelize.errors import PlanError, Problem
 from parallelize.plan.load import load_plan, plans_folder, read_plan, shipped_plans
 from parallelize.plan.schema import Plan
+from parallelize.terminal.console import FINE, add_json, print_json, say
 
 _VERBS = ("list", "show", "copy", "import", "export")
 
 
 def with_verb(arguments: list[str]) -> list[str]:
-    """`plans` is `plans list`, and `plans NAME` is `plans show NAME`; options may stand before either."""
+    """Expand `plans` to `plans list`, and `plans NAME` to `plans show NAME`. Options may come first."""
     if arguments[:1] != ["plans"] or {"-h", "--help"} & set(arguments):
         return arguments
     rest = arguments[1:]
-    place = next((at for at, word in enumerate(rest) if not word.startswith("-")), None)
-    if place is None:
+    index = next((index for index, word in enumerate(rest) if not word.startswith("-")), None)
+    if index is None:
         return ["plans", "list", *rest]
-    if rest[place] in _VERBS:
-        return ["plans", rest[place], *rest[:place], *rest[place + 1 :]]
+    if rest[index] in _VERBS:
+        return ["plans", rest[index], *rest[:index], *rest[index + 1 :]]
     return ["plans", "show", *rest]
 
 
 def add_commands(verbs: Any) -> None:
-    about = "list the shipped plans, print or copy one, take one from transformers or give it one"
+    about = "list the shipped plans, print or copy one, import from or export to transformers"
     epilog = "`plans` alone is `plans list`; `plans NAME` is `plans show NAME`."
     inner = verbs.add_parser("plans", help=about, description=about, epilog=epilog).add_subparsers(
         metavar="COMMAND", required=True
@@ -40,21 +40,27 @@ def add_commands(verbs: Any) -> None:
     copy.add_argument("name", metavar="PLAN", help="a shipped plan's name, or a file")
     copy.add_argument("target", nargs="?", type=Path, metavar="DEST", help="a file or a folder (default: ./NAME.yaml)")
     copy.add_argument("--force", action="store_true", help="overwrite DEST")
-    _add_exchange(inner)
+    _add_import_and_export(inner)
 
 
-def _add_exchange(inner: Any) -> None:
-    take = _command(inner, "import", _import, "a plan file out of a transformers plan")
+def _add_import_and_export(inner: Any) -> None:
+    importer = _command(inner, "import", _import, "write a transformers plan as a plan file")
     what = "a folder or config.json, a JSON file of {pattern: word}, or a model type such as qwen3"
-    take.add_argument("source", metavar="SOURCE", help=what)
-    take.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it there (default: print it)")
-    take.add_argument("--force", action="store_true", help="overwrite FILE")
-    take.add_argument("--base", metavar="NAME", help="of words in a file: where the base model stands (default: model)")
-    take.add_argument("--model-type", metavar="NAME", help="of words in a file: which models the plan is for")
-    give = _command(inner, "export", _export, "the transformers form of a plan: {pattern: word}")
-    give.add_argument("name", metavar="PLAN", help="a shipped plan's name, or a file")
-    give.add_argument("--format", choices=("json",), default="json", help="of the output (default: json)")
-    give.add_argument("--lossy", action="store_true", help="leave out what has no equal there, and list it on stderr")
+    importer.add_argument("source", metavar="SOURCE", help=what)
+    importer.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it to FILE (default: print it)")
+    importer.add_argument("--force", action="store_true", help="overwrite FILE")
+    importer.add_argument(
+        "--base", metavar="NAME", help="for words in a file: the attribute of the base model (default: model)"
+    )
+    importer.add_argument(
+        "--model-type", metavar="NAME", help="for words in a file: the model type that the plan is for"
+    )
+    exporter = _command(inner, "export", _export, "write a plan as a transformers plan: {pattern: word}")
+    exporter.add_argument("name", metavar="PLAN", help="a shipped plan's name, or a file")
+    exporter.add_argument("--format", choices=("json",), default="json", help="of the output (default: json)")
+    exporter.add_argument(
+        "--lossy", action="store_true", help="drop rules without an equivalent, and list them on stderr"
+    )
 
 
 def _command(inner: Any, name: str, run: Any, about: str) -> argparse.ArgumentParser:
@@ -64,15 +70,15 @@ def _command(inner: Any, name: str, run: Any, about: str) -> argparse.ArgumentPa
     return parser
 
 
-# -- the shipped ones -----------------------------------------------------------------------------------------------------
+# -- shipped plans --------------------------------------------------------------------------------------------------------
 
 
 def _list(options: argparse.Namespace) -> int:
-    found = [read_plan(path) for path in shipped_plans().values()]
+    plans = [read_plan(path) for path in shipped_plans().values()]
     if options.json:
-        print_json([_as_data(plan) for plan in found])
+        print_json([_as_data(plan) for plan in plans])
         return FINE
-    rows = [(p.name, ", ".join(p.model_types), str(len(p.rules)), ", ".join(_serves(p))) for p in found]
+    rows = [(p.name, ", ".join(p.model_types), str(len(p.rules)), ", ".join(_serves(p))) for p in plans]
     titles = ("plan", "model types", "rules", "options that it serves")
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     for name, types, rules, serves in (titles, *rows):
@@ -81,17 +87,17 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _serves(plan: Plan) -> list[str]:
-    """The options of `parallelize_module` and `parallelize_model` for which the plan has what they need."""
+    """The options of `parallelize_module` and `parallelize_model` that the plan supports."""
     vocabulary = any(rule.style.options.get("output") == "vocabulary" for rule in plan.rules)
-    products = any(rule.style.word in ("colwise", "rowwise", "gather") for rule in plan.rules)
-    has = {
+    matmuls = any(rule.style.word in ("colwise", "rowwise", "gather") for rule in plan.rules)
+    supported = {
         "sequence_parallel": plan.region is not None,
         "loss_parallel": vocabulary,
         "fuse_loss": vocabulary,
-        "overlap": products,
+        "overlap": matmuls,
         "pipeline": plan.cuts is not None or plan.region is not None,
     }
-    return [name for name, there in has.items() if there]
+    return [name for name, is_supported in supported.items() if is_supported]
 
 
 def _as_data(plan: Plan) -> dict[str, Any]:
@@ -118,7 +124,7 @@ def _copy(options: argparse.Namespace) -> int:
     target = options.target or Path(f"{plan.name}.yaml")
     if target.is_dir():
         target = target / f"{plan.name}.yaml"
-    # the line by which editors that speak YAML find the schema
+    # by this line the YAML language server of an editor finds the schema
     schema = f"# yaml-language-server: $schema={(plans_folder() / 'schema.json').resolve().as_uri()}\n"
     text = _text(plan)
     _write(target, text if text.startswith(schema[:25]) else schema + text, options.force)
@@ -139,52 +145,50 @@ def _write(target: Path, text: str, force: bool) -> None:
         with target.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        fix = "name another file, or say --force"
-        raise PlanError(Problem("file-exists", "is there already", str(target), fix=fix)) from None
+        fix = "name another file, or use --force"
+        raise PlanError(Problem("file-exists", "the file exists", str(target), fix=fix)) from None
 
 
 # -- to and from transformers ---------------------------------------------------------------------------------------------
 
 
 def _import(options: argparse.Namespace) -> int:
-    from parallelize.cli.foreign import read_source
-    from parallelize.plan.exchange import import_plan
+    from parallelize.cli.transformers_plans import read_source
+    from parallelize.plan.hf_plans import import_plan
 
     foreign = read_source(options.source, options.base, options.model_type)
-    made = import_plan(foreign)
-    notes = [*made.notes, *_better(foreign.model_type)]
+    imported = import_plan(foreign)
+    notes = [*imported.notes, *_shipped_for(foreign.model_type)]
     if options.output is not None:
-        _write(options.output, made.text, options.force)
+        _write(options.output, imported.text, options.force)
     if options.json:
         written = None if options.output is None else str(options.output)
-        print_json({"plan": made.text, "notes": notes, "file": written})
+        print_json({"plan": imported.text, "notes": notes, "file": written})
         return FINE
-    print(made.text.rstrip() if options.output is None else f"{options.output}: imported from {options.source}")
+    print(imported.text.rstrip() if options.output is None else f"{options.output}: imported from {options.source}")
     for note in notes:
         say(f"{options.source}: {note}")
     return FINE
 
 
-def _better(model_type: str) -> list[str]:
-    """A plan written for the model says what the imported one cannot."""
+def _shipped_for(model_type: str) -> list[str]:
+    """Notes about shipped plans for this model type, which say more than an imported plan can."""
     plans = map(read_plan, shipped_plans().values()) if model_type else ()
     return [f"the shipped plan {plan.name} serves {model_type} too" for plan in plans if model_type in plan.model_types]
 
 
 def _export(options: argparse.Namespace) -> int:
-    from parallelize.plan.exchange import export_plan
+    from parallelize.plan.hf_plans import export_plan
 
     plan = load_plan(options.name)
-    made = export_plan(plan)
-    if made.refused and not options.lossy:
-        advice = Problem(
-            "lossy-export", f"{len(made.refused)} rules have no equal", plan.source, fix="--lossy leaves them out"
-        )
-        raise PlanError(*made.refused, advice)
-    print_json(made.words)
+    exported = export_plan(plan)
+    if exported.refused and not options.lossy:
+        what = f"{len(exported.refused)} rules have no equivalent"
+        raise PlanError(*exported.refused, Problem("lossy-export", what, plan.source, fix="--lossy drops them"))
+    print_json(exported.words)
     if not options.json:
-        for problem in made.refused:
-            say(f"left out: {problem.where}: {problem.what}")
-        for note in made.notes:
+        for problem in exported.refused:
+            say(f"dropped: {problem.where}: {problem.what}")
+        for note in exported.notes:
             say(f"{plan.source}: {note}")
     return FINE

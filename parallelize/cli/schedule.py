@@ -1,4 +1,4 @@
-"""`parallelize schedule`: a pipeline schedule's order, bubbles and microbatches in flight, before anything is run."""
+"""`parallelize schedule`: the order of actions, the bubble and the microbatches in flight of a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from parallelize.console import FINE, add_json, print_json
+from parallelize.terminal.console import FINE, add_json, print_json
 
-# written out, so that `--help` and completion import no schedule; a test compares them
+# listed here so that `--help` and completion import no schedule; a test compares the lists
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipe_v")
 
 
 def add_commands(verbs: Any) -> None:
-    schedule = verbs.add_parser("schedule", help="look at a pipeline schedule: order, bubble, microbatches in flight")
+    schedule = verbs.add_parser("schedule", help="show a pipeline schedule: order, bubble, microbatches in flight")
     name = schedule.add_argument("name", metavar="NAME", help=", ".join(NAMES))
-    name.completed_with = NAMES  # no `choices`: other spellings of these names are understood too
+    name.completed_with = NAMES  # no `choices`, because other spellings of these names are accepted
     schedule.add_argument("--ranks", type=int, required=True, help="of the pipeline")
     schedule.add_argument("--microbatches", type=int, required=True)
     schedule.add_argument("--stages-per-rank", type=int)
@@ -25,22 +25,22 @@ def add_commands(verbs: Any) -> None:
 
 
 def _schedule(options: argparse.Namespace) -> int:
-    from parallelize.pipeline.gantt import describe_schedule, draw  # some orders are PyTorch's and need torch
+    from parallelize.pipeline.schedule_chart import describe_schedule, draw  # some need torch
     from parallelize.pipeline.schedules import build_schedule
     from parallelize.pipeline.timeline import simulate
 
-    given = (options.name, options.ranks, options.microbatches, options.stages_per_rank)
+    arguments = (options.name, options.ranks, options.microbatches, options.stages_per_rank)
     if options.json:
-        print_json(_as_data(*given))
+        print_json(_as_data(*arguments))
     else:
-        print(describe_schedule(*given))
+        print(describe_schedule(*arguments))
     if options.svg is not None:
-        draw(simulate(build_schedule(*given)), options.svg, f"{options.name}, {options.ranks} ranks")
+        draw(simulate(build_schedule(*arguments)), options.svg, f"{options.name}, {options.ranks} ranks")
     return FINE
 
 
 def _as_data(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> dict[str, Any]:
-    """Times in units of one forward of one stage, as the text has them."""
+    """The schedule as JSON data. The unit of time is one forward of one stage, as in the text."""
     from parallelize.pipeline.schedules import build_schedule
     from parallelize.pipeline.timeline import simulate
 

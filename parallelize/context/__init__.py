@@ -1,1 +1,1 @@
-"""Context parallelism: each rank of `cp` holds rows of every sequence, and attention reaches the others'."""
+"""Context parallelism: each rank of `cp` computes a part of every sequence, and attention reaches all of it."""

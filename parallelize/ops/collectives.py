@@ -1,16 +1,16 @@
-"""Collectives with their adjoints: each activation edge of a plan is one autograd Function on plain local tensors.
+"""Collectives with their adjoints: each boundary conversion of a plan is one autograd Function on plain local tensors.
 
     copy            x            -> x              backward: sum over ranks
     reduce          partial sums -> their sum      backward: identity
     sum_both        partial sums -> their sum      backward: sum over ranks
-    gather          [.., s, ..]  -> [.., S, ..]    backward: by the gradient's placement, reduce-scatter or own rows
+    gather          [.., s, ..]  -> [.., S, ..]    backward: reduce-scatter or local rows, by the gradient's placement
     reduce_scatter  partial [.., S, ..] -> [.., s, ..]   backward: all-gather
     split           [.., S, ..]  -> [.., s, ..]    backward: all-gather
     all_to_all      [.., S, .., t, ..] -> [.., s, .., T, ..]   backward: the reverse
 
-S is full and s this rank's part of it, along any dim, as `torch.chunk` cuts it: the last parts may be smaller or empty.
-`padded` parts have ceil(S/P) rows on every rank, zeros at the end; `gather` takes either. No input is changed, and on a
-group of one rank everything is the identity.
+S is the full size of any dim and s this rank's shard of it, as `torch.chunk` splits it: the last shards may be smaller or empty.
+`padded` shards have ceil(S/P) rows on every rank, with zeros at the end; `gather` takes either. No input is changed, and on a
+group of one rank every function is the identity.
 
 Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198 (sequence parallelism);
 Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509 (all-to-all).
@@ -26,14 +26,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
-from parallelize.groups import Group
 from parallelize.layout import even_interval
-from parallelize.ops import tape
+from parallelize.ops import replay_cache
 
 
 def refuse_double_backward() -> None:
-    """Collectives in backward are invisible to autograd, so a second derivative would miss them.
+    """Refuse a second derivative: autograd does not see the collectives in backward, so it would be wrong.
 
     Raises: ModelError `double-backward` under `create_graph=True`.
     """
@@ -56,16 +56,23 @@ class _Copy(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
         refuse_double_backward()
-        # a copy: autograd may hand the same gradient tensor to another branch
+        # a copy: autograd may pass the same gradient tensor to another branch
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group.pg)
         return grad, None
 
 
+class _CopyToRead(_Copy):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return x.detach()  # no view, so that it does not keep `x` alive
+
+
 class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
-        return tape.sent("all_reduce", _sum, x, group)
+        return replay_cache.run_collective("all_reduce", _sum, x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
@@ -90,7 +97,7 @@ class _SumBoth(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
-        return tape.sent("all_reduce", _sum, x, group)
+        return replay_cache.run_collective("all_reduce", _sum, x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
@@ -106,22 +113,22 @@ class _Gather(Function):
         ctx.args = group, dim, x.shape[dim], partial
         rows = -(-full // group.size)
         padded = x if x.shape[dim] == rows else pad_to(x, dim, rows)
-        return tape.sent("all_gather", gather_dim, padded, group, dim, full)
+        return replay_cache.run_collective("all_gather", gather_dim, padded, group, dim, full)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
         refuse_double_backward()
         group, dim, rows, partial = ctx.args
-        own = reduce_scatter_dim(grad, group, dim) if partial else split_dim(grad, group, dim)
-        return own if own.shape[dim] == rows else own.narrow(dim, 0, rows), None, None, None, None
+        local = reduce_scatter_dim(grad, group, dim) if partial else split_dim(grad, group, dim)
+        return local if local.shape[dim] == rows else local.narrow(dim, 0, rows), None, None, None, None
 
 
 class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, padded: bool) -> torch.Tensor:
         ctx.args = group, dim, x.shape[dim]
-        own = tape.sent("reduce_scatter", reduce_scatter_dim, x, group, dim)
-        return own if padded else _unpadded(own, group, dim, x.shape[dim])
+        local = replay_cache.run_collective("reduce_scatter", reduce_scatter_dim, x, group, dim)
+        return local if padded else _unpadded(local, group, dim, x.shape[dim])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
@@ -133,8 +140,8 @@ class _Split(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, padded: bool) -> torch.Tensor:
         ctx.args = group, dim, x.shape[dim]
-        own = split_dim(x, group, dim)
-        return own if padded else _unpadded(own, group, dim, x.shape[dim])
+        local = split_dim(x, group, dim)
+        return local if padded else _unpadded(local, group, dim, x.shape[dim])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
@@ -146,7 +153,7 @@ class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, split: int, concat: int, full: int) -> torch.Tensor:
         ctx.args = group, concat, split, x.shape[split]
-        return tape.sent("all_to_all", exchange_dims, x, group, split, concat, full)
+        return replay_cache.run_collective("all_to_all", exchange_dims, x, group, split, concat, full)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor):
@@ -155,8 +162,13 @@ class _AllToAll(Function):
 
 
 def copy(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Replicated input of sharded work: identity forward, one all-reduce of the gradient backward."""
+    """Pass a replicated input to a sharded computation: identity forward, one all-reduce of the gradient backward."""
     return x if group.size == 1 else _Copy.apply(x, group)
+
+
+def copy_to_read(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """`copy` for readers that do not write to the result, which shares the data of `x` and is no view of it."""
+    return x if group.size == 1 else _CopyToRead.apply(x, group)
 
 
 def reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -165,14 +177,14 @@ def reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def reduce_owned(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """`reduce` in place, for a contiguous `x` that the caller has just made and that nobody else reads."""
+    """`reduce` in place, for a contiguous `x` that was just computed and has no other reader."""
     if group.size == 1:
         return x
-    return _ReduceOwned.apply(x, group) if tape.may_overwrite() else _Reduce.apply(x, group)
+    return _ReduceOwned.apply(x, group) if replay_cache.may_overwrite() else _Reduce.apply(x, group)
 
 
 def sum_both(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum over ranks of a value that every rank goes on with in its own way: all-reduce forward and backward."""
+    """Sum over ranks of a value that each rank then uses differently: one all-reduce forward, one backward."""
     return x if group.size == 1 else _SumBoth.apply(x, group)
 
 
@@ -180,9 +192,9 @@ def gather(x: torch.Tensor, group: Group, dim: int, full: int, gradient: str) ->
     """All-gather along `dim`.
 
     Args:
-        x: this rank's part of `full` rows, or the same padded to ceil(full/P) rows.
-        gradient: the placement of the output's gradient. "partial": each rank has a part of the sum, which is
-            reduce-scattered. "replicate": every rank has all of it, and keeps its own rows.
+        x: this rank's shard of `full` rows, or the same padded to ceil(full/P) rows.
+        gradient: the placement of the output's gradient. "partial": each rank has one part of the sum, and backward is a
+            reduce-scatter. "replicate": every rank has the full gradient, and backward keeps the local rows of it.
     """
     if group.size == 1:
         return x
@@ -193,23 +205,23 @@ _PARTIAL = {"partial": True, "replicate": False}
 
 
 def reduce_scatter(x: torch.Tensor, group: Group, dim: int, padded: bool = False) -> torch.Tensor:
-    """Sum partial results over ranks and keep own rows; backward all-gathers."""
+    """Sum partial results over ranks and keep the local rows; backward all-gathers."""
     return x if group.size == 1 else _ReduceScatter.apply(x, group, dim % x.ndim, padded)
 
 
 def split(x: torch.Tensor, group: Group, dim: int, padded: bool = False) -> torch.Tensor:
-    """Own rows of a replicated tensor; backward all-gathers."""
+    """The local rows of a replicated tensor; backward all-gathers."""
     return x if group.size == 1 else _Split.apply(x, group, dim % x.ndim, padded)
 
 
 def all_to_all(x: torch.Tensor, group: Group, split: int, concat: int, full: int) -> torch.Tensor:
-    """Trade a shard of dim `concat` for a shard of dim `split`; backward trades back.
+    """Exchange a shard of dim `concat` for a shard of dim `split`; backward exchanges them back.
 
     Args:
-        x: all of dim `split`, this rank's part of dim `concat`.
+        x: all of dim `split`, this rank's shard of dim `concat`.
         full: size of dim `concat` over all ranks.
 
-    Returns: this rank's part of dim `split`, all of dim `concat`.
+    Returns: this rank's shard of dim `split`, all of dim `concat`.
     """
     if group.size == 1:
         return x
@@ -224,67 +236,67 @@ def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_dim(x: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:
-    """[.., n, ..] on each rank -> contiguous [.., full, ..]; rows beyond `full` are padding, dropped. No autograd."""
+    """[.., n, ..] on each rank -> contiguous [.., full, ..], without the padding beyond `full`. No autograd."""
     rows = x.shape[dim]
     if dim == 0:
         out = group.all_gather(x.contiguous()).view(group.size * rows, *x.shape[1:])
     else:
-        parts = group.all_gather(x.contiguous())
-        out = parts.movedim(0, dim).reshape(*x.shape[:dim], group.size * rows, *x.shape[dim + 1 :])
-        out = out.contiguous()  # of one row a rank it is a view
+        shards = group.all_gather(x.contiguous())
+        out = shards.movedim(0, dim).reshape(*x.shape[:dim], group.size * rows, *x.shape[dim + 1 :])
+        out = out.contiguous()  # with one row per rank the reshape is a view
     return out if out.shape[dim] == full else out.narrow(dim, 0, full).contiguous()
 
 
 def reduce_scatter_dim(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    """Sum over ranks of [.., S, ..], own ceil(S/P) rows of it, zero-padded at the end. No autograd."""
-    parts = _blocks(x, group.size, dim)
-    return group.reduce_scatter(parts).view(parts.shape[1:])
+    """Sum [.., S, ..] over ranks; returns this rank's ceil(S/P) rows, zero-padded at the end. No autograd."""
+    shards = _padded_shards(x, group.size, dim)
+    return group.reduce_scatter(shards).view(shards.shape[1:])
 
 
 def split_dim(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    """Own ceil(S/P) rows of a replicated [.., S, ..], zero-padded at the end. No autograd."""
+    """This rank's ceil(S/P) rows of a replicated [.., S, ..], zero-padded at the end. No autograd."""
     rows = -(-x.shape[dim] // group.size)
     start, stop = even_interval(x.shape[dim], group.size, group.rank)
-    own = x.narrow(dim, start, stop - start)
-    return own.contiguous() if stop - start == rows else pad_to(own, dim, rows).contiguous()
+    local = x.narrow(dim, start, stop - start)
+    return local.contiguous() if stop - start == rows else pad_to(local, dim, rows).contiguous()
 
 
 def gather_uneven(x: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:
-    """Parts as `torch.chunk` cuts them, padded or not -> all `full` rows. No autograd."""
+    """Shards as `torch.chunk` splits them, padded or not -> all `full` rows. No autograd."""
     rows = -(-full // group.size)
     return gather_dim(x if x.shape[dim] == rows else pad_to(x, dim, rows), group, dim, full)
 
 
 def exchange_dims(x: torch.Tensor, group: Group, split: int, concat: int, full: int) -> torch.Tensor:
-    """The all-to-all of `all_to_all`, without autograd."""
-    cuts = [even_interval(x.shape[split], group.size, rank) for rank in range(group.size)]
-    sent = [x.narrow(split, start, stop - start).reshape(-1) for start, stop in cuts]
-    own = cuts[group.rank][1] - cuts[group.rank][0]
+    """`all_to_all` without autograd."""
+    intervals = [even_interval(x.shape[split], group.size, rank) for rank in range(group.size)]
+    sent = [x.narrow(split, start, stop - start).reshape(-1) for start, stop in intervals]
+    local = intervals[group.rank][1] - intervals[group.rank][0]
     shapes = []
     for rank in range(group.size):
         start, stop = even_interval(full, group.size, rank)
         shape = list(x.shape)
-        shape[split], shape[concat] = own, stop - start
+        shape[split], shape[concat] = local, stop - start
         shapes.append(shape)
-    received = group.all_to_all(torch.cat(sent), [part.numel() for part in sent], [prod(shape) for shape in shapes])
-    parts = received.split([prod(shape) for shape in shapes])
-    return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], concat)
+    received = group.all_to_all(torch.cat(sent), [chunk.numel() for chunk in sent], [prod(shape) for shape in shapes])
+    chunks = received.split([prod(shape) for shape in shapes])
+    return torch.cat([chunk.view(shape) for chunk, shape in zip(chunks, shapes, strict=True)], concat)
 
 
-def _unpadded(own: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:
+def _unpadded(local: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tensor:
     start, stop = even_interval(full, group.size, group.rank)
-    return own if own.shape[dim] == stop - start else own.narrow(dim, 0, stop - start).contiguous()
+    return local if local.shape[dim] == stop - start else local.narrow(dim, 0, stop - start).contiguous()
 
 
-def _blocks(x: torch.Tensor, parts: int, dim: int) -> torch.Tensor:
-    """[.., S, ..] -> contiguous [parts, .., ceil(S/parts), ..]."""
-    rows = -(-x.shape[dim] // parts)
-    if x.shape[dim] != rows * parts:
-        x = pad_to(x, dim, rows * parts)
-    return x.unflatten(dim, (parts, rows)).movedim(dim, 0).contiguous()
+def _padded_shards(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """[.., S, ..] -> contiguous [size, .., ceil(S/size), ..]."""
+    rows = -(-x.shape[dim] // size)
+    if x.shape[dim] != rows * size:
+        x = pad_to(x, dim, rows * size)
+    return x.unflatten(dim, (size, rows)).movedim(dim, 0).contiguous()
 
 
 def pad_to(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Zeros at the end of `dim`, up to `size`."""
+    """Append zeros along `dim`, up to `size`."""
     after = [0, 0] * (x.ndim - 1 - dim) + [0, size - x.shape[dim]]
     return F.pad(x, after)

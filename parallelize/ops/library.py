@@ -1,6 +1,6 @@
-"""The dispatcher library of this package: how an op with a process group among its arguments is defined.
+"""The dispatcher library of this package, and how to define an op that takes a process group.
 
-Groups are named in arguments by `Group.key`, because only text can stand there; kernels take the `Group` itself.
+An op's arguments cannot contain a group, so they contain its `Group.key`; kernels take the `Group` itself.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from typing import Any
 
 import torch
 
-from parallelize.groups import Group
+from parallelize.ops.simulation import GroupKernel, simulate
 
 NAMESPACE = "parallelize"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
 Kernel = Callable[..., Any]
-KERNELS: dict[str, Kernel] = {}  # by name; they take a Group where the op takes its key
-_GROUP_AT: dict[str, int] = {}
+KERNELS: dict[str, GroupKernel] = {}
 _EVERY_DEVICE = "CompositeExplicitAutograd"
 
 
 def define(schema: str) -> Callable[[Kernel], Kernel]:
-    """Define an op by its schema; the decorated function is its kernel on every device."""
+    """Define an op by its schema; the decorated function is its kernel on every device and for simulated ranks."""
     name, _, arguments = schema.partition("(")
-    at = [text.split()[1] for text in arguments.partition(")")[0].split(", ")].index("group")
+    position = [text.split()[1] for text in arguments.partition(")")[0].split(", ")].index("group")
     LIBRARY.define(schema)
 
     def kernel(function: Kernel) -> Kernel:
-        KERNELS[name], _GROUP_AT[name] = function, at
-        LIBRARY.impl(name, lambda *args: function(*with_group(name, args, Group.by_key(args[at]))), _EVERY_DEVICE)
+        group_kernel = KERNELS[name] = GroupKernel(function, position)
+        LIBRARY.impl(name, lambda *args: group_kernel.run(args), _EVERY_DEVICE)
+        simulate(f"{NAMESPACE}::{name}", LIBRARY, group_kernel)
         return function
 
     return kernel
@@ -38,13 +38,3 @@ def define(schema: str) -> Callable[[Kernel], Kernel]:
 def fake(name: str) -> Callable[[Callable], Callable]:
     """Register the decorated function as the op's kernel on tensors without values."""
     return torch.library.register_fake(f"{NAMESPACE}::{name}", lib=LIBRARY)
-
-
-def with_group(name: str, args: tuple, group: Any) -> tuple:
-    """An op's arguments with the group itself in the place of its key."""
-    at = _GROUP_AT[name]
-    return (*args[:at], group, *args[at + 1 :])
-
-
-def group_key(name: str, args: tuple) -> str:
-    return args[_GROUP_AT[name]]

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: splitting a model into stages, schedules, and steps over microbatches."""

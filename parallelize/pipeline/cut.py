@@ -1,12 +1,12 @@
-"""Cutting a stock model into pipeline stages: each rank keeps the parameters of its own stages, and the whole module tree.
+"""Splits a stock model into pipeline stages: each rank keeps the full module tree, and the parameters of its own stages.
 
-Names and layer numbers stay what they are, because modules stay where they are; an absent module only loses its parameters
-and buffers. How the model's own forward runs on what is left: `pipeline/units.py`.
+Modules keep their names and layer numbers; an absent module only loses its parameters and buffers.
+`pipeline/stage_forward.py` runs the model's own forward on what is left.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,52 +14,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from parallelize.applied.records import Cut, StageMark, cut_of, mark_applied, mark_parameter, record_of
+from parallelize.comm.groups import Group, mesh_spec
+from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.errors import MeshError, ModelError, Problem
-from parallelize.groups import Group, mesh_spec
-from parallelize.handshake import TIMEOUT_S, agree_on
-from parallelize.parameters import STAGE, StageMark
-from parallelize.pipeline.schedules import stage_places
+from parallelize.pipeline.schedules import ranks_of_stages
 from parallelize.plan.choose import plan_or_none
-from parallelize.plan.model import ModelFacts, describe
+from parallelize.plan.model_facts import describe
 from parallelize.plan.resolve import for_base_model
 from parallelize.plan.schema import Cuts, Plan
-from parallelize.plan.stages import Assignment, Costs, Stages, cut_stages
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What `cut_pipeline` did to a model; kept on its root.
-
-    Attributes:
-        stages: of the whole model. places: the pp rank of each stage. mine: the stages of this rank, in order.
-        facts: names, shapes and ties of the whole model, as it was.
-    """
-
-    stages: Stages
-    places: tuple[int, ...]
-    mine: tuple[int, ...]
-    facts: ModelFacts
-    group: Group
-    mesh: DeviceMesh
-
-    def present(self, fqn: str) -> bool:
-        """Whether a module or parameter (by any of its names) is on this rank."""
-        stage = self.stages.stage_of(fqn)
-        return stage is None or stage in self.mine
-
-    def __deepcopy__(self, memo: dict) -> Cut:
-        return self
-
-
-def cut_of(module: nn.Module) -> Cut | None:
-    """What `cut_pipeline` did to this model, or None."""
-    return module.__dict__.get("_parallelize_cut")
-
-
-def part_of(model: ModelFacts) -> ModelFacts:
-    """The facts of what is on this rank."""
-    cut = cut_of(model.root)
-    return model if cut is None else model.restricted(cut.present, model.objects)
+from parallelize.plan.stages import Assignment, Costs, cut_stages
 
 
 def cut_pipeline(
@@ -74,24 +38,37 @@ def cut_pipeline(
     cuts: Cuts | None = None,
     handshake_timeout_s: float = TIMEOUT_S,
 ) -> nn.Module:
-    """Keep only this rank's pipeline stages of a model, in place, and return it. The first step on an N-D mesh.
+    """Keep only the pipeline stages of this rank, in place. This is the first step on a mesh with an axis `pp`.
 
-    The model's own forward then runs on every stage; run it by `Pipeline`, or use `parallelize_model` for all of it.
+    The model's own forward then runs on every stage. Run it by `Pipeline`, or use `parallelize_model` for all steps.
 
     Args:
-        module: a whole model, on meta or with weights.
-        mesh: its axis named `pp`.
-        plan: as for `parallelize_module`; its `pipeline:` says where to cut. Without one: between the longest list.
-        schedule, stages_per_rank: which stages lie on which rank depends on them.
-        costs: of units (layers, and what stands before and after them), by name or in order. Default: parameter counts.
-        assignment: the modules of each stage, explicitly.
-        cuts: what a plan's `pipeline:` says, for a model without a plan.
+        module: the full model, on the meta device or with weights.
+        mesh: with an axis `pp`.
+        plan: as for `parallelize_module`; its section `pipeline:` lists the modules. None: chosen by the model; a model
+            without a plan is split between the children of its longest list of modules.
+        schedule: a name of `build_schedule`; it decides which rank runs which stage.
+        stages_per_rank: as for `build_schedule`.
+        costs: of units (layers, and the modules before and after them), by pattern or in order; the largest cost of a
+            stage is minimized. Default: the number of parameters.
+        assignment: the modules of each stage in calling order, in place of `costs` and the lists of the plan.
+        cuts: in place of the plan's section `pipeline:`.
+        handshake_timeout_s: seconds to wait for other ranks.
 
-    Raises: PlanError of `plan.stages`, MeshError `no-pp-axis`, ModelError `already-cut`, `wrong-order`,
-        HandshakeError, before anything is changed.
+    Returns: `module`.
+
+    Raises: before anything is changed, on every rank:
+        MeshError: `no-pp-axis`.
+        ModelError: `already-cut`, `wrong-order`, `foreign-recompute`.
+        PlanError: `no-layers`, `more-stages-than-layers`, `unknown-module`, `repeated-module`, `reused-module`,
+            `unassigned-parameter`, `bad-costs`, `every-has-parameters`, `unknown-skip`, `unknown-schedule`,
+            `bad-stages-per-rank`, and those of the plan file.
+        HandshakeError: the ranks disagree, or one of them failed.
+
+    Cost: one handshake over the mesh. No tensor is sent.
     """
     group = Group(_pp_group(mesh))
-    places = stage_places(schedule, group.size, stages_per_rank)
+    stage_ranks = ranks_of_stages(schedule, group.size, stages_per_rank)
     with agree_on(mesh, handshake_timeout_s) as facts_of_ranks:
         _check_order(module)
         facts = describe(module)
@@ -99,17 +76,21 @@ def cut_pipeline(
         chosen = chosen and for_base_model(chosen, facts)
         if cuts is not None:
             chosen = replace(chosen or Plan("cuts", ()), cuts=cuts)
-        stages = cut_stages(chosen, facts, len(places), costs=costs, assignment=assignment)
-        facts_of_ranks |= {"stages": str(stages.starts), "units": str(stages.units), "places": str(places)}
+        stages = cut_stages(chosen, facts, len(stage_ranks), costs=costs, assignment=assignment)
+        facts_of_ranks |= {
+            "stages": str(stages.starts),
+            "units": str(stages.units),
+            "ranks of stages": str(stage_ranks),
+        }
         facts_of_ranks |= {f"parameter {key}": value for key, value in facts.structure().items()}
-    mine = tuple(stage for stage, rank in enumerate(places) if rank == group.rank)
-    cut = Cut(stages, places, mine, facts, group, mesh)
+    local_stages = tuple(stage for stage, rank in enumerate(stage_ranks) if rank == group.rank)
+    cut = Cut(stages, stage_ranks, local_stages, facts, group, mesh)
     for unit in stages.units:
-        if stages.stage_of_unit(unit) not in mine:
+        if stages.stage_of_unit(unit) not in local_stages:
             _empty(module, unit)
-    module.__dict__["_parallelize_cut"] = cut
+    mark_applied(module, cut=cut)
     for parameter in module.parameters():
-        setattr(parameter, STAGE, StageMark(group))
+        mark_parameter(parameter, stage=StageMark(group))
     return module
 
 
@@ -122,26 +103,32 @@ def _pp_group(mesh: DeviceMesh) -> Any:
 
 def _check_order(module: nn.Module) -> None:
     if cut_of(module) is not None:
-        raise ModelError(Problem("already-cut", f"{type(module).__name__} is cut into stages", fix="cut a model once"))
-    if "_parallelize_record" in module.__dict__ or any(isinstance(p, DTensor) for p in module.parameters()):
-        what = f"{type(module).__name__} has a plan: stages are cut before it is applied"
-        raise ModelError(Problem("wrong-order", what, fix="cut_pipeline, parallelize_module, recompute, ZeRO: in turn"))
+        raise ModelError(
+            Problem(
+                "already-cut", f"{type(module).__name__} is split into stages already", fix="call cut_pipeline once"
+            )
+        )
+    if record_of(module) is not None or any(isinstance(p, DTensor) for p in module.parameters()):
+        what = f"{type(module).__name__} has a plan: a model is split into stages before its plan is applied"
+        fix = "use this order: cut_pipeline, parallelize_module, recompute, ZeRO"
+        raise ModelError(Problem("wrong-order", what, fix=fix))
     for name, inner in module.named_modules():
         if inner.__dict__.get("gradient_checkpointing") is True:
-            fix = "leave it off, and use parallelize.recompute, which knows about stages"
+            fix = "turn it off, and use parallelize.recompute, which supports stages"
             raise ModelError(
                 Problem("foreign-recompute", f"{name or 'the model'} has gradient checkpointing on", fix=fix)
             )
 
 
 def _empty(module: nn.Module, unit: str) -> None:
-    """Drop the parameters and buffers of an absent unit, which may be a module or a parameter by itself."""
-    owner, _, key = unit.rpartition(".")
-    holder = module.get_submodule(owner)
-    if key in holder._parameters:
-        # a forward that reads it gets zeros of its shape, at the cost of one element
-        gone: Any = holder._parameters.pop(key)
-        holder.__dict__[key] = torch.zeros((), dtype=gone.dtype, device=_real(gone.device)).expand(gone.shape)
+    """Drop the parameters and buffers of an absent unit, which is a module or a single parameter."""
+    parent_name, _, key = unit.rpartition(".")
+    parent = module.get_submodule(parent_name)
+    if key in parent._parameters:
+        # a forward that reads it gets zeros of its shape, which take the memory of one element
+        absent: Any = parent._parameters.pop(key)
+        zeros = torch.zeros((), dtype=absent.dtype, device=_not_meta(absent.device))
+        parent.__dict__[key] = zeros.expand(absent.shape)
         return
     for inner in module.get_submodule(unit).modules():
         for name in inner._parameters:
@@ -150,5 +137,5 @@ def _empty(module: nn.Module, unit: str) -> None:
             inner._buffers[name] = None
 
 
-def _real(device: torch.device) -> torch.device:
+def _not_meta(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device

@@ -1,4 +1,4 @@
-"""`Pipeline`: steps of a model over microbatches, on one stage or on many, with one rule for loss and gradients."""
+"""`Pipeline`: steps of a model over microbatches, on one pipeline stage or several."""
 
 from __future__ import annotations
 
@@ -11,52 +11,60 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.applied.records import Cut, cut_of, record_of
+from parallelize.comm.groups import Group, axis_group, mesh_spec
+from parallelize.comm.handshake import TIMEOUT_S, agree_on
+from parallelize.context.forward_state import context_of
 from parallelize.context.inputs import length_of
-from parallelize.context.sequences import own_targets
-from parallelize.context.state import context_of
+from parallelize.context.local_sequences import local_targets
 from parallelize.errors import ModelError, Problem
-from parallelize.groups import Group, axis_group, mesh_spec
-from parallelize.handshake import TIMEOUT_S, agree_on
-from parallelize.loss import cross_entropy, valid_tokens
 from parallelize.mesh import DATA_AXES
 from parallelize.pipeline import failure
-from parallelize.pipeline.cut import Cut, cut_of
-from parallelize.pipeline.feed import Feed, microbatches, share
-from parallelize.pipeline.package import Header
+from parallelize.pipeline.microbatch_inputs import MicrobatchInputs, broadcast_nested, split_batch
+from parallelize.pipeline.payload import Header
 from parallelize.pipeline.schedules import Action, Schedule, build_schedule
-from parallelize.pipeline.step import Data, Headers, StepRun
+from parallelize.pipeline.stage_forward import Outcome, StageRunner
+from parallelize.pipeline.step_runner import Data, Headers, StepRun
+from parallelize.pipeline.ties import ties_of
 from parallelize.pipeline.timeline import Timeline, with_messages
 from parallelize.pipeline.transport import Transport
-from parallelize.pipeline.units import Outcome, StageRunner
-from parallelize.randomness.position import Clock, Position
-from parallelize.recomputation import recomputed
-from parallelize.sharding import record_of
-from parallelize.ties import ties_of
+from parallelize.randomness.dropout.position import Clock, Position
+from parallelize.recomputation.api import recomputed
+from parallelize.vocabulary.loss.losses import cross_entropy, valid_tokens
 
 T = torch.Tensor
 
 
 class Pipeline:
-    """Runs training steps and evaluations of a model, over pipeline stages where it was cut into some.
+    """Runs training steps and evaluations of a model over microbatches and, where it has them, pipeline stages.
 
-    The loss of a step is the sum over all tokens of all microbatches and data ranks, divided by their count, which is known
-    before backward; gradients are sums. So neither depends on how the batch is cut.
+    The loss of a step is the sum over all tokens of all microbatches and data ranks, divided by the global count, which is
+    known before backward. Gradients are sums. So neither depends on how the batch is split.
 
     Args:
-        module: after `cut_pipeline` and `parallelize_module`; a model that was not cut runs its microbatches in turn.
-        mesh: the whole mesh.
-        schedule: as given to `cut_pipeline`. stages_per_rank: the same.
-        num_microbatches: parts into which each step's batch is cut.
-        loss: (model output, targets) -> the SUM of the loss over the microbatch. Default: cross entropy of the logits.
-        count: (targets) -> what that sum is divided by, as a whole number. Default: targets that are not -100.
-        whole: names of inputs that are never cut over the batch.
-        share_inputs: only the first pp rank's inputs and targets count; the others get them from it.
-        data: keeps data-parallel ranks in step: the `engine` of `data_of(module)`.
-        clock: of `install_dropout`: is told where in training each microbatch stands.
+        module: after `cut_pipeline` and `parallelize_module`. A model without stages runs its microbatches sequentially.
+        mesh: all axes.
+        schedule: as passed to `cut_pipeline`.
+        stages_per_rank: as passed to `cut_pipeline`.
+        num_microbatches: equal parts of each step's batch.
+        loss: (model output, targets) to the SUM of the loss over the microbatch, a scalar. Default: cross entropy of the
+            logits, without targets of -100.
+        count: (targets) to the integer that the sum of losses is divided by. Default: the number of targets that are not
+            -100.
+        whole: names of inputs that every microbatch gets in full, not split along the batch.
+        share_inputs: inputs and targets of the first pp rank are broadcast, and those of the other pp ranks are ignored.
+        data: reduces gradients over the data axes: the `engine` of `data_of(module)`.
+        clock: of `install_dropout`; it gets the position in training of each microbatch.
 
     Attributes:
-        steps_done: with the clock it decides what is dropped out, so it goes into checkpoints.
-        record: True makes `timeline` draw the last step.
+        steps_done: number of successful steps. Dropout depends on it, so checkpoints store it.
+        record: set it to True to measure the next steps for `timeline`.
+
+    Raises:
+        ModelError: `other-schedule` where the model was split for another schedule.
+        PlanError, MeshError: those of `build_schedule`.
+
+    Source: see `build_schedule` for the schedules.
     """
 
     def __init__(
@@ -85,15 +93,15 @@ class Pipeline:
         self.actions = with_messages(self.schedule)[self.group.rank]
         self.device = _device(mesh)
         record = record_of(module)
-        self.ledger = record.ledger if record is not None else None
+        self.pending_reductions = record.pending_reductions if record is not None else None
         self._splits = any(action.kind == "W" for order in self.schedule.orders for action in order)
         self._overlaps = record is not None and bool(getattr(record.overlap, "sites", ()))
         self.runner = _runner(module, self.cut, record.region if record is not None else None)
         self.ties = ties_of(module)
         self.context = context_of(module)
-        self.everyone = axis_group(mesh, *self.spec.names)
+        self.world = axis_group(mesh, *self.spec.names)
         self._headers: Headers = {}
-        self._known: set[tuple] = set()
+        self._compared: set[tuple] = set()  # signatures of inputs that the pp ranks have compared
         self._spans: list[tuple[Action, float, float]] = []
         self.record = False
 
@@ -101,31 +109,39 @@ class Pipeline:
         if self.cut is None:
             return build_schedule("1f1b", 1, count)
         schedule = build_schedule(name, self.group.size, count, stages_per_rank)
-        if schedule.stage_ranks != self.cut.places:
+        if schedule.stage_ranks != self.cut.stage_ranks:
             what = (
-                f"{schedule.name} puts stages on ranks {schedule.stage_ranks}, the model is cut for {self.cut.places}"
+                f"{schedule.name} has its stages on ranks {schedule.stage_ranks}, the model on {self.cut.stage_ranks}"
             )
-            raise ModelError(Problem("other-schedule", what, fix="give cut_pipeline the same schedule"))
+            raise ModelError(Problem("other-schedule", what, fix="pass the same schedule to cut_pipeline"))
         return schedule
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def step(self, *args: Any, targets: Any = None, **kwargs: Any) -> T:
-        """Forward and backward of one batch; gradients are added to `.grad`, reduced over the data axes.
+        """Forward and backward of one batch. Gradients are added to `.grad`, reduced over the data axes.
 
-        Call it on every rank, with this data rank's batch (the same on all its pp and tp ranks).
+        Every rank must call it, with the batch of its data rank (the same on all its pp, cp and tp ranks).
 
-        Returns: the loss, a scalar, the same on every rank.
-        Raises: ShapeError `no-inputs`, `indivisible-batch` before anything runs; PipelineError on every rank when a stage
-            failed or a rank does not answer.
+        Args:
+            args, kwargs: inputs of the full model. Tensors with the batch's size in dim 0 are split into microbatches.
+            targets: split in the same way; for the default loss token ids [batch, sequence], -100 for none.
+
+        Returns: the mean loss over all data ranks, a scalar without gradient, the same on every rank.
+
+        Raises:
+            ShapeError: `no-inputs`, `indivisible-batch`, before anything runs.
+            HandshakeError: the pp ranks have inputs of different shapes.
+            PipelineError: `stage-failed` on every rank after an error of a stage, without gradients of the step;
+                `peer-lost` where a rank does not answer.
+
+        Cost: activations and their gradients between neighboring stages, an all_reduce of the count over the data axes and `cp`,
+            an all_reduce of two scalars over the mesh, reductions of gradients over the data axes and over ties.
         """
-        args, kwargs, targets = self._shared(args, kwargs, targets)
-        feeds = microbatches(args, kwargs, targets, self.schedule.num_microbatches, self.whole)
-        total = self._total(targets)
-        run = self._run(feeds, lambda output, wanted: self.loss(output, wanted) / total)
+        run = self._loss_run(args, kwargs, targets)
         with ExitStack() as stack:
-            if self.ledger is not None:
-                stack.enter_context(self.ledger.accumulating())
+            if self.pending_reductions is not None:
+                stack.enter_context(self.pending_reductions.accumulating())
             if self.ties is not None:
                 self.ties.reopen()
             if self.data is not None:
@@ -146,11 +162,8 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, targets: Any = None, **kwargs: Any) -> T:
-        """The loss of one batch, without gradients. The same on every rank."""
-        args, kwargs, targets = self._shared(args, kwargs, targets)
-        feeds = microbatches(args, kwargs, targets, self.schedule.num_microbatches, self.whole)
-        total = self._total(targets)
-        run = self._run(feeds, lambda output, wanted: self.loss(output, wanted) / total, forward_only=True)
+        """The loss of one batch without backward. Arguments, result, errors as for `step`; nothing is sent in backward."""
+        run = self._loss_run(args, kwargs, targets, forward_only=True)
         self._execute(run)
         failed, loss = self._outcome(run)
         if failed:
@@ -159,10 +172,16 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """The model's output of each microbatch, on the ranks of the last stage; an empty list on the others."""
-        args, kwargs, _ = self._shared(args, kwargs, None)
-        feeds = microbatches(args, kwargs, None, self.schedule.num_microbatches, self.whole)
-        run = self._run(feeds, None, forward_only=True)
+        """The output of the model for each microbatch, without gradients.
+
+        Args:
+            args, kwargs: as for `step`.
+
+        Returns: outputs by microbatch on the ranks of the last stage, an empty list on the others.
+        """
+        args, kwargs, _ = self._local_inputs(args, kwargs, None)
+        microbatches = split_batch(args, kwargs, None, self.schedule.num_microbatches, self.whole)
+        run = self._run(microbatches, None, forward_only=True)
         self._execute(run)
         failed, _ = self._outcome(run)
         if failed:
@@ -170,7 +189,10 @@ class Pipeline:
         return run.outputs
 
     def timeline(self) -> Timeline:
-        """When each action of the last step ran, over all stages: needs `record = True` before it. A collective over pp."""
+        """When each action of the last step ran on each rank, in seconds. Set `record = True` before the step.
+
+        Cost: one all_gather of objects over `pp`.
+        """
         spans: list[Any] = [self._spans]
         if self.group.size > 1:
             spans = [None] * self.group.size
@@ -179,60 +201,73 @@ class Pipeline:
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
-    def _shared(self, args: tuple, kwargs: dict, targets: Any) -> tuple[tuple, dict, Any]:
-        """The inputs of this data rank; on `cp` the model takes its own rows of them, and targets are cut here."""
+    def _loss_run(self, args: tuple, kwargs: dict, targets: Any, forward_only: bool = False) -> StepRun:
+        """The run of a step or an evaluation."""
+        args, kwargs, targets = self._local_inputs(args, kwargs, targets)
+        microbatches = split_batch(args, kwargs, targets, self.schedule.num_microbatches, self.whole)
+        total = self._total(targets)
+
+        def loss_of(output: Any, targets: Any) -> T:
+            return self.loss(output, targets) / total
+
+        return self._run(microbatches, loss_of, forward_only)
+
+    def _local_inputs(self, args: tuple, kwargs: dict, targets: Any) -> tuple[tuple, dict, Any]:
+        """The inputs of this data rank. On `cp` targets are sharded here; the model shards its inputs itself."""
         if self.share_inputs:
-            args, kwargs, targets = share((args, kwargs, targets), self.group, self.device)
+            args, kwargs, targets = broadcast_nested((args, kwargs, targets), self.group, self.device)
         if self.context is not None and targets is not None:
-            targets = own_targets(self.context, length_of(self.module, args, kwargs), targets)
+            targets = local_targets(self.context, length_of(self.module, args, kwargs), targets)
         return args, kwargs, targets
 
     def _total(self, targets: Any) -> T:
-        """What the loss is divided by: a count over all data ranks. One scalar all-reduce."""
+        """The global count, which divides the loss. One all_reduce of a scalar over the data axes."""
         count = self.count(targets) if targets is not None else 1
-        given = count.detach().clone() if isinstance(count, torch.Tensor) else torch.tensor(count)
-        total = given.to(self.device)
+        local = count.detach().clone() if isinstance(count, torch.Tensor) else torch.tensor(count)
+        total = local.to(self.device)
         axes = [axis for axis in DATA_AXES if axis in self.spec.names and self.spec.size(axis) > 1]
         if axes:
             dist.all_reduce(total, group=axis_group(self.mesh, *axes))
         return total
 
-    def _run(self, feeds: list[Feed], loss_of: Callable[[Any, Any], T] | None, forward_only: bool = False) -> StepRun:
+    def _run(
+        self, microbatches: list[MicrobatchInputs], loss_of: Callable[[Any, Any], T] | None, forward_only: bool = False
+    ) -> StepRun:
         mode = (torch.is_grad_enabled(), self.module.training)
-        signature = feeds[0].signature(mode)
-        if self.group.size > 1 and signature not in self._known:
-            # only before the first step with inputs of these shapes; data ranks may have others
+        signature = microbatches[0].signature(mode)
+        if self.group.size > 1 and signature not in self._compared:
+            # once for inputs of these shapes; other data ranks may have other shapes
             with agree_on(self.mesh["pp"], TIMEOUT_S) as facts:
                 facts["inputs of the step"] = str(signature)
-            self._known.add(signature)
+            self._compared.add(signature)
         steps = [step for step in self.actions if not forward_only or _is_forward(step)]
         split = self._splits and not forward_only and self._may_split()
         return StepRun(
-            self.schedule,
-            steps,
-            self.runner,
-            Transport(self.group, self.device) if self.group.size > 1 else None,
-            feeds,
-            signature,
-            self._headers,
-            self.module,
-            loss_of,
-            split,
-            None if forward_only else self.data,
-            self._enter if self.clock is not None else None,
-            self.record,
+            schedule=self.schedule,
+            steps=steps,
+            runner=self.runner,
+            transport=Transport(self.group, self.device) if self.group.size > 1 else None,
+            microbatches=microbatches,
+            signature=signature,
+            headers=self._headers,
+            root=self.module,
+            loss_of=loss_of,
+            split=split,
+            data=None if forward_only else self.data,
+            enter=self._enter if self.clock is not None else None,
+            record=self.record,
         )
 
     def _may_split(self) -> bool:
-        """Whether the halves of a backward may run apart: what is recomputed or gathered for one is so for the other too."""
+        """Whether dgrad and wgrad may run separately. Not where both would recompute or gather the same again."""
         recomputes = any(mode != "off" for mode in recomputed(self.module).values())
         return not recomputes and not self._overlaps and getattr(self.data, "splits_backward", True)
 
-    def _enter(self, stage: int, microbatch: int, feed: Feed) -> None:
-        """Data ranks hold neighbouring rows of the global batch."""
+    def _enter(self, stage: int, microbatch: int, microbatch_inputs: MicrobatchInputs) -> None:
+        """Set the clock. Data ranks have consecutive parts of the global batch."""
         assert self.clock is not None
-        offset = self.clock.data[0] * feed.batch + feed.batch_offset
-        self.clock.move(Position(self.steps_done, offset, feed.rows))
+        offset = self.clock.data[0] * microbatch_inputs.batch_size + microbatch_inputs.batch_offset
+        self.clock.move(Position(self.steps_done, offset, microbatch_inputs.size))
 
     def _execute(self, run: StepRun) -> None:
         known = set(self._headers)
@@ -240,7 +275,7 @@ class Pipeline:
             run.run()
             run.settle()
         except BaseException:
-            for key in set(self._headers) - known:  # the other side may not have them
+            for key in set(self._headers) - known:  # the neighbor may not have them
                 del self._headers[key]
             raise
         finally:
@@ -249,28 +284,27 @@ class Pipeline:
                 self.clock.move(None)
 
     def _raise(self, run: StepRun) -> None:
-        """The failure, on every rank; in one process alone it is the error itself."""
+        """Raise the failure on every rank; on a mesh of one rank, the original error."""
         if self.mesh.size() == 1 and run.cause is not None:
             raise run.cause
-        failure.raise_together(run.failure, self.everyone, run.cause)
+        failure.raise_together(run.failure, self.world, run.cause)
 
     def _outcome(self, run: StepRun) -> tuple[bool, T]:
-        """(whether any rank failed, the loss): one all-reduce over the whole mesh."""
+        """(whether any rank failed, the loss). One all_reduce of two scalars over the mesh."""
         loss = torch.stack(run.losses).sum() if run.losses else torch.zeros((), device=self.device)
         if self.mesh.size() == 1:
             return run.failure is not None, loss
-        mine = self._counts_loss()
-        told = torch.zeros(2, dtype=torch.float64, device=self.device)
-        told[0] = float(run.failure is not None)
-        if mine:
-            told[1] = loss
-        dist.all_reduce(told, group=self.everyone)
-        return bool(told[0] > 0), told[1]
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # failures, loss
+        totals[0] = float(run.failure is not None)
+        if self._counts_loss():
+            totals[1] = loss
+        dist.all_reduce(totals, group=self.world)
+        return bool(totals[0] > 0), totals[1]
 
     def _counts_loss(self) -> bool:
-        """One rank of each tp group counts."""
-        here = self.spec.coordinates(self.mesh.mesh.flatten().tolist().index(dist.get_rank()))
-        return all(index == 0 for axis, index in here.items() if axis not in (*DATA_AXES, "pp"))
+        """Whether the loss of this rank is summed: of ranks with the same loss (along tp), only the first."""
+        coordinates = self.spec.coordinates(self.mesh.mesh.flatten().tolist().index(dist.get_rank()))
+        return all(index == 0 for axis, index in coordinates.items() if axis not in (*DATA_AXES, "pp"))
 
 
 def _is_forward(step: Any) -> bool:
@@ -289,16 +323,16 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def _runner(module: nn.Module, cut: Cut | None, region: Any) -> Any:
-    return WholeModel(module) if cut is None else StageRunner(module, cut, region)
+    return SingleStageRunner(module) if cut is None else StageRunner(module, cut, region)
 
 
-class WholeModel:
-    """A model that was not cut."""
+class SingleStageRunner:
+    """Runs a model that was not split into stages."""
 
     def __init__(self, module: nn.Module):
         self.module = module
 
     def run(
-        self, stage: int, args: tuple, kwargs: dict, content: dict[str, Any], header: Header | None, learn: bool
+        self, stage: int, args: tuple, kwargs: dict, content: dict[str, Any], header: Header | None, make_header: bool
     ) -> Outcome:
         return Outcome(output=self.module(*args, **kwargs))

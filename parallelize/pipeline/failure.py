@@ -1,4 +1,4 @@
-"""A mistake in one stage becomes the same error on every rank, and leaves the pipeline as it was before the step."""
+"""An error in one stage is raised on every rank; the pipeline is then as it was before the step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ _PHASES = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "back
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on one rank, first."""
+    """The first error of one rank.
+
+    Attributes:
+        rank: in the world.
+        phase: a value of `_PHASES`.
+        module: fqn of the innermost module whose code raised it; empty where there is none.
+        error: type and message.
+        at: time of the failure, in seconds since the epoch.
+    """
 
     rank: int
     stage: int
@@ -36,26 +44,26 @@ class Failure:
 
 
 def _module_of(error: BaseException, root: nn.Module) -> str:
-    """The name of the innermost module whose code was running."""
+    """The fqn of the innermost module in the traceback, or an empty string."""
     names = {id(module): name for name, module in root.named_modules()}
-    found = ""
+    innermost = ""
     trace = error.__traceback__
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and names.get(id(owner)):
-            found = names[id(owner)]
+            innermost = names[id(owner)]
         trace = trace.tb_next
-    return found
+    return innermost
 
 
-def raise_together(mine: Failure | None, group: dist.ProcessGroup, cause: BaseException | None) -> None:
-    """Tell every rank of the group what failed where, and raise it on all. A collective.
+def raise_together(local: Failure | None, group: dist.ProcessGroup, cause: BaseException | None) -> None:
+    """Raise the earliest failure of the group on all its ranks. A collective.
 
     Raises: PipelineError `stage-failed`.
     """
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, None if mine is None else asdict(mine), group=group)
-    failures = sorted((Failure(**one) for one in everyone if one), key=lambda failure: failure.at)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, None if local is None else asdict(local), group=group)
+    failures = sorted((Failure(**fields) for fields in gathered if fields), key=lambda failure: failure.at)
     first = failures[0]
     rows = (
         ("stage", f"{first.stage}, on rank {first.rank}"),
@@ -65,12 +73,12 @@ def raise_together(mine: Failure | None, group: dist.ProcessGroup, cause: BaseEx
         *((("also", ", ".join(f"rank {other.rank}" for other in failures[1:9])),) if len(failures) > 1 else ()),
     )
     what = f"stage {first.stage} failed on rank {first.rank}: {first.error.splitlines()[0]}"
-    fix = "gradients of this step are gone; mend the cause and call step again"
+    fix = "the gradients are dropped; correct the cause and call step again"
     raise PipelineError(Problem("stage-failed", what, rows=rows, fix=fix)) from cause
 
 
 def forget_gradients(root: nn.Module) -> None:
-    """Half a step's gradients are no gradients."""
+    """Drop all gradients, because those of an incomplete step are wrong."""
     with torch.no_grad():
         for parameter in root.parameters():
             parameter.grad = None

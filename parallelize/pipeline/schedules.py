@@ -2,8 +2,8 @@
 
     name, ranks, microbatches --build_schedule--> Schedule --simulate | table | run-->
 
-Nothing here starts a process group. An action says what is computed, never what is sent: messages follow from the order
-(`timeline.with_messages`). The orders with one stage a rank are written here; those with several are PyTorch's own.
+No process group is needed. Actions are computations; the messages follow from their order (`timeline.with_messages`). The
+orders with one stage per rank are written here; those with several stages per rank are PyTorch's.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
 
 @dataclass(frozen=True)
 class Action:
-    """One microbatch through one stage: "F" forward, "B" whole backward, or its halves "I" (dgrad) and "W" (wgrad).
+    """One microbatch in one stage: "F" forward, "B" full backward, "I" dgrad, or "W" wgrad.
 
-    The text form is PyTorch's: "2F0" is stage 2, forward, microbatch 0.
+    The text form is that of PyTorch: "2F0" is stage 2, forward, microbatch 0.
     """
 
     stage: int
@@ -35,17 +35,24 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that `text` names. Raises: PlanError `bad-action`."""
-        found = _TEXT.fullmatch(text.strip())
-        if found is None:
+        """Parse the text form. Raises: PlanError `bad-action`."""
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
             fix = "write stage, one of F B I W, microbatch: `2F0`"
-            raise PlanError(Problem("bad-action", f"{text!r} is no action of a pipeline schedule", fix=fix))
-        return cls(int(found[1]), found[2], int(found[3]))
+            raise PlanError(Problem("bad-action", f"{text!r} is not an action of a pipeline schedule", fix=fix))
+        return cls(int(match[1]), match[2], int(match[3]))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank computes, in order. `stage_ranks[s]` is the rank of stage s."""
+    """The order of actions of every rank.
+
+    Attributes:
+        name: a key of `SCHEDULES`.
+        num_ranks, num_stages, num_microbatches: of the pipeline.
+        stage_ranks: the rank of each stage.
+        orders: the actions of each rank, in order.
+    """
 
     name: str
     num_ranks: int
@@ -57,14 +64,23 @@ class Schedule:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A schedule's name in PyTorch and its needs."""
+    """The requirements of a schedule.
+
+    Attributes:
+        torch_name: its name in PyTorch.
+        stages_per_rank: the default, and the only value allowed unless `more_stages`.
+        more_stages: any larger number of stages per rank is allowed too.
+        in_rounds: microbatches run in equal rounds of about one per rank.
+        v_shape: rank s has the stages s and 2P-1-s of P ranks; else stage s is on rank s % P.
+        least_per_rank: at least so many microbatches per rank.
+    """
 
     torch_name: str
-    stages_per_rank: int  # when the caller does not say; the only one allowed unless `more_stages`
+    stages_per_rank: int
     more_stages: bool = False
-    in_rounds: bool = False  # the microbatches must come in equal rounds of about one per rank
-    v_shape: bool = False  # stages s and 2P-1-s on rank s, else s % P
-    least_per_rank: int = 0  # microbatches
+    in_rounds: bool = False
+    v_shape: bool = False
+    least_per_rank: int = 0
 
 
 SCHEDULES = {
@@ -76,15 +92,15 @@ SCHEDULES = {
     "zbv": _Kind("ZBVZeroBubble", 2, v_shape=True),
     "dualpipe_v": _Kind("DualPipeV", 2, v_shape=True, least_per_rank=2),
 }
-"""Every schedule that can be built. PyTorch's class names are understood too."""
+"""All schedules. PyTorch's class names are accepted as well."""
 
 
 def schedule_name(name: str) -> str:
-    """The name in `SCHEDULES` that is meant: case, underscores and a leading "Schedule" do not matter.
+    """The key of `SCHEDULES` for a name; case, underscores, hyphens and a leading "Schedule" are ignored.
 
     Raises: PlanError `unknown-schedule`.
     """
-    known = {_plain(word): own for own, kind in SCHEDULES.items() for word in (own, kind.torch_name)}
+    known = {_plain(alias): key for key, kind in SCHEDULES.items() for alias in (key, kind.torch_name)}
     if _plain(name) not in known:
         fix = did_you_mean(name, SCHEDULES)
         raise PlanError(Problem("unknown-schedule", f"there is no pipeline schedule {name!r}", fix=fix))
@@ -96,50 +112,62 @@ def _plain(name: str) -> str:
 
 
 def build_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The order in which `num_ranks` ranks send `num_microbatches` microbatches through their stages.
+    """Build the order of actions of every rank.
 
     Args:
-        name: a key of `SCHEDULES`, or PyTorch's name of it.
+        name: a key of `SCHEDULES`, or the name of the schedule in PyTorch.
+        num_ranks: ranks of the pipeline, 1 or more.
+        num_microbatches: microbatches of a step, 1 or more; some schedules need more, or a multiple of a number.
         stages_per_rank: 1 for gpipe and 1f1b, 2 for zbv and dualpipe_v, 2 or more (default 2) for the others.
-    Returns: a schedule that `check_schedule` has passed.
-    Raises: PlanError `unknown-schedule`, `bad-stages-per-rank`, `too-few-microbatches`, `uneven-microbatches`;
-        MeshError `bad-num-ranks`.
+
+    Returns: a schedule that `check_schedule` accepts.
+
+    Raises:
+        PlanError: `unknown-schedule`, `bad-stages-per-rank`, `too-few-microbatches`, `uneven-microbatches`.
+        MeshError: `bad-num-ranks`.
+
+    Cost: no communication.
+
     Source: GPipe arXiv:1811.06965; 1F1B (PipeDream-flush) and interleaved arXiv:2104.04473; looped BFS arXiv:2211.05953;
         zero bubble and ZB-V arXiv:2401.10241, 2405.15362; DualPipe arXiv:2412.19437, as DualPipeV in
         github.com/deepseek-ai/DualPipe.
     """
     name = schedule_name(name)
     kind = SCHEDULES[name]
-    each = kind.stages_per_rank if stages_per_rank is None else stages_per_rank
-    _check_needs(name, num_ranks, num_microbatches, each)
+    stages_per_rank = kind.stages_per_rank if stages_per_rank is None else stages_per_rank
+    _check_requirements(name, num_ranks, num_microbatches, stages_per_rank)
     if name == "gpipe":
         orders = [_gpipe(rank, num_microbatches) for rank in range(num_ranks)]
     elif name == "1f1b":
         orders = [_1f1b(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
     else:
-        orders = _torch_orders(name, num_ranks, num_microbatches, each)
-    places = stage_places(name, num_ranks, each)
-    schedule = Schedule(name, num_ranks, len(places), num_microbatches, places, tuple(map(tuple, orders)))
+        orders = _torch_orders(name, num_ranks, num_microbatches, stages_per_rank)
+    stage_ranks = ranks_of_stages(name, num_ranks, stages_per_rank)
+    schedule = Schedule(name, num_ranks, len(stage_ranks), num_microbatches, stage_ranks, tuple(map(tuple, orders)))
     check_schedule(schedule)
     return schedule
 
 
-def stage_places(name: str, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-    """The rank of each stage. Raises: PlanError `unknown-schedule`, `bad-stages-per-rank`."""
+def ranks_of_stages(name: str, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+    """The rank of each stage.
+
+    Args: as for `build_schedule`.
+    Raises: PlanError `unknown-schedule`, `bad-stages-per-rank`.
+    """
     kind = SCHEDULES[schedule_name(name)]
-    each = kind.stages_per_rank if stages_per_rank is None else stages_per_rank
-    problem = _stages_problem(schedule_name(name), each)
+    stages_per_rank = kind.stages_per_rank if stages_per_rank is None else stages_per_rank
+    problem = _stages_problem(schedule_name(name), stages_per_rank)
     if problem is not None:
         raise PlanError(problem)
-    stages = num_ranks * each
+    stages = num_ranks * stages_per_rank
     return tuple(min(s, stages - 1 - s) if kind.v_shape else s % num_ranks for s in range(stages))
 
 
-def _check_needs(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> None:
+def _check_requirements(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> None:
     if not isinstance(ranks, int) or ranks < 1:
         raise MeshError(Problem("bad-num-ranks", f"a pipeline cannot run on {ranks} ranks", fix="use 1 or more"))
-    found = [_stages_problem(name, stages_per_rank), _microbatches_problem(name, ranks, microbatches)]
-    problems = [problem for problem in found if problem is not None]
+    checks = (_stages_problem(name, stages_per_rank), _microbatches_problem(name, ranks, microbatches))
+    problems = [problem for problem in checks if problem is not None]
     if problems:
         raise PlanError(*problems)
 
@@ -149,7 +177,7 @@ def _stages_problem(name: str, stages_per_rank: int) -> Problem | None:
     if _takes(kind, stages_per_rank):
         return None
     fix = f"use {kind.stages_per_rank}" + (" or more" if kind.more_stages else "")
-    others = [other for other, its in SCHEDULES.items() if _takes(its, stages_per_rank)]
+    others = [other for other, other_kind in SCHEDULES.items() if _takes(other_kind, stages_per_rank)]
     if others:
         fix += f", or a schedule that takes {stages_per_rank}: " + ", ".join(others)
     return Problem("bad-stages-per-rank", f"{name} cannot run {stages_per_rank} stages on a rank", fix=fix)
@@ -163,7 +191,7 @@ def _takes(kind: _Kind, stages_per_rank: int) -> bool:
 
 def _microbatches_problem(name: str, ranks: int, microbatches: int) -> Problem | None:
     kind = SCHEDULES[name]
-    # one rank has no neighbour to wait for, so there any count will do
+    # a single rank has no neighbor to wait for, so it accepts any number
     least = max(1, kind.least_per_rank * ranks) if ranks > 1 else 1
     if not isinstance(microbatches, int) or microbatches < least:
         what = f"{name} on {ranks} ranks cannot run {microbatches} microbatches"
@@ -190,17 +218,17 @@ def _gpipe(rank: int, microbatches: int) -> list[Action]:
 
 def _1f1b(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """Forwards until the first gradient arrives, then one backward after each forward. Source: arXiv:2104.04473, fig. 4."""
-    warm = min(ranks - 1 - rank, microbatches)
-    order = [Action(rank, "F", m) for m in range(warm)]
-    for m in range(microbatches - warm):
-        order += [Action(rank, "F", warm + m), Action(rank, "B", m)]
-    return order + [Action(rank, "B", m) for m in range(microbatches - warm, microbatches)]
+    warmup = min(ranks - 1 - rank, microbatches)
+    order = [Action(rank, "F", m) for m in range(warmup)]
+    for m in range(microbatches - warmup):
+        order += [Action(rank, "F", warmup + m), Action(rank, "B", m)]
+    return order + [Action(rank, "B", m) for m in range(microbatches - warmup, microbatches)]
 
 
 def _torch_orders(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
-    if ranks == 1 and microbatches < SCHEDULES[name].least_per_rank:  # which PyTorch refuses, for no need of the data
+    if ranks == 1 and microbatches < SCHEDULES[name].least_per_rank:  # PyTorch refuses this
         return [_depth_first(stages_per_rank, microbatches)]
-    from parallelize._torch_private import schedule_orders  # here, so that this file stays free of torch
+    from parallelize._torch_private import schedule_orders  # lazy, so that this file needs no torch
 
     orders = schedule_orders(SCHEDULES[name].torch_name, ranks, microbatches, stages_per_rank)
     if orders is None:
@@ -209,85 +237,91 @@ def _torch_orders(name: str, ranks: int, microbatches: int, stages_per_rank: int
 
 
 def _depth_first(stages: int, microbatches: int) -> list[Action]:
-    """One rank alone: each microbatch through all stages and back."""
-    there = [("F", stage) for stage in range(stages)]
-    back = [("B", stage) for stage in reversed(range(stages))]
-    return [Action(stage, kind, m) for m in range(microbatches) for kind, stage in there + back]
+    """On one rank: forward and backward of each microbatch through all stages."""
+    forwards = [("F", stage) for stage in range(stages)]
+    backwards = [("B", stage) for stage in reversed(range(stages))]
+    return [Action(stage, kind, m) for m in range(microbatches) for kind, stage in forwards + backwards]
 
 
 def sources(schedule: Schedule, action: Action) -> list[tuple[Action, ...]]:
-    """What must have ended before `action` starts; of each tuple one (a gradient comes from "B" or from "I")."""
+    """What `action` depends on: one action of each tuple (a gradient comes from "B" or from "I")."""
     stage, m = action.stage, action.microbatch
     if action.kind == "W":
         return [(Action(stage, "I", m),)]
     if action.kind == "F":
         return [(Action(stage - 1, "F", m),)] if stage > 0 else []
-    own = [(Action(stage, "F", m),)]
-    return own + ([(Action(stage + 1, "B", m), Action(stage + 1, "I", m))] if stage + 1 < schedule.num_stages else [])
+    forward = (Action(stage, "F", m),)
+    if stage + 1 == schedule.num_stages:
+        return [forward]
+    return [forward, (Action(stage + 1, "B", m), Action(stage + 1, "I", m))]
 
 
-def in_turn(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Every (rank, action), each after all that it needs. Raises: PlanError `bad-schedule` when ranks wait in a circle."""
+def in_dependency_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """Every (rank, action), each after what it depends on. Raises: PlanError `bad-schedule` where ranks deadlock."""
     done: set[Action] = set()
-    at = [0] * schedule.num_ranks
+    position = [0] * schedule.num_ranks
     while True:
-        before = sum(at)
+        before = sum(position)
         for rank, order in enumerate(schedule.orders):
-            while at[rank] < len(order) and not _missing(schedule, order[at[rank]], done):
-                yield rank, order[at[rank]]
-                done.add(order[at[rank]])
-                at[rank] += 1
-        if sum(at) == before:
+            while position[rank] < len(order) and not _missing(schedule, order[position[rank]], done):
+                yield rank, order[position[rank]]
+                done.add(order[position[rank]])
+                position[rank] += 1
+        if sum(position) == before:
             break
-    stuck = [(rank, order[at[rank]]) for rank, order in enumerate(schedule.orders) if at[rank] < len(order)]
+    stuck = [
+        (rank, order[index])
+        for rank, (order, index) in enumerate(zip(schedule.orders, position, strict=True))
+        if index < len(order)
+    ]
     if stuck:
         rows = tuple((f"rank {rank}", f"{a} waits for {_missing(schedule, a, done)}") for rank, a in stuck)
-        what = f"{schedule.name}: no rank can go on after {len(done)} actions"
+        what = f"{schedule.name}: deadlock after {len(done)} actions"
         raise PlanError(Problem("bad-schedule", what, rows=rows, fix="reorder these actions"))
 
 
 def _missing(schedule: Schedule, action: Action, done: set[Action]) -> str:
-    """What `action` still waits for, or an empty text."""
-    wanted = [choice for choice in sources(schedule, action) if not any(source in done for source in choice)]
-    return ", ".join(" or ".join(map(str, choice)) for choice in wanted)
+    """What `action` waits for, or an empty string."""
+    missing = [choice for choice in sources(schedule, action) if not any(source in done for source in choice)]
+    return ", ".join(" or ".join(map(str, choice)) for choice in missing)
 
 
 def check_schedule(schedule: Schedule) -> None:
-    """Check that each stage runs each microbatch forward and backward once, on its rank, and that no rank waits for ever.
+    """Check that each stage runs forward and backward of each microbatch once, on its rank, without deadlock.
 
-    Raises: PlanError `bad-schedule`, naming the first actions that are wrong or stuck.
+    Raises: PlanError `bad-schedule` with the first wrong or blocked actions.
     """
     wrong = _misplaced(schedule) or _not_once(schedule)
     if wrong:
         shown = tuple(wrong[:8]) + ((("and", f"{len(wrong) - 8} more"),) if len(wrong) > 8 else ())
         fix = "each stage and microbatch has one F, and one B or one I and one W, on the stage's rank"
         raise PlanError(Problem("bad-schedule", f"{schedule.name}: {len(wrong)} wrong actions", rows=shown, fix=fix))
-    for _ in in_turn(schedule):
+    for _ in in_dependency_order(schedule):
         pass
 
 
 def _misplaced(schedule: Schedule) -> list[tuple[str, str]]:
-    """Actions of another rank's stage, or of none."""
+    """Actions of another rank's stage, or of a stage or microbatch that does not exist."""
     if len(schedule.orders) != schedule.num_ranks or len(schedule.stage_ranks) != schedule.num_stages:
-        sizes = f"{len(schedule.orders)} orders and {len(schedule.stage_ranks)} placed stages"
+        sizes = f"{len(schedule.orders)} orders and {len(schedule.stage_ranks)} ranks of stages"
         return [("sizes", f"{sizes} for {schedule.num_ranks} ranks and {schedule.num_stages} stages")]
-    found = []
+    problems = []
     for rank, order in enumerate(schedule.orders):
         for action in order:
             if not (0 <= action.stage < schedule.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
-                found.append((f"rank {rank}", f"{action} is of no stage or no microbatch"))
+                problems.append((f"rank {rank}", f"{action} is of no stage or no microbatch"))
             elif schedule.stage_ranks[action.stage] != rank:
-                found.append((f"rank {rank}", f"{action} belongs to rank {schedule.stage_ranks[action.stage]}"))
-    return found
+                problems.append((f"rank {rank}", f"{action} belongs to rank {schedule.stage_ranks[action.stage]}"))
+    return problems
 
 
 def _not_once(schedule: Schedule) -> list[tuple[str, str]]:
     """Stages and microbatches whose actions are not F and B, or F, I and W."""
     counts = Counter(action for order in schedule.orders for action in order)
-    found = []
+    problems = []
     for stage in range(schedule.num_stages):
         for m in range(schedule.num_microbatches):
             kinds = "".join(kind * counts[Action(stage, kind, m)] for kind in KINDS)
             if kinds not in ("FB", "FIW"):
-                found.append((f"stage {stage}", f"microbatch {m} has {' '.join(kinds) or 'no action'}"))
-    return found
+                problems.append((f"stage {stage}", f"microbatch {m} has {' '.join(kinds) or 'no action'}"))
+    return problems

@@ -1,8 +1,8 @@
-"""A backward in two halves: gradients of inputs first, gradients of weights later.
+"""A backward split in two: gradients of the inputs first (dgrad), gradients of the weights later (wgrad).
 
-The first half (dgrad) walks the graph from the outputs to the stage's inputs, and keeps what arrives at each node from
-which weights hang; the second (wgrad) starts again from those nodes and reaches the weights alone. Weights are the leaves
-of the graph itself, so gradients come by the same way as in a whole backward, hooks included.
+dgrad runs the graph from the outputs to the stage's inputs, and saves the gradient that arrives at each node that has
+weights. wgrad starts from these nodes and accumulates the gradients of the weights only. The weights are leaves of the
+graph itself, so hooks run as in a normal backward.
 
 Source: zero bubble pipeline parallelism, arXiv:2401.10241, sec. 2.
 """
@@ -18,24 +18,24 @@ from torch.autograd.graph import GradientEdge, Node
 T = torch.Tensor
 
 
-class WeightHalf:
-    """What is left of a backward after its first half. Call it once."""
+class Wgrad:
+    """The rest of a backward after dgrad. Call it once."""
 
     def __init__(self, groups: list[_Group], others: list[tuple[T, T | None]]):
         self._groups, self._others = groups, others
 
     def __call__(self) -> None:
-        # a weight used twice is reached through nodes of others, which must not have let go of what they saved
+        # a weight that is used twice is reached through nodes of other groups, whose saved tensors must still exist
         retain = any(len(group.nodes) > 1 for group in self._groups)
         for group in self._groups:
             group.run(retain)
-        if self._others:  # nothing of these reaches an input, so nothing of them was done
+        if self._others:  # these outputs do not depend on an input, so dgrad has not run any of their nodes
             torch.autograd.backward([out for out, _ in self._others], [grad for _, grad in self._others])
         self._groups, self._others = [], []
 
 
 class _Group:
-    """Nodes on the way to the inputs that lead to the same weights, and those weights."""
+    """Nodes between outputs and inputs that have the same weights, and these weights."""
 
     def __init__(self) -> None:
         self.nodes: dict[Node, None] = {}
@@ -51,13 +51,13 @@ class _Group:
         try:
             for node in self.nodes:
                 grads = self.grads.get(node, ())
-                for place, grad in enumerate(grads):
+                for index, grad in enumerate(grads):
                     if grad is not None:
-                        edges.append(GradientEdge(node, place))
+                        edges.append(GradientEdge(node, index))
                         values.append(grad)
-                # of a weight used twice: what flows from one use to the other is in `grads` already
+                # of a weight that is used twice: `grads` has the gradient from one use to the other already
                 if len(self.nodes) > 1:
-                    handles.append(node.register_prehook(lambda _, kept=grads: kept))
+                    handles.append(node.register_prehook(lambda _, saved=grads: saved))
             if edges:
                 torch.autograd.backward(edges, values, inputs=list(self.leaves.values()), retain_graph=retain)
         finally:
@@ -66,83 +66,84 @@ class _Group:
         self.nodes, self.grads = {}, {}
 
 
-def backward_inputs(outputs: Sequence[T], grads: Sequence[T | None], inputs: Sequence[T]) -> WeightHalf:
-    """Accumulate the gradients of `inputs`; return the rest, which accumulates those of the weights.
+def backward_inputs(outputs: Sequence[T], grads: Sequence[T | None], inputs: Sequence[T]) -> Wgrad:
+    """Accumulate the gradients of `inputs` (dgrad); the result accumulates those of the weights (wgrad).
 
     Args:
-        outputs: that require a gradient, with theirs (None for a scalar's 1).
+        outputs: tensors that require a gradient.
+        grads: gradient of each output; None is 1 for a scalar.
         inputs: leaves that require a gradient.
     """
     graph = _Graph(outputs, inputs)
-    reached = [node is not None and node in graph.to_inputs for node in map(_node_of, outputs)]
-    through = [(out, grad) for out, grad, here in zip(outputs, grads, reached, strict=True) if here]
-    others = [(out, grad) for out, grad, here in zip(outputs, grads, reached, strict=True) if not here]
+    depends = [node is not None and node in graph.to_inputs for node in map(_node_of, outputs)]
+    dependent = [(out, grad) for out, grad, reached in zip(outputs, grads, depends, strict=True) if reached]
+    others = [(out, grad) for out, grad, reached in zip(outputs, grads, depends, strict=True) if not reached]
     handles = [
         node.register_prehook(lambda arrived, group=group, node=node: group.keep(node, arrived))
         for group in graph.groups
         for node in group.nodes
     ]
     try:
-        if through:
-            outs, values = [out for out, _ in through], [grad for _, grad in through]
+        if dependent:
+            outs, values = [out for out, _ in dependent], [grad for _, grad in dependent]
             torch.autograd.backward(outs, values, inputs=list(inputs), retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()
-    return WeightHalf(graph.groups, others)
+    return Wgrad(graph.groups, others)
 
 
 class _Graph:
-    """The graph above outputs: which nodes lead to the inputs, and which weights hang from them."""
+    """The autograd graph of the outputs: the nodes that lead to the inputs, and the weights of these nodes."""
 
     def __init__(self, outputs: Sequence[T], inputs: Sequence[T]):
         roots = [node for node in map(_node_of, outputs) if node is not None]
         nodes, self.parents = _walk(roots)
-        wanted = {node for node in map(_node_of, inputs) if node is not None}
-        self.to_inputs = self._above(node for node in nodes if node in wanted)
-        self.groups = self._grouped([node for node in nodes if hasattr(node, "variable") and node not in wanted])
+        input_nodes = {node for node in map(_node_of, inputs) if node is not None}
+        self.to_inputs = self._above(node for node in nodes if node in input_nodes)
+        self.groups = self._grouped([node for node in nodes if hasattr(node, "variable") and node not in input_nodes])
 
     def _above(self, below: Iterable[Node]) -> set[Node]:
-        """Every node from which one of `below` is reached."""
+        """Every node from which a node of `below` is reached."""
         todo = list(below)
-        found = set(todo)
+        seen = set(todo)
         while todo:
             for parent in self.parents.get(todo.pop(), ()):
-                if parent not in found:
-                    found.add(parent)
+                if parent not in seen:
+                    seen.add(parent)
                     todo.append(parent)
-        return found
+        return seen
 
     def _first_above(self, leaf: Node) -> dict[Node, None]:
-        """The nodes on the way to the inputs from which a leaf hangs."""
-        found: dict[Node, None] = {}
+        """The nearest nodes above a leaf that lead to the inputs."""
+        nearest: dict[Node, None] = {}
         seen, todo = {leaf}, [leaf]
         while todo:
             for parent in self.parents.get(todo.pop(), ()):
                 if parent in self.to_inputs:
-                    found[parent] = None
+                    nearest[parent] = None
                 elif parent not in seen:
                     seen.add(parent)
                     todo.append(parent)
-        return found
+        return nearest
 
     def _grouped(self, leaves: list[Node]) -> list[_Group]:
-        """Leaves whose nodes overlap go together."""
+        """Groups of leaves; leaves that share a node are in one group."""
         of_node: dict[Node, _Group] = {}
         for leaf in leaves:
-            found = self._first_above(leaf)
+            nodes = self._first_above(leaf)
             group = _Group()
-            for other in {id(of_node[n]): of_node[n] for n in found if n in of_node}.values():
+            for other in {id(of_node[n]): of_node[n] for n in nodes if n in of_node}.values():
                 group.nodes |= other.nodes
                 group.leaves |= other.leaves
-            group.nodes |= found
+            group.nodes |= nodes
             group.leaves[leaf] = leaf.variable  # type: ignore[attr-defined]
             of_node |= dict.fromkeys(group.nodes, group)
         return list({id(group): group for group in of_node.values()}.values())
 
 
 def _walk(roots: list[Node]) -> tuple[dict[Node, None], dict[Node, list[Node]]]:
-    """(every node, node -> the nodes above it). In the graph's order, not memory's: ranks must run halves alike."""
+    """(all nodes, node to the nodes above it), in the order of the graph, so that all ranks run wgrad in one order."""
     parents: dict[Node, list[Node]] = {}
     seen, todo = dict.fromkeys(roots), list(roots)
     while todo:
@@ -158,7 +159,7 @@ def _walk(roots: list[Node]) -> tuple[dict[Node, None], dict[Node, list[Node]]]:
 
 
 def _node_of(x: T) -> Any:
-    """The node that makes a tensor, or that accumulates a leaf's gradient."""
+    """The node that computes a tensor, or that accumulates the gradient of a leaf."""
     if x.grad_fn is not None or not x.requires_grad:
         return x.grad_fn
     with torch.enable_grad():

@@ -1,9 +1,9 @@
-"""When each action of a pipeline runs: simulated from costs, or measured.
+"""When each action of a pipeline runs, simulated from costs or measured.
 
-    Schedule --simulate--> Timeline (makespan, bubbles, microbatches in flight) --gantt.draw--> picture
-    Schedule --with_messages--> the same orders with sends and receives between them
+    Schedule --simulate--> Timeline (makespan, bubbles, microbatches in flight) --schedule_chart.draw--> picture
+    Schedule --with_messages--> the same orders with sends and receives
 
-Torch-free: a schedule can be looked at before anything is started.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallelize.errors import PlanError, Problem
-from parallelize.pipeline.schedules import Action, Schedule, in_turn, sources
+from parallelize.pipeline.schedules import Action, Schedule, in_dependency_order, sources
 
 Span = tuple[Action, float, float]  # action, start, stop
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of one microbatch in one stage, in any unit: one number for all stages, or one for each.
+    """Time of each action, in any unit; one number for all stages, or one per stage.
 
-    `input` and `weight` are the halves of a backward that is split: one half of `backward`, and what is left of it.
-    `send` is how long a message to another rank travels; it keeps no rank busy.
+    Attributes:
+        forward: of a microbatch in a stage.
+        backward: of a full backward.
+        input: of dgrad. Default: half of `backward`.
+        weight: of wgrad. Default: `backward` without `input`.
+        send: time of a message to another rank, during which no rank is busy.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -33,16 +37,16 @@ class Costs:
     send: float = 0.0
 
     def of(self, action: Action) -> float:
-        """How long `action` takes. Raises: PlanError `bad-costs` when a list has no entry for its stage."""
+        """The time of `action`. Raises: PlanError `bad-costs` where a list has no entry for its stage."""
         if action.kind == "F":
             return _at(self.forward, action.stage)
         if action.kind == "B":
             return _at(self.backward, action.stage)
-        whole = _at(self.backward, action.stage)
+        backward = _at(self.backward, action.stage)
         if action.kind == "W" and self.weight is not None:
             return _at(self.weight, action.stage)
-        input_ = whole / 2 if self.input is None else _at(self.input, action.stage)
-        return input_ if action.kind == "I" else max(0.0, whole - input_)
+        dgrad = backward / 2 if self.input is None else _at(self.input, action.stage)
+        return dgrad if action.kind == "I" else max(0.0, backward - dgrad)
 
 
 def _at(cost: float | Sequence[float], stage: int) -> float:
@@ -54,41 +58,58 @@ def _at(cost: float | Sequence[float], stage: int) -> float:
 
 
 class InFlight(NamedTuple):
-    """Most microbatches at once whose forward is done and whose backward ("B" or "W") is not."""
+    """The largest number of microbatches at once whose forward is done and whose backward ("B" or "W") is not.
+
+    Attributes:
+        stages: by stage.
+        ranks: by rank; a microbatch counts once for each stage of the rank.
+    """
 
     stages: tuple[int, ...]
-    ranks: tuple[int, ...]  # a microbatch counts once for each stage of the rank that holds it
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Each rank's (action, start, stop) in order. The earliest start is 0."""
+    """When each action runs.
+
+    Attributes:
+        name: for titles.
+        spans: the (action, start, stop) of each rank, in order. The earliest start is 0.
+    """
 
     name: str
     spans: tuple[tuple[Span, ...], ...]
 
     @classmethod
     def from_measured(cls, spans: Iterable[Iterable[Span]], name: str = "measured") -> Timeline:
-        """A run as it was: each rank's (action, start_s, stop_s) on one clock, moved so that the earliest start is 0."""
+        """The timeline of a run.
+
+        Args:
+            spans: (action, start, stop) of each rank, in seconds on one clock; the earliest start becomes 0.
+            name: for titles.
+        """
         ranks = [sorted(rank, key=lambda span: span[1]) for rank in spans]
         first = min((start for rank in ranks for _, start, _ in rank), default=0.0)
-        return cls(name, tuple(tuple((a, start - first, stop - first) for a, start, stop in rank) for rank in ranks))
+        return cls(
+            name, tuple(tuple((action, start - first, stop - first) for action, start, stop in rank) for rank in ranks)
+        )
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last stop, over all ranks."""
+        """The time from the first start to the last stop over all ranks."""
         return max((stop for rank in self.spans for _, _, stop in rank), default=0.0)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """How long each rank stands idle within the makespan."""
+        """The idle time of each rank within the makespan."""
         return tuple(self.makespan - _busy(rank) for rank in self.spans)
 
     @property
     def bubble_fraction(self) -> float:
         """Idle time of all ranks over ranks x makespan, 0 to 1."""
-        whole = len(self.spans) * self.makespan
-        return sum(self.bubbles) / whole if whole else 0.0
+        total = len(self.spans) * self.makespan
+        return sum(self.bubbles) / total if total else 0.0
 
     @property
     def in_flight(self) -> InFlight:
@@ -103,7 +124,7 @@ class Timeline:
 
 
 def _busy(spans: Iterable[Span]) -> float:
-    """Time covered by spans in order of their starts; what overlaps counts once."""
+    """The time covered by spans that are sorted by start; overlapping spans count once."""
     total = end = 0.0
     for _, start, stop in spans:
         total += max(0.0, stop - max(start, end))
@@ -120,20 +141,29 @@ def _peak(order: Iterable[Action]) -> int:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """When each action runs if every rank takes its next one as soon as what it needs is there.
+    """Simulate a schedule: each rank runs its next action as soon as the results that it depends on are there.
 
-    Raises: PlanError `bad-schedule` when ranks wait in a circle, `bad-costs`.
+    Args:
+        schedule: of `build_schedule`.
+        costs: time of each action. Default: 1 for a forward, 2 for a backward, and messages without delay.
+
+    Returns: the timeline, in the unit of `costs`.
+
+    Raises:
+        PlanError: `bad-schedule` where ranks deadlock, `bad-costs`.
+
+    Cost: no communication.
     """
     costs = costs or Costs()
     stops: dict[Action, float] = {}
     free = [0.0] * schedule.num_ranks
     spans: list[list[Span]] = [[] for _ in free]
-    for rank, action in in_turn(schedule):
+    for rank, action in in_dependency_order(schedule):
         start = free[rank]
         for choice in sources(schedule, action):
-            source = next(one for one in choice if one in stops)
-            away = schedule.stage_ranks[source.stage] != rank
-            start = max(start, stops[source] + (costs.send if away else 0.0))
+            source = next(candidate for candidate in choice if candidate in stops)
+            is_remote = schedule.stage_ranks[source.stage] != rank
+            start = max(start, stops[source] + (costs.send if is_remote else 0.0))
         free[rank] = stops[action] = start + costs.of(action)
         spans[rank].append((action, start, stops[action]))
     return Timeline(schedule.name, tuple(map(tuple, spans)))
@@ -141,7 +171,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 @dataclass(frozen=True)
 class Send:
-    """What `stage` made of `microbatch` goes to a neighbour on `peer_rank`: its output ("F"), or its dgrad ("B")."""
+    """Send the output of `stage` ("F") or the gradient of its input ("B") for `microbatch` to `peer_rank`."""
 
     stage: int
     microbatch: int
@@ -154,7 +184,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Receive:
-    """What `stage` needs of `microbatch` comes from `peer_rank`: its input ("F"), or the gradient of its output ("B")."""
+    """Receive the input of `stage` ("F") or the gradient of its output ("B") for `microbatch` from `peer_rank`."""
 
     stage: int
     microbatch: int
@@ -169,17 +199,17 @@ Step = Action | Send | Receive
 
 
 def with_messages(schedule: Schedule, costs: Costs | None = None) -> list[list[Step]]:
-    """Each rank's actions with the sends after those that feed another rank and the receives before those fed.
+    """The actions of each rank, with a send after each action whose result another rank needs, and the matching receive.
 
-    All lists are cut from one sequence in (simulated) time, in which a send and its receive are one event and an action
-    stands where it starts. So any two ranks name their messages in the same order, and ranks that do their steps one by
-    one, even with sends that wait for their receive, never wait in a circle: what in-order transports such as NCCL need.
+    All lists are parts of one sequence in simulated time, in which a send and its receive are one event, and an action is
+    at its start. So two ranks have their messages in the same order, and ranks that run their steps one by one do not
+    deadlock, even if each send waits for its receive. Backends that match messages by order, such as NCCL, need this.
 
     Raises: PlanError `bad-schedule`, `bad-costs`.
     """
     steps: list[list[Step]] = [[] for _ in range(schedule.num_ranks)]
-    for _, _, place, rank, action in _events(schedule, simulate(schedule, costs)):
-        if place == _START:
+    for _, _, edge, rank, action in _events(schedule, simulate(schedule, costs)):
+        if edge == _START:
             steps[rank].append(action)
         else:
             _add_message(schedule, action, rank, steps)
@@ -190,13 +220,13 @@ _START, _STOP = 0, 1
 
 
 def _events(schedule: Schedule, timeline: Timeline) -> list[tuple[float, int, int, int, Action]]:
-    """Starts and stops of all actions in time; at one instant, whatever an action needs before it."""
-    turn = {action: n for n, (_, action) in enumerate(in_turn(schedule))}
+    """(time, order, start or stop, rank, action), sorted; at the same time, dependencies come first."""
+    order = {action: n for n, (_, action) in enumerate(in_dependency_order(schedule))}
     events: list[tuple[float, int, int, int, Action]] = []
     for rank, spans in enumerate(timeline.spans):
         for action, start, stop in spans:
-            events.append((start, turn[action], _START, rank, action))
-            events.append((stop, turn[action], _STOP, rank, action))
+            events.append((start, order[action], _START, rank, action))
+            events.append((stop, order[action], _STOP, rank, action))
     return sorted(events, key=lambda event: event[:3])
 
 
@@ -204,9 +234,9 @@ def _add_message(schedule: Schedule, action: Action, rank: int, steps: list[list
     if action.kind == "W":
         return
     direction = "F" if action.kind == "F" else "B"
-    to = action.stage + (1 if direction == "F" else -1)
-    if not 0 <= to < schedule.num_stages or schedule.stage_ranks[to] == rank:
+    receiver = action.stage + (1 if direction == "F" else -1)
+    if not 0 <= receiver < schedule.num_stages or schedule.stage_ranks[receiver] == rank:
         return
-    peer = schedule.stage_ranks[to]
+    peer = schedule.stage_ranks[receiver]
     steps[rank].append(Send(action.stage, action.microbatch, direction, peer))
-    steps[peer].append(Receive(to, action.microbatch, direction, rank))
+    steps[peer].append(Receive(receiver, action.microbatch, direction, rank))

@@ -1,4 +1,4 @@
-"""Which plan serves a model: by its type, its class, or the `base_model_tp_plan` that it carries, translated.
+"""Chooses the plan for a model: by its type, by its class, or its own `base_model_tp_plan`, translated.
 
 Floor 2: torch-free.
 """
@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import Any
 
 from parallelize.errors import PlanError, Problem, did_you_mean
-from parallelize.plan.exchange import read_words, whole_words
+from parallelize.plan.hf_plans import full_words, read_words
 from parallelize.plan.load import load_plan, read_plan, shipped_plans
 from parallelize.plan.schema import Plan, Rule
-from parallelize.styles.text import parse_style
+from parallelize.styles.notation import parse_style
 
 log = logging.getLogger("parallelize")
 
@@ -33,9 +33,9 @@ def _index() -> tuple[dict[str, Plan], dict[str, Plan]]:
 
 
 def choose_plan(model: Any) -> tuple[Plan, str]:
-    """(the plan for this model, how it was found).
+    """(the plan for this model, by what it was chosen).
 
-    Raises: PlanError `no-plan-for-model`, or that the model's own plan cannot be translated.
+    Raises: PlanError `no-plan-for-model`, `untranslatable-plan`.
     """
     by_type, by_class = _index()
     config = getattr(model, "config", None)
@@ -46,29 +46,29 @@ def choose_plan(model: Any) -> tuple[Plan, str]:
         if cls.__name__ in by_class:
             return by_class[cls.__name__], f"class {cls.__name__}"
     base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
-    own = getattr(getattr(base, "config", config), "base_model_tp_plan", None)
-    if own:
-        return translate(model, base, own), f"the model's own base_model_tp_plan ({model_type}), translated"
+    words = getattr(getattr(base, "config", config), "base_model_tp_plan", None)
+    if words:
+        return translate(model, base, words), f"the model's own base_model_tp_plan ({model_type}), translated"
     raise PlanError(
         Problem(
             "no-plan-for-model",
-            f"no shipped plan serves {type(model).__name__} (model type {model_type!r}), and it carries none",
+            f"no shipped plan is for {type(model).__name__} (model type {model_type!r}), and it has no plan of its own",
             fix=did_you_mean(str(model_type), by_type) + " Or write one: pass a path to a .yaml file",
         )
     )
 
 
-def translate(model: Any, base: Any, own: dict[str, str]) -> Plan:
-    """A `transformers` plan as ours: the same words, each column linear reducing its own input gradient.
+def translate(model: Any, base: Any, words: dict[str, str]) -> Plan:
+    """A `transformers` plan as a `Plan`: equivalent styles, each column linear reduces its input's gradient.
 
-    Raises: PlanError `untranslatable-plan` naming every word that has no equal here.
+    Raises: PlanError `untranslatable-plan`, with every word that has no equivalent style.
     """
     prefix = next((name + "." for name, module in model.named_modules() if module is base and name), "")
     head = getattr(model, "_tp_plan", None) or {}
-    whole = whole_words(own, prefix, head, embedding=hasattr(base, "embed_tokens"))
+    words = full_words(words, prefix, head, embedding=hasattr(base, "embed_tokens"))
     rules = tuple(
         Rule(pattern, style, f"base_model_tp_plan {pattern}", optional=True)
-        for pattern, style in read_words(whole, type(model).__name__).items()
+        for pattern, style in read_words(words, type(model).__name__).items()
     )
     return Plan(
         name=getattr(model.config, "model_type", "translated"),
@@ -78,40 +78,40 @@ def translate(model: Any, base: Any, own: dict[str, str]) -> Plan:
     )
 
 
-def plan_of(module: Any, given: Any) -> Plan:
-    """The plan that a caller means: a `Plan`, a name, a path, a dict of style words, or None to choose by the model.
+def plan_of(module: Any, plan: Any) -> Plan:
+    """The plan for a caller's argument: a `Plan`, a name, a path, a dict of patterns to styles, or None (by the model).
 
     Raises: PlanError.
     """
-    if given is None:
-        plan, why = choose_plan(module)
-        log.info("plan %s, chosen by %s", plan.name, why)
-        if plan.source == "base_model_tp_plan":
-            log.warning("no shipped plan for %s: using %s", type(module).__name__, why)
+    if plan is None:
+        chosen, reason = choose_plan(module)
+        log.info("plan %s, chosen by %s", chosen.name, reason)
+        if chosen.source == "base_model_tp_plan":
+            log.warning("no shipped plan for %s: using %s", type(module).__name__, reason)
+        return chosen
+    if isinstance(plan, Plan):
         return plan
-    if isinstance(given, Plan):
-        return given
-    if isinstance(given, (str, os.PathLike)):
-        return load_plan(given)
-    if isinstance(given, Mapping) and all(isinstance(style, str) for style in given.values()):
-        rules = tuple(Rule(pattern, parse_style(style, pattern), "plan dict") for pattern, style in given.items())
+    if isinstance(plan, (str, os.PathLike)):
+        return load_plan(plan)
+    if isinstance(plan, Mapping) and all(isinstance(style, str) for style in plan.values()):
+        rules = tuple(Rule(pattern, parse_style(style, pattern), "plan dict") for pattern, style in plan.items())
         return Plan("dict", rules, source="plan dict", unclaimed="replicate")
     raise PlanError(
         Problem(
             "bad-plan",
-            f"a plan cannot be a {type(given).__name__}",
+            f"a plan cannot be a {type(plan).__name__}",
             fix="a plan's name, a path, a Plan, a style, a dict of patterns to styles, or None",
         )
     )
 
 
-def plan_or_none(module: Any, given: Any) -> Plan | None:
-    """The same, where a plan is of use but not needed: None for a model that no plan serves, or for another form of plan."""
-    if given is not None and not isinstance(given, (Plan, str, os.PathLike)):
+def plan_or_none(module: Any, plan: Any) -> Plan | None:
+    """`plan_of` where a plan is optional: None for a model without a plan, or for a dict or style, which has no sections."""
+    if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
         return None
     try:
-        return plan_of(module, given)
+        return plan_of(module, plan)
     except PlanError as error:
-        if given is None and error.slugs in (("no-plan-for-model",), ("untranslatable-plan",)):
+        if plan is None and error.slugs in (("no-plan-for-model",), ("untranslatable-plan",)):
             return None
         raise

@@ -1,6 +1,6 @@
-"""A plan file to a `Plan`: strict, with line and column, all mistakes at once.
+"""Loads plan files strictly: every mistake is reported with line and column, all at once.
 
-Floor 2: torch-free, so that `parallelize lint` answers at once.
+Floor 2: torch-free, so that `parallelize lint` starts fast.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 import yaml
 
 from parallelize.errors import PlanError, Problem, did_you_mean, near
-from parallelize.plan.nodes import Reader, compose, is_decimal
 from parallelize.plan.pattern import check_pattern
 from parallelize.plan.schema import ATTENTION, SCHEMA_VERSION, Cuts, LocalAttribute, Plan, Region, Rule, Size, Tie
+from parallelize.plan.yaml_nodes import Reader, compose, is_decimal
 from parallelize.styles.contract import OVERLAPS
-from parallelize.styles.text import parse_style
+from parallelize.styles.notation import parse_style
 
 KEYS = {
     "schema_version",
@@ -39,20 +39,31 @@ KEYS = {
 
 
 def plans_folder() -> Path:
-    """Where the shipped plans lie: beside the package when installed, at the top of a source checkout."""
-    inside = Path(__file__).parent.parent / "tp_plans"
-    return inside if inside.is_dir() else Path(__file__).parent.parent.parent / "tp_plans"
+    """The folder of the shipped plans: in the installed package, or at the top of a source checkout."""
+    installed = Path(__file__).parent.parent / "tp_plans"
+    return installed if installed.is_dir() else Path(__file__).parent.parent.parent / "tp_plans"
 
 
 def shipped_plans() -> dict[str, Path]:
-    """Name to file of every plan that comes with the package."""
+    """The plans that come with the package.
+
+    Returns: name to file, sorted by name.
+    """
     return {path.stem: path for path in sorted(plans_folder().glob("*.yaml"))}
 
 
 def load_plan(name_or_path: str | os.PathLike[str]) -> Plan:
-    """Read a shipped plan by its name, or any plan by its path.
+    """Read a shipped plan by its name, or any plan file by its path.
 
-    Raises: PlanError `no-such-plan`, and everything that can be wrong in the file, all at once.
+    Args:
+        name_or_path: a key of `shipped_plans()`, or a path (with a folder, or ending in `.yaml` or `.yml`).
+
+    Returns: the plan, not yet matched with a model.
+
+    Raises:
+        PlanError: `no-such-plan`, or every mistake in the file at once, each with line and column.
+
+    Cost: reads one file; no communication.
     """
     shipped = shipped_plans()
     text = os.fspath(name_or_path)
@@ -84,7 +95,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
-    """Read plan text. Raises: PlanError holding every problem found."""
+    """Read plan text. Raises: PlanError with all problems, in the order of the file."""
     reader = Reader(source)
     top = reader.known(compose(text, source), "the plan", KEYS)
     _check_version(reader, top, source)
@@ -170,13 +181,14 @@ def _sizes(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, Size]:
                 continue
             node = fields["from"]
         source = _size_source(reader, node, name)
-        sizes[name] = Size(1 if source is None else source, replicate, where)  # reported: keep the name known
+        # a missing source is reported already; the size stays known, so that rules that name it are not reported too
+        sizes[name] = Size(1 if source is None else source, replicate, where)
     return sizes
 
 
 def _size_source(reader: Reader, node: yaml.Node, name: str) -> str | int | None:
     """A positive number, or the name of a config field."""
-    fix = "a positive whole number, or the config field that holds it"
+    fix = "a positive integer, or the config field that has it"
     if isinstance(node, yaml.ScalarNode) and node.style is None and node.value[:1] in tuple("+-.0123456789") + ("",):
         if is_decimal(node.value) and node.value != "0":
             return int(node.value)
@@ -191,7 +203,7 @@ def _rules(reader: Reader, top: dict[str, yaml.Node], source: str) -> Iterator[R
         return
     rules = list(_rules_below(reader, top["tensor_parallel"], ""))
     if not rules and not reader.problems:
-        reader.wrong(top["tensor_parallel"], "missing-key", "tensor_parallel holds no rule")
+        reader.wrong(top["tensor_parallel"], "missing-key", "tensor_parallel has no rules")
     yield from rules
 
 
@@ -223,8 +235,8 @@ def _region(reader: Reader, top: dict[str, yaml.Node]) -> Region | None:
     if "layers" not in fields:
         reader.wrong(node, "missing-key", "sequence_parallel has no `layers`", "name the list of layers")
         return None
-    read = {key: reader.text(value, key) or "" for key, value in fields.items()}
-    return Region(read["layers"], read.get("leave", ""), read.get("argument", ""), reader.where(node))
+    texts = {key: reader.text(value, key) or "" for key, value in fields.items()}
+    return Region(texts["layers"], texts.get("leave", ""), texts.get("argument", ""), reader.where(node))
 
 
 def _local(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalAttribute]:
@@ -252,7 +264,7 @@ def _cuts(reader: Reader, top: dict[str, yaml.Node]) -> Cuts | None:
     layers = reader.text(fields["layers"], "layers") or ""
     skips = reader.mapping(fields["skips"], "skips") if "skips" in fields else ()
     pairs = ((key, reader.text(value, f"where {key} is used") or "") for key, _, value in skips)
-    return Cuts(layers, **lists, skips=tuple(pairs), where=reader.where(node))  # type: ignore[arg-type]
+    return Cuts(layers, **lists, skips=tuple(pairs), where=reader.where(node))
 
 
 def _ties(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[Tie]:
@@ -261,7 +273,7 @@ def _ties(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[Tie]:
         if isinstance(node, yaml.MappingNode):
             fields = reader.known(node, f"tie {name}", {"members", "reduce"})
             if "members" not in fields:
-                reader.wrong(node, "missing-key", f"tie {name} has no `members`", "list the parameters that are one")
+                reader.wrong(node, "missing-key", f"tie {name} has no `members`", "list the tied parameters")
                 continue
             members = fields["members"]
             reduce = (reader.text(fields["reduce"], "reduce") if "reduce" in fields else reduce) or reduce
@@ -338,7 +350,7 @@ def _position(problem: Problem) -> tuple[int, ...]:
 
 
 def _short(path: Path) -> str:
-    """The path as a person would type it from here."""
+    """The path relative to the working directory, where the file is inside it."""
     try:
         return os.path.relpath(path) if not os.path.relpath(path).startswith("..") else str(path)
     except ValueError:  # another drive

@@ -1,7 +1,7 @@
-"""Patterns of fully qualified names: `*` stands for one segment or a part of it, `{q,k}_proj` for alternatives.
+"""Patterns of fully qualified names: `*` matches one segment or a part of it, `{q,k}_proj` lists alternatives.
 
-`model.layers.*.self_attn.{q,k,v}_proj` has five segments and matches names with exactly five. Matching is linear in the
-name's length: no regular expressions of the user's.
+`model.layers.*.self_attn.{q,k,v}_proj` has five segments and matches names with exactly five. Users cannot write regular
+expressions, so matching is linear in the length of the name.
 
 Floor 2: torch-free.
 """
@@ -33,31 +33,34 @@ def check_pattern(pattern: str, where: str) -> None:
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
     out: list[str] = []
-    for piece in re.findall(r"\{[^}]*\}|\*|[^*{]+", pattern):
-        if piece == "*":
+    for token in re.findall(r"\{[^}]*\}|\*|[^*{]+", pattern):
+        if token == "*":
             out.append(r"[^.]+" if not out or out[-1].endswith(r"\.") else r"[^.]*")
-        elif piece[0] == "{":
-            out.append("(?:" + "|".join(map(re.escape, piece[1:-1].split(","))) + ")")
+        elif token[0] == "{":
+            out.append("(?:" + "|".join(map(re.escape, token[1:-1].split(","))) + ")")
         else:
-            out.append(re.escape(piece))
+            out.append(re.escape(token))
     return re.compile("".join(out) + r"\Z")
 
 
 def matches(pattern: str, name: str) -> bool:
+    """Whether the full name matches the pattern."""
     return _compiled(pattern).match(name) is not None
 
 
 def alternatives(pattern: str) -> list[str]:
-    """The pattern with its braces written out: each must match something."""
-    found = re.search(r"\{([^}]*)\}", pattern)
-    if not found:
+    """The pattern with its braces expanded. Each alternative must match something."""
+    braces = re.search(r"\{([^}]*)\}", pattern)
+    if not braces:
         return [pattern]
-    start, end = found.span()
+    start, end = braces.span()
     return [
-        whole for word in found.group(1).split(",") for whole in alternatives(pattern[:start] + word + pattern[end:])
+        expanded
+        for word in braces.group(1).split(",")
+        for expanded in alternatives(pattern[:start] + word + pattern[end:])
     ]
 
 
 def generic(name: str) -> str:
-    """The name with numbers as `*`: how equal layers are grouped in tables and messages."""
+    """The name with `*` for numbers, which groups equal layers in tables and messages."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,6 +1,6 @@
-"""A plan and a model's names to a `ResolvedPlan`: one row a module and a parameter. Pure arithmetic, nothing is changed.
+"""Resolves a plan on the names and shapes of a model: one row for each module and parameter. Nothing is changed.
 
-`apply`, `explain`, `verify` and `checkpoint` all read these rows, so what is explained is what runs.
+`apply`, `explain`, `verify` and `checkpoint` all read these rows, so that `explain` shows what runs.
 
 Floor 2: torch-free.
 """
@@ -8,123 +8,75 @@ Floor 2: torch-free.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mean, near, short_list
-from parallelize.layout import Layout
-from parallelize.plan.attributes import local_attributes
-from parallelize.plan.layouts import LayoutMaker
-from parallelize.plan.model import ModelFacts, ParameterFacts
+from parallelize.plan.local_attributes import local_attributes
+from parallelize.plan.model_facts import ModelFacts, ParameterFacts
+from parallelize.plan.parameter_layouts import LayoutMaker
 from parallelize.plan.pattern import alternatives, generic, matches
+from parallelize.plan.resolved import ModuleRow, ParameterRow, RegionRow, ResolvedPlan
 from parallelize.plan.schema import Plan, Region, Rule
 from parallelize.plan.soundness import check_soundness
-from parallelize.styles.contract import Contract, Edge, Use
-from parallelize.styles.registry import Place, contract_of
-from parallelize.styles.text import StyleText
-
-
-@dataclass(frozen=True)
-class ModuleRow:
-    """What happens to one module. `attributes`: values that become local, by (dotted) attribute name."""
-
-    fqn: str
-    rule: Rule
-    contract: Contract
-    attributes: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ParameterRow:
-    """What happens to one parameter, under its first name; `names` are all of them (ties)."""
-
-    fact: ParameterFacts
-    rule: Rule
-    layout: Layout
-    partial: bool
-
-    @property
-    def fqn(self) -> str:
-        return self.fact.fqn
-
-
-@dataclass(frozen=True)
-class RegionRow:
-    """The sequence-parallel region: entered at the input of `enter`, left at the output of `leave`."""
-
-    enter: str
-    leave: str
-    argument: str = ""
-
-
-@dataclass(frozen=True)
-class ResolvedPlan:
-    plan: Plan
-    tp_size: int
-    modules: dict[str, ModuleRow]
-    parameters: dict[str, ParameterRow]
-    region: RegionRow | None
-    attributes: dict[str, dict[str, int]]  # module fqn -> attribute -> local value
-
-    def restricted(self, model: ModelFacts) -> ResolvedPlan:
-        """The rows of the modules and parameters that `model`, a part of the one resolved, holds."""
-        rows = {}
-        for row in self.parameters.values():
-            mine = next((name for name in row.fact.names if name in model.owners), None)
-            if mine is not None:
-                fact = model.parameters[model.owners[mine]]
-                rows[fact.fqn] = replace(row, fact=fact)
-        return replace(
-            self,
-            modules={name: row for name, row in self.modules.items() if name in model.modules},
-            parameters=rows,
-            attributes={name: values for name, values in self.attributes.items() if name in model.modules},
-        )
+from parallelize.styles.contract import Conversion, Use
+from parallelize.styles.notation import StyleText
+from parallelize.styles.registry import StyleContext, contract_of
 
 
 def resolve(plan: Plan, model: ModelFacts, tp_size: int) -> ResolvedPlan:
-    """Match every rule, claim every parameter, and lay everything out.
+    """Match every rule, assign a rule to every parameter, and make all layouts.
 
-    Raises: PlanError holding every problem found, in the order of the file.
+    Args:
+        plan: with the options of the caller (`Plan.with_options`).
+        model: names, shapes and ties, of a model on any device.
+        tp_size: ranks of the axis `tp`.
+
+    Raises:
+        PlanError: all problems at once, in the order of the file.
     """
     return _Resolver(for_base_model(plan, model), model, tp_size).run()
 
 
 def for_base_model(plan: Plan, model: ModelFacts) -> Plan:
-    """The plan for a model without its head: rules of the base model lose their prefix, the others are left out."""
+    """The plan for a model without its head: rules of the base model lose their prefix, all others are dropped."""
     if not plan.base or plan.base in model.aliases:
         return plan
     prefix = plan.base + "."
 
-    def cut(name: str) -> str:
+    def strip(name: str) -> str:
         return name.removeprefix(prefix)
 
-    def mine(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(cut(name) for name in names if name.startswith(prefix))
+    def of_base(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(strip(name) for name in names if name.startswith(prefix))
 
-    region = plan.region and replace(plan.region, layers=cut(plan.region.layers), leave=cut(plan.region.leave))
+    region = plan.region and replace(plan.region, layers=strip(plan.region.layers), leave=strip(plan.region.leave))
     cuts = plan.cuts and replace(
         plan.cuts,
-        layers=cut(plan.cuts.layers),
-        first=mine(plan.cuts.first),
-        last=mine(plan.cuts.last),
-        every=mine(plan.cuts.every),
-        skips=tuple((cut(source), cut(target)) for source, target in plan.cuts.skips),
+        layers=strip(plan.cuts.layers),
+        first=of_base(plan.cuts.first),
+        last=of_base(plan.cuts.last),
+        every=of_base(plan.cuts.every),
+        skips=tuple((strip(source), strip(target)) for source, target in plan.cuts.skips),
     )
     return replace(
         plan,
         cuts=cuts,
-        ties=tuple(replace(tie, members=mine(tie.members)) for tie in plan.ties if len(mine(tie.members)) > 1),
-        zero_units=mine(plan.zero_units),
-        recompute_units=mine(plan.recompute_units),
-        attention=tuple((cut(name), kind) for name, kind in plan.attention if name.startswith(prefix)),
-        rules=tuple(replace(rule, pattern=cut(rule.pattern)) for rule in plan.rules if rule.pattern.startswith(prefix)),
-        local=tuple(replace(item, pattern=cut(item.pattern)) for item in plan.local if item.pattern.startswith(prefix)),
+        ties=tuple(replace(tie, members=of_base(tie.members)) for tie in plan.ties if len(of_base(tie.members)) > 1),
+        zero_units=of_base(plan.zero_units),
+        recompute_units=of_base(plan.recompute_units),
+        attention=tuple((strip(name), kind) for name, kind in plan.attention if name.startswith(prefix)),
+        rules=tuple(
+            replace(rule, pattern=strip(rule.pattern)) for rule in plan.rules if rule.pattern.startswith(prefix)
+        ),
+        local=tuple(
+            replace(item, pattern=strip(item.pattern)) for item in plan.local if item.pattern.startswith(prefix)
+        ),
         region=region,
     )
 
 
 class _Resolver:
-    """Collects problems while it fills the rows."""
+    """Makes the rows, and collects problems on the way."""
 
     def __init__(self, plan: Plan, model: ModelFacts, tp_size: int):
         self.plan, self.model, self.tp_size = plan, model, tp_size
@@ -138,16 +90,16 @@ class _Resolver:
         self._check_region(region, modules)
         self._check_vocabulary(modules)
         parameters = self._parameters(modules, parameter_rules)
-        attributes, wrong = local_attributes(self.plan, self.model, self.layouts)
-        self.problems += wrong
+        attributes, problems = local_attributes(self.plan, self.model, self.layouts)
+        self.problems += problems
         if not self.problems:
             self.problems += check_soundness(self.plan, self.model, modules, parameters)
         if self.problems:
-            raise PlanError(*self._told())
+            raise PlanError(*self._reported())
         return ResolvedPlan(self.plan, self.tp_size, modules, parameters, region, attributes)
 
-    def _told(self) -> list[Problem]:
-        """What to tell: each fact once, and one line where the plan is for another model altogether."""
+    def _reported(self) -> list[Problem]:
+        """The problems without repetition, or a single one where the plan is for another model."""
         unmatched = [problem for problem in self.problems if problem.slug == "unmatched-rule"]
         needed = [rule for rule in self.plan.rules if not rule.optional]
         if len(unmatched) >= max(3, len(needed)):
@@ -169,7 +121,7 @@ class _Resolver:
             "choose another plan, or None to choose by the model; `parallelize plans` lists them",
         )
 
-    # -- which rule serves which name -----------------------------------------------------------------------------
+    # -- rules and names ------------------------------------------------------------------------------------------
 
     def _match(self) -> tuple[dict[str, Rule], dict[str, Rule]]:
         modules: dict[str, Rule] = {}
@@ -177,8 +129,8 @@ class _Resolver:
         for rule in self.plan.rules:
             for name in self._names_of(rule):
                 is_parameter = name in self.model.owners
-                claimed, name = (parameters, name) if is_parameter else (modules, self.model.aliases[name])
-                other = claimed.setdefault(name, rule)
+                rules, name = (parameters, name) if is_parameter else (modules, self.model.aliases[name])
+                other = rules.setdefault(name, rule)
                 if other is not rule and str(other.style) != str(rule.style):
                     self._overlap(name, other, rule)
         return modules, parameters
@@ -186,10 +138,10 @@ class _Resolver:
     def _names_of(self, rule: Rule) -> Iterator[str]:
         names = [*self.model.aliases, *self.model.owners]
         for pattern in alternatives(rule.pattern):
-            found = [name for name in names if matches(pattern, name)]
-            if not found and not rule.optional:
+            matching = [name for name in names if matches(pattern, name)]
+            if not matching and not rule.optional:
                 self._unmatched(rule, pattern, names)
-            yield from found
+            yield from matching
 
     def _unmatched(self, rule: Rule, pattern: str, names: Iterable[str]) -> None:
         known = {generic(name) for name in names}
@@ -228,7 +180,7 @@ class _Resolver:
         if not layers:
             lists = {name.rpartition(".")[0] for name in self.model.modules if name.rpartition(".")[2].isdigit()}
             fix = did_you_mean(region.layers, lists) if lists else "name the list of layers"
-            self._no_region(f"{region.layers!r} holds no layers in this model", region.where, fix)
+            self._no_region(f"{region.layers!r} contains no layers in this model", region.where, fix)
             return None
         leave = region.leave if region.leave and region.leave in self.model.modules else layers[-1]
         return RegionRow(layers[0], leave, region.argument)
@@ -242,31 +194,31 @@ class _Resolver:
         gathered = {name for name, rule in rules.items() if rule.style.word == "gather"}
         rows = {}
         for name, rule in rules.items():
-            place = Place(
+            context = StyleContext(
                 sequence_parallel=region is not None and self._inside(name, region, self.plan.region),
                 loss_parallel=self.plan.loss_parallel,
                 fuse_loss=self.plan.fuse_loss,
-                input_gathered=any(above in gathered for above in _above(name)),
+                input_gathered=any(parent in gathered for parent in _parents(name)),
             )
-            if place.sequence_parallel and not place.input_gathered:
-                self._check_sees_shards(name, rule)
+            if context.sequence_parallel and not context.input_gathered:
+                self._check_replicated_in_region(name, rule)
             try:
-                rows[name] = ModuleRow(name, rule, contract_of(rule.style, self.model.modules[name], place))
+                rows[name] = ModuleRow(name, rule, contract_of(rule.style, self.model.modules[name], context))
             except ParallelizeError as error:
                 self.problems += [replace(problem, where=rule.where) for problem in error.problems]
         return rows
 
-    def _check_sees_shards(self, name: str, rule: Rule) -> None:
-        """A whole parameter that works on sequence shards has a partial gradient: `replicate` would leave it so."""
+    def _check_replicated_in_region(self, name: str, rule: Rule) -> None:
+        """A replicated parameter on sequence shards has a partial gradient, which `replicate` would not sum."""
         partial = rule.style.options.get("gradient") == "partial"
         if rule.style.word == "replicate" and not partial and self.model.modules[name].shapes:
-            what = f"{generic(name)} works on sequence shards, so each rank sees a part of its gradient"
-            fix = "use `sequence`, which sums it where that is needed"
+            what = f"{generic(name)} runs on sequence shards, so each rank has only a part of its gradient"
+            fix = "use `sequence`, which sums the gradient under sequence parallelism"
             self.problems.append(Problem("replicated-in-region", what, rule.where, fix=fix))
 
     def _check_vocabulary(self, modules: dict[str, ModuleRow]) -> None:
-        """Loss parallelism needs a head that keeps its logits sharded, and says so."""
-        if any(row.contract.leave is Edge.VOCABULARY for row in modules.values()):
+        """Loss parallelism needs a head whose logits stay sharded."""
+        if any(row.contract.leave is Conversion.VOCABULARY for row in modules.values()):
             return
         for choice in ("loss_parallel", "fuse_loss"):
             if getattr(self.plan, choice):
@@ -275,12 +227,13 @@ class _Resolver:
                 self.problems.append(Problem("no-vocabulary-output", what, self.plan.source, fix=fix))
 
     def _check_region(self, region: RegionRow | None, modules: dict[str, ModuleRow]) -> None:
-        """The region's own edges need their places free."""
+        """The modules at the region's boundaries must have no conversion of their own there."""
         for name, side in ((region.enter, "enter"), (region.leave, "leave")) if region else ():
             row = modules.get(name)
-            if row is not None and getattr(row.contract, side) is not Edge.NONE:
-                what = f"{generic(name)} converts its own {side} edge, where sequence parallelism begins or ends"
-                fix = "give the style to a module inside it, or move `sequence_parallel`'s borders"
+            if row is not None and getattr(row.contract, side) is not Conversion.NONE:
+                side_name = {"enter": "input", "leave": "output"}[side]
+                what = f"{generic(name)} converts its own {side_name}, where sequence parallelism begins or ends"
+                fix = "give the style to a module inside it, or move the boundaries of `sequence_parallel`"
                 self.problems.append(Problem("region-on-edge", what, row.rule.where, fix=fix))
 
     def _inside(self, name: str, row: RegionRow, region: Region | None) -> bool:
@@ -288,47 +241,47 @@ class _Resolver:
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
-    def _parameters(self, modules: dict[str, ModuleRow], own: dict[str, Rule]) -> dict[str, ParameterRow]:
+    def _parameters(self, modules: dict[str, ModuleRow], rules: dict[str, Rule]) -> dict[str, ParameterRow]:
         rows: dict[str, ParameterRow] = {}
         unclaimed: list[ParameterFacts] = []
         for fact in self.model.parameters.values():
-            claims = list(self._claims(fact, modules, own))
+            claims = list(self._claims(fact, modules, rules))
             if not claims and self.plan.unclaimed == "replicate":
                 self._check_replicable(fact, modules)
                 claims = [(Rule(fact.fqn, StyleText("replicate")), Use())]
             if not claims:
                 unclaimed.append(fact)
                 continue
-            found = [row for rule, use in claims if (row := self._row(fact, rule, use)) is not None]
-            if found:
-                rows[fact.fqn] = found[0]
-                self._check_tie(found)
+            candidates = [row for rule, use in claims if (row := self._row(fact, rule, use)) is not None]
+            if candidates:
+                rows[fact.fqn] = candidates[0]
+                self._check_tie(candidates)
         if unclaimed:
             self._unclaimed(unclaimed)
         return rows
 
     def _claims(
-        self, fact: ParameterFacts, modules: dict[str, ModuleRow], own: dict[str, Rule]
+        self, fact: ParameterFacts, modules: dict[str, ModuleRow], rules: dict[str, Rule]
     ) -> Iterator[tuple[Rule, Use]]:
-        """Every rule that claims the parameter under any of its names (ties may be claimed once, or alike)."""
+        """Every rule for the parameter under any of its names; rules for several names of one parameter must agree."""
         for name in fact.names:
             owner, _, key = name.rpartition(".")
             row = modules.get(self.model.aliases[owner])
             if row is not None and row.contract.style != "gather":
-                if name in own:
-                    self._overlap(name, row.rule, own[name])
+                if name in rules:
+                    self._overlap(name, row.rule, rules[name])
                 yield row.rule, row.contract.uses.get(key, Use())
-            if name in own:
-                yield from self._claim_of_parameter(own[name], owner, fact.shape)
+            if name in rules:
+                yield from self._claim_of_parameter(rules[name], owner, fact.shape)
 
     def _claim_of_parameter(self, rule: Rule, owner: str, shape: tuple[int, ...]) -> Iterator[tuple[Rule, Use]]:
-        """The claim of a rule that names the parameter itself."""
+        """The claim of a rule whose pattern is a parameter's name."""
         facts = replace(self.model.modules[self.model.aliases[owner]], shapes={"value": shape})
         if rule.style.word not in ("replicate", "shard"):
             what = f"`{rule.style.word}` is for modules, and {rule.pattern!r} names a parameter"
             self.problems.append(Problem("wrong-module-for-style", what, rule.where, fix="`shard` or `replicate`"))
             return
-        yield rule, contract_of(rule.style, facts, Place()).uses["value"]
+        yield rule, contract_of(rule.style, facts, StyleContext()).uses["value"]
 
     def _row(self, fact: ParameterFacts, rule: Rule, use: Use) -> ParameterRow | None:
         layout, problem = self.layouts.layout(fact, use, rule)
@@ -347,31 +300,26 @@ class _Resolver:
                 self.problems.append(
                     Problem(
                         "broken-tie",
-                        f"{names} are one parameter, and its rules split it differently",
+                        f"{names} are one parameter, and its rules shard it differently",
                         other.rule.where,
                         lines,
-                        "give both a style that splits the same dim, such as `embedding` and `colwise`",
+                        "give both a style that shards the same dim, such as `embedding` and `colwise`",
                     )
                 )
                 return
 
     def _check_replicable(self, fact: ParameterFacts, modules: dict[str, ModuleRow]) -> None:
-        """A parameter that nobody claims, between sharded siblings, most likely sees sharded activations."""
-        parent = fact.fqn.rpartition(".")[0]
-        around = parent.rpartition(".")[0]
-        for place in (parent, around):
-            styles = {row.contract.style for name, row in modules.items() if name.rpartition(".")[0] == place}
-            full = any(
-                row.contract.leave is Edge.GATHER_LAST
-                for name, row in modules.items()
-                if name.rpartition(".")[0] == place
-            )
-            if place and {"colwise", "rowwise"} <= styles and not full:
+        """A parameter without a rule, between sharded siblings, most likely runs on sharded activations."""
+        owner = fact.fqn.rpartition(".")[0]
+        for parent in filter(None, (owner, owner.rpartition(".")[0])):
+            siblings = [row.contract for name, row in modules.items() if name.rpartition(".")[0] == parent]
+            gathered = any(contract.leave is Conversion.GATHER_LAST for contract in siblings)
+            if {"colwise", "rowwise"} <= {contract.style for contract in siblings} and not gathered:
                 self.problems.append(
                     Problem(
                         "unclaimed-between-shards",
-                        f"no rule claims {generic(fact.fqn)}, which stands beside sharded linears",
-                        fix="write a plan that says `replicate`, `replicate(gradient=partial)` or `shard` for it",
+                        f"no rule claims {generic(fact.fqn)}, a sibling of sharded linears",
+                        fix="write a plan with `replicate`, `replicate(gradient=partial)` or `shard` for it",
                     )
                 )
                 return
@@ -387,12 +335,12 @@ class _Resolver:
                 f"{len(facts)} parameters are claimed by no rule",
                 self.plan.source,
                 rows[:12],
-                "give each a style: `sequence` for norms between blocks, `replicate` for what stays whole",
+                "give each a style: `sequence` for norms between blocks, `replicate` for what is not sharded",
             )
         )
 
 
-def _above(name: str) -> Iterator[str]:
+def _parents(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name

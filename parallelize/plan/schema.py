@@ -1,4 +1,4 @@
-"""What a plan file says, as frozen data. `load.py` reads it, `resolve.py` applies it to a model's names and shapes.
+"""The content of a plan file, as frozen data. `load.py` reads it; `resolve.py` matches it with a model's names and shapes.
 
 Floor 2: torch-free.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 
-from parallelize.styles.text import StyleText
+from parallelize.styles.notation import StyleText
 
 SCHEMA_VERSION = 1
 ATTENTION = ("causal", "bidirectional")
@@ -16,7 +16,14 @@ ATTENTION = ("causal", "bidirectional")
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern of module or parameter names, and the style that serves them. `optional`: it may match nothing."""
+    """A pattern of module or parameter names, and their style.
+
+    Attributes:
+        pattern: of fqns.
+        style: of every module or parameter that matches.
+        where: file, line and column, for messages; so in the classes below.
+        optional: the pattern may match nothing.
+    """
 
     pattern: str
     style: StyleText
@@ -26,9 +33,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Size:
-    """A count that rules refer to, such as heads: a number, or the name of a field of the model's config.
+    """A count whose units are never split, such as the number of heads.
 
-    `replicate_below_tp`: with fewer than `tp` ranks, each is held by several of them (key/value heads).
+    Attributes:
+        source: the number, or the name of a field of the model's config.
+        replicate_below_tp: where there are fewer units than `tp` ranks, several ranks store each (key/value heads).
     """
 
     source: str | int
@@ -38,10 +47,15 @@ class Size:
 
 @dataclass(frozen=True)
 class Region:
-    """The part of the model where activations are sharded along the sequence.
+    """The part of the model in which activations are sequence shards.
 
-    Entered at the input of the first of `layers`, left at the output of `leave` (or, where the model has none, of the
-    last of `layers`). Masks, positions and rotary tables are computed outside it.
+    It begins at the input of the first of `layers` and ends at the output of `leave` (where the model has no such module,
+    of the last of `layers`). Masks, positions and rotary tables are computed outside it.
+
+    Attributes:
+        layers: fqn of the list of layers.
+        leave: fqn of the last module.
+        argument: the argument of a layer that is sharded; empty means the first.
     """
 
     layers: str
@@ -52,9 +66,13 @@ class Region:
 
 @dataclass(frozen=True)
 class LocalAttribute:
-    """An attribute that a stock forward reads and that must be scaled as `sizes` are: `num_heads: heads`.
+    """An attribute that a stock forward reads and that becomes local with a size: `num_heads: heads`.
 
-    `divide_by` handles ratios such as `num_key_value_groups: heads/kv_heads`.
+    Attributes:
+        pattern: of module names.
+        attribute: of these modules; may be dotted.
+        size: the size that it is scaled with.
+        divide_by: the second size of a ratio, as in `num_key_value_groups: heads/kv_heads`.
     """
 
     pattern: str
@@ -66,16 +84,18 @@ class LocalAttribute:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where a pipeline may be cut: between the children of `layers`, and before and after them.
+    """Where a model may be split into pipeline stages: between the children of `layers`, and before and after them.
 
     Attributes:
-        layers: the list whose children are called one after another.
-        first, last: modules that run before and after it, in the order in which they run. Where both are empty, the
-            modules that stand before and after `layers` in the model.
-        every: modules without parameters that every stage needs (rotary tables).
-        skips: (from, to) modules: what the first returns is used beside the second, stages later.
-        carry: arguments of a layer's forward that come from the layer before, and travel to another stage. Default: the
-            first; arguments that require a gradient travel always.
+        layers: fqn of the list whose children are called one after another.
+        first: modules that run before `layers`, in calling order.
+        last: modules that run after `layers`, in calling order. Where `first` and `last` are both empty, the modules
+            before and after `layers` in the order of the model.
+        every: modules without parameters that every stage runs (rotary tables).
+        skips: (source, target) modules: the output of the source is used in the stage of the target.
+        carry: arguments of a layer's forward that are outputs of the previous layer, and are sent to the next stage.
+            Default: the first. Arguments that require a gradient are always sent.
+        where: file, line and column, for messages.
     """
 
     layers: str
@@ -89,9 +109,13 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Tie:
-    """Parameters that are one: copies on several stages start equal and stay equal.
+    """Tied parameters: their copies on several stages start equal and stay equal.
 
-    `reduce`: "sum" where each copy's gradient is a part, "none" where they are equal by construction.
+    Attributes:
+        name: for messages.
+        members: fqns of parameters of one shape.
+        reduce: "sum" where the gradient of each copy is a part, "none" where they are equal by construction.
+        where: file, line and column, for messages.
     """
 
     name: str
@@ -102,7 +126,30 @@ class Tie:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that one plan file says. Order of rules has no meaning."""
+    """All rules of a model family, as one plan file has them. The order of rules has no meaning.
+
+    Attributes:
+        name: of the file.
+        rules: patterns and styles for tensor parallelism.
+        model_types: values of `config.model_type` that the plan is for.
+        classes: class names that the plan is for.
+        base: fqn of the base model inside the model with a head.
+        sizes: by name.
+        region: for sequence parallelism.
+        local: attributes that become local.
+        cuts: where a pipeline may split the model.
+        ties: of parameters that are different objects.
+        zero_units: patterns of FSDP units.
+        recompute_units: patterns of the modules that `recompute` runs again in backward.
+        attention: (pattern, one of `ATTENTION`).
+        positions: the argument for positions in the full sequence, or "none".
+        positions_from: the mask from which the model counts positions where none are passed.
+        packing: "positions": a document begins where positions start again; or "none".
+        sequence_parallel, loss_parallel, fuse_loss: defaults of the modes.
+        overlap: default of the overlap, one of `styles.contract.OVERLAPS`.
+        source: the file, for messages.
+        unclaimed: "refuse" parameters without a rule, or "replicate" them (dicts and translated plans).
+    """
 
     name: str
     rules: tuple[Rule, ...]
@@ -116,16 +163,16 @@ class Plan:
     ties: tuple[Tie, ...] = ()
     zero_units: tuple[str, ...] = ()
     recompute_units: tuple[str, ...] = ()
-    attention: tuple[tuple[str, str], ...] = ()  # (pattern, one of ATTENTION)
-    positions: str = "position_ids"  # the argument that takes positions in the whole sequence, or "none"
-    positions_from: str = ""  # the mask that the model counts positions by, where none are given
-    packing: str = "positions"  # where positions start again another document begins; or "none"
+    attention: tuple[tuple[str, str], ...] = ()
+    positions: str = "position_ids"
+    positions_from: str = ""
+    packing: str = "positions"
     sequence_parallel: bool = False
     loss_parallel: bool = False
     fuse_loss: bool = False
-    overlap: str = "off"  # one of styles.contract.OVERLAPS
+    overlap: str = "off"
     source: str = ""
-    unclaimed: str = "refuse"  # "refuse", or "replicate" for plans that were translated
+    unclaimed: str = "refuse"
 
     def with_options(
         self,
@@ -135,7 +182,7 @@ class Plan:
         overlap: str | None = None,
         fuse_loss: bool | None = None,
     ) -> Plan:
-        """The same plan with the caller's choices over the file's defaults (None keeps the default)."""
+        """The plan with the caller's choices in place of its defaults; None keeps the default."""
         return replace(
             self,
             sequence_parallel=self.sequence_parallel if sequence_parallel is None else sequence_parallel,
@@ -145,7 +192,7 @@ class Plan:
         )
 
     def facts(self) -> dict[str, str]:
-        """Everything that changes what is computed or sent, as text by key: what the ranks compare."""
+        """Everything that changes what is computed or sent, as text by key. The handshake compares it over the ranks."""
         facts = {f"rule {rule.pattern}": str(rule.style) for rule in self.rules}
         facts |= {f"size {name}": f"{size.source} {size.replicate_below_tp}" for name, size in self.sizes.items()}
         facts |= {f"local {item.pattern}.{item.attribute}": f"{item.size}/{item.divide_by}" for item in self.local}
@@ -161,6 +208,6 @@ class Plan:
         return facts
 
     def digest(self) -> str:
-        """A short hash of `facts`: equal for plans that do the same."""
+        """A short hash of `facts`, equal for plans that do the same."""
         text = "\n".join(f"{key}={value}" for key, value in sorted(self.facts().items()))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Plans that fit a model's names and shapes, and would still compute something else: found before they run.
+"""Finds plans that fit a model's names and shapes, and would compute something else than the unsharded model.
 
-Each check is a fact about shards: what is gathered must lie in order, what is contracted must be held once, a column
-split must meet a row split of the same width, a whole parameter among shards must say whose gradient it has.
+Each check is a fact about shards: shards that are gathered must be in order, a contracted dim must be stored once, a
+column split must match the row split of its block, a replicated parameter among sharded ones must declare its gradient.
 
 Floor 2: torch-free.
 """
@@ -9,39 +9,37 @@ Floor 2: torch-free.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from parallelize.errors import Problem
+from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import generic
-from parallelize.styles.contract import Edge
+from parallelize.plan.resolved import ModuleRow, ParameterRow
+from parallelize.plan.schema import Plan
+from parallelize.styles.contract import Conversion
 
-if TYPE_CHECKING:
-    from parallelize.plan.model import ModelFacts
-    from parallelize.plan.resolve import ModuleRow, ParameterRow
-    from parallelize.plan.schema import Plan
-
+# conversions for which shards, one after another, must be the full tensor -> what they do with it
 ORDERED = {
-    Edge.GATHER_LAST: "gathered",
-    Edge.VOCABULARY: "read as a vocabulary",
-    Edge.SPLIT_LAST: "cut from whole input",
+    Conversion.GATHER_LAST: "gathers them",
+    Conversion.VOCABULARY: "reads them as a vocabulary",
+    Conversion.SPLIT_LAST: "splits a full input to match them",
 }
 
 
 def check_soundness(
     plan: Plan, model: ModelFacts, modules: dict[str, ModuleRow], parameters: dict[str, ParameterRow]
 ) -> Iterator[Problem]:
-    """Every way in which the resolved rows would give other numbers than the unsharded model."""
+    """All problems for which the resolved rows would compute other numbers than the unsharded model."""
     yield from _unused_sizes(plan, model, modules)
     yield from _unplanned_owners(model, modules, parameters)
     gathered = [name for name, row in modules.items() if row.contract.style == "gather"]
     for name, row in modules.items():
         yield from _ordered(name, row, model, parameters)
-        yield from _held_once(name, row, model, parameters)
-        yield from _named_parameters(name, row, model)
-        inside = any(name.startswith(above + ".") for above in gathered)
-        yield from _whole_among_shards(name, row, model, modules, inside)
-        yield from _meets(name, row, model, modules)
-        yield from _counts_left_whole(name, row, plan, model)
+        yield from _stored_once(name, row, model, parameters)
+        yield from _shard_on_module(name, row, model)
+        inside = any(name.startswith(parent + ".") for parent in gathered)
+        yield from _replicated_among_shards(name, row, model, modules, inside)
+        yield from _matching_splits(name, row, model, modules)
+        yield from _counts_not_local(name, row, plan, model)
 
 
 def _siblings(name: str, modules: dict[str, ModuleRow], style: str) -> list[ModuleRow]:
@@ -54,28 +52,28 @@ def _weight(name: str, model: ModelFacts, parameters: dict[str, ParameterRow]) -
 
 
 def _unused_sizes(plan: Plan, model: ModelFacts, modules: dict[str, ModuleRow]) -> Iterator[Problem]:
-    """A size that is declared and splits nothing: the rule that should name it most likely stands beside others that do."""
+    """A declared size that no rule uses; the rule that should name it is most likely a sibling of those that name sizes."""
     used = {unit for rule in plan.rules for unit in rule.style.unit}
     for name, size in plan.sizes.items():
         if name not in used:
-            what = f"no rule splits by the size {name}, so nothing becomes local with it"
-            fix = f"name it where it is split: `colwise({name})`, or remove it"
+            what = f"no rule shards by the size {name}, so nothing becomes local with it"
+            fix = f"name it in the rule that shards it: `colwise({name})`, or remove it"
             blocks = {fqn.rpartition(".")[0] for fqn, row in modules.items() if row.rule.style.unit}
-            beside = {
+            siblings = {
                 f"{row.rule.pattern}: {row.rule.style}"
                 for fqn, row in modules.items()
                 if fqn.rpartition(".")[0] in blocks
                 and model.modules[fqn].kind in ("linear", "conv1d")
                 and row.contract.compute != "rowwise"
             }
-            rows = (("beside split heads", "; ".join(sorted(beside))),) if beside else ()
+            rows = (("siblings of sharded heads", "; ".join(sorted(siblings))),) if siblings else ()
             yield Problem("unused-size", what, size.where or plan.source, rows, fix)
 
 
 def _unplanned_owners(
     model: ModelFacts, modules: dict[str, ModuleRow], parameters: dict[str, ParameterRow]
 ) -> Iterator[Problem]:
-    """A tied weight is split by one owner's rule; the other's forward must know of it too."""
+    """A tied weight is sharded by the rule of one owner; the other owner needs a rule as well."""
     for row in parameters.values():
         if row.layout.dim is None or len(row.fact.names) < 2:
             continue
@@ -83,81 +81,84 @@ def _unplanned_owners(
             owner = model.aliases[name.rpartition(".")[0]]
             facts = model.modules[owner]
             if owner not in modules and facts.kind in ("embedding", "linear", "conv1d"):
-                what = f"{generic(owner)} shares {generic(row.fqn)}, which is split, and has no rule of its own"
+                what = f"{generic(owner)} uses {generic(row.fqn)}, which is sharded, and has no rule of its own"
                 fix = (
-                    f"give {generic(owner)} a style that splits the same dim: `embedding`, `colwise(output=vocabulary)`"
+                    f"give {generic(owner)} a style that shards the same dim: `embedding`, `colwise(output=vocabulary)`"
                 )
                 yield Problem("unplanned-tie", what, row.rule.where, (("module", generic(owner)),), fix)
 
 
 def _ordered(name: str, row: ModuleRow, model: ModelFacts, parameters: dict[str, ParameterRow]) -> Iterator[Problem]:
     weight = _weight(name, model, parameters)
-    for edge in (row.contract.enter, row.contract.leave):
-        if edge in ORDERED and weight is not None and not weight.layout.is_canonical:
-            what = f"{generic(name)} is packed or shared, so its shards side by side are not the whole, and it is {ORDERED[edge]}"
-            fix = "leave its output a shard, or use `replicate` for it"
+    for conversion in (row.contract.enter, row.contract.leave):
+        if conversion in ORDERED and weight is not None and not weight.layout.is_canonical:
+            what = (
+                f"{generic(name)} is packed or replicated in part, so its shards in order are not the full weight, "
+                f"and its style {ORDERED[conversion]}"
+            )
+            fix = "keep its output sharded, or use `replicate` for it"
             yield Problem("packed-edge", what, row.rule.where, fix=fix)
 
 
-def _held_once(name: str, row: ModuleRow, model: ModelFacts, parameters: dict[str, ParameterRow]) -> Iterator[Problem]:
+def _stored_once(
+    name: str, row: ModuleRow, model: ModelFacts, parameters: dict[str, ParameterRow]
+) -> Iterator[Problem]:
     weight = _weight(name, model, parameters)
     if row.contract.compute == "rowwise" and weight is not None and weight.layout.shared(0):
-        what = f"{generic(name)} contracts over units that several ranks hold, so the sum counts them more than once"
-        yield Problem("shared-contraction", what, row.rule.where, fix="split it by a size that tp divides")
+        what = f"{generic(name)} contracts over units that several ranks store, so the sum counts them more than once"
+        yield Problem("shared-contraction", what, row.rule.where, fix="shard it by a size that tp divides")
 
 
-def _named_parameters(name: str, row: ModuleRow, model: ModelFacts) -> Iterator[Problem]:
+def _shard_on_module(name: str, row: ModuleRow, model: ModelFacts) -> Iterator[Problem]:
     facts = model.modules[name]
     if row.contract.style == "shard" and facts.kind in ("norm", "embedding", "linear", "conv1d"):
-        what = (
-            f"`shard` on {generic(name)}, a {facts.class_name}: its forward would run on a part as if it were the whole"
-        )
-        fix = "use the style for its kind: colwise, rowwise, embedding, rms_norm; `shard` is for bare parameters"
+        what = f"`shard` on {generic(name)}, a {facts.class_name}: its forward would use a shard as if it were the full weight"
+        fix = "use the style of its kind: colwise, rowwise, embedding, rms_norm; `shard` is for bare parameters"
         yield Problem("shard-on-module", what, row.rule.where, fix=fix)
 
 
-def _whole_among_shards(
+def _replicated_among_shards(
     name: str, row: ModuleRow, model: ModelFacts, modules: dict[str, ModuleRow], inside: bool
 ) -> Iterator[Problem]:
-    """A whole parameter beside split projections: nothing but the plan's writer knows what its gradient is."""
+    """A replicated parameter among sharded projections: only the author of the plan knows what its gradient is."""
     style, facts = row.rule.style, model.modules[name]
     if row.contract.style not in ("replicate", "sequence") or not facts.shapes:
         return
-    beside = bool(_siblings(name, modules, "colwise") and _siblings(name, modules, "rowwise"))
+    sharded_siblings = bool(_siblings(name, modules, "colwise") and _siblings(name, modules, "rowwise"))
     gradient = style.options.get("gradient")
-    if inside and beside and facts.kind == "norm" and gradient is None:
-        what = f"{generic(name)} stands among split projections: does it see this rank's heads, or everything?"
-        fix = "`replicate(gradient=partial)` for heads, `replicate(gradient=full)` for everything"
-        yield Problem("unclear-gradient", what, row.rule.where, fix=fix)
-    if gradient == "partial" and not inside and not beside:
+    if inside and sharded_siblings and facts.kind == "norm" and gradient is None:
         what = (
-            f"{generic(name)} works on whole activations, so its gradient is whole: summing it gives tp times too much"
+            f"{generic(name)} is a sibling of sharded projections: does it run on local heads, or on full activations?"
         )
+        fix = "`replicate(gradient=partial)` for local heads, `replicate(gradient=full)` for full activations"
+        yield Problem("unclear-gradient", what, row.rule.where, fix=fix)
+    if gradient == "partial" and not inside and not sharded_siblings:
+        what = f"{generic(name)} runs on full activations, so its gradient is full, and its sum over tp is tp times too large"
         fix = "`sequence` for a norm that sequence parallelism shards, `replicate` otherwise"
         yield Problem("partial-without-shards", what, row.rule.where, fix=fix)
 
 
-def _meets(name: str, row: ModuleRow, model: ModelFacts, modules: dict[str, ModuleRow]) -> Iterator[Problem]:
-    """A column split beside a row split of the same block: same units, same width."""
+def _matching_splits(name: str, row: ModuleRow, model: ModelFacts, modules: dict[str, ModuleRow]) -> Iterator[Problem]:
+    """The column split and the row split of a block must have the same units and the same width."""
     rows = _siblings(name, modules, "rowwise")
-    if row.contract.style != "colwise" or row.contract.leave is not Edge.NONE or not rows:
+    if row.contract.style != "colwise" or row.contract.leave is not Conversion.NONE or not rows:
         return
     style = row.rule.style
     units = {other.rule.style.unit for other in rows}
     where = f"{generic(name)} and {generic(rows[0].fqn)}"
     if (not style.unit and () not in units) or (len(style.unit) > 1 and (style.unit[0],) not in units):
-        what = f"{where} are split by different units: {style} and {rows[0].rule.style}"
-        yield Problem("units-do-not-meet", what, row.rule.where, fix="split what is multiplied by the same size")
+        what = f"{where} are sharded by different units: {style} and {rows[0].rule.style}"
+        fix = "shard both factors of a matmul by the same size"
+        yield Problem("units-do-not-meet", what, row.rule.where, fix=fix)
     elif not style.unit:
         columns = {
             _dim_size(other, model, 0) // other.rule.style.chunks for other in _siblings(name, modules, "colwise")
         }
         widths = [_dim_size(other, model, 1) for other in rows if not other.rule.style.unit]
         if not columns & set(widths) and all(not other.rule.style.options for other in rows):
-            what = f"{where} do not meet: {style} gives {sorted(columns)} columns to rows of {widths}"
-            yield Problem(
-                "widths-do-not-meet", what, row.rule.where, fix="check `chunks`, and which module feeds which"
-            )
+            what = f"{where} do not match: {style} gives {sorted(columns)} columns, and the rows take {widths}"
+            fix = "check `chunks`, and which module is the input of which"
+            yield Problem("widths-do-not-meet", what, row.rule.where, fix=fix)
 
 
 def _dim_size(row: ModuleRow, model: ModelFacts, dim: int) -> int:
@@ -166,14 +167,14 @@ def _dim_size(row: ModuleRow, model: ModelFacts, dim: int) -> int:
     return facts.shapes["weight"][1 - dim if facts.kind == "conv1d" else dim]
 
 
-def _counts_left_whole(name: str, row: ModuleRow, plan: Plan, model: ModelFacts) -> Iterator[Problem]:
-    """The module around a split projection keeps the count that splits it: its forward most likely reads it."""
+def _counts_not_local(name: str, row: ModuleRow, plan: Plan, model: ModelFacts) -> Iterator[Problem]:
+    """The parent of a sharded projection stores the full count, which its forward most likely reads."""
     parent = name.rpartition(".")[0]
-    holder = model.objects.get(model.aliases.get(parent, parent))
+    parent_module = model.objects.get(model.aliases.get(parent, parent))
     local = {item.attribute for item in plan.local}
     for unit in row.rule.style.unit if row.contract.style == "colwise" else ():
         source = plan.sizes[unit].source
-        if isinstance(source, str) and source not in local and type(vars(holder).get(source)) is int and parent:
-            what = f"{generic(parent)}.{source} counts the {unit} that {generic(name)} splits, and stays whole"
+        if isinstance(source, str) and source not in local and type(vars(parent_module).get(source)) is int and parent:
+            what = f"{generic(parent)}.{source} counts the {unit} that {generic(name)} shards, and no `local:` makes it local"
             where = row.rule.where
             yield Problem("count-left-whole", what, where, fix=f"local: {{{generic(parent)}: {{{source}: {unit}}}}}")

@@ -1,13 +1,13 @@
-"""Named streams of ordinary random numbers, for user code: what must agree over an axis, and what must differ.
+"""Named random streams for user code: numbers that are equal along some mesh axes and differ along others.
 
     streams = Streams(seed=1, mesh=mesh)
     streams.declare("augment", differs_over=("dp",))
     with streams("augment"):
         image = flip(image) if random.random() < 0.5 else image
 
-Inside, torch's CPU and CUDA generators, Python's `random` and NumPy's (where it is imported) are the stream's own; outside
-they are what they were. A stream's seed comes from (seed, name, this rank's place along the axes over which it differs), so
-ranks agree along all other axes. State is kept per stream, and is small.
+Inside the context, torch's CPU and CUDA generators, Python's `random` and NumPy's generator (if NumPy is imported) have the
+stream's state; outside, their previous state. The seed of a stream comes from (seed, name, this rank's indices along the axes
+over which it differs), so ranks agree along all other axes. The state of a stream is small.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ import torch.utils.data
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
-from parallelize.randomness.counter import key
+from parallelize.ops.random.counter import key
 
-State = dict[str, Any]  # "torch", "python", and "cuda", "numpy" where they are: what is saved
+State = dict[str, Any]  # saved states of the generators: "torch", "python", and "cuda", "numpy" if they are used
 
 
 class Streams:
     """Random streams by name.
 
     Args:
-        seed: any whole number, the same on every rank.
-        mesh: its axes can be named in `differs_over`.
+        seed: any integer, the same on every rank.
+        mesh: the mesh whose axes `differs_over` may name.
+
+    No communication.
     """
 
     def __init__(self, seed: int, mesh: DeviceMesh | None = None):
@@ -43,18 +45,21 @@ class Streams:
         self._open: list[str] = []
 
     def declare(self, name: str, differs_over: Sequence[str] = ()) -> None:
-        """A stream, with the mesh axes along which ranks draw different numbers (none: all ranks draw the same).
+        """Declare a stream.
 
-        Raises: MeshError `unknown-axis`; ModelError `stream-declared` for another declaration of the same name.
+        Args:
+            name: of the stream.
+            differs_over: the mesh axes along which ranks draw different numbers. None: all ranks draw the same.
+
+        Raises: MeshError `unknown-axis`; ModelError `stream-declared` if the name is declared with other axes.
         """
         axes = tuple(differs_over)
         known = tuple(self.mesh.mesh_dim_names or ()) if self.mesh is not None else ()
         for axis in axes:
             if axis not in known:
-                what = f"stream {name!r} is to differ over {axis!r}, and the mesh has the axes {list(known)}"
-                raise MeshError(
-                    Problem("unknown-axis", what, fix=did_you_mean(axis, known) if known else "give a mesh")
-                )
+                what = f"stream {name!r} is declared to differ over {axis!r}, and the mesh has the axes {list(known)}"
+                fix = did_you_mean(axis, known) if known else "give a mesh"
+                raise MeshError(Problem("unknown-axis", what, fix=fix))
         if self._over.setdefault(name, axes) != axes:
             what = f"stream {name!r} differs over {list(self._over[name])}, and is declared again with {list(axes)}"
             raise ModelError(Problem("stream-declared", what, fix="use another name"))
@@ -66,7 +71,7 @@ class Streams:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Draw from a stream inside. Streams nest in any order; each goes on where it was left.
+        """A context that draws from a stream. Streams nest in any order; each continues from its last state.
 
         Raises: ModelError `unknown-stream`.
         """
@@ -86,27 +91,28 @@ class Streams:
             restore_generators(self._states[self._open[-1]] if self._open else outside)
 
     def _enter(self, name: str) -> None:
-        known = self._states.get(name, {})
-        seed_generators(self._seed_of(name), skip=known)
-        restore_generators(known)
+        saved = self._states.get(name, {})
+        seed_generators(self._seed_of(name), skip=saved)
+        restore_generators(saved)
 
     def _seed_of(self, name: str) -> int:
-        return key(self.seed, f"stream {name}", *self._places(name)).start & (2**63 - 1)
+        return key(self.seed, f"stream {name}", *self._indices(name)).start & (2**63 - 1)
 
-    def _places(self, name: str) -> list[int]:
+    def _indices(self, name: str) -> list[int]:
+        """This rank's indices along the axes over which a stream differs."""
         if self.mesh is None:
             return []
         return [self.mesh.get_local_rank(axis) for axis in self._over[name]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything to go on from: numbers, text and small tensors, which `torch.load(weights_only=True)` reads.
+        """This rank's state: numbers, text and small tensors, which `torch.load(weights_only=True)` can read.
 
-        It is this rank's: ranks at the same place along a stream's axes have the same.
+        Ranks with the same indices along a stream's axes have the same state of that stream.
         """
         return {
             "seed": self.seed,
             "over": {name: list(axes) for name, axes in self._over.items()},
-            "places": {name: self._places(name) for name in self._over},
+            "places": {name: self._indices(name) for name in self._over},
             "states": {name: dict(state) for name, state in self._states.items()},
         }
 
@@ -118,10 +124,9 @@ class Streams:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict()` was taken.
+        """Continue from a `state_dict()`.
 
-        A stream that was at another place of its axes (another mesh, or another rank's file) begins anew from its seed, for
-        its numbers are not this rank's.
+        A stream whose saved indices are not this rank's (another mesh, or another rank's file) starts again from its seed.
 
         Raises: ModelError `stream-open` inside a stream.
         """
@@ -130,24 +135,24 @@ class Streams:
         self._over = {name: tuple(axes) for name, axes in state["over"].items()}
         for name, axes in self._over.items():
             Streams(self.seed, self.mesh).declare(name, axes)
-        same = {name for name in self._over if list(state["places"][name]) == self._places(name)}
-        self._states = {name: dict(held) for name, held in state["states"].items() if name in same}
+        same = {name for name in self._over if list(state["places"][name]) == self._indices(name)}
+        self._states = {name: dict(saved) for name, saved in state["states"].items() if name in same}
 
 
 def generator_states() -> State:
-    """Where torch's, Python's and NumPy's own generators stand."""
-    found: State = {"torch": torch.get_rng_state(), "python": _plain(random.getstate())}
+    """The current states of torch's, Python's and NumPy's generators."""
+    states: State = {"torch": torch.get_rng_state(), "python": _plain(random.getstate())}
     if _uses_cuda():
-        found["cuda"] = torch.cuda.get_rng_state()
+        states["cuda"] = torch.cuda.get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, words, *rest = numpy.random.get_state()
-        found["numpy"] = (kind, torch.tensor(words.tolist(), dtype=torch.int64), *_numbers(rest))
-    return found
+        states["numpy"] = (kind, torch.tensor(words.tolist(), dtype=torch.int64), *_numbers(rest))
+    return states
 
 
 def restore_generators(state: State) -> None:
-    """Put them back."""
+    """Set the generators to saved states."""
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     if "python" in state:
@@ -162,7 +167,7 @@ def restore_generators(state: State) -> None:
 
 
 def seed_generators(seed: int, skip: State) -> None:
-    """Begin every generator whose state is not known."""
+    """Seed every generator except those in `skip`."""
     if "torch" not in skip:
         torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
     if "python" not in skip:
@@ -175,7 +180,7 @@ def seed_generators(seed: int, skip: State) -> None:
 
 
 def _uses_cuda() -> bool:
-    """Not in a data loader's worker, where CUDA must stay untouched."""
+    """Whether to handle CUDA's generator; not in a data loader's worker, where CUDA must not be used."""
     return torch.cuda.is_available() and torch.utils.data.get_worker_info() is None
 
 

@@ -1,7 +1,7 @@
-"""What a style promises: how input comes in, how parameters lie, what goes out, and what that costs.
+"""What a style does to a module: layouts of its parameters, conversions of its input and output, and their collectives.
 
-An *edge* is a conversion of an activation between two layouts, forward and backward as a pair. `apply` runs the edges,
-`explain` counts them; both read them here.
+A *boundary conversion* redistributes an activation between two layouts, forward and backward as a pair. `apply` runs the
+conversions, `explain` counts them; both read them here.
 
 Floor 1: torch-free.
 """
@@ -12,42 +12,57 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class Edge(Enum):
-    """An activation's conversion: (forward collective, backward collective), None where nothing is sent."""
+class Conversion(Enum):
+    """The boundary conversions. The collectives that each runs are in `_COLLECTIVES`."""
 
-    NONE = (None, None)
-    COPY = (None, "all_reduce")  # Replicate in; every rank's gradient is a part of the sum
-    REDUCE = ("all_reduce", None)  # Partial -> Replicate
-    GATHER_SEQUENCE = ("all_gather", "reduce_scatter")  # Shard(sequence) -> Replicate, gradient Partial
-    SCATTER_SEQUENCE = ("reduce_scatter", "all_gather")  # Partial -> Shard(sequence)
-    ENTER_REGION = (None, "all_gather")  # Replicate -> Shard(sequence)
-    LEAVE_REGION = ("all_gather", None)  # Shard(sequence) -> Replicate, gradient Replicate
-    GATHER_LAST = ("all_gather", None, "last")  # Shard(-1) -> Replicate, gradient Replicate
-    SPLIT_LAST = (None, "all_gather", "last")  # Replicate -> Shard(-1)
-    VOCABULARY = (None, None, "vocabulary")  # Shard(-1) stays, marked as logits sharded over the vocabulary
+    NONE = "none"
+    COPY = "copy"  # Replicate -> Replicate; the gradient of each rank is Partial
+    REDUCE = "reduce"  # Partial -> Replicate
+    GATHER_SEQUENCE = "gather_sequence"  # Shard(sequence) -> Replicate; gradient Partial
+    SCATTER_SEQUENCE = "scatter_sequence"  # Partial -> Shard(sequence)
+    ENTER_REGION = "enter_region"  # Replicate -> Shard(sequence)
+    LEAVE_REGION = "leave_region"  # Shard(sequence) -> Replicate; gradient Replicate
+    GATHER_LAST = "gather_last"  # Shard(-1) -> Replicate; gradient Replicate
+    SPLIT_LAST = "split_last"  # Replicate -> Shard(-1)
+    VOCABULARY = "vocabulary"  # Shard(-1) stays, marked as logits sharded over the vocabulary
 
     @property
     def forward(self) -> str | None:
-        return self.value[0]
+        """The collective in forward, None where nothing is sent."""
+        return _COLLECTIVES[self][0]
 
     @property
     def backward(self) -> str | None:
-        return self.value[1]
+        """The collective in backward, None where nothing is sent."""
+        return _COLLECTIVES[self][1]
 
+
+_COLLECTIVES: dict[Conversion, tuple[str | None, str | None]] = {  # (forward, backward)
+    Conversion.NONE: (None, None),
+    Conversion.COPY: (None, "all_reduce"),
+    Conversion.REDUCE: ("all_reduce", None),
+    Conversion.GATHER_SEQUENCE: ("all_gather", "reduce_scatter"),
+    Conversion.SCATTER_SEQUENCE: ("reduce_scatter", "all_gather"),
+    Conversion.ENTER_REGION: (None, "all_gather"),
+    Conversion.LEAVE_REGION: ("all_gather", None),
+    Conversion.GATHER_LAST: ("all_gather", None),
+    Conversion.SPLIT_LAST: (None, "all_gather"),
+    Conversion.VOCABULARY: (None, None),
+}
 
 OVERLAPS = ("auto", "off", "chunked", "symm_mem")
-"""How the collectives of a linear run beside its products: by measurement, not, in pieces, by symmetric memory."""
+"""How a linear's collectives are overlapped with its matmuls: chosen by measurement, not, in chunks, by symmetric memory."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """How one parameter lies over `tp`.
+    """How one parameter is stored over `tp`.
 
     Args:
         dim: the sharded dim, None for replicated.
-        unit: names of sizes whose blocks must not be cut, one a chunk: `("heads", "kv_heads", "kv_heads")`.
-        chunks: equal chunks that are split each by itself, where no unit is named.
-        partial: replicated, but each rank's gradient is only a part of the sum.
+        unit: names of sizes whose units must not be split, one per chunk: `("heads", "kv_heads", "kv_heads")`.
+        chunks: number of equal chunks, each sharded by itself, where no unit is named.
+        partial: replicated, with a gradient that each rank has only in part.
     """
 
     dim: int | None = None
@@ -61,22 +76,24 @@ class Contract:
     """What a style does to one module.
 
     Args:
-        style: the word.
-        enter, leave: edges of the input and of the output.
+        style: the style's word.
+        enter: the conversion of the input.
+        leave: the conversion of the output.
         argument: name of the input that `enter` converts; empty means the first.
-        sequence_dim: the dim that sequence edges work on.
+        sequence_dim: the dim that sequence conversions work on.
         uses: parameter name to its use; a parameter that is not named is replicated.
-        compute: what runs between the edges: "stock" (the module's own forward), or a word that `apply` knows:
-            "rowwise" (bias added once, after the reduction), "embedding" (ids outside the local rows give zeros),
-            "rms_norm" (the mean square is taken over all ranks), "ulysses" (its attention trades rows for heads), "deferred_head" (its product is left to the loss).
-        split: arguments whose rows are whole outside the region, and of which "ulysses" takes this rank's.
-        local_attributes: attributes that hold a sharded dim's width and become local with it.
-        overlap: one of `OVERLAPS`, where the rule says so; empty: as the plan says.
+        compute: what runs between the conversions: "stock" (the module's own forward), or a word that `apply` knows:
+            "rowwise" (the bias is added once, after the reduction), "embedding" (ids outside the local shard give
+            zeros), "rms_norm" (the mean square is taken over all ranks), "ulysses" (its attention exchanges a sequence
+            shard for a head shard), "deferred_head" (the loss runs its matmul).
+        split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
+        local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
+        overlap: one of `OVERLAPS`, where the rule names one; empty means the plan's default.
     """
 
     style: str
-    enter: Edge = Edge.NONE
-    leave: Edge = Edge.NONE
+    enter: Conversion = Conversion.NONE
+    leave: Conversion = Conversion.NONE
     argument: str = ""
     sequence_dim: int = 1
     uses: dict[str, Use] = field(default_factory=dict)

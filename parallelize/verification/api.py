@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from parallelize.errors import MeshError, ModelError, ParallelizeError, Problem, did_you_mean
+from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import MeshSpec
-from parallelize.model_source import ModelSource
-from parallelize.verification.case import Request, check, name_of, without_weights
+from parallelize.models.model_source import ModelSource
 from parallelize.verification.compare import ORDER, Errors
-from parallelize.verification.given import on_given_processes
+from parallelize.verification.configuration import Request, check, name_of, without_weights
 from parallelize.verification.processes import on_gloo
-from parallelize.verification.report import Row, Verification
-from parallelize.verification.start import Outcomes, on_threads
+from parallelize.verification.result import Row, Verification
+from parallelize.verification.runner import RunResult, on_threads
+from parallelize.verification.torchrun import on_running_processes
 
 BACKENDS = ("threads", "gloo", "torchrun")
 
@@ -46,132 +46,167 @@ def verify(
     fuse_loss: bool | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Verification:
-    """Compare a training step on a mesh with the unsharded one: loss, outputs, gradients, their norm, weights after it.
+    """Compare one training step on a mesh with the same step of the unsharded model.
 
-    Nothing needs torchrun or a GPU: the ranks are threads of this process, on the CPU, with the code of real ranks.
+    Compared are the loss, the outputs, the gradients of the inputs and of every parameter, their norm, and the weights after
+    a step of SGD. The bound on the relative error follows from the dtype and the sizes (`verification/tolerance.py`).
+    By default the ranks are threads of this process on the CPU, which run the code of real ranks: neither torchrun nor a
+    GPU is needed.
 
     Args:
-        model: as `read_model` takes it; or a function that returns a fresh module, or a dict of `model`, `inputs`, `loss`,
-            `count`. A config is scaled down, its structure kept; a function's model is used as it is.
-        plan: as for `parallelize_module`.
-        mesh: `"pp=2,dp=2,tp=2"`, or the same as a `MeshSpec` or a dict.
-        backend: "threads"; "gloo" starts processes; "torchrun" uses those that run.
-        overrides: fields of the config, or arguments of the function.
-        sequence_parallel, loss_parallel: None for both: every mode that the plan has, one after another.
-        zero, schedule, microbatches, stages_per_rank, overlap, ulysses, recompute, fuse_loss: see
-            `parallelize_model`.
-        dtype: "float64", "float32" or "bfloat16", of everything.
-        full_size: do not scale a config down.
+        model: a `config.json` or its folder, a model type of transformers, a published size, `package.module:function`, a
+            module, or a function that returns a module or a dict of `model`, `inputs`, `loss` and `count`. A config is
+            scaled down and keeps its structure. A module, or the model of a function, is used as it is.
+        plan: as in `parallelize_module`; None chooses a shipped plan by the model type.
+        mesh: `"pp=2,dp=2,tp=2"`, or the same as a `MeshSpec` or a dict of sizes by axis.
+        backend: "threads"; "gloo" starts a process for each rank; "torchrun" uses the processes that torchrun started.
+        overrides: fields of the config, or keyword arguments of the function.
+        zero: ZeRO stage, 0 to 3.
+        schedule: the pipeline schedule.
+        microbatches: microbatches of a step. None: twice the size of pp; without pp, one in some runs and two in others
+            (one in all runs with `full_size`).
+        stages_per_rank: stages of each pipeline rank. None: as the schedule requires.
+        sequence_parallel, loss_parallel: the mode to run. None for both: every mode that the plan serves, one after another.
+        overlap: "off", "auto", "chunked" or "symm_mem", as in `parallelize_module`. "auto" is run as "chunked", because
+            at these sizes it would overlap nothing.
+        recompute: "off", "selective" or "full".
+        dtype: "float64", "float32" or "bfloat16": the dtype of weights, compute and gradients.
+        seed: seed of weights and batch, 0 or more.
+        full_size: whether a config keeps its sizes.
+        timeout_s: how long ranks may wait for each other, and how long one mode may take, in seconds.
+        ulysses: ranks of cp that exchange heads; the rest forms a ring.
+        fuse_loss: whether head and loss are fused. None: the plan's default.
+        tell: called with a line of text before each mode.
 
-    Returns: what was compared with what bound; false when anything differs, then with the first module that does.
-    Raises: ParallelizeError for a plan, mesh or model that cannot be run at all.
+    Returns:
+        What was compared, each with its error and bound. It is false when anything differs; then it names the first module
+        that differs, with its rule.
+
+    Raises:
+        ParallelizeError: for a plan, mesh, model or option with which no step can be run: `bad-backend`, `bad-mesh`,
+            `bad-dtype`, `bad-seed`, `bad-inputs`, `factory-failed`, `reference-failed`, `not-deterministic`, `loss-no-sum`,
+            `ranks-timed-out`, ..., and whatever `parallelize_model` raises.
+
+    Cost:
+        The collectives of one to a few training steps for each mode. On threads they are copies in memory.
     """
     if backend not in BACKENDS:
         raise ModelError(
             Problem("bad-backend", f"no backend is called {backend!r}", fix=did_you_mean(backend, BACKENDS))
         )
-    began = time.perf_counter()
+    start = time.perf_counter()
     request = Request(
         model,
         plan,
         _mesh(mesh),
         dict(overrides or {}),
-        zero,
-        schedule,
-        microbatches,
-        stages_per_rank,
-        sequence_parallel,
-        loss_parallel,
-        overlap,
-        recompute,
-        dtype,
-        seed,
-        full_size,
-        timeout_s,
+        zero=zero,
+        schedule=schedule,
+        microbatches=microbatches,
+        stages_per_rank=stages_per_rank,
+        sequence_parallel=sequence_parallel,
+        loss_parallel=loss_parallel,
+        overlap=overlap,
+        recompute=recompute,
+        dtype=dtype,
+        seed=seed,
+        full_size=full_size,
+        timeout_s=timeout_s,
         ulysses=ulysses,
         fuse_loss=fuse_loss,
     )
     check(request)
-    run = {"threads": on_threads, "gloo": on_gloo, "torchrun": on_given_processes}[backend]
-    with _apart(backend):
-        outcomes = run(without_weights(request) if backend == "gloo" else request, tell)
-    return _verification(request, backend, outcomes, time.perf_counter() - began)
+    run = {"threads": on_threads, "gloo": on_gloo, "torchrun": on_running_processes}[backend]
+    with _isolated(backend):
+        result = run(without_weights(request) if backend == "gloo" else request, tell)
+    return _verification(request, backend, result, time.perf_counter() - start)
 
 
 def assert_verified(model: Any, plan: Any = None, mesh: Any = "tp=4", **options: Any) -> Verification:
-    """For your own tests: `verify`, and an AssertionError with the whole report where anything differs."""
-    found = verify(model, plan, mesh, **options)
-    if not found.ok:  # no `assert`: python -O leaves those out
-        raise AssertionError(f"\n{found}")
-    return found
+    """`verify` for tests of your own: it raises an AssertionError when anything differs.
+
+    Args:
+        model, plan, mesh: as in `verify`.
+        options: the keyword arguments of `verify`.
+
+    Returns:
+        The result of `verify`, which is true.
+
+    Raises:
+        AssertionError: when anything differs, with the whole report.
+        ParallelizeError: as `verify` raises it.
+    """
+    result = verify(model, plan, mesh, **options)
+    if not result.ok:  # no `assert` statement: python -O removes those
+        raise AssertionError(f"\n{result}")
+    return result
 
 
 @contextmanager
-def _apart(backend: str) -> Iterator[None]:
-    """With gradients, whatever the caller has turned off, and without a trace in the caller's generators."""
+def _isolated(backend: str) -> Iterator[None]:
+    """Enable gradients, whatever the caller has disabled, and restore the states of the caller's generators."""
     cuda = backend == "torchrun" and torch.cuda.is_available()
-    kept = random.getstate()
+    state = random.getstate()
     devices = [torch.cuda.current_device()] if cuda else []
     with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
         try:
             yield
         finally:
-            random.setstate(kept)
+            random.setstate(state)
 
 
-def _mesh(given: Any) -> MeshSpec:
-    if isinstance(given, MeshSpec):
-        return given
-    if isinstance(given, str):
-        return MeshSpec.parse(given)
+def _mesh(mesh: Any) -> MeshSpec:
+    if isinstance(mesh, MeshSpec):
+        return mesh
+    if isinstance(mesh, str):
+        return MeshSpec.parse(mesh)
     try:
-        return MeshSpec(tuple(dict(given).items()))
-    except ParallelizeError:
-        raise
-    except Exception:  # whatever else it is
+        sizes = dict(mesh)
+    except (TypeError, ValueError):
         fix = "write `tp=4` or `pp=2,dp=2,tp=2`, or a dict of sizes by axis"
-        raise MeshError(Problem("bad-mesh", f"{given!r} is no mesh", fix=fix)) from None
+        raise MeshError(Problem("bad-mesh", f"{mesh!r} is not a mesh", fix=fix)) from None
+    return MeshSpec(tuple(sizes.items()))
 
 
-def _verification(request: Request, backend: str, outcomes: Outcomes, seconds: float) -> Verification:
+def _verification(request: Request, backend: str, result: RunResult, seconds: float) -> Verification:
     by_mode: dict[str, Errors] = {}
-    for one in outcomes.each:
-        by_mode.setdefault(str(one.mode), Errors()).merge(one.errors)
+    for comparison in result.comparisons:
+        by_mode.setdefault(str(comparison.mode), Errors()).merge(comparison.errors)
     rows = tuple(
-        Row(mode, what, errors.worst[what][0], outcomes.bound, errors.worst[what][1])
+        Row(mode, what, errors.worst[what][0], result.bound, errors.worst[what][1])
         for mode, errors in by_mode.items()
         for what in ORDER
         if what in errors.worst
     )
     failed = [mode for mode, errors in by_mode.items() if errors.failed]
-    rows += tuple(Row(mode, "step", float("inf"), outcomes.bound, "it failed") for mode in failed)
-    first = next((one.difference for one in outcomes.each if one.difference is not None), None)
+    rows += tuple(Row(mode, "step", float("inf"), result.bound, "it failed") for mode in failed)
+    differences = [comparison.difference for comparison in result.comparisons if comparison.difference is not None]
     return Verification(
-        outcomes.equal,
-        name_of(request.model),
-        outcomes.plan,
-        str(request.mesh),
-        backend,
-        request.dtype,
-        seconds,
-        outcomes.sizes,
-        rows,
-        first,
-        _unseen(request, rows) + outcomes.unseen,
+        ok=result.equal,
+        model=name_of(request.model),
+        plan=result.plan,
+        mesh=str(request.mesh),
+        backend=backend,
+        dtype=request.dtype,
+        seconds=seconds,
+        sizes=result.sizes,
+        rows=rows,
+        difference=differences[0] if differences else None,
+        unseen=_not_compared(request, rows) + result.not_compared,
     )
 
 
-def _unseen(request: Request, rows: tuple[Row, ...]) -> tuple[str, ...]:
-    """What this run says nothing about."""
-    found = ["dropout, which was turned off", "the optimiser's state"]
+def _not_compared(request: Request, rows: tuple[Row, ...]) -> tuple[str, ...]:
+    """What this run does not check, because of the request."""
+    names = ["dropout, which was turned off", "the optimizer's state"]
     compared = {row.what for row in rows}
     if compared and "outputs" not in compared:
-        found.append("outputs")
+        names.append("outputs")
     if compared and "input gradients" not in compared:
-        found.append("gradients of the input")
+        names.append("gradients of the input")
     if request.zero >= 2:
-        found.append("gradients before ZeRO summed them")
+        names.append("gradients before ZeRO summed them")
     if request.full_size:
-        found.append("outputs of single modules, which a full-size run does not keep")
-        found.append("several microbatches, padding masks, and sequences and vocabularies that tp divides")
-    return tuple(found)
+        names.append("outputs of single modules, which a full-size run does not store")
+        names.append("several microbatches, padding masks, and sequences and vocabularies that tp divides")
+    return tuple(names)

@@ -1,4 +1,4 @@
-"""The batches that a model is fed: rows enough to be dealt out, and in all but the first a padding mask."""
+"""The batches of a verification: enough rows to be split over data ranks and microbatches, all but the first with padding."""
 
 from __future__ import annotations
 
@@ -11,62 +11,67 @@ import torch
 from torch import nn
 
 from parallelize.errors import ModelError, Problem
-from parallelize.model_source import ModelSource
-from parallelize.verification.users import blaming
+from parallelize.models.model_source import ModelSource
+from parallelize.verification.user_errors import blaming
 
-IGNORED = -100
-_MANY = 24  # rows of a whole batch
+IGNORED = -100  # the target that cross entropy ignores
+_MANY = 24  # rows of the whole batch above which each part gets two rows instead of three
 
 
 @dataclass(frozen=True)
 class Batch:
+    """One batch. `rows` sequences of `length` tokens were requested; the tensors may have another shape."""
+
     inputs: dict[str, Any]
     targets: Any
     rows: int
     length: int
 
-    def _tensors(self) -> list[torch.Tensor]:
-        return [one for one in (*self.inputs.values(), self.targets) if isinstance(one, torch.Tensor) and one.ndim]
-
     @property
-    def can_cut(self) -> bool:
-        """Whether what goes in, and the targets, have the rows as their first dim."""
-        fed = [one for one in self.inputs.values() if isinstance(one, torch.Tensor) and one.ndim]
-        targets = [self.targets] if isinstance(self.targets, torch.Tensor) and self.targets.ndim else []
-        return any(one.shape[0] == self.rows for one in fed) and all(one.shape[0] == self.rows for one in targets)
+    def can_split(self) -> bool:
+        """Whether some input, and the targets if they are a tensor, have the rows as their first dim."""
+        inputs, targets = _tensors(self.inputs.values()), _tensors([self.targets])
+        return any(tensor.shape[0] == self.rows for tensor in inputs) and all(
+            tensor.shape[0] == self.rows for tensor in targets
+        )
 
     def shapes(self) -> str:
-        return ", ".join(str(list(one.shape)) for one in self._tensors()) or "no tensors"
+        tensors = _tensors([*self.inputs.values(), self.targets])
+        return ", ".join(str(list(tensor.shape)) for tensor in tensors) or "not those of tensors"
 
 
-def longest_rows(parts: int, length: int) -> int:
-    """Three rows for each part where they are not many, else two; and not as many as the sequence is long."""
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor) and value.ndim]
+
+
+def batch_rows(parts: int, length: int) -> int:
+    """Three rows for each part, or two where there are many parts. The result never equals the sequence length."""
     rows = 3 * parts if 3 * parts <= _MANY else 2 * parts
     return rows if rows != length else 2 * parts
 
 
-def draw(source: ModelSource, model: nn.Module, seed: int, rows: int, length: int, padded: bool) -> Batch:
-    """One batch. Raises: ModelError `inputs-failed`, `bad-inputs`."""
+def draw_batch(source: ModelSource, model: nn.Module, seed: int, *, rows: int, length: int, padded: bool) -> Batch:
+    """One batch of the model's inputs. Raises: ModelError `inputs-failed`, `bad-inputs`."""
     with torch.random.fork_rng(devices=[]), blaming("inputs-failed", f"the inputs of {source.text} failed"):
         torch.manual_seed(seed + 2)
-        made = source.inputs(model, rows, length)
-    if not isinstance(made, Mapping) or not all(isinstance(key, str) for key in made):
-        what = f"the inputs of {source.text} are a {type(made).__name__}"
+        values = source.inputs(model, rows, length)
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        what = f"the inputs of {source.text} are a {type(values).__name__}"
         raise ModelError(Problem("bad-inputs", what, fix="return a dict of keyword arguments of the forward"))
-    inputs = dict(made)
+    inputs = dict(values)
     targets = inputs.pop("targets", None)
     if source.loss is None:
         if not isinstance(targets, torch.Tensor):
-            fix = "return `targets` among the inputs, or bring a `loss`"
+            fix = "return `targets` among the inputs, or a `loss` with the model"
             raise ModelError(Problem("bad-inputs", f"{source.text} has neither targets nor a loss", fix=fix))
-        targets = _some_ignored(targets)
-    if padded and "inputs" not in source.given:
-        inputs, targets = _padded(model, inputs, targets, rows, length)
+        targets = _ignore_some(targets)
+    if padded and "inputs" not in source.extras:
+        inputs, targets = _pad(model, inputs, targets, rows, length)
     return Batch(inputs, targets, rows, length)
 
 
-def _some_ignored(targets: torch.Tensor) -> torch.Tensor:
-    """Fewer targets count in the first rows, so that a mean of means is not the mean."""
+def _ignore_some(targets: torch.Tensor) -> torch.Tensor:
+    """Ignore more targets in the first and last rows, so that the mean of the rows' means is not the batch's mean."""
     if targets.ndim == 2 and not targets.is_floating_point():
         targets = targets.clone()
         targets[0, : targets.shape[1] // 2] = IGNORED
@@ -74,10 +79,10 @@ def _some_ignored(targets: torch.Tensor) -> torch.Tensor:
     return targets
 
 
-def _padded(model: nn.Module, inputs: dict, targets: Any, rows: int, length: int) -> tuple[dict, Any]:
-    """Ends of some rows are padding, for a model that takes a mask: nothing attends to it, and it counts for nothing.
+def _pad(model: nn.Module, inputs: dict, targets: Any, rows: int, length: int) -> tuple[dict, Any]:
+    """Add a padding mask for every other row, if the model takes a mask. Targets at padding are ignored.
 
-    Every fourth row is padded in front, which moves the positions that some models count by the mask.
+    Every fourth row is padded on the left, which shifts the positions that some models count from the mask.
     """
     if "attention_mask" not in inspect.signature(type(model).forward).parameters:
         return inputs, targets

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from parallelize.console import FINE, FOUND, add_json, add_quiet, print_json, shows_progress
+from parallelize.terminal.console import FINE, PROBLEM_FOUND, add_json, add_quiet, print_json, shows_progress
 
 _ABOUT = """\
 Compare one training step on a mesh with the unsharded model: loss, outputs, gradients of the input and of every
-parameter, their norm, and the weights after a step. A model's config is scaled down, its structure kept, and the ranks
-are threads of one process: no GPU and no torchrun is needed. Under torchrun it runs on the processes that are there."""
+parameter, their norm, and the weights after a step. A model's config is scaled down and keeps its structure. The ranks
+are threads of one process, so neither a GPU nor torchrun is needed. Under torchrun the started processes are the ranks."""
 
 
 def add_commands(verbs: Any) -> None:
@@ -39,17 +39,19 @@ def add_commands(verbs: Any) -> None:
     parser.add_argument("--microbatches", type=int, help="of a step (default: twice the pp size)")
     for name in ("sequence-parallel", "loss-parallel"):
         parser.add_argument(
-            f"--{name}", action=argparse.BooleanOptionalAction, help="alone (default: every mode in turn)"
+            f"--{name}", action=argparse.BooleanOptionalAction, help="run this mode only (default: every mode)"
         )
-    parser.add_argument("--ulysses", type=int, default=1, help="ranks of cp that trade heads; the rest forms a ring")
-    about = "head and loss in one, a chunk of tokens at a time (over the plan's default)"
+    parser.add_argument("--ulysses", type=int, default=1, help="ranks of cp that exchange heads; the rest forms a ring")
+    about = "fuse head and loss, a chunk of tokens at a time (default: by the plan)"
     parser.add_argument("--fuse-loss", action=argparse.BooleanOptionalAction, help=about)
-    parser.add_argument("--overlap", help="auto, chunked or symm_mem: collectives beside products")
+    parser.add_argument("--overlap", help="auto, chunked or symm_mem: overlap collectives with matmuls")
     parser.add_argument("--recompute", choices=("off", "selective", "full"), default="off")
     parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
     parser.add_argument("--backend", choices=("threads", "gloo"), default="threads", help="gloo starts real processes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="for ranks that wait (default: 120)")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S", help="how long ranks wait for each other (default: 120)"
+    )
     parser.add_argument("--full-size", action="store_true", help="do not scale the config down")
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="K=V", help="fields of the config, or arguments"
@@ -61,29 +63,32 @@ def add_commands(verbs: Any) -> None:
 
 def _verify(options: argparse.Namespace) -> int:
     with _quiet_libraries():
-        found = _run(options)
+        result = _run(options)
     if os.environ.get("RANK", "0") == "0":
-        print_json(found.as_dict()) if options.json else print(found)
-    return FINE if found.ok else FOUND
+        if options.json:
+            print_json(result.as_dict())
+        else:
+            print(result)
+    return FINE if result.ok else PROBLEM_FOUND
 
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """What libraries say about tiny models is of no use to anybody."""
-    kept = logging.root.manager.disable
+    """Silence the warnings of libraries, which are about tiny models."""
+    level = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         try:
             yield
         finally:
-            logging.disable(kept)
+            logging.disable(level)
 
 
 def _run(options: argparse.Namespace) -> Any:
-    from parallelize.model_source import parse_overrides
+    from parallelize.models.model_source import parse_overrides
     from parallelize.verification.api import verify
-    from parallelize.verification.given import under_torchrun
+    from parallelize.verification.torchrun import under_torchrun
 
     backend = "torchrun" if under_torchrun() else options.backend
     return verify(
@@ -105,12 +110,12 @@ def _run(options: argparse.Namespace) -> Any:
         seed=options.seed,
         full_size=options.full_size,
         timeout_s=options.timeout,
-        tell=_teller(shows_progress(options)),
+        tell=_progress_printer(shows_progress(options)),
     )
 
 
-def _teller(shown: bool) -> Callable[[str], None]:
-    """Says what is being done, on a terminal."""
+def _progress_printer(shown: bool) -> Callable[[str], None]:
+    """A function that prints progress, if stderr is a terminal."""
     if not (shown and sys.stderr.isatty()):
         return lambda text: None
     return lambda text: print(f"verifying: {text}", file=sys.stderr, flush=True)

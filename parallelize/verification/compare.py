@@ -1,4 +1,4 @@
-"""The six things that are compared, each by its worst relative error."""
+"""The six quantities that are compared, each by its largest relative error."""
 
 from __future__ import annotations
 
@@ -7,42 +7,43 @@ from dataclasses import dataclass, field
 
 import torch
 
-from parallelize.verification.relate import error_of
+from parallelize.verification.relations import error_of
 
 T = torch.Tensor
 ORDER = ("loss", "outputs", "input gradients", "gradients", "gradient norm", "weights")
-FLOOR = 1e-3  # of the largest tensor of a kind: one that is nearly zero has no relative error of its own
+FLOOR = 1e-3  # of the largest tensor of a kind: a tensor that is nearly zero has no meaningful relative error
 
 
 @dataclass
-class Numbers:
-    """What the unsharded model gives. Parameters by every name they have."""
+class ReferenceValues:
+    """What the unsharded model computes. Parameters are listed under every name that they have."""
 
     loss: T
-    outputs: list[T]  # every tensor of numbers that the model gives
+    outputs: list[T]  # every floating-point tensor of the model's output
     inputs: T | None
-    embedding: str  # the module whose output's gradient `inputs` is, or empty
+    embedding: str  # the module at whose output the gradient `inputs` was taken, or empty
     gradients: dict[str, T]
     norm: T
     weights: dict[str, T]
-    _known: dict[str, float] = field(default_factory=dict)
+    _largest_of_kind: dict[str, float] = field(default_factory=dict)
+
+    def tensors(self, kind: str) -> dict[str, T]:
+        return {"gradients": self.gradients, "weights": self.weights}[kind]
 
     def floor(self, kind: str, name: str) -> float:
-        """What a tensor's error is measured by, at least.
+        """The smallest magnitude that the error of a tensor is divided by.
 
-        A bias's gradient is the sum of what its weight's gradient is made of, and may cancel to nothing (a key's bias does
-        not change a softmax): it is measured by that weight's.
+        A bias's gradient sums the same terms as its weight's gradient and may cancel to zero (a key's bias does not change
+        a softmax). So its error is relative to the weight's gradient.
         """
-        held = {"gradients": self.gradients, "weights": self.weights}[kind]
-        weight = held.get(name.removesuffix("bias") + "weight") if name.endswith(".bias") else None
-        own = _largest(weight) if weight is not None and kind == "gradients" else 0.0
-        return max(own, FLOOR * self._largest_of(kind))
+        weight = self.tensors(kind).get(name.removesuffix("bias") + "weight") if name.endswith(".bias") else None
+        largest = _largest(weight) if weight is not None and kind == "gradients" else 0.0
+        return max(largest, FLOOR * self._largest_of(kind))
 
     def _largest_of(self, kind: str) -> float:
-        if kind not in self._known:
-            held = {"gradients": self.gradients, "weights": self.weights}[kind]
-            self._known[kind] = max((_largest(one) for one in held.values()), default=0.0)
-        return self._known[kind]
+        if kind not in self._largest_of_kind:
+            self._largest_of_kind[kind] = max(map(_largest, self.tensors(kind).values()), default=0.0)
+        return self._largest_of_kind[kind]
 
 
 def _largest(tensor: T) -> float:
@@ -51,10 +52,11 @@ def _largest(tensor: T) -> float:
 
 @dataclass
 class Errors:
-    """Worst error and its name, by what was compared.
+    """The largest error of each compared quantity, with the name of its tensor.
 
     Attributes:
-        wrong: parameters whose gradients are beyond the bound. failed: the error that ended the step, or empty.
+        wrong: parameters whose gradients exceed the bound, with their errors.
+        failed: the error that ended the step, or empty.
     """
 
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
@@ -77,18 +79,19 @@ class Errors:
 
 
 def compare_named(
-    errors: Errors, kind: str, got: Mapping[str, T], want: Numbers, names: set[str], bound: float
+    errors: Errors, kind: str, actual: Mapping[str, T], reference: ReferenceValues, names: set[str], bound: float
 ) -> None:
-    """Gradients or weights of the parameters `names` that a rank has."""
-    wanted = want.gradients if kind == "gradients" else want.weights
+    """Compare the gradients or weights (`kind`) of the parameters `names`, which a rank has."""
+    expected = reference.tensors(kind)
     errors.add(kind, 0.0)
     for name in sorted(names):
-        if name not in wanted and name not in got:
-            continue  # frozen, or not used
-        missing = name not in wanted or name not in got
-        error = (
-            float("inf") if missing else error_of(got[name], wanted[name].to(got[name].device), want.floor(kind, name))
-        )
+        if name not in expected and name not in actual:
+            continue  # frozen or unused
+        if name in expected and name in actual:
+            tensor = actual[name]
+            error = error_of(tensor, expected[name].to(tensor.device), reference.floor(kind, name))
+        else:
+            error = float("inf")
         errors.add(kind, error, name)
         if kind == "gradients" and error > bound:
             errors.wrong[name] = error

@@ -1,4 +1,4 @@
-"""What the traces of all ranks say about one call of one module: how its input, output and gradient relate to the whole."""
+"""What the traces of all ranks say about one module call: how its input, output and gradient relate to the full tensors."""
 
 from __future__ import annotations
 
@@ -9,48 +9,56 @@ import torch
 
 from parallelize.errors import ParallelizeError
 from parallelize.layout import Layout
-from parallelize.plan.model import describe
-from parallelize.plan.resolve import ModuleRow, ParameterRow, ResolvedPlan, resolve
-from parallelize.verification.case import Case, Mode
+from parallelize.plan.model_facts import describe
+from parallelize.plan.resolve import resolve
+from parallelize.plan.resolved import ModuleRow, ParameterRow, ResolvedPlan
 from parallelize.verification.compare import FLOOR
-from parallelize.verification.relate import Relation, error_of, relate
-from parallelize.verification.watch import Seen, Trace
+from parallelize.verification.configuration import Configuration, Mode
+from parallelize.verification.module_trace import ModuleCall, ModuleTrace
+from parallelize.verification.relations import Relation, error_of, relate
 
 T = torch.Tensor
-LOOSER = 100.0  # than the bound on results: a relation is a question of kind
+LOOSER = 100.0  # factor on the bound of results: a relation is a question of kind, not of accuracy
 
 
 class Evidence:
-    """Everything that is known about a run that went wrong."""
+    """What is known about a run that differs: the reference's trace, the ranks' traces, and the resolved plan."""
 
-    def __init__(self, case: Case, mode: Mode, reference: Trace, traces: Sequence[Trace], bound: float):
-        self.case, self.reference, self.traces = case, reference, traces
+    def __init__(
+        self,
+        configuration: Configuration,
+        mode: Mode,
+        reference: ModuleTrace,
+        traces: Sequence[ModuleTrace],
+        *,
+        bound: float,
+    ):
+        self.configuration, self.reference, self.traces = configuration, reference, traces
         self.bound = bound * LOOSER
-        self.by_key = [trace.by_key() for trace in traces]
-        mesh = case.request.mesh
+        self.calls_by_rank = [trace.by_key() for trace in traces]
+        mesh = configuration.request.mesh
         self.groups = mesh.groups("tp") if "tp" in mesh.names else [(rank,) for rank in range(mesh.world_size)]
-        self.model = describe(case.model)
+        self.model = describe(configuration.model)
         self.resolved = self._resolve(mode)
-        self.pipelined = case.request.size("pp") > 1
-        largest = [
-            float(one.output.abs().max()) for one in reference.seen if one.output is not None and one.output.numel()
-        ]
-        self.floor = FLOOR * max(largest, default=0.0)
+        self.has_pipeline = configuration.request.size("pp") > 1
+        outputs = [call.output for call in reference.calls if call.output is not None and call.output.numel()]
+        self.floor = FLOOR * max((float(output.abs().max()) for output in outputs), default=0.0)
         self._relations: dict[tuple, Relation | None] = {}
 
     def _resolve(self, mode: Mode) -> ResolvedPlan | None:
-        if self.case.plan is None or self.case.request.size("tp") == 1:
+        plan, tp = self.configuration.plan, self.configuration.request.size("tp")
+        if plan is None or tp == 1:
             return None
-        plan = self.case.plan.with_options(sequence_parallel=mode.sequence_parallel, loss_parallel=mode.loss_parallel)
+        plan = plan.with_options(sequence_parallel=mode.sequence_parallel, loss_parallel=mode.loss_parallel)
         try:
-            return resolve(plan, self.model, self.case.request.size("tp"))
+            return resolve(plan, self.model, tp)
         except ParallelizeError:
             return None
 
     # -- rules ------------------------------------------------------------------------------------------------------------
 
     def row(self, module: str) -> ModuleRow | None:
-        """What the plan says of a module itself."""
+        """The module's row of the resolved plan."""
         return self.resolved.modules.get(self.model.aliases.get(module, module)) if self.resolved else None
 
     def parameter(self, name: str) -> ParameterRow | None:
@@ -69,78 +77,83 @@ class Evidence:
         return facts is not None and facts.kind in ("linear", "conv1d")
 
     @cached_property
-    def contracting(self) -> set[str]:
-        """Modules in which a rowwise linear wants parts of something."""
+    def rowwise_parents(self) -> set[str]:
+        """Modules that contain a rowwise linear, whose input must be a shard."""
         rows = self.resolved.modules.items() if self.resolved else ()
         return {name.rpartition(".")[0] for name, row in rows if row.contract.style == "rowwise"}
 
     # -- calls ------------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def finished(self) -> list[Seen]:
-        """The reference's calls in the order in which they ended: what is inside comes before what holds it."""
-        return sorted(self.reference.seen, key=lambda one: one.left)
+    def finished(self) -> list[ModuleCall]:
+        """The reference's calls in the order in which they ended: children before their parent."""
+        return sorted(self.reference.calls, key=lambda call: call.left)
 
-    def locals_of(self, call: Seen, which: str) -> list[T] | None:
-        """The tensors of the ranks of the one tp group that made this call, or None where it was not made (or not kept)."""
+    def locals_of(self, call: ModuleCall, which: str) -> list[T] | None:
+        """The tensors of the ranks of the tp group that made this call. None where no group made it, or stored no tensors.
+
+        which: "input", "output" or "grad".
+        """
         for group in self.groups:
-            found = [getattr(self.by_key[rank].get(call.key), which, None) for rank in group]
-            tensors = [one for one in found if one is not None]
-            if len(tensors) == len(group):
-                return tensors
+            tensors = [getattr(self.calls_by_rank[rank].get(call.key), which, None) for rank in group]
+            present = [tensor for tensor in tensors if tensor is not None]
+            if len(present) == len(group):
+                return present
         return None
 
-    def was_made(self, call: Seen) -> bool:
-        return any(one.get(call.key) is not None and one[call.key].left >= 0 for one in self.by_key)
+    def was_made(self, call: ModuleCall) -> bool:
+        """Whether the call returned on some rank."""
+        return any(call.key in calls and calls[call.key].left >= 0 for calls in self.calls_by_rank)
 
-    def relation(self, call: Seen, which: str = "output") -> Relation | None:
-        """None where there is nothing to compare."""
+    def relation(self, call: ModuleCall, which: str = "output") -> Relation | None:
+        """The relation of the ranks' tensors to the reference's. None where there is nothing to compare."""
         key = (call.key, which)
         if key not in self._relations:
             self._relations[key] = self._relate(call, which)
         return self._relations[key]
 
-    def _relate(self, call: Seen, which: str) -> Relation | None:
-        want, got = getattr(call, which), self.locals_of(call, which)
-        if want is None or got is None:
+    def _relate(self, call: ModuleCall, which: str) -> Relation | None:
+        full, locals_ = getattr(call, which), self.locals_of(call, which)
+        if full is None or locals_ is None:
             return None
-        if self.pipelined and any(not torch.isfinite(one).all() for one in got):
-            return None  # computed from a stage that is not here
+        if self.has_pipeline and any(not torch.isfinite(local).all() for local in locals_):
+            return None  # computed from the output of a stage that this rank does not have
         floor = 0.0 if which == "grad" else self.floor
-        return relate(got, want, self.bound, floor)
+        return relate(locals_, full, self.bound, floor)
 
-    def lies_as(self, call: Seen, which: str, layout: Layout) -> bool:
-        """Whether each rank's tensor is the part of the whole's last dim that a layout gives to it."""
-        want, got = getattr(call, which), self.locals_of(call, which)
+    def has_layout(self, call: ModuleCall, which: str, layout: Layout) -> bool:
+        """Whether each rank's tensor is its part of the full tensor, by the layout, along the last dim."""
+        full, locals_ = getattr(call, which), self.locals_of(call, which)
         dim = layout.dim
-        if want is None or got is None or dim is None or layout.shape[dim] != want.shape[-1]:
+        if full is None or locals_ is None or dim is None or layout.shape[dim] != full.shape[-1]:
             return False
-        for rank, local in enumerate(got):
-            parts = [want[..., start:stop] for start, stop in layout.owned[rank]]
+        for rank, local in enumerate(locals_):
+            parts = [full[..., start:stop] for start, stop in layout.owned[rank]]
             if not parts or error_of(local, torch.cat(parts, -1), self.floor) > self.bound:
                 return False
         return True
 
-    def inside(self, call: Seen) -> Iterator[Seen]:
-        """Calls within a call, in order of entry."""
+    def inside(self, call: ModuleCall) -> Iterator[ModuleCall]:
+        """Calls within a call, in the order in which they began."""
         end = call.left if call.left >= 0 else float("inf")
-        yield from (
-            o for o in self.reference.seen if o.microbatch == call.microbatch and call.entered < o.entered < end
-        )
+        for other in self.reference.calls:
+            if other.microbatch == call.microbatch and call.entered < other.entered < end:
+                yield other
 
-    def before(self, call: Seen) -> list[Seen]:
-        """Calls that ended before a call began, in the nearest module around it where there are any with parameters; the
-        nearest first."""
-        around = call.name
-        while around:
-            around = around.rpartition(".")[0]
-            found = [
-                one
-                for one in self.reference.seen
-                if one.microbatch == call.microbatch
-                and 0 <= one.left < call.entered
-                and one.name.startswith(around + "." if around else "")
-            ]
-            if any(self.has_parameters(one.name) for one in found):
-                return sorted(found, key=lambda one: -one.left)
+    def before(self, call: ModuleCall) -> list[ModuleCall]:
+        """Calls that ended before a call began, the latest first.
+
+        They are those inside the nearest enclosing module in which some of them have parameters.
+        """
+        earlier = [
+            other
+            for other in self.reference.calls
+            if other.microbatch == call.microbatch and 0 <= other.left < call.entered
+        ]
+        parent = call.name
+        while parent:
+            parent = parent.rpartition(".")[0]
+            siblings = [other for other in earlier if other.name.startswith(parent + "." if parent else "")]
+            if any(self.has_parameters(other.name) for other in siblings):
+                return sorted(siblings, key=lambda other: -other.left)
         return []

@@ -1,27 +1,36 @@
-"""A place in the model, told with the rule of the plan that serves it, and with what to do."""
+"""A `Difference` for a module: with the rule of the plan that matches it, and a fix."""
 
 from __future__ import annotations
 
 from parallelize.plan.pattern import generic, matches
-from parallelize.verification.case import Mode
+from parallelize.verification.configuration import Mode
 from parallelize.verification.evidence import Evidence
-from parallelize.verification.report import Difference
+from parallelize.verification.result import Difference
 
 
 def difference(
-    evidence: Evidence, mode: Mode, module: str, kind: str, what: str, others: tuple[str, ...] = (), fix: str = ""
+    evidence: Evidence, mode: Mode, module: str, kind: str, what: str, *, others: tuple[str, ...] = (), fix: str = ""
 ) -> Difference:
-    """A finding with the rules that serve the places it names."""
+    """A difference at `module`, with the rules of this module and of other suspects."""
     rule, where = _rule_of(evidence, module)
-    names = list(dict.fromkeys(generic(name) for name in others if generic(name) != generic(module)))
-    beside = tuple((name, _rule_of(evidence, next(o for o in others if generic(o) == name))[0]) for name in names)
+    suspects: dict[str, str] = {}  # pattern of fqns to its rule, without the module's own
+    for name in others:
+        if generic(name) != generic(module):
+            suspects.setdefault(generic(name), _rule_of(evidence, name)[0])
     return Difference(
-        str(mode), module or "the model", kind, what, rule, where, beside, fix or _fix(evidence, module, kind)
+        str(mode),
+        module or "the model",
+        kind,
+        what,
+        rule=rule,
+        where=where,
+        others=tuple(suspects.items()),
+        fix=fix or _fix(evidence, module, kind),
     )
 
 
 def _rule_of(evidence: Evidence, module: str) -> tuple[str, str]:
-    """(rule, line): of the module, else of what it holds for itself."""
+    """(rule, line in the plan file) of the module, or else of its attribute under `local`."""
     row = evidence.row(module)
     if row is not None:
         return f"{row.rule.pattern}: {row.rule.style}", row.rule.where
@@ -29,7 +38,7 @@ def _rule_of(evidence: Evidence, module: str) -> tuple[str, str]:
     for item in plan.local if plan else ():
         if matches(item.pattern, module):
             return f"local {item.pattern}: {item.attribute}", item.where
-    return ("no rule serves it", plan.source) if plan and evidence.has_parameters(module) else ("", "")
+    return ("no rule matches it", plan.source) if plan and evidence.has_parameters(module) else ("", "")
 
 
 def _fix(evidence: Evidence, module: str, kind: str) -> str:
@@ -37,7 +46,7 @@ def _fix(evidence: Evidence, module: str, kind: str) -> str:
     if kind == "raised" and (row is None or row.contract.style == "gather") and not evidence.has_parameters(module):
         return "list the head counts and widths that its forward reads under `local:`; see that each colwise meets a rowwise"
     if kind == "permuted-chunks":
-        return "name the chunks as they lie in the weight: `colwise(heads + kv_heads + kv_heads)`, or `chunks=2`"
+        return "name the chunks in the order of the weight: `colwise(heads + kv_heads + kv_heads)`, or `chunks=2`"
     if row is None and evidence.has_parameters(module):
         return "write a rule for it"
     return ""

@@ -1,7 +1,7 @@
-"""True float64: a stock model's own detours over float32 are taken in float64, on both sides of the comparison.
+"""True float64: where a stock model computes in float32, both sides of the comparison compute in float64.
 
 Norms, rotary tables and softmaxes of `transformers` round to float32 inside (`x.to(torch.float32)`, `.float()`,
-`softmax(dtype=torch.float32)`). Left so, two right runs differ by 1e-7, and a mistake of that size passes.
+`softmax(dtype=torch.float32)`). With that rounding two correct runs differ by 1e-7, and a mistake of that size passes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class _InFloat64(TorchFunctionMode):
-    """Reads float32 as float64, wherever a call names it. Holds for the thread that enters it."""
+    """Replaces float32 by float64 in every call that names it, on the thread that enters this mode."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.Tensor.float:
@@ -34,7 +34,7 @@ class _InFloat64(TorchFunctionMode):
 
 
 def widen_recompute(model: nn.Module) -> None:
-    """Take the same detours where modules run again during backward, which function modes do not reach."""
+    """Compute in float64 also where modules run again during backward, which the surrounding function mode does not reach."""
     depth, mode = threading.local(), _InFloat64()
 
     def enter(_: nn.Module, args: tuple) -> None:
@@ -56,7 +56,7 @@ def widen_recompute(model: nn.Module) -> None:
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Run a model in this dtype; in float64, in nothing less."""
+    """Run a model in this dtype. With float64, nothing inside is rounded to float32."""
     if dtype is not torch.float64:
         yield
         return

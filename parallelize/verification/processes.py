@@ -1,4 +1,4 @@
-"""Real processes that are started here and end here, over gloo: one deadline for all, and no traceback of theirs is shown."""
+"""Processes that are started and ended here, one for each rank, over gloo. They have one deadline, and print no traceback."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,15 +19,16 @@ import torch.distributed as dist
 
 from parallelize import _torch_private as private
 from parallelize.errors import HandshakeError, ParallelizeError, Problem
-from parallelize.verification.case import Request
-from parallelize.verification.start import Outcomes, Told, on_this_rank
-from parallelize.verification.users import place_of, told
+from parallelize.verification.configuration import Request
+from parallelize.verification.runner import ProgressCallback, RunResult, on_this_rank
+from parallelize.verification.user_errors import location_of, summary
 
-_START_S = 60.0  # for Python and torch to be loaded on every one of them, beside the timeout
-_GRACE_S = 5.0  # for others, once one has failed
+_START_S = 60.0  # for every process to load Python and torch, in addition to the timeout
+_GRACE_S = 5.0  # for the others to answer after one process has failed
 
 
-def on_gloo(request: Request, tell: Told) -> Outcomes:
+def on_gloo(request: Request, tell: ProgressCallback) -> RunResult:
+    """Run every rank in a process of its own."""
     spawn = multiprocessing.get_context("spawn")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -34,96 +36,94 @@ def on_gloo(request: Request, tell: Told) -> Outcomes:
     workers: list[tuple[Any, Any]] = []
     tell(f"starting {request.mesh.world_size} processes")
     try:
-        with _deaf_to_ctrl_c():
+        with _sigint_blocked():
             for rank in range(request.mesh.world_size):
-                ours, theirs = spawn.Pipe()
-                process = spawn.Process(target=_serve, args=(request, rank, port, theirs), daemon=True)
+                parent_end, child_end = spawn.Pipe()
+                process = spawn.Process(target=_serve, args=(request, rank, port, child_end), daemon=True)
                 process.start()
-                theirs.close()
-                workers.append((process, ours))
-        return _Answers(workers, request.timeout_s, tell).outcomes()
+                child_end.close()
+                workers.append((process, parent_end))
+        return _Answers(workers, request.timeout_s, tell).result()
     finally:
         for _, pipe in workers:
             pipe.close()
-        until = time.monotonic() + 1.0
+        deadline = time.monotonic() + 1.0
         for process, _ in workers:
-            process.join(max(0.0, until - time.monotonic()))
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
 
 
 @contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """What is started inside never hears Ctrl-C: this process does, and ends the others."""
+def _sigint_blocked() -> Iterator[None]:
+    """Processes that are started inside never receive SIGINT. This process receives it and ends them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # which the first process would start, and with it unblock the signal
-    kept = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    resource_tracker.ensure_running()  # starting it later, with the first process, would unblock the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, kept)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 class _Answers:
-    """What the processes send: where they are, and in the end an outcome or what went wrong."""
+    """What the processes send: progress ("at"), and at the end a result ("ok"), a "mistake", or why the rank was "lost"."""
 
-    def __init__(self, workers: list[tuple[Any, Any]], timeout_s: float, tell: Told):
+    def __init__(self, workers: list[tuple[Any, Any]], timeout_s: float, tell: ProgressCallback):
         self.processes = [process for process, _ in workers]
         self.pipes = [pipe for _, pipe in workers]
         self.timeout_s, self.tell = timeout_s, tell
-        self.ends: dict[int, tuple[str, Any]] = {}
-        self.until = time.monotonic() + _START_S + timeout_s
+        self.last: dict[int, tuple[str, Any]] = {}  # the last message of each rank that has ended
+        self.deadline = time.monotonic() + _START_S + timeout_s
 
-    def outcomes(self) -> Outcomes:
-        """Rank 0's. Raises: ParallelizeError: a rank's own, else `ranks-lost`, `ranks-timed-out`."""
-        while len(self.ends) < len(self.pipes):
-            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in self.ends]
-            ready = connection.wait(waiting, max(0.0, self.until - time.monotonic()))
+    def result(self) -> RunResult:
+        """Rank 0's result. Raises: ParallelizeError: that of a rank, else `ranks-lost`, `ranks-timed-out`."""
+        while len(self.last) < len(self.pipes):
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in self.last]
+            ready = connection.wait(waiting, max(0.0, self.deadline - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
-                self._take(self.pipes.index(pipe))
-        self._raise_mistakes()
-        return self.ends[0][1]
+                self._receive(self.pipes.index(pipe))
+        self._raise_failures()
+        return self.last[0][1]
 
-    def _take(self, rank: int) -> None:
+    def _receive(self, rank: int) -> None:
         try:
             kind, value = self.pipes[rank].recv()
         except (EOFError, OSError):
             self.processes[rank].join(1.0)
             kind, value = "lost", f"rank {rank} ended with exit code {self.processes[rank].exitcode}"
         if kind == "at":
-            if not self.ends:
-                self.until = time.monotonic() + self.timeout_s
+            if not self.last:
+                self.deadline = time.monotonic() + self.timeout_s
             if value and rank == 0:
                 self.tell(value)
             return
-        self.ends[rank] = kind, value
+        self.last[rank] = kind, value
         if kind != "ok":
-            self.until = min(self.until, time.monotonic() + _GRACE_S)
+            self.deadline = min(self.deadline, time.monotonic() + _GRACE_S)
 
-    def _raise_mistakes(self) -> None:
-        values = {kind: [value for one, value in self.ends.values() if one == kind] for kind in ("mistake", "lost")}
-        mistakes = sorted(values["mistake"], key=lambda error: "ranks-missing" in error.slugs)
+    def _raise_failures(self) -> None:
+        mistakes = [value for kind, value in self.last.values() if kind == "mistake"]
         if mistakes:
-            raise mistakes[0]
-        if values["lost"]:
+            raise min(mistakes, key=lambda error: "ranks-missing" in error.slugs)
+        lost = [value for kind, value in self.last.values() if kind == "lost"]
+        if lost:
             fix = "run with --backend threads to see what fails"
-            raise HandshakeError(Problem("ranks-lost", values["lost"][0], fix=fix))
-        missing = [rank for rank in range(len(self.pipes)) if rank not in self.ends]
+            raise HandshakeError(Problem("ranks-lost", lost[0], fix=fix))
+        missing = [rank for rank in range(len(self.pipes)) if rank not in self.last]
         if missing:
             what = f"ranks {missing} did not answer in {self.timeout_s:g} s"
-            fix = "a loop that does not end, or too little time: a longer timeout"
+            fix = "look for an endless loop in the model, or set a longer timeout"
             raise HandshakeError(Problem("ranks-timed-out", what, fix=fix))
 
 
 def _serve(request: Request, rank: int, port: int, pipe: Any) -> None:
-    """One rank: answers before anything is torn down."""
-    import warnings
-
+    """Run one rank, send its result, and exit without tearing anything down."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -140,15 +140,15 @@ def _serve(request: Request, rank: int, port: int, pipe: Any) -> None:
     except ParallelizeError as error:
         _send(pipe, "mistake", error)
     except BaseException as error:
-        place = place_of(error)
-        _send(pipe, "lost", f"rank {rank}: {told(error)}" + (f" ({place})" if place else ""))
+        location = location_of(error)
+        _send(pipe, "lost", f"rank {rank}: {summary(error)}" + (f" ({location})" if location else ""))
     with suppress(OSError):
-        pipe.poll(30.0)  # until the parent has read it: the store must not end before the others have
+        pipe.poll(30.0)  # until the parent has read the answer: rank 0's store must not end before the others have
     os._exit(0)
 
 
 def _send(pipe: Any, kind: str, value: Any) -> None:
-    """Where nobody listens any more there is nobody to tell."""
+    """Send a message, or exit if the parent does not listen any more."""
     try:
         pipe.send((kind, value))
     except OSError:

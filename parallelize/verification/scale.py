@@ -1,10 +1,11 @@
-"""A config scaled down with its structure kept: small enough for a laptop, and nothing symmetric in which a mistake hides.
+"""A config that is scaled down and keeps its structure: small enough for a laptop, without symmetries that hide mistakes.
 
-Kept: kinds of layers, key/value heads per query head, fewer of them than ranks where the real model has that, packed
-projections, ties, whether heads fill the hidden size, partial rotary, windows (shorter than the sequence). Changed: every
-size, to one that no other size equals, so that a transposed, permuted or misread tensor has another shape or other numbers.
+What stays: kinds of layers, query heads per key/value head, fewer key/value heads than ranks where the real model has that,
+packed projections, ties, whether the heads' width is the hidden size, partial rotary, windows (shorter than the sequence).
+What changes: every size, to one that no other size equals, so that a transposed, permuted or misread tensor has another
+shape or other values.
 
-The rules are about field names that `transformers` uses everywhere; fields that nobody knows stay.
+The rules apply to field names that all of `transformers` uses. Other fields stay.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 from torch import nn
 
 VOCABULARIES = (67, 71, 73)  # primes: no tp size divides them
-WINDOW = 5
-POSITIONS = 64  # of learned tables
+WINDOW = 5  # tokens of a sliding window
+POSITIONS = 64  # positions of learned tables
 _HEADS = ("num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -27,9 +28,9 @@ _PARTIAL = ("rotary_pct", "partial_rotary_factor")
 
 
 def scaled(config: Any, tp: int, stages: int = 1, even: bool = False) -> Any:
-    """A config of `transformers` with small asymmetric sizes that `tp` ranks and so many pipeline stages can share.
+    """A config of `transformers` with small asymmetric sizes, for `tp` ranks and this number of pipeline stages.
 
-    even: with a vocabulary that tp divides.
+    even: whether tp divides the vocabulary.
     """
     small = copy.deepcopy(config)
     _scale_layers(small, stages)
@@ -40,28 +41,28 @@ def scaled(config: Any, tp: int, stages: int = 1, even: bool = False) -> Any:
     return small
 
 
-def _held(config: Any, names: tuple[str, ...]) -> tuple[str, Any]:
-    """The first of these fields that the config has, and its value."""
+def _field_of(config: Any, names: tuple[str, ...]) -> tuple[str, Any]:
+    """(name, value) of the first of these fields that the config has; ("", None) if it has none."""
     for name in names:
-        own = getattr(config, "attribute_map", {}).get(name, name)
-        if own in vars(config) and vars(config)[own] is not None:
-            return own, vars(config)[own]
+        field = getattr(config, "attribute_map", {}).get(name, name)
+        if vars(config).get(field) is not None:
+            return field, vars(config)[field]
     return "", None
 
 
 def _scale_layers(config: Any, stages: int) -> None:
-    """Three layers, and one of each kind, or enough for the stages; lists of one value a layer are cut alike."""
-    field, count = _held(config, _LAYERS)
+    """At least three layers, one of each kind, and one for each stage. Lists with a value per layer keep those layers' values."""
+    field, count = _field_of(config, _LAYERS)
     if not count:
         return
     kinds = getattr(config, "layer_types", None) or ["same"] * count
-    chosen = [place for place, kind in enumerate(kinds) if kind not in kinds[:place]]
-    wanted = max(3, len(chosen), stages)
-    chosen += [place for place in range(count) if place not in chosen][: max(0, wanted - len(chosen))]
+    chosen = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
+    num_layers = max(3, len(chosen), stages)
+    chosen += [index for index in range(count) if index not in chosen][: max(0, num_layers - len(chosen))]
     chosen = sorted(chosen)
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == count and name != field:
-            setattr(config, name, [value[place] for place in chosen])
+            setattr(config, name, [value[index] for index in chosen])
     setattr(config, field, len(chosen))
     for name in ("max_window_layers", "first_k_dense_replace"):
         if isinstance(value := vars(config).get(name), int) and value > 1:
@@ -69,22 +70,22 @@ def _scale_layers(config: Any, stages: int) -> None:
 
 
 def _scale_heads(config: Any, tp: int) -> tuple[int, int, int]:
-    """(heads, their width, hidden size)."""
-    field, heads = _held(config, _HEADS)
-    hidden_field, hidden = _held(config, _HIDDEN)
+    """Scale heads and hidden size. Returns (heads, width of a head, hidden size)."""
+    field, heads = _field_of(config, _HEADS)
+    hidden_field, hidden = _field_of(config, _HIDDEN)
     if not field or not hidden_field:
         return 1, 1, hidden or 1
-    kv_field, kv_heads = _held(config, _KV_HEADS)
-    own_width = vars(config).get("head_dim")
-    fills = own_width is None or own_width * heads == hidden
+    kv_field, kv_heads = _field_of(config, _KV_HEADS)
+    head_dim = vars(config).get("head_dim")
+    fills_hidden = head_dim is None or head_dim * heads == hidden
     few_heads, few_kv = _fewer(heads, kv_heads or heads, tp)
-    width = 16 if 0 < (_held(config, _PARTIAL)[1] or 1) < 1 or _has_partial(config) else 6
-    small = few_heads * width if fills else few_heads * width + 2 * width + 2
+    width = 16 if 0 < (_field_of(config, _PARTIAL)[1] or 1) < 1 or _has_partial(config) else 6
+    small = few_heads * width if fills_hidden else few_heads * width + 2 * width + 2
     for name, value in ((field, few_heads), (hidden_field, small)):
         setattr(config, name, value)
     if kv_field:
         setattr(config, kv_field, few_kv)
-    if own_width is not None:
+    if head_dim is not None:
         config.head_dim = width
     if vars(config).get("word_embed_proj_dim"):
         config.word_embed_proj_dim = small if config.word_embed_proj_dim == hidden else small + 6
@@ -92,27 +93,27 @@ def _scale_heads(config: Any, tp: int) -> tuple[int, int, int]:
 
 
 def _has_partial(config: Any) -> bool:
-    held = getattr(config, "rope_parameters", None) or {}
-    return isinstance(held, dict) and 0 < held.get("partial_rotary_factor", 1) < 1
+    rope = getattr(config, "rope_parameters", None) or {}
+    return isinstance(rope, dict) and 0 < rope.get("partial_rotary_factor", 1) < 1
 
 
 def _fewer(heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
-    """Heads of the same ratio that split, or do not split, over tp as the real ones."""
+    """(heads, key/value heads) with the ratio of the real ones. tp divides them where it divides the real ones."""
     ratio = max(1, heads // kv_heads)
     if heads % tp or (kv_heads % tp and tp % kv_heads):
-        return heads, kv_heads  # refused as it is, and so it shall be here
+        return heads, kv_heads  # the real model cannot be sharded; this one must fail in the same way
     if kv_heads < tp:
         few = kv_heads
         ratio = ratio if heads <= 64 else next(r for r in range(2, ratio + 1) if few * r % tp == 0)
         return few * ratio, few
-    few = tp * min(2, kv_heads // tp)  # two for each rank, where the real model has two
+    few = tp * min(2, kv_heads // tp)  # two for each rank where the real model has at least two
     return few * min(ratio, 4 if tp < 8 else 2), few
 
 
 def _scale_inner(config: Any, tp: int, heads_width: int, hidden: int) -> None:
-    """An MLP width that tp divides where it divides the real one, unlike every other width."""
-    field, inner = _held(config, _INNER)
-    if not field and "n_inner" in vars(config):  # GPT-2: four times the hidden size, where it is not said
+    """An MLP width that tp divides where it divides the real one, and that no other width equals."""
+    field, inner = _field_of(config, _INNER)
+    if not field and "n_inner" in vars(config):  # GPT-2: None means four times the hidden size
         field, inner = "n_inner", 4 * hidden
     if not field:
         return
@@ -129,16 +130,16 @@ def _scale_vocabulary(config: Any, tp: int, even: bool) -> None:
         return
     size = -(-VOCABULARIES[0] // tp) * tp if even else _undivided(VOCABULARIES, tp)
     config.vocab_size = size
-    for place, name in enumerate(sorted(vars(config))):
+    for index, name in enumerate(sorted(vars(config))):
         value = vars(config)[name]
         if name.endswith("_token_id") and isinstance(value, int) and value >= size:
-            setattr(config, name, place % size)
+            setattr(config, name, index % size)
         elif name.endswith("_token_id") and isinstance(value, (list, tuple)):
             setattr(config, name, value[0] % size)
 
 
 def _scale_positions(config: Any, real: Any, head_width: int, tp: int) -> None:
-    """Learned tables and windows; rotary factors that are given one for each pair of a head's numbers."""
+    """Scale learned position tables, windows, and lists of rotary factors, which have one for each pair of channels."""
     for name in ("sliding_window", "attention_window"):
         if isinstance(vars(config).get(name), int):
             setattr(config, name, WINDOW)
@@ -147,14 +148,14 @@ def _scale_positions(config: Any, real: Any, head_width: int, tp: int) -> None:
         if isinstance(value := vars(config).get(name), int) and not rope:
             setattr(config, name, min(value, max(POSITIONS, 2 * tp)))
     if isinstance(rope, dict):
-        pairs = int(head_width * (_held(config, _PARTIAL)[1] or rope.get("partial_rotary_factor") or 1)) // 2
+        pairs = int(head_width * (_field_of(config, _PARTIAL)[1] or rope.get("partial_rotary_factor") or 1)) // 2
         for key, value in rope.items():
             if isinstance(value, (list, tuple)) and len(value) > pairs:
                 rope[key] = list(value)[:pairs]
 
 
 def sequence_length(tp: int) -> int:
-    """Odd, longer than the windows, and unlike the batch; tp does not divide it."""
+    """A length that tp does not divide: odd, longer than the windows, and not the number of rows."""
     return _undivided((11, 13, 17), tp)
 
 
@@ -164,7 +165,7 @@ def even_length(tp: int) -> int:
 
 
 def _undivided(sizes: tuple[int, ...], tp: int) -> int:
-    """The first of these, or odd numbers above them, that tp does not divide."""
+    """The first of these sizes, or of the next odd number, that tp does not divide."""
     return next(size for size in (*sizes, sizes[-1] + 2) if size % tp or tp == 1)
 
 
@@ -173,9 +174,10 @@ def _undivided(sizes: tuple[int, ...], tp: int) -> int:
 
 @torch.no_grad()
 def perturb(model: nn.Module, seed: int) -> None:
-    """Move 1-D parameters off ones and zeros, and matrices to a size at which nothing vanishes.
+    """Move 1-D parameters away from ones and zeros, and scale matrices up so that no term is negligible.
 
-    A norm of ones, a bias of zeros or weights of 0.02 on a small model let permutations and missing terms hide in noise.
+    Norm weights of one and biases of zero hide permutations and missing terms; weights of 0.02 in a small model make them
+    smaller than rounding.
     """
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
@@ -183,24 +185,26 @@ def perturb(model: nn.Module, seed: int) -> None:
         if parameter.ndim < 2:
             parameter.add_(0.3 * noise.to(parameter.device))
             continue
-        wanted = min(1.0, 1.2 * parameter.shape[-1] ** -0.5)
-        spread = float(parameter.std())
-        if spread < wanted:
-            parameter.mul_(wanted / spread) if spread > 0 else parameter.add_(wanted * noise.to(parameter.device))
+        target_std = min(1.0, 1.2 * parameter.shape[-1] ** -0.5)
+        std = float(parameter.std())
+        if 0 < std < target_std:
+            parameter.mul_(target_std / std)
+        elif std == 0:
+            parameter.add_(target_std * noise.to(parameter.device))
 
 
 def without_dropout(config: Any) -> None:
-    """Rates in the config set to zero."""
+    """Set dropout rates in the config to zero."""
     for name, value in list(vars(config).items()):
         if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
             setattr(config, name, 0.0)
 
 
-def drop_nothing(model: nn.Module) -> None:
-    """Rates that lie in modules set to zero."""
+def disable_dropout(model: nn.Module) -> None:
+    """Set dropout rates of modules to zero."""
     for module in model.modules():
         if "Dropout" in type(module).__name__ and isinstance(vars(module).get("p"), float):
-            setattr(module, "p", 0.0)  # noqa: B010 - of whatever class
+            setattr(module, "p", 0.0)  # noqa: B010 - mypy: not every module has `p`
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and "dropout" in name:
                 setattr(module, name, 0.0)

@@ -1,0 +1,1 @@
+"""Data parallelism with ZeRO: gradient reduction, optimizer shards, and parameters under `fully_shard`."""

@@ -1,18 +1,19 @@
-"""`shard_data`: the data axes of a mesh, by ZeRO stage. After the plan, before an optimiser is built.
+"""`shard_data`: the data axes of a mesh, by ZeRO stage. After the plan, before an optimizer is built.
 
-| stage | each data rank holds of gradients | of optimiser state | of parameters |
+What each data rank stores:
+
+| stage | gradients | optimizer state | parameters |
 |---|---|---|---|
-| 0 | all | all | all |
-| 1 | all | its part | all |
-| 2 | its part | its part | all |
-| 3 | its part | its part | its part (`fully_shard`) |
+| 0 | full | full | full |
+| 1 | full | its shard | full |
+| 2 | its shard | its shard | full |
+| 3 | its shard | its shard | its shard (`fully_shard`) |
 
 Source: ZeRO, arXiv:1910.02054.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,34 +22,36 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
-from parallelize.errors import MeshError, ModelError, Problem
-from parallelize.groups import Group, axis_group, mesh_spec
+from parallelize.applied.records import applied, cut_of, mark_applied, record_of
+from parallelize.comm.groups import Group, axis_group, mesh_spec
+from parallelize.errors import MeshError, ModelError, Problem, short_list
 from parallelize.mesh import DATA_AXES, MeshSpec
-from parallelize.pipeline.cut import cut_of
-from parallelize.sharding import record_of
-from parallelize.zero.fully import shard_fully
-from parallelize.zero.reducer import BUCKET_BYTES, Managed, Reducer
-from parallelize.zero.shards import Shard, split_spec
+from parallelize.plan.resolved import ParameterRow
+from parallelize.zero.early_optimizers import refuse_early_optimizers
+from parallelize.zero.fsdp import apply_fsdp
+from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
+from parallelize.zero.options import DataOptions
+from parallelize.zero.reducer import BUCKET_BYTES, ReducedParameter, Reducer
 
 STAGES = (0, 1, 2, 3)
 
 
 @dataclass
 class DataRecord:
-    """What `shard_data` did to a model; kept on its root.
+    """What `shard_data` did to a model; stored on its root.
 
     Attributes:
-        zero: the stage. engine: keeps data ranks in step. shards: own rows of each parameter (stages 0 to 2).
-        masters: float32 copies that the optimiser steps, where parameters are narrower.
-        compute: the dtype of compute, where parameters are kept in a wider one (stage 3).
+        zero: the stage. engine: reduces gradients over the data ranks. shards: this rank's part of each parameter, as the
+            optimizer steps it (stages 0 to 2).
+        masters: whether the optimizer steps float32 copies, because parameters are narrower.
+        compute: the dtype of compute, where parameters are stored in a wider one (stage 3).
     """
 
     zero: int
     mesh: DeviceMesh
     engine: Any
-    shards: list[Shard] = field(default_factory=list)
+    shards: list[OptimizerShard] = field(default_factory=list)
     masters: bool = False
     compute: torch.dtype | None = None
 
@@ -58,7 +61,7 @@ class DataRecord:
 
 def data_of(module: nn.Module) -> DataRecord | None:
     """What `shard_data` did to this model, or None."""
-    return module.__dict__.get("_parallelize_data")
+    return applied(module).data
 
 
 def shard_data(
@@ -76,161 +79,182 @@ def shard_data(
     """Keep the data-parallel ranks of a mesh in step, in place, and return the model.
 
     Gradients are SUMS over the axes dp_replicate, dp (or dp_shard) and cp: divide the loss by the global count of tokens,
-    as `Pipeline.step` does. Parts lie over dp (or dp_shard); dp_replicate and cp hold copies.
+    as `Pipeline.step` does. State is sharded over dp (or dp_shard) and replicated over dp_replicate and cp.
 
     Args:
-        module: plain, or after `parallelize_module`. Build the optimiser afterwards, by `build_optimizer`.
+        module: plain, or after `parallelize_module`. Build the optimizer afterwards, with `build_optimizer`.
+        mesh: with at least one data axis, unless `zero` is 0.
         zero: the stage, 0 to 3.
-        dtype: of parameters and compute (bfloat16); the optimiser then steps float32 copies.
-        reduce_dtype: of sums of gradients. Default: float32 where `dtype` is narrower, else the parameters'.
-        units: for stage 3, patterns of the modules that are gathered as one. Default: the plan's, else its layers.
-        defer: stages 2 and 3 reduce once a step of several backwards, rather than in each: fewer messages, and whole
-            gradients (parameters x reduce_dtype bytes) are kept until then.
+        dtype: of parameters and compute, such as bfloat16; the optimizer then steps float32 copies. Default: as they are.
+        reduce_dtype: of the sums of gradients. Default: float32 where `dtype` is narrower, else the parameters' dtype.
+        units: for stage 3, patterns of the modules whose parameters are gathered together. Default: the plan's units, else
+            its layers.
+        defer: stages 2 and 3 reduce once per step of several backwards instead of in each: fewer messages, but full
+            gradients (parameters x reduce_dtype bytes) are stored until then.
+        bucket_bytes: gradients of at least this many bytes are reduced together (stages 0 to 2).
+        reshard_after_forward: for stage 3, whether units are resharded after forward and gathered again in backward.
 
-    Raises: MeshError `no-data-axis`; ModelError `bad-zero-stage`, `data-axes-taken`, `early-optimizer`.
+    Returns: the same module.
+    Raises: MeshError `no-data-axis`; ModelError `bad-zero-stage`, `data-axes-taken`, `early-optimizer`; for stage 3 also
+        ModelError `unmatched-unit`, `scalar-parameter`.
+    Cost: nothing is sent here. A step sends, with P bytes of gradients and n ranks: stages 0 and 1, one all-reduce of P (and
+        stage 1 an all-gather of the parameters after the optimizer's step); stage 2, a reduce-scatter of P per backward, or
+        per step with `defer`, and the all-gather; stage 3, an all-gather of the parameters in forward and in backward, and a
+        reduce-scatter of P.
+    Source: ZeRO, arXiv:1910.02054.
     """
-    spec = mesh_spec(mesh)
-    _check(module, spec, zero)
-    narrow = dtype is not None and dtype.itemsize < 4
+    _check(module, mesh_spec(mesh), zero)
+    refuse_early_optimizers(module)
+    options = DataOptions(dtype, reduce_dtype, units, defer, bucket_bytes, reshard_after_forward)
+    return apply_data_axes(module, mesh, zero, options)
+
+
+def apply_data_axes(module: nn.Module, mesh: DeviceMesh, zero: int, options: DataOptions) -> nn.Module:
+    """`shard_data` for a model that nothing but its modules refers to."""
+    _check(module, mesh_spec(mesh), zero)
     make_contiguous(module)
     if zero == 3:
-        if dtype is not None and not narrow:  # `fully_shard` knows the dtype of compute alone
-            cast_parameters(module, dtype)
-        taken = (dtype, reduce_dtype, units, defer, reshard_after_forward)
-        engine3 = shard_fully(module, mesh, _shard_axis(spec), *taken)
-        module.__dict__["_parallelize_data"] = DataRecord(3, mesh, engine3, compute=dtype if narrow else None)
-        return module
-    shard = _shard_axis(spec) if zero else None
-    group = Group(axis_group(mesh, shard)) if shard is not None else Group.alone()
-    wider = reduce_dtype.itemsize if reduce_dtype is not None and dtype is None else 0
-    narrow = narrow or any(p.is_floating_point() and p.dtype.itemsize < wider for p in module.parameters())
-    shards = [_shard(one, mesh, shard, group, torch.float32 if narrow else None) for one in _managed(module)]
-    if dtype is not None:
-        cast_parameters(module, dtype)
-    reduced = reduce_dtype or (torch.float32 if narrow else None)
-    split = shard if zero == 2 and group.size > 1 else None
-    options: dict[str, Any] = {"shard": group, "defer": defer} if split is not None else {}
-    engine = _reducer(module, mesh, split, shards, reduced, bucket_bytes, options)
-    module.__dict__["_parallelize_data"] = DataRecord(zero, mesh, engine, shards, narrow)
-    record = module.__dict__["_parallelize_data"]
+        _shard_parameters(module, mesh, options)
+    else:
+        _reduce_gradients(module, mesh, zero, options)
+    return module
+
+
+def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions) -> None:
+    """ZeRO 3."""
+    if options.dtype is not None and not options.low_precision:  # `fully_shard` is only told a dtype of compute
+        cast_parameters(module, options.dtype)
+    engine = apply_fsdp(module, mesh, _shard_axis(mesh_spec(mesh)), options)
+    compute = options.dtype if options.low_precision else None
+    mark_applied(module, data=DataRecord(3, mesh, engine, compute=compute))
+
+
+def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, zero: int, options: DataOptions) -> None:
+    """ZeRO 0 to 2."""
+    masters = options.low_precision or _sums_are_wider(module, options.dtype, options.reduce_dtype)
+    shard_axis = _shard_axis(mesh_spec(mesh)) if zero else None
+    shard_group = Group(axis_group(mesh, shard_axis)) if shard_axis is not None else Group.alone()
+    master_dtype = torch.float32 if masters else None
+    shards = [_shard(parameter, mesh, shard_axis, shard_group, master_dtype) for parameter in _managed(module)]
+    if options.dtype is not None:
+        cast_parameters(module, options.dtype)
+    sum_dtype, bucket_bytes = options.reduce_dtype or master_dtype, options.bucket_bytes
+    if zero == 2 and shard_group.size > 1:
+        reducer = _reducer(module, mesh, shards, sum_dtype, bucket_bytes, split_axis=shard_axis, defer=options.defer)
+    else:
+        reducer = _reducer(module, mesh, shards, sum_dtype, bucket_bytes)
+    record = DataRecord(zero, mesh, reducer, shards, masters)
+    mark_applied(module, data=record)
     for name, owner in module.named_modules():
         if owner._parameters:
             owner.register_load_state_dict_post_hook(partial(_after_load, record, f"{name}." if name else ""))
-    return module
+
+
+def _sums_are_wider(module: nn.Module, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> bool:
+    """Whether gradients of parameters that keep their dtype are summed in a wider one."""
+    if dtype is not None or reduce_dtype is None:
+        return False
+    floating = (parameter for parameter in module.parameters() if parameter.is_floating_point())
+    return any(parameter.dtype.itemsize < reduce_dtype.itemsize for parameter in floating)
 
 
 def _reducer(
     module: nn.Module,
     mesh: DeviceMesh,
-    split: str | None,
-    shards: list[Shard],
+    shards: list[OptimizerShard],
     dtype: torch.dtype | None,
     bucket_bytes: int,
-    options: dict[str, Any],
+    *,
+    split_axis: str | None = None,
+    defer: bool = False,
 ) -> Reducer | None:
-    """What sums gradients over the data axes, those beside `split` whole; None where nothing is to be summed or widened."""
+    """What sums gradients over the data axes, and splits them over `split_axis`; None where there is nothing to do."""
     spec = mesh_spec(mesh)
     axes = [axis for axis in DATA_AXES if axis in spec.names and spec.size(axis) > 1]
     if not axes and dtype is None:
         return None
-    whole = [axis for axis in axes if axis != split]
-    groups = [Group(axis_group(mesh, *whole))] if whole else []
-    managed = list(_managed(module))
-    if split is not None:
-        options = {**options, "specs": {id(one.param): one.spec for one in shards}}
-    trained = [one for one in managed if one.param.requires_grad]
-    reducer = Reducer(trained, groups, dtype, bucket_bytes=bucket_bytes, **options)
-    reducer.unmanaged = [one for one in managed if not one.param.requires_grad]
-    reducer.after = partial(_show_gradients, shards)
-    return reducer
+    full_axes = [axis for axis in axes if axis != split_axis]
+    parameters = list(_managed(module))
+    return Reducer(
+        [parameter for parameter in parameters if parameter.param.requires_grad],
+        [Group(axis_group(mesh, *full_axes))] if full_axes else [],
+        dtype,
+        frozen=[parameter for parameter in parameters if not parameter.param.requires_grad],
+        after=partial(_refresh, shards),
+        shard=Group(axis_group(mesh, split_axis)) if split_axis is not None else None,
+        specs={id(shard.param): shard.spec for shard in shards},
+        bucket_bytes=bucket_bytes,
+        defer=defer,
+    )
 
 
-def _show_gradients(shards: list[Shard]) -> None:
-    """Gradients of this step, also where the optimiser holds own rows: for clipping and scaling by `param_groups`."""
+def _refresh(shards: list[OptimizerShard]) -> None:
+    """Set this step's gradients on what the optimizer steps, so that `param_groups` can be clipped and scaled."""
     for shard in shards:
         shard.refresh()
 
 
 def _after_load(data: DataRecord, prefix: str, owner: nn.Module, _: Any) -> None:
-    """Weights were loaded: float32 copies follow. Parameters must still be the ones that are reduced and stepped."""
-    held = {id(parameter) for parameter in owner._parameters.values()}
-    mine = [shard for shard in data.shards if shard.name.rpartition(".")[0] == prefix.rstrip(".")]
-    replaced = [shard.name for shard in mine if id(shard.param) not in held]
+    """Weights were loaded: update float32 copies. The parameters must still be the ones that are reduced and stepped."""
+    current = {id(parameter) for parameter in owner._parameters.values()}
+    shards = [shard for shard in data.shards if shard.name.rpartition(".")[0] == prefix.rstrip(".")]
+    replaced = [shard.name for shard in shards if id(shard.param) not in current]
     if replaced:
-        what = f"{replaced[0]} and {len(replaced) - 1} more parameters were replaced after shard_data, which reduces the old"
+        what = f"parameters were replaced after shard_data, which still reduces the old ones: {short_list(replaced, 4)}"
         raise ModelError(Problem("parameter-replaced", what, fix="load_state_dict(..., assign=False)"))
-    for shard in mine:
+    for shard in shards:
         shard.reload()
 
 
 def _check(module: nn.Module, spec: MeshSpec, zero: int) -> None:
     if zero not in STAGES:
-        raise ModelError(Problem("bad-zero-stage", f"there is no ZeRO stage {zero!r}", fix="0, 1, 2 or 3"))
+        raise ModelError(Problem("bad-zero-stage", f"there is no ZeRO stage {zero!r}", fix="use 0, 1, 2 or 3"))
     if zero > 0 and not {"dp", "dp_shard"} & set(spec.names):
-        fix = 'name one: build_mesh("cuda", dp=4, tp=2); or zero=0'
-        what = f"ZeRO {zero} divides state over dp, and the mesh {spec} has no such axis"
+        fix = 'name one: build_mesh("cuda", dp=4, tp=2); or use zero=0'
+        what = f"ZeRO {zero} shards state over dp, and the mesh {spec} has no such axis"
         raise MeshError(Problem("no-data-axis", what, fix=fix))
     if data_of(module) is not None:
-        raise ModelError(Problem("data-axes-taken", "shard_data has been applied to this model", fix="apply it once"))
-    refuse_early_optimizers(module)
-
-
-def refuse_early_optimizers(module: nn.Module) -> None:
-    """An optimiser that holds parameters which are about to be replaced would step nothing, in silence.
-
-    Raises: ModelError `early-optimizer`.
-    """
-    held = {id(parameter) for parameter in module.parameters()}
-    if any(True for _ in _optimizers_of(held)):
-        gc.collect()  # one that nobody holds any more may still lie in a cycle
-    for found in _optimizers_of(held):
-        what = f"a {type(found).__name__} holds parameters of this model already, and would step them no more"
-        fix = "build the optimiser afterwards, from the model that is returned"
-        raise ModelError(Problem("early-optimizer", what, fix=fix))
-
-
-def _optimizers_of(held: set[int]) -> Iterator[Any]:
-    for found in gc.get_objects():
-        # type() rather than isinstance(), which would wake lazy objects
-        if issubclass(type(found), Optimizer) and any(id(parameter) in held for parameter in _stepped_by(found)):
-            yield found
-
-
-def _stepped_by(optimizer: Any) -> list[Any]:
-    return [parameter for group in vars(optimizer).get("param_groups", ()) for parameter in group["params"]]
+        what = "shard_data was applied to this model before"
+        raise ModelError(Problem("data-axes-taken", what, fix="apply it once"))
 
 
 def _shard_axis(spec: MeshSpec) -> str:
     return "dp_shard" if "dp_shard" in spec.names else "dp"
 
 
-def _managed(module: nn.Module) -> Iterator[Managed]:
+def _managed(module: nn.Module) -> Iterator[ReducedParameter]:
     """Every parameter once, with the pipeline stage that its gradient comes from."""
     cut, record = cut_of(module), record_of(module)
-    rows = record.resolved.parameters if record is not None else {}
-    names: dict[int, list[str]] = {}
+    resolved = record.resolved.parameters if record is not None else {}
+    names_of: dict[int, list[str]] = {}
     params: dict[int, Any] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
+        names_of.setdefault(id(param), []).append(name)
         params[id(param)] = param
-    for key, found in names.items():
-        stages = {cut.stages.stage_of(name) or 0 for name in found} if cut is not None else {0}
-        row = next((rows[name] for name in found if name in rows), None)
-        owed = row is not None and (row.partial or any(row.layout.shared(rank) for rank in range(row.layout.num_ranks)))
-        owed = owed and record is not None and record.group.size > 1
-        uses = len(found) if row is not None else 1
-        yield Managed(found[0], params[key], max(stages), bool(owed) or len(stages) > 1, uses)
+    for key, names in names_of.items():
+        stages = {cut.stages.stage_of(name) or 0 for name in names} if cut is not None else {0}
+        planned = next((resolved[name] for name in names if name in resolved), None)
+        pending = planned is not None and record is not None and record.group.size > 1 and _is_summed_over_tp(planned)
+        uses = len(names) if planned is not None else 1
+        yield ReducedParameter(names[0], params[key], max(stages), pending or len(stages) > 1, uses)
 
 
-def _shard(one: Managed, mesh: DeviceMesh, axis: str | None, group: Group, master: torch.dtype | None) -> Shard:
-    if one.param.ndim == 0:  # every rank steps a scalar
-        return Shard(one.name, one.param, Group.alone(), None, master)
-    spec = split_spec(one.param, mesh, axis) if axis is not None else None
-    return Shard(one.name, one.param, group, spec, master)
+def _is_summed_over_tp(planned: ParameterRow) -> bool:
+    """Whether a gradient is summed over tp ranks once per step, so that it is known only then."""
+    return planned.partial or any(planned.layout.shared(rank) for rank in range(planned.layout.num_ranks))
+
+
+def _shard(
+    parameter: ReducedParameter, mesh: DeviceMesh, axis: str | None, group: Group, master: torch.dtype | None
+) -> OptimizerShard:
+    if parameter.param.ndim == 0:  # every rank steps a scalar
+        return OptimizerShard(parameter.name, parameter.param, Group.alone(), None, master)
+    spec = split_spec(parameter.param, mesh, axis) if axis is not None else None
+    return OptimizerShard(parameter.name, parameter.param, group, spec, master)
 
 
 def make_contiguous(module: nn.Module) -> None:
-    """Parameters whose rows lie one after another, as gradients do: fused optimisers take both to lie alike."""
+    """Make parameters contiguous, as gradients are: fused optimizers assume that both have the same strides."""
 
     def dense(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous() if isinstance(tensor, nn.Parameter) else tensor
@@ -241,7 +265,7 @@ def make_contiguous(module: nn.Module) -> None:
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters in another dtype; buffers (rotary tables) stay as they are."""
+    """Cast the floating-point parameters; buffers (rotary tables) keep their dtype."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()

@@ -1,4 +1,4 @@
-"""Optimisers under ZeRO: the caller's own class, which steps this rank's rows; then everyone gets all rows."""
+"""Optimizers under ZeRO: the caller's class steps this rank's rows, and every rank then gathers all rows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from parallelize.applied.records import cut_of, record_of
 from parallelize.errors import ModelError, Problem
-from parallelize.optimizer import ELEMENTWISE, local_optimizer
-from parallelize.pipeline.cut import cut_of
-from parallelize.sharding import record_of
+from parallelize.loop.local_optimizer import ELEMENTWISE, local_optimizer
 from parallelize.zero.apply import DataRecord, data_of
-from parallelize.zero.shards import Shard, gather_parameters
+from parallelize.zero.optimizer_shards import OptimizerShard, gather_parameters
 
-WHOLE = {
-    "Adafactor": "keeps means over the rows and columns of whole matrices",
+NEEDS_FULL_PARAMETERS = {
+    "Adafactor": "computes means over the rows and columns of full matrices",
     "LBFGS": "searches along one vector of all parameters, with dot products over all of them",
-    "Muon": "orthogonalises whole matrices",
+    "Muon": "orthogonalizes full matrices",
 }
-"""Optimisers whose update of an element needs other elements, and why."""
+"""Optimizers whose update of an element needs other elements, and why."""
 
 
 def build_optimizer(
@@ -33,103 +32,109 @@ def build_optimizer(
     elementwise: bool | None = None,
     **options: Any,
 ) -> Optimizer:
-    """An optimiser of any class for a model whose data axes `shard_data` has set up (or that has none).
+    """Build an optimizer of any class for a model after `shard_data`, or for one without data axes.
 
-    It is an instance of that class: schedulers, `param_groups`, `state_dict` and `zero_grad` work as ever. Its state lies
-    where the stage says, as DTensors.
+    It is an instance of that class: schedulers, `param_groups`, `state_dict` and `zero_grad` work as usual. Its state is
+    stored as the ZeRO stage says, as DTensors.
 
     Args:
-        params: of the model, or groups of them. Default: all that require a gradient.
-        elementwise: True vouches for a class unknown here, whose update of each element needs that element alone.
-        options: for the class.
+        module: the model, after `parallelize_module` and `shard_data`.
+        optimizer: the class, such as `torch.optim.AdamW`.
+        params: parameters of the model, or groups of them. Default: all that require a gradient.
+        elementwise: True says that each element's update needs only that element, for a class that is not known here.
+        options: keyword arguments of the class.
 
-    Raises: ModelError `not-elementwise` for a class that cannot work on parts, with the reason; `foreign-parameter`.
+    Returns: the optimizer.
+    Raises: ModelError `not-elementwise` for a class that cannot work on shards, with the reason; `foreign-parameter`.
+    Cost: building sends nothing. Under ZeRO 1 and 2 each step ends with an all-gather of the parameters that it has stepped.
     """
     name = optimizer.__name__
     data = data_of(module)
-    local = name in ELEMENTWISE if elementwise is None else elementwise
-    if not local:
-        _refuse_parts(module, name, data)
+    steps_locally = name in ELEMENTWISE if elementwise is None else elementwise
+    if not steps_locally:
+        _refuse_shards(module, name, data)
     shards = {id(shard.param): shard for shard in data.shards} if data is not None else {}
     groups = list(params) if params is not None else [p for p in module.parameters() if p.requires_grad]
-    given = [_mapped(group, module, shards) for group in groups]
-    built = optimizer(given, **options)
-    if local:
+    built = optimizer([_stepped(group, module, shards) for group in groups], **options)
+    if steps_locally:
         local_optimizer(built, elementwise=True)
     if any(shard.stepped is not shard.param for shard in shards.values()):
-        _around_steps(built, module, shards)
+        _wrap_steps(built, module, shards)
     return built
 
 
-def _refuse_parts(module: nn.Module, name: str, data: DataRecord | None) -> None:
-    """Whole-matrix optimisers work where every rank has whole matrices."""
+def _refuse_shards(module: nn.Module, name: str, data: DataRecord | None) -> None:
+    """Optimizers that need full parameters work where every rank has them."""
     if name == "SparseAdam":
         what = "SparseAdam takes sparse gradients, which are not reduced here"
         raise ModelError(Problem("not-elementwise", what, fix="use Adam or AdamW"))
-    split = data is not None and data.zero > 0
     record = record_of(module)
-    split = split or (record is not None and record.group.size > 1)
-    split = split or (name == "LBFGS" and cut_of(module) is not None) or (data is not None and data.masters)
-    if split:
-        why = WHOLE.get(name, "is not known here")
-        what = f"{name} {why}, and this rank holds parts of parameters"
-        fix = "use an optimiser that updates each element by itself, or zero=0 without tp"
-        if name not in WHOLE:
+    has_shards = (
+        (data is not None and (data.zero > 0 or data.masters))
+        or (record is not None and record.group.size > 1)
+        or (name == "LBFGS" and cut_of(module) is not None)
+    )
+    if has_shards:
+        why = NEEDS_FULL_PARAMETERS.get(name, "is not known here")
+        what = f"{name} {why}, and this rank stores shards of parameters"
+        fix = "use an optimizer that updates each element by itself, or zero=0 without tp"
+        if name not in NEEDS_FULL_PARAMETERS:
             fix += "; or pass elementwise=True if it does"
         raise ModelError(Problem("not-elementwise", what, fix=fix))
 
 
-def _mapped(given: Any, module: nn.Module, shards: dict[int, Shard]) -> Any:
-    """A parameter, or a group of them, as what is stepped in its place."""
-    if isinstance(given, dict):
-        held = given["params"]
-        held = [held] if isinstance(held, torch.Tensor) else list(held)
-        return {**given, "params": [_mapped(param, module, shards) for param in held]}
-    if isinstance(given, (tuple, list)):  # (name, parameter)
-        return (given[0], _mapped(given[1], module, shards))
-    if shards and id(given) not in shards:
-        known = any(given is param for param in module.parameters())
-        what = f"a parameter of shape {list(given.shape)} is not one of the model's"
-        if not known:
-            raise ModelError(Problem("foreign-parameter", what, fix="take parameters after the model was wrapped"))
-    shard = shards.get(id(given))
-    return given if shard is None else shard.stepped
+def _stepped(item: Any, module: nn.Module, shards: dict[int, OptimizerShard]) -> Any:
+    """A parameter, a (name, parameter) pair or a group of them, with what the optimizer steps instead of each parameter."""
+    if isinstance(item, dict):
+        params = item["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        return {**item, "params": [_stepped(param, module, shards) for param in params]}
+    if isinstance(item, (tuple, list)):
+        return (item[0], _stepped(item[1], module, shards))
+    shard = shards.get(id(item))
+    if shard is not None:
+        return shard.stepped
+    if shards and not any(item is param for param in module.parameters()):
+        what = f"a parameter of shape {list(item.shape)} is not one of the model's"
+        raise ModelError(Problem("foreign-parameter", what, fix="take parameters after the model was wrapped"))
+    return item
 
 
-def _around_steps(built: Optimizer, module: nn.Module, known: dict[int, Shard]) -> None:
+def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, OptimizerShard]) -> None:
+    """Around the optimizer's own `step`, `zero_grad` and `add_param_group`: gradients in, parameters out."""
     inner_step, inner_zero, inner_add = built.step, built.zero_grad, built.add_param_group
-    by_stepped = {id(shard.stepped): shard for shard in known.values()}
+    by_stepped = {id(shard.stepped): shard for shard in shards.values()}
 
-    def mine() -> list[Shard]:
-        """Of the parameters that this optimiser holds: there may be others beside it."""
-        held = [by_stepped.get(id(param)) for group in built.param_groups for param in group["params"]]
-        return [shard for shard in held if shard is not None and shard.stepped is not shard.param]
+    def stepped_shards() -> list[OptimizerShard]:
+        """Those of this optimizer: the model may have others."""
+        in_groups = [by_stepped.get(id(param)) for group in built.param_groups for param in group["params"]]
+        return [shard for shard in in_groups if shard is not None and shard.stepped is not shard.param]
 
     def step(self: Any, closure: Any = None, **keywords: Any) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        shards = mine()
-        for shard in shards:
+        own_shards = stepped_shards()
+        for shard in own_shards:
             shard.refresh()
         inner_step(**keywords)
         with torch.no_grad():
-            for shard in shards:
+            for shard in own_shards:
                 shard.publish()
-            gather_parameters(shards)
+            gather_parameters(own_shards)
         return loss
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         inner_zero(set_to_none)
-        for shard in mine():
+        for shard in stepped_shards():
             if set_to_none:
                 shard.param.grad = shard.stepped.grad = None
             elif shard.param.grad is not None:
                 shard.param.grad.detach().zero_()
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        inner_add(_mapped(param_group, module, known))
+        inner_add(_stepped(param_group, module, shards))
 
     built.add_param_group = MethodType(add_param_group, built)  # type: ignore[method-assign]
     built.step = MethodType(step, built)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Which gradients are sent together: pure arithmetic on sizes, for the reducer and for whoever foretells what it sends."""
+"""Which gradients are reduced together. Pure arithmetic on sizes, for the reducer and for the analysis that predicts it."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 BUCKET_BYTES = 25 * 2**20
-"""As PyTorch's DistributedDataParallel has it: large enough for bandwidth, small enough to begin early."""
+"""The default of PyTorch's DistributedDataParallel: large enough for bandwidth, small enough to start early."""
 
 
-class Piece(NamedTuple):
-    """One gradient. Only those of one `key` share a bucket. `late`: it is known only when a step ends."""
+class GradientSize(NamedTuple):
+    """One gradient. Only gradients with the same `key` share a bucket. `late`: it is known only when a step ends."""
 
     key: Any
     bytes: int
     late: bool
 
 
-def partition(pieces: Sequence[Piece], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
-    """Places in `pieces` by bucket, in the order in which backward fills them: from the last to the first, late ones at the
-    end. A bucket takes no more once it holds `bucket_bytes`."""
+def partition(gradients: Sequence[GradientSize], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
+    """Yield the indices of `gradients` by bucket, in the order in which backward fills them.
+
+    Backward goes from the last gradient to the first; late gradients come at the end. A bucket is closed once it contains
+    `bucket_bytes`.
+    """
     for late in (False, True):
-        open_: dict[Any, list[int]] = {}
+        open_buckets: dict[Any, list[int]] = {}
         sizes: dict[Any, int] = {}
-        for place in reversed(range(len(pieces))):
-            piece = pieces[place]
-            if piece.late is not late:
+        for index in reversed(range(len(gradients))):
+            gradient = gradients[index]
+            if gradient.late is not late:
                 continue
-            if sizes.get(piece.key, 0) >= bucket_bytes:
-                yield open_.pop(piece.key)
-                sizes[piece.key] = 0
-            open_.setdefault(piece.key, []).append(place)
-            sizes[piece.key] = sizes.get(piece.key, 0) + piece.bytes
-        yield from open_.values()
+            if sizes.get(gradient.key, 0) >= bucket_bytes:
+                yield open_buckets.pop(gradient.key)
+                sizes[gradient.key] = 0
+            open_buckets.setdefault(gradient.key, []).append(index)
+            sizes[gradient.key] = sizes.get(gradient.key, 0) + gradient.bytes
+        yield from open_buckets.values()

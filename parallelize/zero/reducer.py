@@ -1,8 +1,8 @@
-"""Gradients summed over the data axes while backward goes on.
+"""Gradients summed over the data axes while backward runs.
 
-A hook on each parameter sees its finished gradient; when all of a bucket have come, the bucket is sent. Buckets go in one
-order on every rank. In a plain loop each backward ends with its gradients reduced; an engine that runs several backwards a
-step says when: `hold`, `release` before a stage's last backward, `flush` after each, `finish` at the end.
+A hook on each parameter sees its finished gradient; when a bucket has all of its gradients, it is sent. Buckets are sent in
+the same order on every rank. In a plain loop each backward ends with its gradients reduced. An engine that runs several
+backwards per step controls this: `hold`, `release` before a stage's last backward, `flush` after each, `finish` at the end.
 """
 
 from __future__ import annotations
@@ -17,16 +17,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
-from parallelize.groups import Group
-from parallelize.zero.buckets import Bucket, Spare, SplitBucket, WholeBucket, local
-from parallelize.zero.partition import BUCKET_BYTES, Piece, partition
+from parallelize.zero.buckets import (
+    AllReduceBucket,
+    Bucket,
+    BucketParams,
+    BufferPool,
+    ReduceScatterBucket,
+    to_local,
+)
+from parallelize.zero.partition import BUCKET_BYTES, GradientSize, partition
 
 IN_FLIGHT = 1
+"""Reduce-scatters that run at once, so that few buffers of full gradients exist."""
 
 
 @dataclass(frozen=True)
-class Managed:
+class ReducedParameter:
     """A parameter whose gradient is reduced.
 
     `stage`: of the pipeline. `late`: its gradient is known only when a step ends. `uses`: how often a backward adds to it.
@@ -43,51 +51,58 @@ class Reducer:
     """Reduces the gradients of a model over its data axes.
 
     Args:
-        groups: of the data axes; for split gradients those beside `shard`.
-        shard: the axis over which gradients are split, for ZeRO 2.
+        managed: the parameters whose gradients are reduced.
+        groups: of the data axes; with `shard`, of the other data axes.
+        dtype: of the sums. None: each parameter's own.
+        frozen: parameters that require no gradient now. One that has a gradient at the end of a step is refused.
+        after: called when all gradients of a step are reduced.
+        shard: the group over which gradients are split, for ZeRO 2.
         specs: id of a parameter -> the spec of its split gradient.
-        defer: ZeRO 2 reduces once a step too, and keeps whole gradients until then.
+        defer: ZeRO 2 reduces once per step too, and stores full gradients until then.
     """
 
     splits_backward = True
 
     def __init__(
         self,
-        managed: Sequence[Managed],
+        managed: Sequence[ReducedParameter],
         groups: Sequence[Group],
         dtype: torch.dtype | None,
         *,
+        frozen: Sequence[ReducedParameter] = (),
+        after: Callable[[], None] | None = None,
         shard: Group | None = None,
         specs: dict[int, Any] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         defer: bool = False,
     ):
         self.groups, self.shard, self.specs, self.defer = list(groups), shard, specs or {}, defer
-        # a scalar has no rows to split: it stays whole, and is reduced once a step
-        self.managed = [replace(one, late=one.late or (shard is not None and one.param.ndim == 0)) for one in managed]
-        self.dtype = dtype
-        self._spare = Spare()
-        self._nodes: list[Any] = []  # kept, or PyTorch would make new ones without our hooks
-        self.after: Callable[[], None] | None = None  # called when gradients are finished
-        self.buckets = list(self._made(bucket_bytes))
-        self.of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
+        # a scalar has no rows to split: every rank stores it in full, and it is reduced once per step
+        self.managed = [replace(p, late=p.late or (shard is not None and p.param.ndim == 0)) for p in managed]
+        self.dtype, self.frozen, self.after = dtype, frozen, after
+        self._pool = BufferPool()
+        self._nodes: list[Any] = []  # referenced here, or PyTorch would make new nodes without our hooks
+        self.buckets = list(self._make_buckets(bucket_bytes))
+        self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._stages = sorted({bucket.stage for bucket in self.buckets})
         self._by_stage = {stage: [b for b in self.buckets if b.stage == stage] for stage in self._stages}
-        self._next: dict[int, int] = {}
+        self._next: dict[int, int] = {}  # stage -> index of the next bucket to send
         self._held: set[int] = set()  # stages that reduce nothing for now
-        self._open: set[int] = set()  # stages with a backward that is to be reduced, and is not yet
-        self._manual = self._by_hand = False
-        self._queued: int | None = None  # the backward at whose end something is to be done
+        self._open: set[int] = set()  # stages with a backward that is still to be reduced
+        self._in_step = False  # between `hold` and `finish`: an engine says when to reduce
+        self._auto_flush = False
+        self._queued: int | None = None  # the backward at whose end `_end_of_backward` is called
         self._flying: list[Bucket] = []
-        for one in self.managed:
-            if self._stored(one.param) != one.param.dtype:
-                one.param.grad_dtype = None  # type: ignore[attr-defined]  # gradients are wider than parameters
-            self._watch(one.param)
-            one.param.register_post_accumulate_grad_hook(self._after)
+        for parameter in self.managed:
+            param: Any = parameter.param
+            if self._grad_dtype(param) != param.dtype:
+                param.grad_dtype = None  # autograd then accepts a gradient that is wider than the parameter
+            self._watch(param)
+            param.register_post_accumulate_grad_hook(self._after)
 
     def _watch(self, param: Any) -> None:
-        """Have `_before` called when `.grad` is about to be added to, and not when somebody asks for a derivative."""
-        if isinstance(param, DTensor):  # planned modules hand gradients over, hooks and all
+        """Call `_before` when a backward is about to add to `.grad`, but not for `torch.autograd.grad`."""
+        if isinstance(param, DTensor):  # planned modules pass gradients on themselves, and call these hooks
             param.register_hook(partial(self._before, param))
             return
         with torch.enable_grad():
@@ -95,48 +110,52 @@ class Reducer:
         node.register_prehook(lambda grads: self._before(param, grads))
         self._nodes.append(node)
 
-    def _stored(self, param: Any) -> torch.dtype:
+    def _grad_dtype(self, param: Any) -> torch.dtype:
         return self.dtype or param.dtype
 
-    def _made(self, bucket_bytes: int) -> Iterable[Bucket]:
-        for places in partition([self._piece(one) for one in self.managed], bucket_bytes):
-            ones = [self.managed[place] for place in places]
-            yield self._bucket(ones, self._stored(ones[0].param))
+    def _make_buckets(self, bucket_bytes: int) -> Iterable[Bucket]:
+        for indices in partition([self._size(parameter) for parameter in self.managed], bucket_bytes):
+            yield self._bucket([self.managed[index] for index in indices])
 
-    def _piece(self, one: Managed) -> Piece:
-        dtype = self._stored(one.param)
-        scalar = one.param.ndim == 0
-        size = local(one.param).numel() * dtype.itemsize
-        return Piece((one.stage, dtype, one.param.device, scalar), size, one.late)
+    def _size(self, parameter: ReducedParameter) -> GradientSize:
+        param = parameter.param
+        dtype = self._grad_dtype(param)
+        num_bytes = to_local(param).numel() * dtype.itemsize
+        return GradientSize((parameter.stage, dtype, param.device, param.ndim == 0), num_bytes, parameter.late)
 
-    def _bucket(self, ones: list[Managed], dtype: torch.dtype) -> Bucket:
-        given = ([one.param for one in ones], [one.uses for one in ones], ones[0].stage, ones[0].late, dtype)
-        if self.shard is None or ones[0].param.ndim == 0:  # a scalar has no rows
-            return WholeBucket(*given)
-        return SplitBucket(*given, shard=self.shard, specs=self.specs, spare=self._spare)
+    def _bucket(self, parameters: list[ReducedParameter]) -> Bucket:
+        first = parameters[0]
+        split = self.shard is not None and first.param.ndim > 0
+        members = BucketParams(
+            params=[parameter.param for parameter in parameters],
+            uses=[parameter.uses for parameter in parameters],
+            stage=first.stage,
+            late=first.late,
+            dtype=self._grad_dtype(first.param),
+            groups=[*self.groups, self.shard] if self.shard is not None and not split else self.groups,
+        )
+        if self.shard is None or not split:
+            return AllReduceBucket(members)
+        return ReduceScatterBucket(members, shard=self.shard, specs=self.specs, pool=self._pool)
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def _before(self, param: Any, grad: Any) -> None:
-        """Before a backward adds to `.grad`: what stands there may have been reduced already."""
-        bucket = self.of[id(param)]
-        if isinstance(bucket, WholeBucket):
-            if bucket.reduced:
-                bucket.reopen()
-        elif isinstance(bucket, SplitBucket) and bucket.shown:
-            bucket.hide()
+        """A backward is about to add to `.grad`, which may be the result of a reduction."""
+        self._bucket_of[id(param)].reopen()
 
     def _after(self, param: Any) -> None:
-        bucket = self.of[id(param)]
+        """A backward has added to `.grad`."""
+        bucket = self._bucket_of[id(param)]
         number = private.backward_id()
-        if self._queued not in (None, number) and number != -1 and not self._manual:
-            self.reset()  # the backward before has failed, and so never came to its end
-        bucket.take(param)  # type: ignore[attr-defined]
-        if (bucket.stage in self._held or bucket.late) and isinstance(bucket, SplitBucket):
+        if self._queued not in (None, number) and number != -1 and not self._in_step:
+            self.reset()  # the previous backward has failed, and never came to its end
+        bucket.take(param)
+        if bucket.stage in self._held or bucket.late:
             bucket.widen(param)
         if bucket.stage in self._held:
             return
-        if self._queued is None and number != -1 and (not self._manual or self._by_hand):
+        if self._queued is None and number != -1 and (not self._in_step or self._auto_flush):
             self._queued = number
             self._open |= set(self._stages)
             private.call_after_backward(self._after_backward)
@@ -144,59 +163,54 @@ class Reducer:
             self._launch_complete(bucket.stage)
 
     def _after_backward(self) -> None:
-        """Once more to the end of the queue: owed gradients are delivered there too."""
+        """Queue once more: pending reductions are delivered at the end of the queue too, and must come first."""
         private.call_after_backward(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
         self._queued = None
-        if not self._manual:
+        if not self._in_step:
             self.finish()
-        elif self._by_hand:
+        elif self._auto_flush:
             for stage in self._stages:
                 self.flush(stage)
 
     # -- sending --------------------------------------------------------------------------------------------------
 
     def _launch_complete(self, stage: int) -> None:
-        """Buckets that have all their gradients, in order: the same on every rank, whatever comes first here."""
+        """Send the buckets that are complete, up to the first that is not: the same order on every rank."""
         buckets = self._by_stage[stage]
-        at = self._next.get(stage, 0)
-        while at < len(buckets) and buckets[at].complete and not buckets[at].late:
-            self._launch(buckets[at])
-            at += 1
-        self._next[stage] = at
+        index = self._next.get(stage, 0)
+        while index < len(buckets) and buckets[index].complete and not buckets[index].late:
+            self._launch(buckets[index])
+            index += 1
+        self._next[stage] = index
 
     def _launch_rest(self, stage: int) -> None:
-        """What a backward has left, late buckets apart."""
+        """Send the buckets that a backward has left incomplete, except late ones."""
         for bucket in self._by_stage[stage][self._next.get(stage, 0) :]:
             if not bucket.late:
                 self._launch(bucket)
         self._next[stage] = 0
 
     def _launch(self, bucket: Bucket) -> None:
-        if bucket in self._flying:  # of the microbatch before
+        if bucket in self._flying:  # from the previous microbatch
             self._flying.remove(bucket)
-            bucket.land()  # type: ignore[attr-defined]
-        whole = self.shard is not None and isinstance(bucket, WholeBucket)
-        groups = [*self.groups, self.shard] if whole else self.groups
-        bucket.launch(groups)  # type: ignore[attr-defined]
+            bucket.land()
+        bucket.launch()
         self._flying.append(bucket)
-        if self.shard is not None and len(self._flying) > IN_FLIGHT:  # so that few buffers of whole gradients exist
-            self._flying.pop(0).land()  # type: ignore[attr-defined]
+        if self.shard is not None and len(self._flying) > IN_FLIGHT:
+            self._flying.pop(0).land()
 
-    # -- an engine's words ----------------------------------------------------------------------------------------
+    # -- calls of an engine ---------------------------------------------------------------------------------------
 
-    def hold(self, by_hand: bool = False) -> None:
-        """A step of several backwards begins: nothing is reduced before `release` (ZeRO 2: unless it splits each time).
+    def hold(self, auto_flush: bool = False) -> None:
+        """Begin a step of several backwards. Nothing is reduced before `release`, unless ZeRO 2 reduces in each backward.
 
-        `by_hand`: nobody will say `flush`.
+        `auto_flush`: the caller does not call `flush`; the end of each backward does.
         """
-        self._manual, self._by_hand = True, by_hand
+        self._in_step, self._auto_flush = True, auto_flush
         for bucket in self.buckets:
-            if isinstance(bucket, SplitBucket) and bucket.shown:
-                bucket.hide()
-            elif isinstance(bucket, WholeBucket) and bucket.reduced:
-                bucket.reopen()
+            bucket.reopen()
         if self.shard is None or self.defer:
             self._held = set(self._stages)
             self._open = set(self._stages)
@@ -214,8 +228,8 @@ class Reducer:
             self._open.discard(stage)
 
     def finish(self) -> None:
-        """All backwards have ended: reduce the rest, wait for all."""
-        self._refuse_unmanaged()
+        """All backwards have ended: reduce what is left, and wait for all reductions."""
+        self._refuse_thawed()
         self._held.clear()
         for stage in self._stages:
             if stage in self._open:
@@ -224,13 +238,12 @@ class Reducer:
             if bucket.late:
                 self._launch(bucket)
         for bucket in self._flying:
-            bucket.land()  # type: ignore[attr-defined]
+            bucket.land()
         self._flying = []
         self._open.clear()
         for bucket in self.buckets:
-            if isinstance(bucket, SplitBucket) and not bucket.shown:
-                bucket.show()
-        self._manual = False
+            bucket.show()
+        self._in_step = False
         if self.after is not None:
             self.after()
 
@@ -238,20 +251,15 @@ class Reducer:
         """A step has failed: forget what it has begun."""
         for bucket in self._flying:
             bucket.wait()
-        self._flying, self._next, self._manual, self._queued = [], {}, False, None
+        self._flying, self._next, self._in_step, self._queued = [], {}, False, None
         self._held.clear()
         self._open.clear()
         for bucket in self.buckets:
             bucket.begin()
-            if isinstance(bucket, SplitBucket):
-                bucket.forget()
-            elif isinstance(bucket, WholeBucket):
-                bucket.reduced = False
+            bucket.forget()
 
-    def _refuse_unmanaged(self) -> None:
-        late = [one.name for one in self.unmanaged if one.param.grad is not None]
-        if late:
-            what = f"{late[0]} has a gradient that is not reduced: it was frozen when the data axes were set up"
+    def _refuse_thawed(self) -> None:
+        names = [parameter.name for parameter in self.frozen if parameter.param.grad is not None]
+        if names:
+            what = f"{names[0]} has a gradient that is not reduced: it was frozen when shard_data was called"
             raise ModelError(Problem("unmanaged-parameter", what, fix="unfreeze parameters before shard_data"))
-
-    unmanaged: Sequence[Managed] = ()

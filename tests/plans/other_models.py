@@ -1,6 +1,7 @@
-"""`transformers` models for which no plan is shipped: parity with their own plan translated, or a named error.
+"""`transformers` models without a shipped plan: parity under their own plan, translated, or a named error.
 
-python -m tests.plans.other_models docs/other-models.md        # writes the published table
+python -m tests.plans.other_models                         # prints the table
+python -m tests.plans.other_models docs/other-models.md    # replaces the table of the page, which ends with it
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ SIZES = dict(
 )
 EXTRA: dict[str, dict[str, Any]] = {"codegen": {"rotary_dim": 4}}
 BOUND = 5e-6
+HEADER = "| model type | result on tp=2, without a shipped plan | error or slug |"
 
 
 def build(model_type: str) -> nn.Module:
@@ -89,13 +91,13 @@ def build(model_type: str) -> nn.Module:
 
 
 def outcome(model_type: str) -> tuple[str, str]:
-    """("equal", worst error) or ("refused", slug): what a user meets with `parallelize_module(model, mesh)`."""
+    """("equal", largest error), ("DIFFERS", largest error) or ("refused", slug) of `parallelize_module(model, mesh)`."""
     model = build(model_type)
     ids, labels = tiny_batch()
     reference = copy.deepcopy(model)
     loss = loss_of(reference(input_ids=ids, use_cache=False).logits, labels)
     loss.backward()
-    want = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     models = [copy.deepcopy(model) for _ in range(2)]
     shapes = {n: p.shape for n, p in model.named_parameters()}
 
@@ -105,9 +107,12 @@ def outcome(model_type: str) -> tuple[str, str]:
         except ParallelizeError as error:
             assert {n: p.shape for n, p in models[rank].named_parameters()} == shapes, "changed before the error"
             return "refused", error.slugs[0], error
-        got = loss_of(models[rank](input_ids=ids, use_cache=False).logits, labels)
-        got.backward()
-        error = max(worst(full_gradients(models[rank]), want)[0], worst({"": got.detach()}, {"": loss.detach()})[0])
+        sharded_loss = loss_of(models[rank](input_ids=ids, use_cache=False).logits, labels)
+        sharded_loss.backward()
+        error = max(
+            worst(full_gradients(models[rank]), expected)[0],
+            worst({"": sharded_loss.detach()}, {"": loss.detach()})[0],
+        )
         return ("equal" if error <= BOUND else "DIFFERS"), f"{error:.0e}", None
 
     return run_ranks(2, body)[0][:2]
@@ -115,23 +120,29 @@ def outcome(model_type: str) -> tuple[str, str]:
 
 def table() -> str:
     """The published table."""
-    rows = ["| model type | without a shipped plan, tp=2 | |", "| --- | --- | --- |"]
+    rows = [HEADER, "| --- | --- | --- |"]
     for model_type in TYPES:
         kind, detail = outcome(model_type)
-        words = "equals the unsharded model" if kind == "equal" else kind
-        rows.append(f"| {model_type} | {words} | {'error ' + detail if kind != 'refused' else '`' + detail + '`'} |")
+        result = "equals the unsharded model" if kind == "equal" else kind
+        rows.append(f"| {model_type} | {result} | {f'`{detail}`' if kind == 'refused' else f'error {detail}'} |")
     return "\n".join(rows) + "\n"
+
+
+def with_table(page: str, rows: str) -> str:
+    """The page with its table, from the header row to the end, replaced by `rows`."""
+    before, header, _ = page.partition(HEADER)
+    assert header, f"the page has no row {HEADER!r}"
+    return before + rows
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    text = (
-        __doc__.splitlines()[0]
-        + "\n\nWritten by `python -m tests.plans.other_models docs/other-models.md`.\n\n"
-        + table()
-    )
-    Path(sys.argv[1]).write_text(text) if len(sys.argv) > 1 else print(text)
+    if len(sys.argv) == 1:
+        print(table())
+        return
+    page = Path(sys.argv[1])
+    page.write_text(with_table(page.read_text(), table()))
 
 
 if __name__ == "__main__":

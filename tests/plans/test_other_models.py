@@ -1,4 +1,4 @@
-"""Models nobody planned for: parity or a named error before anything changes, as the published table says."""
+"""Models without a shipped plan: parity, or a named error before anything changes, as the published table has it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.plans.other_models import TYPES, outcome
+from tests.plans.other_models import HEADER, TYPES, outcome, with_table
 
 PUBLISHED = Path(__file__).parent.parent.parent / "docs" / "other-models.md"
 
 
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_parity_or_a_named_error(model_type):
     kind, detail = outcome(model_type)
@@ -21,3 +22,11 @@ def test_parity_or_a_named_error(model_type):
     assert row[1].startswith("equals" if kind == "equal" else "refused")
     if kind == "refused":
         assert row[2] == f"`{detail}`"
+
+
+def test_a_new_table_replaces_the_old_one_only():
+    page = PUBLISHED.read_text()
+    start = page.index(HEADER)
+    assert page.startswith("# ") and start > 0
+    assert with_table(page, page[start:]) == page
+    assert with_table(page, f"{HEADER}\n") == page[:start] + f"{HEADER}\n"

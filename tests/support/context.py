@@ -19,9 +19,9 @@ LEARNING_RATE = 0.05
 
 
 def batch_of(length: int, rows: int = 2, vocab: int = 67) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids, and targets of which some do not count: more in the first half, so that ranks have unequal shares."""
-    torch.manual_seed(3)
-    ids, targets = torch.randint(3, vocab, (2, rows, length))
+    """Ids, and targets of which some are ignored: more in the first half, so that ranks count different numbers."""
+    # a generator of its own, because ranks that are threads share the global one
+    ids, targets = torch.randint(3, vocab, (2, rows, length), generator=torch.Generator().manual_seed(3))
     targets[:, : length // 3] = -100
     return ids, targets
 
@@ -36,18 +36,18 @@ def alone(model: Any, ids: torch.Tensor, targets: torch.Tensor, **inputs: Any) -
         ).logits
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss.backward()
-    found = {"loss": loss.detach()}
-    found |= {f"grad {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    results = {"loss": loss.detach()}
+    results |= {f"grad {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     with torch.no_grad():
         for p in model.parameters():
             if p.grad is not None:
                 p -= LEARNING_RATE * p.grad
-    return found | {f"weight {name}": p.detach() for name, p in model.named_parameters()}
+    return results | {f"weight {name}": p.detach() for name, p in model.named_parameters()}
 
 
 @contextmanager
 def _softmax_in_float64() -> Iterator[None]:
-    """Eager attention of `transformers` rounds its weights to float32, which would be the reference's own error."""
+    """Eager attention of `transformers` rounds its weights to float32, which would be an error of the reference."""
     stock = F.softmax
 
     def softmax(x: torch.Tensor, dim: int = -1, dtype: Any = None, **rest: Any) -> torch.Tensor:
@@ -60,32 +60,32 @@ def _softmax_in_float64() -> Iterator[None]:
 def on_mesh(
     model: Any, sizes: dict[str, int], ids: torch.Tensor, targets: torch.Tensor, inputs: dict[str, Any], **options: Any
 ) -> dict[str, torch.Tensor]:
-    """The same on a mesh; call it on every rank. Data ranks beside cp share out the batch."""
+    """The same on a mesh; call it on every rank. The batch is sharded over the data ranks."""
     model = copy.deepcopy(model)
     names = [name for name, _ in model.named_parameters()]
     mesh = build_mesh("cpu", **sizes)
     if sizes.get("dp", 1) > 1:
-        at, parts = mesh.get_local_rank("dp"), sizes["dp"]
-        ids, targets = ids.chunk(parts)[at], targets.chunk(parts)[at]
-        inputs = {key: value.chunk(parts)[at] if len(value) > 1 else value for key, value in inputs.items()}
+        dp_rank, dp_size = mesh.get_local_rank("dp"), sizes["dp"]
+        ids, targets = ids.chunk(dp_size)[dp_rank], targets.chunk(dp_size)[dp_rank]
+        inputs = {key: value.chunk(dp_size)[dp_rank] if len(value) > 1 else value for key, value in inputs.items()}
     parallel = parallelize_model(model, mesh, **options)
     optimizer = parallel.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
     loss = parallel.step(input_ids=ids, targets=targets, **inputs)
-    found = {"loss": loss.detach()}
+    results = {"loss": loss.detach()}
     if options.get("zero", 0) < 2:
-        found |= {f"grad {name}": grad for name, grad in full_gradients(parallel.module).items()}
+        results |= {f"grad {name}": grad for name, grad in full_gradients(parallel.module).items()}
     optimizer.step()
-    here = [name for name in names if name in dict(parallel.module.named_parameters())]
-    return found | {f"weight {name}": full_parameter(parallel.module, name) for name in here}
+    local_names = [name for name in names if name in dict(parallel.module.named_parameters())]
+    return results | {f"weight {name}": full_parameter(parallel.module, name) for name in local_names}
 
 
-def error_of(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
+def error_of(results: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
     """The worst relative error of losses, gradients and weights, each among its own kind."""
     errors = []
     for kind in ("loss", "grad", "weight"):
-        mine = {name: value for name, value in found.items() if name.startswith(kind)}
-        if mine:
-            errors.append(worst(mine, {name: want[name] for name in mine}))
+        of_kind = {name: value for name, value in results.items() if name.startswith(kind)}
+        if of_kind:
+            errors.append(worst(of_kind, {name: want[name] for name in of_kind}))
     return max(errors)
 
 

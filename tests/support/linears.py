@@ -1,4 +1,4 @@
-"""The collective matmuls against `F.linear` on one device: every op, on whatever ranks run this."""
+"""The collective matmuls against `F.linear` on one device: every op, on the ranks of the caller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from parallelize import all_gather_linear, column_linear, linear_all_reduce, linear_reduce_scatter
-from parallelize.groups import Group
+from parallelize.comm.groups import Group
 from parallelize.layout import even_interval
 
 T = torch.Tensor
@@ -18,12 +18,14 @@ OPS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "colum
 FEATURES, OUTS = 6, 10  # uneven over 3 and 4 ranks
 
 
-class Case:
-    """One op on one rank: whole tensors, the unsharded result and gradients, and what this rank should have of them.
+class ReferenceLinear:
+    """One op on one rank: full tensors, unsharded outputs and gradients, and this rank's shards of them.
 
     Args:
-        op: one of `OPS`. shape: of the whole input but for features. dim: of the rows.
-        weights: how many share the input, where the op takes several.
+        op: one of `OPS`.
+        shape: of the full input, without features.
+        dim: of the tokens.
+        weights: how many weights share the input, where the op takes several.
     """
 
     def __init__(self, op: str, shape: tuple[int, ...], dim: int, weights: int = 1, dtype: torch.dtype = torch.float64):
@@ -37,36 +39,36 @@ class Case:
         x, rest = leaves[0], leaves[1:]
         self.outs = [F.linear(x, rest[n], rest[weights + n]) for n in range(weights)]
         torch.autograd.backward(self.outs, self.grads)
-        self.wanted = [leaf.grad for leaf in leaves]
+        self.expected_grads = [leaf.grad for leaf in leaves]
 
     @property
     def by_columns(self) -> bool:
         return self.op in ("all_gather_linear", "column_linear")
 
-    def part(self, x: T, dim: int) -> T:
+    def shard(self, x: T, dim: int) -> T:
         start, stop = even_interval(x.shape[dim], self.group.size, self.group.rank)
         return x.narrow(dim, start, stop - start)
 
-    def own_input(self, x: T) -> T:
-        return {"all_gather_linear": lambda: self.part(x, self.dim), "column_linear": lambda: x}.get(
-            self.op, lambda: self.part(x, x.ndim - 1)
+    def local_input(self, x: T) -> T:
+        return {"all_gather_linear": lambda: self.shard(x, self.dim), "column_linear": lambda: x}.get(
+            self.op, lambda: self.shard(x, x.ndim - 1)
         )()
 
-    def own_output(self, out: T) -> T:
-        return {"linear_reduce_scatter": lambda: self.part(out, self.dim), "linear_all_reduce": lambda: out}.get(
-            self.op, lambda: self.part(out, out.ndim - 1)
+    def local_output(self, out: T) -> T:
+        return {"linear_reduce_scatter": lambda: self.shard(out, self.dim), "linear_all_reduce": lambda: out}.get(
+            self.op, lambda: self.shard(out, out.ndim - 1)
         )()
 
-    def own_weight(self, weight: T) -> T:
-        return self.part(weight, 0 if self.by_columns else 1)
+    def local_weight(self, weight: T) -> T:
+        return self.shard(weight, 0 if self.by_columns else 1)
 
-    def own_bias(self, bias: T) -> T:
-        return self.part(bias, 0) if self.by_columns else bias
+    def local_bias(self, bias: T) -> T:
+        return self.shard(bias, 0) if self.by_columns else bias
 
     def leaves(self) -> list[T]:
         """This rank's input, weights and biases."""
-        own = [self.own_input(self.x), *map(self.own_weight, self.weights), *map(self.own_bias, self.biases)]
-        return [t.clone().requires_grad_() for t in own]
+        local = [self.local_input(self.x), *map(self.local_weight, self.weights), *map(self.local_bias, self.biases)]
+        return [t.clone().requires_grad_() for t in local]
 
     def call(self, leaves: list[T], **options: Any) -> list[T]:
         n = len(self.weights)
@@ -84,21 +86,21 @@ class Case:
         """(outputs, gradients) of this rank."""
         leaves = self.leaves()
         outs = (call or self.call)(leaves, **options)
-        torch.autograd.backward(outs, [self.own_output(grad) for grad in self.grads])
+        torch.autograd.backward(outs, [self.local_output(grad) for grad in self.grads])
         grads = [leaf.grad for leaf in leaves]
-        if self.op == "linear_reduce_scatter":  # each rank adds the bias to its own rows: the parts make the sum
+        if self.op == "linear_reduce_scatter":  # each rank adds the bias to its own tokens, so the gradients are summed
             dist.all_reduce(grads[-1])
         return [out.detach() for out in outs], grads
 
     def check(self, outs: list[T], grads: list[T], bound: float = 1e-12) -> None:
         n = len(self.weights)
-        wanted = [
-            self.own_input(self.wanted[0]),
-            *map(self.own_weight, self.wanted[1 : n + 1]),
-            *map(self.own_bias, self.wanted[n + 1 :]),
+        expected = [
+            self.local_input(self.expected_grads[0]),
+            *map(self.local_weight, self.expected_grads[1 : n + 1]),
+            *map(self.local_bias, self.expected_grads[n + 1 :]),
         ]
-        pairs = [(out, self.own_output(want.detach())) for out, want in zip(outs, self.outs, strict=True)]
-        for got, want in [*pairs, *zip(grads, wanted, strict=True)]:
+        pairs = [(out, self.local_output(want.detach())) for out, want in zip(outs, self.outs, strict=True)]
+        for got, want in [*pairs, *zip(grads, expected, strict=True)]:
             assert got.shape == want.shape, (self.op, got.shape, want.shape)
             if got.numel():
                 error = (got - want).abs().max() / max(float(want.abs().max()), 1e-3)

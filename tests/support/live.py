@@ -1,4 +1,4 @@
-"""Bytes that a model keeps from its forward for its backward."""
+"""Bytes that a model saves in its forward for its backward."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from tests.support.parity import loss_of
 
 
 class Live(TorchDispatchMode):
-    """Storages that ops have made and that are still alive."""
+    """Storages that ops have allocated and that still exist."""
 
     def __init__(self):
         super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.allocated: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for leaf in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.allocated[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return out
 
-    def num_bytes(self, beside: nn.Module) -> int:
-        own = {p.untyped_storage()._cdata for p in (*beside.parameters(), *beside.buffers())}
-        return sum(size for key, (ref, size) in self.made.items() if key not in own and not ref.expired())
+    def num_bytes(self, without: nn.Module) -> int:
+        own = {p.untyped_storage()._cdata for p in (*without.parameters(), *without.buffers())}
+        return sum(size for key, (ref, size) in self.allocated.items() if key not in own and not ref.expired())
 
 
 def saved_bytes(net: nn.Module) -> tuple[int, int]:
-    """(bytes alive between forward and backward, and after both), without any help of the garbage collector."""
+    """(bytes that exist between forward and backward, and after both), with the garbage collector off."""
     ids, labels = tiny_batch(length=40)
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Bytes that live at once, for tests. It stands with the benchmarks, which need it too."""
+"""Peak bytes, for tests. It is defined in the benchmarks, which use it too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny stock models of every shipped family, with asymmetric sizes and every 1-D parameter off its init."""
+"""Tiny stock models of every shipped family, with asymmetric sizes and perturbed 1-D parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 COMMON = dict(vocab_size=67, hidden_size=48, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 GQA = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=6, intermediate_size=72, max_position_embeddings=64)
-ONE = dict(num_attention_heads=8, intermediate_size=72, max_position_embeddings=64)
+UNGROUPED = dict(num_attention_heads=8, intermediate_size=72, max_position_embeddings=64)
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {**GQA, "attention_bias": True}),
@@ -24,18 +24,18 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
         "GPT2LMHeadModel",
-        {**ONE, "n_inner": 72, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        {**UNGROUPED, "n_inner": 72, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
-    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {**ONE, "attention_bias": True}),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {**UNGROUPED, "attention_bias": True}),
     "opt": (
         "OPTConfig",
         "OPTForCausalLM",
-        {**ONE, "ffn_dim": 72, "dropout": 0.0, "attention_dropout": 0.0, "word_embed_proj_dim": 48},
+        {**UNGROUPED, "ffn_dim": 72, "dropout": 0.0, "attention_dropout": 0.0, "word_embed_proj_dim": 48},
     ),
     "bert": (
         "BertConfig",
         "BertForMaskedLM",
-        {**ONE, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "type_vocab_size": 2},
+        {**UNGROUPED, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "type_vocab_size": 2},
     ),
 }
 
@@ -56,7 +56,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
 
 
 def perturb(model: nn.Module) -> None:
-    """Move norms and biases off ones and zeros, where missing terms and permutations hide."""
+    """Change norms and biases from ones and zeros, which would hide missing terms and permutations."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -1,4 +1,4 @@
-"""Mistakes made mechanically in a plan, and what finds each: the checks before a run, `verify`, or nobody.
+"""Mistakes made mechanically in a plan, and what detects each: the checks before a run, `verify`, or nothing.
 
 for mutant in mutants(load_plan("llama")):
     print(mutant.name, judge(mutant, "llama", ["tp=2"]))
@@ -10,22 +10,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from parallelize.analysis.cost.setting import Setting
 from parallelize.analysis.linting import findings
-from parallelize.analysis.setting import Setting
 from parallelize.analysis.subject import Subject
 from parallelize.errors import ParallelizeError, PlanError
 from parallelize.mesh import MeshSpec
-from parallelize.model_source import read_model
-from parallelize.plan.model import describe
+from parallelize.models.model_source import read_model
+from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.resolve import resolve
 from parallelize.plan.schema import LocalAttribute, Plan, Rule
-from parallelize.styles.text import StyleText
+from parallelize.styles.notation import StyleText
 from parallelize.verification.api import verify
-from parallelize.verification.case import Request, build_case
-from parallelize.verification.report import Verification
+from parallelize.verification.configuration import Request, build_configuration
+from parallelize.verification.result import Verification
 
-SWAPS = {  # what one could take a style for
+SWAPS = {  # styles that a user could confuse with a style
     "colwise": ("rowwise", "replicate", "sequence"),
     "rowwise": ("colwise", "replicate", "sequence"),
     "embedding": ("embedding_colwise", "replicate"),
@@ -53,19 +53,19 @@ class Judgement:
     """By whom a mutant was caught: "lint", "verify", or "nobody" (the same numbers in every mode and mesh tried).
 
     Attributes:
-        named: whether what was said names the rule, or a module that it serves. near: or one right beside it (the block
-            that holds it, or a part of it). told: what was said.
+        named: whether the message names the rule, or a module that it matches. near: or a parent or child of such a module.
+            message: the text.
     """
 
     by: str
     named: bool = False
     near: bool = False
-    told: str = ""
-    found: Verification | None = field(default=None, compare=False)
+    message: str = ""
+    verification: Verification | None = field(default=None, compare=False)
 
 
 def mutants(plan: Plan) -> Iterator[Mutant]:
-    """Every mistake, by rule, by `local` attribute, by size and of the region."""
+    """Every mistake: of each rule, each `local` attribute, each size, and the region."""
     for rule in plan.rules:
         yield from _dropped(plan, rule)
         yield from _swapped(plan, rule)
@@ -85,16 +85,16 @@ def mutants(plan: Plan) -> Iterator[Mutant]:
 
 def _with(plan: Plan, rule: Rule, style: StyleText | None, unclaimed: str = "") -> Plan:
     rules = []
-    for one in plan.rules:
-        if one is rule and style is None:
+    for other in plan.rules:
+        if other is rule and style is None:
             continue
-        rules.append(replace(one, style=style) if one is rule and style is not None else one)
+        rules.append(replace(other, style=style) if other is rule and style is not None else other)
     return replace(plan, rules=tuple(rules), unclaimed=unclaimed or plan.unclaimed)
 
 
-def _mutant(plan: Plan, rule: Rule, what: str, style: StyleText | None, unclaimed: str = "") -> Mutant:
+def _mutant(plan: Plan, rule: Rule, change: str, style: StyleText | None, unclaimed: str = "") -> Mutant:
     return Mutant(
-        f"{rule.pattern}: {rule.style} -> {what}", _with(plan, rule, style, unclaimed), (rule.pattern,), rule.where
+        f"{rule.pattern}: {rule.style} -> {change}", _with(plan, rule, style, unclaimed), (rule.pattern,), rule.where
     )
 
 
@@ -105,7 +105,7 @@ def _dropped(plan: Plan, rule: Rule) -> Iterator[Mutant]:
 
 
 def _swapped(plan: Plan, rule: Rule) -> Iterator[Mutant]:
-    from parallelize.styles.text import parse_style
+    from parallelize.styles.notation import parse_style
 
     for text in SWAPS[rule.style.word]:
         style = parse_style(text)
@@ -116,7 +116,7 @@ def _swapped(plan: Plan, rule: Rule) -> Iterator[Mutant]:
 
 
 def _options(plan: Plan, rule: Rule) -> Iterator[Mutant]:
-    """Each option left out, and the ones that change where things are whole."""
+    """Each option left out, and the options that make an input or output full."""
     for key in rule.style.options:
         rest = {name: value for name, value in rule.style.options.items() if name != key}
         yield _mutant(plan, rule, f"without {key}", StyleText(rule.style.word, rest))
@@ -139,13 +139,13 @@ def _units(plan: Plan, rule: Rule) -> Iterator[Mutant]:
     others |= {tuple(other if unit == name else unit for unit in units) for name in units for other in plan.sizes}
     if len(units) == 1:
         others |= {units * 2, units * 3}
-    for found in sorted(others - {units, ()}):
-        style = StyleText(rule.style.word, {**rule.style.options, "unit": " + ".join(found)})
+    for units_of_mutant in sorted(others - {units, ()}):
+        style = StyleText(rule.style.word, {**rule.style.options, "unit": " + ".join(units_of_mutant)})
         yield _mutant(plan, rule, str(style), style)
 
 
 def _local(plan: Plan, item: LocalAttribute) -> Iterator[Mutant]:
-    rest = tuple(one for one in plan.local if one is not item)
+    rest = tuple(attribute for attribute in plan.local if attribute is not item)
     name = f"local {item.pattern}: {item.attribute}"
     yield Mutant(f"{name} dropped", replace(plan, local=rest), (item.pattern,), item.where)
     for other in plan.sizes:
@@ -154,37 +154,39 @@ def _local(plan: Plan, item: LocalAttribute) -> Iterator[Mutant]:
             yield Mutant(f"{name} by {other}", replace(plan, local=changed), (item.pattern,), item.where)
 
 
-# -- who finds it ---------------------------------------------------------------------------------------------------------
+# -- what detects it ---------------------------------------------------------------------------------------------------------
 
 
 def judge(
     mutant: Mutant, model: Any, meshes: Sequence[str], overrides: Mapping[str, Any] | None = None, *, lints: bool = True
 ) -> Judgement:
-    """By `lint` on any of these meshes in any mode; else by `verify` on each. lints: False leaves it to the plan's checks."""
+    """Try `lint` on each mesh in each mode, then `verify` on each mesh. lints: False replaces `lint` by the plan's checks."""
     for mesh in meshes:
-        told = _lint(mutant, model, mesh, overrides or {}, lints)
-        if told is not None:
-            return told
+        judgement = _lint(mutant, model, mesh, overrides or {}, lints)
+        if judgement is not None:
+            return judgement
     for mesh in meshes:
         try:
-            found = verify(model, mutant.plan, mesh, overrides=overrides, timeout_s=20.0)
+            verification = verify(model, mutant.plan, mesh, overrides=overrides, timeout_s=20.0)
         except ParallelizeError as error:
             return _of_problems(mutant, error)
-        if not found.ok:
-            return _of_difference(mutant, found)
+        if not verification.ok:
+            return _of_difference(mutant, verification)
     return Judgement("nobody")
 
 
 def _lint(mutant: Mutant, model: Any, mesh: str, overrides: Mapping[str, Any], shapes: bool) -> Judgement | None:
     request = Request(model, mutant.plan, MeshSpec.parse(mesh), overrides)
-    case = build_case(request)
+    configuration = build_configuration(request)
     if shapes:
-        small = read_model(model, overrides).with_config(case.model.config)
+        small = read_model(model, overrides).with_config(configuration.model.config)
         subject = Subject(small, mutant.plan)
-        found = [one.problem for one in findings(subject, Setting(request.mesh)) if one.severity == "error"]
-        return _of_problems(mutant, PlanError(*found)) if found else None
-    facts = describe(case.model)
-    for mode in case.modes():
+        errors = [
+            finding.problem for finding in findings(subject, Setting(request.mesh)) if finding.severity == "error"
+        ]
+        return _of_problems(mutant, PlanError(*errors)) if errors else None
+    facts = describe(configuration.model)
+    for mode in configuration.modes():
         choices = {"sequence_parallel": mode.sequence_parallel, "loss_parallel": mode.loss_parallel}
         try:
             resolve(mutant.plan.with_options(**choices), facts, request.size("tp"))
@@ -195,8 +197,8 @@ def _lint(mutant: Mutant, model: Any, mesh: str, overrides: Mapping[str, Any], s
 
 def _of_problems(mutant: Mutant, error: ParallelizeError) -> Judgement:
     text = str(error)
-    places = [p.where for p in error.problems]
-    named = bool(mutant.where and mutant.where in places) or any(_mentions(text, one) for one in _names(mutant))
+    locations = [p.where for p in error.problems]
+    named = bool(mutant.where and mutant.where in locations) or any(_mentions(text, name) for name in _names(mutant))
     return Judgement("lint", named, named, text)
 
 
@@ -209,22 +211,22 @@ def _mentions(text: str, name: str) -> bool:
     return name in text
 
 
-def _of_difference(mutant: Mutant, found: Verification) -> Judgement:
-    difference = found.difference
+def _of_difference(mutant: Mutant, verification: Verification) -> Judgement:
+    difference = verification.difference
     if difference is None:
-        return Judgement("verify", False, False, str(found), found)
-    patterns = [one for pattern in mutant.patterns for one in alternatives(pattern)]
+        return Judgement("verify", False, False, str(verification), verification)
+    patterns = [alternative for pattern in mutant.patterns for alternative in alternatives(pattern)]
     named = any(matches(pattern, difference.module) for pattern in patterns)
     named = named or any(
         difference.rule.removeprefix("local ").startswith(f"{pattern}:") for pattern in mutant.patterns
     )
-    near = named or any(_beside(name, generic(difference.module)) for name in _names(mutant))
+    near = named or any(_is_parent_or_child(name, generic(difference.module)) for name in _names(mutant))
     near = near or any(
         matches(pattern, name) or name in _names(mutant) for pattern in patterns for name, _ in difference.others
     )
-    return Judgement("verify", named, near, str(difference), found)
+    return Judgement("verify", named, near, str(difference), verification)
 
 
-def _beside(name: str, other: str) -> bool:
-    """One holds the other."""
+def _is_parent_or_child(name: str, other: str) -> bool:
+    """Whether one module contains the other."""
     return name.startswith(other + ".") or other.startswith(name + ".")

@@ -1,4 +1,4 @@
-"""The comparison that everything rests on: a planned model against the same model unsharded."""
+"""The central comparison: a planned model against the same model unsharded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """A loss that keeps the dtype, on whole logits and on shards."""
+    """A loss that preserves the dtype, of full or sharded logits."""
     if isinstance(logits, ShardedLogits):
         return cross_entropy(logits, labels)
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
@@ -52,7 +52,7 @@ def reference_run(model: nn.Module, batches: list, steps: int = 3) -> dict[str, 
 def planned_run(
     model: nn.Module, tp: int, batches: list, steps: int = 3, plan: Any = None, **options: Any
 ) -> dict[str, Any]:
-    """The same of a model that is planned here; call on every rank."""
+    """The same for a model that is parallelized here; call it on every rank."""
     mesh = build_mesh("cpu", tp=tp)
     parallelize_module(model, mesh, plan, **options)
     names = [name for name, _ in model.named_parameters()]
@@ -69,7 +69,7 @@ def _run(model: nn.Module, batches: list, steps: int, grads: Any, weights: Any) 
     logits = model(input_ids=ids).logits
     loss = loss_of(logits, labels)
     loss.backward()
-    found = {
+    results = {
         "inference": inference,
         "inputs": inputs,
         "logits": _full(logits).detach(),
@@ -77,14 +77,14 @@ def _run(model: nn.Module, batches: list, steps: int, grads: Any, weights: Any) 
         "grads": grads(),
     }
     loss_of(model(input_ids=ids2).logits, labels2).backward()
-    found["grads twice"] = grads()
+    results["grads twice"] = grads()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LEARNING_RATE)
     for _ in range(steps):
         optimizer.step()
         optimizer.zero_grad()
         loss_of(model(input_ids=ids).logits, labels).backward()
-    found["weights"] = weights()
-    return found
+    results["weights"] = weights()
+    return results
 
 
 def _input_gradient(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

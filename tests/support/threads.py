@@ -1,7 +1,7 @@
-"""Many ranks in one process, for tests. It stands in the package, because `verify` runs on it too."""
+"""Many ranks in one process, for tests. It is defined in the package, because `verify` uses it too."""
 
 from __future__ import annotations
 
-from parallelize.threads import run_ranks
+from parallelize.verification.threads import run_ranks
 
 __all__ = ["run_ranks"]

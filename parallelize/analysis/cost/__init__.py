@@ -1,0 +1,1 @@
+"""What a training step costs: messages, memory and time, computed from recorded microbatches."""

@@ -1,0 +1,247 @@
+"""Bytes that a rank stores over a step: what stays, and what is allocated and freed as the schedule runs. Arithmetic.
+
+What stays (parameters, gradients, optimizer state) is computed as in `zero/state_bytes.py`. The rest are the recorded changes of each
+segment, in the order of the rank's actions. Under ZeRO 2 and 3, communication buffers are counted at their largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from parallelize.analysis.cost.data_axes import buckets_of
+from parallelize.analysis.cost.parameter_shards import ParameterShard, zero_groups
+from parallelize.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
+from parallelize.analysis.cost.training_step import RankStep, receives_early
+from parallelize.analysis.record.trace_data import Segment
+from parallelize.pipeline.schedules import Action
+from parallelize.pipeline.step_runner import AHEAD
+from parallelize.pipeline.timeline import Receive, Send
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One segment of one action: bytes of activations and new gradients before it, at its peak, and after it."""
+
+    action: str
+    unit: str
+    before: int
+    peak: int
+    after: int
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank.
+
+    Attributes:
+        parameters, optimizer: stored over all steps. gradients: stored from the first backward on.
+        activations: their peak, with the tensors that travel between stages.
+        buffers: of communication, the largest sum at any time.
+        peak: the largest sum of everything. peak_at: its action and unit.
+        moments: the step in order.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    peak: int
+    peak_at: str
+    moments: tuple[Moment, ...] = ()
+
+
+def _new_gradients(step: RankStep) -> int:
+    """Gradients that the first microbatch of each stage allocates: in backward, or in forward with a fused loss.
+
+    (The gradient of a tied weight's other copy is not among them.)
+    """
+    stages = [step.segments(stage, later=False) for stage in step.local_stages]
+    segments = [segment for stage in stages for segment in (*stage.forward, *stage.backward)]
+    return sum(change.gradients for segment in segments for change in segment.changes)
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """The net sum and the highest partial sum of a segment's changes: of activations alone, and with gradients."""
+
+    net: int
+    peak: int
+    net_all: int
+    peak_all: int
+
+
+def curve_of(segment: Segment) -> _Curve:
+    now = peak = now_all = peak_all = 0
+    for change in segment.changes:
+        now += change.activations
+        now_all += change.activations + change.gradients
+        peak, peak_all = max(peak, now), max(peak_all, now_all)
+    return _Curve(now, peak, now_all, peak_all)
+
+
+def _joined(curves: Sequence[tuple[str, _Curve]]) -> tuple[str, _Curve]:
+    """One curve for all, with the unit where it is highest."""
+    net = peak = net_all = peak_all = 0
+    highest = ""
+    for unit, curve in curves:
+        peak = max(peak, net + curve.peak)
+        if net_all + curve.peak_all > peak_all:
+            peak_all, highest = net_all + curve.peak_all, unit
+        net, net_all = net + curve.net, net_all + curve.net_all
+    return highest, _Curve(net, peak, net_all, peak_all)
+
+
+def memory_of(step: RankStep, by_segment: bool = True) -> RankMemory:
+    """The memory of the rank of `step`. by_segment: one moment per segment; else one per action."""
+    setting, shards = step.setting, step.shards
+    parameters, optimizer = parameters_bytes(shards, setting), optimizer_bytes(shards, setting)
+    gradients, buffers = gradients_bytes(shards, setting), buffer_bytes(shards, setting, step.zero_units)
+    preallocated = gradients - (0 if _preallocates_gradients(setting) else _new_gradients(step))
+    walk = _MemoryWalk(step, by_segment)
+    moments = tuple(walk.moments())
+    top = max(moments, key=lambda moment: moment.peak, default=Moment("", "", 0, 0, 0))
+    base = parameters + optimizer + preallocated
+    end_of_backward = _end_of_backward(shards, setting, step.zero_units)
+    return RankMemory(
+        parameters,
+        gradients,
+        optimizer,
+        walk.peak_activations,
+        buffers,
+        base + max(top.peak + buffers, gradients - preallocated + buffers, end_of_backward),
+        f"{top.action} {top.unit}".strip(),
+        moments,
+    )
+
+
+def _preallocates_gradients(setting: Setting) -> bool:
+    """Whether gradients have their memory before the first backward."""
+    return setting.uses_reducer or setting.zero == 3
+
+
+class _MemoryWalk:
+    """Adds up a rank's changes, action by action."""
+
+    def __init__(self, step: RankStep, by_segment: bool):
+        self.step, self.by_segment = step, by_segment
+        self.peak_activations = 0
+        self._curves: dict[tuple[int, str, bool], list[tuple[str, _Curve]]] = {}
+        self._completing = "BI" if step.split_trace is None else "BW"  # actions that complete a microbatch's gradients
+        self._gloo = step.setting.transport == "gloo"  # it does not report that a message was sent, so tensors stay
+        self._last_sent_back = 0  # bytes of the gradient that was sent last
+        self._begun: set[int] = set()  # stages that have run a backward
+        self._preallocated = _preallocates_gradients(step.setting)
+
+    def moments(self) -> Iterator[Moment]:
+        steps = self.step.steps
+        early = receives_early(steps, AHEAD if self._gloo else 0)
+        activations = everything = 0
+        for index, action in enumerate(steps):
+            moved = sum(self._received(receive) for receive in early.get(index, ()))
+            moved -= self._sent(action) if isinstance(action, Send) else 0
+            activations, everything = activations + moved, everything + moved
+            if not isinstance(action, Action):
+                continue
+            for unit, curve in self._curves_of(action):
+                self.peak_activations = max(self.peak_activations, activations + curve.peak)
+                after = everything + curve.net_all
+                yield Moment(str(action), unit, everything, everything + curve.peak_all, after)
+                activations, everything = activations + curve.net, after
+            if action.kind in self._completing:
+                freed = self._freed_outputs(action.stage)
+                activations, everything = activations - freed, everything - freed
+
+    def _sent(self, send: Send) -> int:
+        """Bytes freed by a send: the gradient that was sent back before has arrived by now."""
+        if send.direction == "F" or self._gloo:
+            return 0
+        freed, self._last_sent_back = self._last_sent_back, self.step.boundary(send.stage).backward_bytes
+        return freed
+
+    def _freed_outputs(self, stage: int) -> int:
+        """Bytes of the outputs that a stage sent to another rank, which it stores until its own backward."""
+        receiver = stage + 1
+        sent_away = receiver < self.step.schedule.num_stages and receiver not in self.step.local_stages
+        return self.step.boundary(receiver).forward_bytes if sent_away and not self._gloo else 0
+
+    def _curves_of(self, action: Action) -> list[tuple[str, _Curve]]:
+        """(unit, curve) of what an action runs; computed once for equal actions."""
+        later = self._preallocated or action.stage in self._begun
+        if action.kind in self._completing:
+            self._begun.add(action.stage)
+        key = (action.stage, action.kind, later)
+        if key not in self._curves:
+            segments = self.step.segments(action.stage, later).of(action.kind)
+            curves = [(segment.unit, curve_of(segment)) for segment in segments]
+            self._curves[key] = curves if self.by_segment else [_joined(curves)]
+        return self._curves[key]
+
+    def _received(self, receive: Receive) -> int:
+        boundary = self.step.boundary(receive.stage + (receive.direction == "B"))
+        return boundary.forward_bytes if receive.direction == "F" else boundary.backward_bytes
+
+
+def parameters_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
+    """Stage 3 stores each rank's part, in the weights' dtype where compute is narrower. Others store what they compute with."""
+    if setting.zero == 3:
+        ranks = setting.size(setting.shard_axis)
+        item = ITEM_BYTES[setting.weights_dtype] if setting.mixed_precision else setting.compute_bytes
+        return sum(shard.padded_numel(ranks) for shard in shards) * item
+    return sum(shard.numel for shard in shards) * setting.compute_bytes
+
+
+def optimizer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
+    """State of trained parameters, and float32 copies where parameters are narrower."""
+    ranks = setting.size(setting.shard_axis) if setting.zero else 1
+    numel = sum(shard.largest_numel(ranks) for shard in shards if shard.trained)
+    in_float32 = setting.mixed_precision or setting.zero == 3
+    stepped_item = max(4, setting.compute_bytes) if in_float32 else setting.compute_bytes
+    copy_item = 4 if setting.mixed_precision and setting.zero < 3 else 0
+    return numel * (STATE_BYTES[setting.optimizer] * stepped_item // 4 + copy_item)
+
+
+def gradients_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
+    """Gradients as they are stored until the optimizer has stepped."""
+    trained = [shard for shard in shards if shard.trained]
+    item = setting.gradient_bytes
+    ranks = setting.size(setting.shard_axis)
+    if setting.zero == 3 or (setting.zero == 2 and ranks > 1):
+        scalars = sum(shard.numel + 1 for shard in trained if not shard.shape)
+        return (sum(shard.padded_numel(ranks) for shard in trained if shard.shape) + scalars) * item
+    counts = len(trained) if setting.uses_reducer else 0  # per parameter, the number of ranks that had a gradient
+    return (sum(shard.numel for shard in trained) + counts) * item
+
+
+def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting, units: Sequence[str]) -> int:
+    """Communication buffers.
+
+    ZeRO 2 has flat buckets for two reductions at once. ZeRO 3 has, where activations peak, the parameters outside of FSDP
+    units, one unit, and the next unit, which is being gathered. Deferred reductions store full gradients until the step ends.
+    """
+    ranks = setting.size(setting.shard_axis)
+    if ranks == 1:
+        return 0
+    deferred = sum(shard.numel for shard in shards if shard.trained) * setting.gradient_bytes if setting.defer else 0
+    if setting.zero == 2:
+        split = [bucket for bucket in buckets_of(shards, setting) if bucket[0].shape]
+        numels = sorted(sum(shard.padded_numel(ranks) for shard in bucket) + len(bucket) for bucket in split)
+        copies = 2 * ranks + 1 if setting.transport == "gloo" else ranks + 1  # sent, (received with gloo), summed
+        return sum(numels[-2:]) * copies * setting.gradient_bytes + deferred
+    if setting.zero == 3:
+        groups = zero_groups(shards, units)
+        sizes = {unit: sum(shard.padded_numel(ranks) for shard in group) for unit, group in groups.items()}
+        outside = sizes.pop("", 0)
+        return (outside + sum(sorted(sizes.values())[-2:])) * ranks * setting.compute_bytes + deferred
+    return 0
+
+
+def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting, units: Sequence[str]) -> int:
+    """ZeRO 3, when activations are freed: a gathered group, its full gradients, and the buffer of their reduce-scatter."""
+    ranks = setting.size(setting.shard_axis)
+    if setting.zero != 3 or ranks == 1:
+        return 0
+    groups = zero_groups(shards, units).values()
+    largest = max((sum(shard.padded_numel(ranks) for shard in group) * ranks for group in groups), default=0)
+    return largest * (2 * setting.compute_bytes + setting.gradient_bytes)

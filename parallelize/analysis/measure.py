@@ -1,0 +1,53 @@
+"""Steps, memory and time of one setting: used by `explain`, its advice, and `fit`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parallelize.analysis.cost.machine import Machine
+from parallelize.analysis.cost.memory import RankMemory, memory_of
+from parallelize.analysis.cost.setting import Setting
+from parallelize.analysis.cost.timing import StepTime, stage_time, step_time
+from parallelize.analysis.cost.training_step import RankStep
+from parallelize.analysis.subject import Subject
+from parallelize.mesh import SAMPLE_AXES, MeshSpec
+
+
+def measure(
+    subject: Subject, setting: Setting, machine: Machine, *, every_layer: bool = False, by_segment: bool = True
+) -> tuple[list[RankStep], list[RankMemory], StepTime]:
+    """Steps and memories of the analyzed pp ranks, and the time of a step. by_segment: as `memory_of` takes it."""
+    schedule = setting.pipeline()
+    steps = [subject.rank_step(setting, schedule, rank, every_layer) for rank in _analyzed_ranks(setting.size("pp"))]
+    memories = [memory_of(step, by_segment) for step in steps]
+    stages = [stage_time(steps[0], stage, machine) for stage in range(schedule.num_stages)]
+    flops = model_flops(subject, setting)
+    time = step_time(setting, schedule, machine, stages=stages, steps=steps, memories=memories, model_flops=flops)
+    return steps, memories, time
+
+
+def model_flops(subject: Subject, setting: Setting) -> float:
+    """Operations for one step's tokens: three times those of the unsharded model's forward matmuls, without recompute.
+
+    Source: PaLM, arXiv:2204.02311, app. B (here causal attention counts half, as fused kernels compute it).
+    """
+    unsharded = replace(
+        setting,
+        mesh=MeshSpec(dp=1),
+        sequence_parallel=None,
+        loss_parallel=None,
+        fuse_loss=False,
+        zero=0,
+        recompute="off",
+        batch=1,
+        num_microbatches=1,
+        ulysses=1,
+    )
+    step = subject.rank_step(unsharded, unsharded.pipeline(), 0)
+    forward = sum(segment.flops for segment in step.segments(0, later=True).forward)
+    return 3.0 * forward * setting.batch * setting.size(*SAMPLE_AXES)
+
+
+def _analyzed_ranks(size: int) -> list[int]:
+    """The first, a middle and the last pp rank."""
+    return sorted({0, size // 2, size - 1})

@@ -1,0 +1,1 @@
+"""What one microbatch does, recorded by running the training code on tensors without values."""

@@ -1,0 +1,257 @@
+"""From a model on meta, a plan and a mesh to a `MicrobatchTrace`: all units of a training step, equal layers once.
+
+The pipeline is not split here: all units run one after another, and `cost/training_step.py` assigns them to stages. The axes `tp`
+and `cp` are in the mesh. Reductions over data axes are computed in `cost/data_axes.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize import _torch_private as private
+from parallelize.analysis.record.attention_model import fused_on_meta
+from parallelize.analysis.record.layer_dedup import LayerClasses, drop_represented
+from parallelize.analysis.record.scopes import Scopes
+from parallelize.analysis.record.segmenting import Marks, is_regular, segments_of
+from parallelize.analysis.record.trace_data import OUTSIDE, MicrobatchTrace, StageBoundary
+from parallelize.analysis.record.tracing import Event, MeshAxes, Tracer
+from parallelize.applied.records import record_of
+from parallelize.apply import parallelize_module
+from parallelize.comm.groups import mesh_spec
+from parallelize.context.apply import context_parallel
+from parallelize.context.forward_state import context_of
+from parallelize.context.inputs import length_of
+from parallelize.context.local_sequences import local_targets
+from parallelize.errors import ModelError, ParallelizeError, Problem
+from parallelize.pipeline.engine import SingleStageRunner
+from parallelize.pipeline.microbatch_inputs import split_batch
+from parallelize.pipeline.schedules import Action, build_schedule
+from parallelize.pipeline.stage_forward import carried_arguments
+from parallelize.pipeline.step_runner import StepRun
+from parallelize.plan.schema import Plan
+from parallelize.plan.stages import Stages
+from parallelize.recomputation.api import recompute as recompute_units
+from parallelize.vocabulary.loss.fuse_loss import fuse_heads
+from parallelize.vocabulary.loss.losses import cross_entropy, valid_tokens
+from parallelize.zero.apply import cast_parameters
+from parallelize.zero.buckets import to_local
+
+T = torch.Tensor
+NUM_MICROBATCHES = 2  # the first allocates gradients, the second adds to them
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Options with which the plan is applied, as `parallelize_model` takes them."""
+
+    sequence_parallel: bool | None = None
+    loss_parallel: bool | None = None
+    fuse_loss: bool | None = None
+    recompute: str = "off"
+    recompute_every: int = 1
+    recompute_save: tuple[str, ...] | None = None
+    dtype: torch.dtype | None = None
+    ulysses: int = 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The inputs of a rank and its loss. make: (model, number of sequences) -> inputs on meta. size: sequences per
+    microbatch. loss, count: as `Pipeline` takes them."""
+
+    make: Callable[[nn.Module, int], dict[str, Any]]
+    size: int
+    loss: Callable[[Any, Any], T] | None = None
+    count: Callable[[Any], Any] | None = None
+
+
+def record(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    plan: Plan | None,
+    stages: Stages | None,
+    classes: LayerClasses,
+    modes: Modes,
+    batch: Batch,
+    split_backward: bool = False,
+) -> MicrobatchTrace:
+    """Run two microbatches of `model`, which is modified and cannot be used afterwards.
+
+    Args:
+        model: on meta, no plan applied, with all of its layers.
+        stages: one stage with all units; None where the model has no layers.
+        classes: which layers run, in the model's order.
+        split_backward: run dgrad and wgrad apart.
+    """
+    layers = list(classes.representatives)
+    drop_represented(model, classes)
+    _apply(model, mesh, plan, modes, classes)
+    unit_of = stages.unit_of if stages is not None else (lambda name: OUTSIDE)
+    tracer = Tracer(Scopes(model), unit_of, MeshAxes(mesh_spec(mesh), 0))
+    boundaries = _Boundaries(model, stages, tracer)
+    entry = model.get_submodule(layers[0]) if split_backward else None
+    actions = _run(model, tracer, boundaries, batch, entry)
+    gradients = {
+        serial for p in model.parameters() if p.grad is not None and (serial := tracer.serial_of(to_local(p.grad)))
+    }
+    units = stages.units if stages is not None else ()
+    representatives = {unit: classes.representatives.get(unit, unit) for unit in units}
+    marks = Marks(layers, gradients, boundaries.carried)
+    half = len(actions) // NUM_MICROBATCHES
+    first, later = segments_of(actions[:half], marks), segments_of(actions[half:], marks)
+    return MicrobatchTrace(first, later, boundaries.sizes, representatives, is_regular(actions[half:], marks))
+
+
+def _apply(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, modes: Modes, classes: LayerClasses) -> None:
+    if "tp" in mesh_spec(mesh).names:
+        options: dict[str, Any] = {"sequence_parallel": modes.sequence_parallel, "loss_parallel": modes.loss_parallel}
+        options |= {"fuse_loss": modes.fuse_loss, "ulysses": modes.ulysses}
+        parallelize_module(model, mesh, plan, overlap="off", **options)
+    else:
+        if modes.fuse_loss or (modes.fuse_loss is None and plan is not None and plan.fuse_loss):
+            fuse_heads(model, plan)
+        context_parallel(model, mesh, plan, ulysses=modes.ulysses)
+    if modes.recompute != "off":
+        units = None
+        if plan is None or not plan.recompute_units:  # layers keep their numbers, although some are replaced
+            numbers = {name: number for number, name in enumerate(classes.representatives)}
+            units = [name for name in classes.running if numbers[name] % modes.recompute_every == 0] or None
+        every = 1 if units else modes.recompute_every
+        recompute_units(model, modes.recompute, every=every, units=units, save=modes.recompute_save, plan=plan)
+    if modes.dtype is not None:
+        cast_parameters(model, modes.dtype)
+
+
+def _run(
+    model: nn.Module, tracer: Tracer, boundaries: _Boundaries, batch: Batch, entry: nn.Module | None
+) -> list[list[Event]]:
+    """Events of the actions of two microbatches.
+
+    entry: the first layer. If it is given, backward is split there into dgrad and wgrad, as on a stage without the embedding.
+    """
+    with torch.device("meta"):
+        inputs = batch.make(model, NUM_MICROBATCHES * batch.size)
+    targets, context = inputs.pop("targets", None), context_of(model)
+    if context is not None:
+        targets = local_targets(context, length_of(model, (), inputs), targets)
+    tensors = [leaf for leaf in private.tree_leaves((inputs, targets)) if isinstance(leaf, T)]
+    tracer.ignore([*map(to_local, model.parameters()), *model.buffers(), *tensors])
+    total = (batch.count or valid_tokens)(targets) if targets is not None else 1
+    loss = batch.loss or _token_loss
+    actions: list[list[Event]] = []
+    kinds = "FB" if entry is None else "FIW"
+
+    def begin_action(stage: int, microbatch: int, microbatch_inputs: Any) -> None:
+        actions.append(tracer.begin("backward" if len(actions) % len(kinds) else "forward"))
+
+    run = _RecordedRun(
+        schedule=build_schedule("1f1b", 1, NUM_MICROBATCHES),
+        steps=[Action(0, kind, microbatch) for microbatch in range(NUM_MICROBATCHES) for kind in kinds],
+        runner=SingleStageRunner(model),
+        transport=None,
+        microbatches=split_batch((), inputs, targets, NUM_MICROBATCHES, ()),
+        signature=(),
+        headers={},
+        root=model,
+        loss_of=lambda output, targets: loss(output, targets) / total,
+        enter=begin_action,
+    )
+    run.begin_at(entry)
+    record = record_of(model)
+    pending = record.pending_reductions.accumulating() if record is not None else nullcontext()
+    with fused_on_meta(), tracer, tracer.scopes.watching(), boundaries, pending:
+        run.run()
+        tracer.begin("step")  # pending reductions run when the block ends; `cost/training_step.py` counts them
+    if run.cause is not None:
+        raise run.cause if isinstance(run.cause, ParallelizeError) else _cannot_record(model, run.cause) from run.cause
+    return actions
+
+
+def _cannot_record(model: nn.Module, cause: BaseException) -> ModelError:
+    """The error for a stock forward that raises on tensors without values."""
+    what = f"the forward of {type(model).__name__} cannot run on tensors without values: {cause}".splitlines()[0]
+    fix = "it reads values (.item(), `if tensor`), or got inputs that it does not take"
+    return ModelError(Problem("cannot-record", what, fix=fix))
+
+
+class _RecordedRun(StepRun):
+    """A step of one stage. It may begin at a layer, so that its dgrad has an input to end at."""
+
+    _entry_input: T | None = None
+
+    def begin_at(self, entry: nn.Module | None) -> None:
+        if entry is not None:
+            entry.register_forward_pre_hook(self._detach_input, with_kwargs=True)
+
+    def _detach_input(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if private.backward_id() != -1:  # recompute
+            return args, kwargs
+        arguments = {**dict(enumerate(args)), **kwargs}
+        key = next(key for key, value in arguments.items() if isinstance(value, T) and value.requires_grad)
+        arguments[key] = self._entry_input = arguments[key].detach().requires_grad_()
+        return tuple(arguments[index] for index in range(len(args))), {key: arguments[key] for key in kwargs}
+
+    def _finish_forward(self, microbatch: int, inputs: list[T], output: Any, microbatch_inputs: Any) -> None:
+        entry_input, self._entry_input = self._entry_input, None
+        super()._finish_forward(microbatch, inputs if entry_input is None else [entry_input], output, microbatch_inputs)
+
+
+def _token_loss(output: Any, targets: T) -> T:
+    logits = output if isinstance(output, T) else output.logits
+    return cross_entropy(logits, targets, reduction="sum")
+
+
+class _Boundaries:
+    """Records what units are called with, chosen as `pipeline/stage_forward.py` chooses what travels."""
+
+    def __init__(self, model: nn.Module, stages: Stages | None, tracer: Tracer):
+        self.model, self.stages, self.tracer = model, stages, tracer
+        self.sizes: dict[str, StageBoundary] = {}
+        self.carried: dict[
+            int, str
+        ] = {}  # storages of what travels, and of its gradients -> the unit that consumes them
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        if self.stages is None:
+            return
+        modules = dict(self.model.named_modules())
+        previous = ""
+        for unit in self.stages.units:
+            if unit in modules:
+                hook = self._recorder(unit, previous, self.stages.cuts.carry)
+                self._handles.append(modules[unit].register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+                previous = unit
+
+    def _recorder(self, unit: str, previous: str, carry: Sequence[str]) -> Callable[[nn.Module, tuple, dict], None]:
+        def record_inputs(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if private.backward_id() != -1:  # recompute
+                return
+            carried = carried_arguments(module, {**dict(enumerate(args)), **kwargs}, carry)
+            tensors = [leaf for leaf in private.tree_leaves(carried) if isinstance(leaf, T)]
+            sizes = [(x.numel() * x.element_size(), x.requires_grad) for x in tensors]
+            self.sizes.setdefault(unit, StageBoundary(tuple(sizes)))
+            for x in tensors:
+                self._carry(unit, x)
+                if x.requires_grad and previous:
+                    x.register_hook(partial(self._carry, previous))
+
+        return record_inputs
+
+    def _carry(self, unit: str, x: T) -> None:
+        serial = self.tracer.serial_of(x)
+        if serial:
+            self.carried.setdefault(serial, unit)
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()

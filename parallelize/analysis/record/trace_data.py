@@ -1,0 +1,123 @@
+"""What one microbatch does on one rank, unit by unit: memory, messages and ops. Plain data, torch-free.
+
+A *unit* is a module that a pipeline stage owns completely. `OUTSIDE` stands for what the model's own forward does before the
+first layer, which every stage repeats (masks, rotary tables). `LOSS` stands for what comes after the last unit. A *segment* is
+the time during which one unit runs, forward or backward. Segments are recorded once (`tracing.py`) and combined into steps of
+any number of microbatches, stages and schedules (`cost/training_step.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+LOSS = "<loss>"
+OUTSIDE = ""
+
+
+class Message(NamedTuple):
+    """One collective or point-to-point message on one rank.
+
+    Attributes:
+        op: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send or recv.
+        axis: the mesh axis of the group, "a*b" for a product of axes, or "world".
+        ranks: the size of the group.
+        bytes: size of the full tensor (the result of an all-gather, the input of a reduce-scatter).
+        phase: "forward", "backward" or "step".
+    """
+
+    op: str
+    axis: str
+    ranks: int
+    bytes: int
+    module: str
+    phase: str
+
+    @property
+    def sent_bytes(self) -> float:
+        """The least that the rank itself must send (ring algorithms). Source: Thakur et al., IJHPCA 19(1), 2005."""
+        remote = (self.ranks - 1) / self.ranks if self.ranks else 0.0
+        return self.bytes * {"all_reduce": 2 * remote, "send": 1.0, "recv": 0.0, "broadcast": 1.0}.get(self.op, remote)
+
+
+class Kernel(NamedTuple):
+    """One op: floating-point operations, bytes read and written, and whether it is a matmul or attention."""
+
+    flops: float
+    bytes: float
+    is_matmul: bool
+
+
+class MemoryChange(NamedTuple):
+    """Bytes allocated (positive) or freed (negative) at one moment: activations, and gradients that stay.
+
+    Attributes:
+        other_unit: set where one unit allocates and another one frees. For an allocation, the unit that frees it; for a
+            release, the unit that allocated it. None for what a layer passes to the next layer, and for what travels
+            between stages.
+        freed_in: for an allocation with an `other_unit`, the action of the microbatch that frees it: 0 forward, 1 backward
+            (or dgrad), 2 wgrad, or `ABSENT` (see `segmenting.py`).
+    """
+
+    activations: int
+    gradients: int
+    other_unit: str | None = None
+    freed_in: int = 0
+
+
+@dataclass
+class Segment:
+    """One unit's time in one action of one microbatch. freed_at_end: bytes that it allocated and that the end of the action
+    frees."""
+
+    unit: str
+    changes: list[MemoryChange] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    freed_at_end: int = 0
+
+    @property
+    def flops(self) -> float:
+        return sum(kernel.flops for kernel in self.kernels)
+
+
+@dataclass(frozen=True)
+class StageBoundary:
+    """What a stage that begins at a unit receives: (bytes, whether a gradient is sent back) of each tensor."""
+
+    tensors: tuple[tuple[int, bool], ...] = ()
+
+    @property
+    def forward_bytes(self) -> int:
+        return sum(size for size, _ in self.tensors)
+
+    @property
+    def backward_bytes(self) -> int:
+        return sum(size for size, has_gradient in self.tensors if has_gradient)
+
+
+@dataclass(frozen=True)
+class MicrobatchSegments:
+    """The segments of one microbatch in order of time. If backward was split, `backward` is dgrad and `wgrad` the rest."""
+
+    forward: tuple[Segment, ...]
+    backward: tuple[Segment, ...]
+    wgrad: tuple[Segment, ...] = ()
+
+
+@dataclass(frozen=True)
+class MicrobatchTrace:
+    """What was recorded of two microbatches.
+
+    Attributes:
+        first: a microbatch that allocates gradients. later: one that adds to them.
+        boundaries: unit -> what travels to a stage that begins there.
+        representatives: unit -> the unit that was recorded in its place (itself where it ran).
+        regular: whether the next unit frees everything that a layer allocates in forward and does not save.
+    """
+
+    first: MicrobatchSegments
+    later: MicrobatchSegments
+    boundaries: dict[str, StageBoundary]
+    representatives: dict[str, str]
+    regular: bool = True

@@ -1,0 +1,1 @@
+"""An explanation as text and as an HTML page: figures, tables and SVG pictures."""

@@ -1,0 +1,58 @@
+"""What users do to a parallelized model: `.to()` and other moves and casts, which work, and DDP, which is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from parallelize.applied.records import applied, mark_applied
+from parallelize.errors import ModelError, Problem
+
+
+def guard_moves(module: nn.Module) -> None:
+    """Make `.to()`, `.cuda()` and `to_empty()`, of the model, a wrapper or a submodule, release the old storage first."""
+    for owner in module.modules():
+        if applied(owner).planned is not None or applied(owner).rebuilt_buffers:
+            owner.__dict__["_apply"] = MethodType(_apply, owner)
+
+
+def _apply(self: Any, fn: Callable, recurse: bool = True) -> nn.Module:
+    planned = applied(self).planned
+    for slot in planned.slots if planned is not None else ():
+        slot.forget()
+    type(self)._apply(self, fn, recurse)
+    for key, value in applied(self).rebuilt_buffers.items():
+        buffer = self._buffers.get(key)
+        if buffer is not None and not buffer.is_meta:
+            self._buffers[key] = _rebuilt(self, key, value).to(device=buffer.device, dtype=buffer.dtype)
+    if applied(self).rebuilt_buffers and not _any_meta(self):
+        mark_applied(self, rebuilt_buffers={})
+    return self
+
+
+def _any_meta(module: nn.Module) -> bool:
+    return any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
+
+
+def _rebuilt(module: nn.Module, key: str, value: Any) -> Any:
+    if value is None:
+        raise ModelError(
+            Problem(
+                "unknown-buffers",
+                f"buffer {key} of a {type(module).__name__} is in no checkpoint, and nothing here can rebuild it",
+                fix="parallelize.materialize(model, device, rebuild={name: function})",
+            )
+        )
+    return value
+
+
+def refuse_ddp(module: nn.Module) -> None:
+    """Hide planned parameters from DistributedDataParallel, which then refuses the model.
+
+    DDP's hooks are on autograd nodes that planned parameters do not have: it would silently reduce nothing. The attribute
+    is the one that DDP documents for parameters that it must ignore.
+    """
+    module.__dict__["_ddp_params_and_buffers_to_ignore"] = [name for name, _ in module.named_parameters()]

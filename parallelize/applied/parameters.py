@@ -1,0 +1,189 @@
+"""Parameters on the hot path: stored as DTensors, and computed with as plain local tensors.
+
+Each planned module reads its parameters through a `Slot`. At each forward the slot looks up the registered DTensor and
+returns a plain leaf that shares its storage, so that native ops run without DTensor dispatch. When the leaf's gradient is
+complete, a hook moves it to the DTensor, before any post-backward of a wrapper. A new leaf is made whenever the parameter,
+its storage or its `requires_grad` has changed, so that `fully_shard`, `.to()`, `load_state_dict(assign=True)`, freezing and
+mixed precision work.
+
+Under `torch.compile` the slot traces `to_local()` instead, because a compiled graph has no host cost to avoid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from parallelize import _torch_private as private
+from parallelize.applied.pending_reductions import PendingReduction, PendingReductions
+from parallelize.applied.records import Shared, mark_of, mark_parameter
+from parallelize.errors import ModelError, Problem
+from parallelize.ops.collectives import pad_to
+
+_local_of = private.local_of
+
+
+class Slot:
+    """One parameter of one module.
+
+    Args:
+        key: its name in the module.
+        valid: (dim, size) of the elements to compute with, where the DTensor's shard is padded at the end.
+        reduction: what its gradient is summed over.
+        pending_reductions: of the model.
+        shared: the local intervals that other tp ranks store too.
+    """
+
+    __slots__ = (
+        "key",
+        "leaf",
+        "own",
+        "param",
+        "pending_reductions",
+        "reduction",
+        "shared",
+        "source",
+        "trains",
+        "valid",
+    )
+
+    def __init__(
+        self,
+        key: str,
+        valid: tuple[int, int] | None,
+        reduction: PendingReduction | None,
+        pending_reductions: PendingReductions,
+        shared: Shared = (),
+    ):
+        self.key, self.valid, self.reduction = key, valid, reduction
+        self.pending_reductions, self.shared = pending_reductions, shared
+        self.param: Any = None
+        self.own = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Release the parameter's storage, which is about to be replaced."""
+        self.source: Any = None
+        self.leaf: Any = None
+        self.trains = False
+
+    def __deepcopy__(self, memo: dict) -> Slot:
+        return Slot(self.key, self.valid, self.reduction, self.pending_reductions, self.shared)
+
+    def __reduce__(self):
+        return Slot, (self.key, self.valid, self.reduction, self.pending_reductions, self.shared)
+
+    def local(self, parameters: dict[str, Any]) -> torch.Tensor:
+        """The tensor to compute with, for the current parameter in `parameters`."""
+        param = parameters[self.key]
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced(param)
+        if param is self.param and _local_of(param) is self.source and param.requires_grad == self.trains:
+            return self.leaf
+        return self._refresh(param)
+
+    def _refresh(self, param: Any) -> torch.Tensor:
+        if not isinstance(param, DTensor):
+            raise ModelError(
+                Problem(
+                    "plain-parameter",
+                    f"parameter {self.key} of a planned module was replaced by a plain {type(param).__name__}",
+                    fix="assign a DTensor of the same layout, or copy values in with `load_state_dict`",
+                )
+            )
+        if not param.is_leaf:  # computed by the caller (`functional_call`): differentiate through it
+            return self._traced(param)
+        # `.to()` keeps the parameter object, replaces its storage, and drops its mark
+        self.own = mark_of(param).own or (param is self.param and self.own)
+        if self.shared:
+            mark_parameter(param, shared=self.shared)
+        self.param, self.source, self.trains = param, _local_of(param), param.requires_grad
+        leaf = self.source.detach()
+        if self.valid is not None:
+            leaf = leaf.narrow(self.valid[0], 0, self.valid[1])
+        if self.trains:
+            leaf.requires_grad_()
+            leaf.register_post_accumulate_grad_hook(_MoveGradient(self, param))
+        self.leaf = leaf
+        return leaf
+
+    def pad(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of the valid part, padded with zeros to the size of the stored shard."""
+        if self.valid is None or grad.shape[self.valid[0]] == self.source.shape[self.valid[0]]:
+            return grad
+        dim = self.valid[0]
+        return pad_to(grad, dim, self.source.shape[dim])
+
+    def _traced(self, param: Any) -> torch.Tensor:
+        """What a compiled graph reads.
+
+        A parameter with a pending reduction is read as the eager leaf, whose hook adds its gradient to the pending ones, as
+        long as Dynamo can guard that the leaf is current. Otherwise the gradient is reduced inside the graph.
+        """
+        if (
+            self.reduction is not None
+            and self.leaf is not None
+            and param is self.param
+            and param.requires_grad == self.trains
+        ):
+            return self.leaf
+        local = param.to_local()
+        if self.valid is not None:
+            local = local.narrow(self.valid[0], 0, self.valid[1])
+        return local if self.reduction is None else self.reduction.reduce_in_backward(local)
+
+
+class _MoveGradient:
+    """Moves a leaf's gradient to the DTensor parameter, wrapped with the parameter's spec."""
+
+    __slots__ = ("param", "slot", "spec")
+
+    def __init__(self, slot: Slot, param: DTensor):
+        self.slot, self.param, self.spec = slot, param, private.spec_of(param)
+
+    def __call__(self, leaf: torch.Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:  # the op defers this gradient
+            return
+        if grad.requires_grad:
+            raise ModelError(
+                Problem(
+                    "double-backward",
+                    "backward(create_graph=True) reached a planned parameter, whose gradients have no graph",
+                    fix="differentiate with respect to inputs, or leave this module out of the plan",
+                )
+            )
+        slot = self.slot
+        if slot.reduction is None:
+            self.deliver(grad)
+        else:
+            # a wrapper that replaced the parameter (fully_shard) reads the gradient during backward: reduce it now
+            slot.pending_reductions.add(
+                self, slot.reduction, grad, immediately=not slot.own or private.backward_id() == -1
+            )
+
+    def deliver(self, grad: torch.Tensor) -> None:
+        """Add a reduced local gradient to the parameter's gradient, and call the parameter's hooks."""
+        param = self.param
+        if self.slot.valid is not None:
+            grad = self.slot.pad(grad)
+        if param._backward_hooks:
+            grad = self._run_hooks(grad)
+        accumulated = param.grad
+        if accumulated is None:
+            param.grad = private.wrap(grad, self.spec)
+        else:
+            _local_of(accumulated).add_(grad)
+        if param._post_accumulate_grad_hooks:
+            for hook in list(param._post_accumulate_grad_hooks.values()):
+                hook(param)
+
+    def _run_hooks(self, grad: torch.Tensor) -> torch.Tensor:
+        dtensor_grad = private.wrap(grad, self.spec)
+        hooks: Any = self.param._backward_hooks
+        for hook in list(hooks.values()):
+            replaced = hook(dtensor_grad)
+            dtensor_grad = dtensor_grad if replaced is None else replaced
+        return _local_of(dtensor_grad)

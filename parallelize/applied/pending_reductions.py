@@ -1,0 +1,150 @@
+"""Pending reductions: gradients that are one term of a sum over ranks, and when that sum is taken.
+
+Two kinds of parameters have such gradients: a replicated parameter that sees only part of the data on each rank (a norm on
+a sequence shard, a q/k norm on local heads), and a key/value head that several ranks store. What a backward pass adds is
+collected until the pass ends, summed over the ranks in one coalesced all-reduce for each group, and only then added to
+`.grad`. So `.grad` is always reduced, and gradient accumulation never sums anything twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd import Function
+
+from parallelize import _torch_private as private
+from parallelize.comm.groups import Group
+
+MAX_OPEN = 8  # backward passes inside each other (reentrant recompute); older entries are of passes that failed
+
+
+@dataclass(frozen=True, eq=False)
+class PendingReduction:
+    """What the gradient of one parameter is summed over.
+
+    Attributes:
+        order: index of the parameter in the model, the same on every rank.
+        parts: (group, dim, start, stop) of each interval that is summed over a group; `dim is None` means all of it.
+    """
+
+    order: int
+    parts: tuple[tuple[Group, int | None, int, int], ...]
+
+    def views(self, grad: torch.Tensor) -> Iterator[tuple[Group, torch.Tensor]]:
+        for group, dim, start, stop in self.parts:
+            yield group, grad if dim is None else grad.narrow(dim, start, stop - start)
+
+    def reduce_in_backward(self, local: torch.Tensor) -> torch.Tensor:
+        """`local`; its gradient is reduced during backward, which compilers can trace."""
+        return _ReduceInBackward.apply(local, self)
+
+    def __deepcopy__(self, memo: dict) -> PendingReduction:
+        return self
+
+
+class _ReduceInBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, reduction: PendingReduction) -> torch.Tensor:
+        ctx.reduction = reduction
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        grad = grad.clone()
+        for group, dim, start, stop in ctx.reduction.parts:
+            if dim is None:
+                group.all_reduce(grad)
+            else:
+                part = grad.narrow(dim, start, stop - start).contiguous()
+                group.all_reduce(part)
+                grad.narrow(dim, start, stop - start).copy_(part)
+        return grad, None
+
+
+class GradientReceiver(Protocol):
+    """Receives the reduced gradient of one parameter."""
+
+    def deliver(self, grad: torch.Tensor) -> None: ...
+
+
+@dataclass
+class _Entry:
+    receiver: GradientReceiver
+    reduction: PendingReduction
+    grad: torch.Tensor
+
+
+class PendingReductions:
+    """Unreduced gradients of one parallelized model, by backward pass."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, list[_Entry]] = {}
+        self._accumulated: dict[int, _Entry] | None = None
+
+    def __deepcopy__(self, memo: dict) -> PendingReductions:
+        return self  # entries refer to their parameters, so copies of a model can share it
+
+    def add(
+        self, receiver: GradientReceiver, reduction: PendingReduction, grad: torch.Tensor, immediately: bool
+    ) -> None:
+        """Collect what this backward pass adds to a gradient until the pass ends, or reduce it now."""
+        entry = _Entry(receiver, reduction, grad)
+        if immediately:
+            reduce_and_deliver([entry])
+        elif self._accumulated is not None:
+            first = self._accumulated.setdefault(id(receiver), entry)
+            if first is not entry:
+                first.grad.add_(grad)
+        else:
+            self._of_this_backward().append(entry)
+
+    def _of_this_backward(self) -> list[_Entry]:
+        backward = private.backward_id()
+        if backward not in self._open:
+            while len(self._open) >= MAX_OPEN:
+                del self._open[min(self._open)]
+            self._open[backward] = []
+            private.call_after_backward(lambda: reduce_and_deliver(self._open.pop(backward, [])))
+        return self._open[backward]
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Reduce once, at the end, for all backward passes inside."""
+        if self._accumulated is not None:
+            yield
+            return
+        self._accumulated = {}
+        try:
+            yield
+            entries, self._accumulated = self._accumulated, None
+            reduce_and_deliver(list(entries.values()))
+        finally:
+            self._accumulated = None
+
+
+def reduce_and_deliver(entries: list[_Entry]) -> None:
+    """Reduce all entries, with one all-reduce for each group, dtype and device, and deliver them."""
+    entries.sort(key=lambda entry: entry.reduction.order)  # the same order on every rank
+    buckets: dict[tuple, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for entry in entries:
+            for group, view in entry.reduction.views(entry.grad):
+                buckets.setdefault((group, view.dtype, view.device), []).append(view)
+        for (group, _, _), views in buckets.items():
+            _sum_over(group, views)
+        for entry in entries:
+            entry.receiver.deliver(entry.grad)
+
+
+def _sum_over(group: Group, views: list[torch.Tensor]) -> None:
+    if len(views) == 1 and views[0].is_contiguous():
+        group.all_reduce(views[0])
+        return
+    flat = torch.cat([view.reshape(-1) for view in views])
+    group.all_reduce(flat)
+    for view, part in zip(views, flat.split([view.numel() for view in views]), strict=True):
+        view.copy_(part.view(view.shape))

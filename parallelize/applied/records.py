@@ -1,0 +1,199 @@
+"""What was applied to a model: one typed record for each module, and one mark for each parameter, under the same key.
+
+Records are frozen. `mark_applied` replaces the record of a module by one with more fields set, so that a copy of a module's
+dictionary (as in `Transaction`) is a copy of what was applied to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize.applied.pending_reductions import PendingReductions
+from parallelize.comm.groups import Group
+from parallelize.errors import ModelError, Problem
+from parallelize.plan.model_facts import ModelFacts
+from parallelize.plan.resolved import ParameterRow, ResolvedPlan
+from parallelize.plan.stages import Stages
+
+KEY = "_applied"
+"""The key in a module's instance dictionary, and the attribute of a parameter. Forwards read `self._applied.planned`."""
+
+
+@dataclass(frozen=True)
+class PlanRecord:
+    """What `parallelize_module` did; on the model's root.
+
+    Attributes:
+        resolved: the plan of this rank's part of the model. model_plan: of the full model.
+        mesh, tp: the mesh of the job, and its axis `tp`. group: the process group of `tp`.
+        overlap: a tensor.overlap_sites.Overlap. region: a tensor.region.Region, under sequence parallelism.
+    """
+
+    resolved: ResolvedPlan
+    mesh: DeviceMesh
+    tp: DeviceMesh
+    group: Group
+    pending_reductions: PendingReductions
+    overlap: Any = None
+    region: Any = None
+    model_plan: ResolvedPlan | None = None
+
+    def __deepcopy__(self, memo: dict) -> PlanRecord:
+        return self
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What `cut_pipeline` did; on the model's root.
+
+    Attributes:
+        stages: of the full model. stage_ranks: the pp rank of each stage. local_stages: of this rank, in order.
+        facts: names, shapes and ties of the full model, before it was cut.
+    """
+
+    stages: Stages
+    stage_ranks: tuple[int, ...]
+    local_stages: tuple[int, ...]
+    facts: ModelFacts
+    group: Group
+    mesh: DeviceMesh
+
+    def present(self, fqn: str) -> bool:
+        """Whether a module or parameter (by any of its names) is on this rank."""
+        stage = self.stages.stage_of(fqn)
+        return stage is None or stage in self.local_stages
+
+    def __deepcopy__(self, memo: dict) -> Cut:
+        return self
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Applied:
+    """What was applied to one module. A field is None, or empty, until its step has run.
+
+    Attributes, of the root of a model:
+        recipe: the initialization that `build_on_meta` recorded.
+        cut: its pipeline stages. plan: its tensor-parallel plan.
+        context: a context.forward_state.Context. context_call: how its forward is called over `cp`.
+        data: a zero.apply.DataRecord. ties: a pipeline.ties.Ties. dropout_clock: of `install_dropout`.
+        recompute_units: its recomputed modules, where the model would make a key/value cache.
+    Attributes, of any module:
+        planned: a tensor.planned_forward.Planned: what its forward runs with.
+        attention: a context.forward_state.ContextAttention. dropout: its dropout call sites.
+        recompute_unit: a recomputation.unit.RecomputeUnit.
+        state_rows: the resolved rows of its own parameters, by key, which state dicts are converted by.
+        rebuilt_buffers: values of meta buffers that no checkpoint stores, by key.
+        defers_logits: whether it is a head whose matmul is left to the loss. written_weight: the tensor that an optimizer
+            writes to under `fully_shard`, of such a head.
+    """
+
+    recipe: Any = None
+    cut: Cut | None = None
+    plan: PlanRecord | None = None
+    context: Any = None
+    context_call: Any = None
+    data: Any = None
+    ties: Any = None
+    dropout_clock: Any = None
+    recompute_units: tuple[Any, ...] = ()
+    planned: Any = None
+    attention: Any = None
+    dropout: Any = None
+    recompute_unit: Any = None
+    state_rows: Mapping[str, ParameterRow] = field(default_factory=dict)
+    rebuilt_buffers: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
+    defers_logits: bool = False
+    written_weight: tuple[Any, ...] = ()
+
+
+_NOT_APPLIED = Applied()
+
+
+def applied(module: nn.Module) -> Applied:
+    """What was applied to this module."""
+    return module.__dict__.get(KEY, _NOT_APPLIED)
+
+
+def mark_applied(module: nn.Module, **fields: Any) -> None:
+    """Replace fields of a module's record."""
+    module.__dict__[KEY] = replace(applied(module), **fields)
+
+
+def record_of(module: nn.Module) -> PlanRecord | None:
+    """The plan that was applied to this model, or None."""
+    return applied(module).plan
+
+
+def require_record(module: nn.Module) -> PlanRecord:
+    """Raises: ModelError `not-parallelized`."""
+    record = record_of(module)
+    if record is None:
+        raise not_parallelized(module)
+    return record
+
+
+def not_parallelized(module: nn.Module) -> ModelError:
+    return ModelError(
+        Problem("not-parallelized", f"{type(module).__name__} has no plan", fix="call parallelize_module first")
+    )
+
+
+def cut_of(module: nn.Module) -> Cut | None:
+    """The pipeline stages that this model was cut into, or None."""
+    return applied(module).cut
+
+
+def part_of(model: ModelFacts) -> ModelFacts:
+    """The facts of this rank's part of the model."""
+    cut = cut_of(model.root)
+    return model if cut is None else model.restricted(cut.present, model.objects)
+
+
+def mesh_of(module: nn.Module) -> DeviceMesh | None:
+    """The largest of the meshes that this model was parallelized over, or None."""
+    root = applied(module)
+    meshes = [record.mesh for record in (root.data, root.cut, root.plan) if record is not None]
+    return max(meshes, key=lambda mesh: mesh.size(), default=None)
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+Shared = tuple[tuple[int, int, int, int], ...]
+"""(dim, start, stop, multiplicity) of the local intervals that other tp ranks store too."""
+
+
+class StageMark(NamedTuple):
+    """`group`: of the pipeline. `counted`: False for a copy of a tied parameter that another stage counts."""
+
+    group: Group
+    counted: bool = True
+
+
+class ParameterMark(NamedTuple):
+    """What was applied to one parameter.
+
+    own: `parallelize_module` made it, so that nothing reads its gradient before backward has ended.
+    shared: the local intervals that other tp ranks store too.
+    stage: its pipeline, or None.
+    """
+
+    own: bool = False
+    shared: Shared = ()
+    stage: StageMark | None = None
+
+
+_NO_MARK = ParameterMark()
+
+
+def mark_of(parameter: Any) -> ParameterMark:
+    return getattr(parameter, KEY, _NO_MARK)
+
+
+def mark_parameter(parameter: Any, **fields: Any) -> None:
+    setattr(parameter, KEY, mark_of(parameter)._replace(**fields))

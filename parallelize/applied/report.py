@@ -1,0 +1,137 @@
+"""What was applied to a model, as tables of text in which equal layers are one row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+from parallelize.applied.records import require_record
+from parallelize.layout import Layout
+from parallelize.plan.pattern import generic
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.styles.contract import Conversion
+
+
+def describe_plan(module: nn.Module) -> str:
+    """Two tables as text: the style, shapes and layout over `tp` of every parameter; and the communication of a step.
+
+    Equal layers are one row. Nothing is sent.
+
+    Args:
+        module: a model that `parallelize_module` returned.
+
+    Raises: ModelError `not-parallelized`.
+    """
+    record = require_record(module)
+    resolved, rank, tp_size = record.resolved, record.group.rank, record.group.size
+    counts: dict[tuple[str, ...], int] = {}
+    full_total = local_total = 0
+    for row in resolved.parameters.values():
+        full, local = row.layout.shape, row.layout.local_shape(rank)
+        name = " = ".join(generic(name) for name in row.fact.names)
+        cells = (name, str(row.rule.style), _shape(full), _shape(local), layout_text(row.layout, row.partial))
+        counts[cells] = counts.get(cells, 0) + 1
+        full_total += math.prod(full)
+        local_total += math.prod(local)
+    rows = [(f"{cells[0]} (x{count})" if count > 1 else cells[0], *cells[1:]) for cells, count in counts.items()]
+    plan = resolved.plan
+    modes = [name for name in ("sequence_parallel", "loss_parallel", "fuse_loss") if getattr(plan, name)]
+    percent = 100 * local_total / max(full_total, 1)
+    return "\n".join(
+        [
+            f"plan {plan.name}: tp={tp_size}" + "".join(f", {mode}" for mode in modes),
+            *table(("parameter", "style", "full", "this rank", "over tp"), rows),
+            f"{local_total:,} of {full_total:,} parameters on this rank ({percent:.1f}%; 1/tp is {100 / tp_size:.1f}%)",
+            *(_communication(resolved) if tp_size > 1 else []),
+        ]
+    )
+
+
+def _communication(resolved: ResolvedPlan) -> list[str]:
+    """The collectives of a step: one line for each kind of boundary conversion, with its forward and its backward."""
+    names_of: dict[Conversion, list[str]] = {}
+    for row in resolved.modules.values():
+        for conversion in (row.contract.enter, row.contract.leave):
+            if conversion.forward or conversion.backward:
+                names = names_of.setdefault(conversion, [])
+                if generic(row.fqn) not in names:
+                    names.append(generic(row.fqn))
+    if resolved.region is not None:
+        names_of[Conversion.ENTER_REGION] = [f"input of {resolved.region.enter}"]
+        names_of[Conversion.LEAVE_REGION] = [f"output of {resolved.region.leave}"]
+    rows: list[tuple[str, ...]] = [
+        (conversion.forward or "-", conversion.backward or "-", ", ".join(names))
+        for conversion, names in names_of.items()
+    ]
+    pending = sum(row.partial for row in resolved.parameters.values())
+    if pending:
+        rows.append(("-", "all_reduce", f"gradients of {pending} replicated parameters, together"))
+    return ["", *table(("forward", "backward", "where"), rows)]
+
+
+def layout_text(layout: Layout, partial: bool) -> str:
+    """The layout of a parameter over tp, in words."""
+    if layout.dim is None:
+        return "replicated, gradient summed" if partial else "replicated"
+    text = f"dim {layout.dim}"
+    num_chunks = max(len(owned) for owned in layout.owned)
+    if num_chunks > 1:
+        text += f", {num_chunks} chunks"
+    if any(layout.shared(rank) for rank in range(layout.num_ranks)):
+        text += ", some stored by several ranks"
+    return text
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table: header, rule and rows, in aligned columns."""
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]
+    ]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def overlap_report(module: nn.Module) -> str:
+    """A table of the call sites where collectives overlap with matmuls: the request, calls, overlapped calls, and reason.
+
+    Args:
+        module: a model that `parallelize_module` returned.
+
+    Raises: ModelError `not-parallelized`.
+    """
+    call_sites = require_record(module).overlap.call_sites
+    if not call_sites:
+        return "no overlap: apply the plan with overlap=auto or chunked on more than one rank"
+    totals: dict[tuple[str, ...], list[int]] = {}
+    for call_site in call_sites:
+        planned = call_site.planned
+        total = totals.setdefault((generic(planned.fqn), planned.op, planned.requested, call_site.reason), [0, 0, 0])
+        total[:] = total[0] + 1, total[1] + call_site.calls, total[2] + call_site.overlapped
+    rows: list[tuple[str, ...]] = [
+        (f"{name} (x{count})" if count > 1 else name, op, requested, f"{overlapped} of {calls}", reason)
+        for (name, op, requested, reason), (count, calls, overlapped) in totals.items()
+    ]
+    return "\n".join(table(("where", "op", "asked", "overlapped", "last choice"), rows))
+
+
+def overlap_counts(module: nn.Module, reset: bool = False) -> dict[str, tuple[int, int]]:
+    """Module name -> (forwards, those that overlapped), for every call site of `overlap_report`.
+
+    Args:
+        module: a model that `parallelize_module` returned.
+        reset: start again at zero. Without it, counts go on from the previous reset, or from `parallelize_module`.
+
+    Raises: ModelError `not-parallelized`.
+    """
+    counts = {}
+    for call_site in require_record(module).overlap.call_sites:
+        counts[call_site.planned.fqn] = call_site.calls, call_site.overlapped
+        if reset:
+            call_site.calls = call_site.overlapped = 0
+    return counts

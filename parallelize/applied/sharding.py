@@ -1,0 +1,300 @@
+"""Full parameters to DTensors and back, as the layout says.
+
+A layout that `Shard(dim)` cannot express (packed projections, key/value heads that several ranks store) is stored as an even
+`Shard` of permuted elements. Shards are padded at the end where ranks store different numbers of them. `full_parameter` and
+the state dict return the original order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from parallelize import _torch_private as private
+from parallelize.applied.records import PlanRecord, Shared, applied, mark_parameter, not_parallelized, record_of
+from parallelize.comm.groups import Group
+from parallelize.layout import Layout, SlicePair, chunked, even_interval, replicated
+from parallelize.ops.collectives import gather_dim, pad_to
+from parallelize.plan.resolved import ParameterRow, ResolvedPlan
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """How one parameter is sharded: the global ranks, the full shape, and the slices that each rank stores.
+
+    `ranks[i]` stores `layout.slices(i)`. Checkpoints write the same pairs.
+    """
+
+    fqn: str
+    ranks: tuple[int, ...]
+    layout: Layout
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        return self.layout.shape
+
+    def slices(self, rank: int) -> tuple[SlicePair, ...]:
+        """The (local, full) pairs of slices of a global rank."""
+        return self.layout.slices(self.ranks.index(rank))
+
+    def multiplicity(self, pair: SlicePair) -> int:
+        """How many ranks store these elements."""
+        return sum(any(pair.full == other.full for other in self.slices(rank)) for rank in self.ranks)
+
+
+def shared_of_parameters(module: nn.Module) -> dict[int, Shared]:
+    """id of a parameter -> (dim, start, stop, multiplicity) of the local intervals that other tp ranks store too.
+
+    It is read from the slots of the planned modules, so that it is right under wrappers and for ZeRO's own parameters too.
+    """
+    shared = {}
+    for owner in module.modules():
+        planned = applied(owner).planned
+        for slot in planned.slots if planned is not None else ():
+            if slot.shared:
+                shared[id(owner._parameters[slot.key])] = slot.shared
+    return shared
+
+
+def shared_of(layout: Layout, rank: int) -> Shared:
+    return tuple((layout.dim or 0, start, stop, len(ranks)) for start, stop, ranks in layout.shared(rank))
+
+
+def shard_info(module: nn.Module) -> dict[str, ShardInfo]:
+    """Parameter name -> how it is sharded over `tp`, for every DTensor parameter. Nothing is sent.
+
+    Args:
+        module: a model that `parallelize_module` returned.
+
+    Raises: ModelError `not-parallelized`.
+    """
+    return {
+        name: ShardInfo(name, group.ranks, layout)
+        for layout, group, names in _planned_parameters(module)
+        for name in names
+    }
+
+
+def _planned_parameters(module: nn.Module) -> Iterator[tuple[Layout, Group, tuple[str, ...]]]:
+    """(layout, group, names) of each parameter, from the plan or, after a dict of styles, from its placements."""
+    record = record_of(module)
+    if record is not None:
+        yield from ((row.layout, record.group, row.fact.names) for row in record.resolved.parameters.values())
+        return
+    names: dict[int, list[str]] = {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        if isinstance(parameter, DTensor):
+            names.setdefault(id(parameter), []).append(name)
+    if not names:
+        raise not_parallelized(module)
+    groups: dict[Any, Group] = {}
+    for aliases in names.values():
+        dtensor: Any = parameters[aliases[0]]
+        mesh = dtensor.device_mesh
+        group = groups.setdefault(mesh, Group(mesh.get_group("tp" if mesh.ndim > 1 else 0)))
+        dim = private.shard_dim(dtensor.placements[-1])
+        shape = tuple(dtensor.shape)
+        layout = replicated(shape, group.size) if dim is None else chunked(shape, dim, group.size)
+        yield layout, group, tuple(aliases)
+
+
+def full_parameter(module: nn.Module, fqn: str, value: Any = None) -> torch.Tensor:
+    """A parameter in its original order and shape, on every rank of `tp`. A collective: call it on all of them.
+
+    Args:
+        module: a model that `parallelize_module` returned.
+        fqn: the name of the parameter.
+        value: a DTensor stored like the parameter (its gradient, an optimizer state) to unshard instead.
+
+    Returns: a full tensor on the parameter's device. A parameter that is no DTensor is returned itself.
+    Raises: ModelError `not-parallelized`, AttributeError for a name that the model does not have.
+    Cost: one all-gather over `tp` of the parameter's bytes, and one over each axis that ZeRO shards it over.
+    """
+    stored = module.get_parameter(fqn) if value is None else value
+    if not isinstance(stored, DTensor):
+        return stored
+    layout, group = next((layout, group) for layout, group, names in _planned_parameters(module) if fqn in names)
+    return unshard(stored, layout, group)
+
+
+def full_state_dict(module: nn.Module, *, every_rank: bool = False) -> dict[str, torch.Tensor]:
+    """The full state dict on the CPU, in the original order: what the unsharded model's `load_state_dict` takes.
+
+    A collective: call it on every rank. Tensors are unsharded one at a time; tied parameters stay one tensor.
+
+    Args:
+        module: parallelized or not.
+        every_rank: return it on every rank; otherwise on rank 0, and an empty dict on the others.
+
+    Cost: an all-gather of every sharded tensor's bytes, on every rank, over the axes that shard it.
+    """
+    returned_here = every_rank or dist.get_rank() == 0
+    full_by_id: dict[int, torch.Tensor] = {}
+    full_state = {}
+    state = module.state_dict()
+    for name, value in state.items():
+        if id(value) not in full_by_id:
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            full_by_id[id(value)] = full.detach().cpu() if returned_here else full.new_empty(0)
+        if returned_here:
+            full_state[name] = full_by_id[id(value)]
+    return full_state
+
+
+def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameter name -> its full gradient on every rank, for every parameter that has one. Tied parameters have one name.
+
+    Args:
+        module: a model that `parallelize_module` returned, or any other.
+
+    Cost: one all-gather over `tp` of every sharded gradient's bytes, and one over each axis that ZeRO shards it over. Call
+        it on every rank.
+    """
+    gradients = {}
+    record = record_of(module)
+    any_sharded = record is not None or any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    rows = _planned_parameters(module) if any_sharded else ()
+    planned = {names[0]: (layout, group) for layout, group, names in rows}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = _full_gradient(parameter, planned.get(name))
+    return gradients
+
+
+def _full_gradient(parameter: Any, planned: tuple[Layout, Group] | None) -> torch.Tensor:
+    grad = parameter.grad
+    if not isinstance(grad, DTensor):
+        return grad.clone()
+    # the gradient of a parameter without a layout is a DTensor if ZeRO has sharded it
+    return grad.full_tensor() if planned is None or not isinstance(parameter, DTensor) else unshard(grad, *planned)
+
+
+class Sharder:
+    """Replaces full parameters by DTensors, one at a time.
+
+    Args:
+        tp, group: the axis `tp` of the mesh, and its process group.
+        source: the rank of the group whose values are broadcast; None: each rank shards its own.
+        dtype, device: of the stored parameters; None: as they are.
+    """
+
+    def __init__(
+        self,
+        tp: DeviceMesh,
+        group: Group,
+        source: int | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ):
+        self.tp, self.group, self.source, self.dtype, self.device = tp, group, source, dtype, device
+
+    def shard(self, module: nn.Module, resolved: ResolvedPlan) -> None:
+        for row in resolved.parameters.values():
+            new = self.parameter(module.get_parameter(row.fqn), row.layout)
+            for name in row.fact.names:
+                owner, _, key = name.rpartition(".")
+                module.get_submodule(owner)._parameters[key] = new
+
+    def parameter(self, full: nn.Parameter, layout: Layout) -> nn.Parameter:
+        """The DTensor parameter for a full one, with the same flags and attributes."""
+        dtype = self.dtype if self.dtype is not None and full.is_floating_point() else full.dtype
+        device = full.device if full.is_meta or self.device is None else torch.device(self.device)
+        data = full.detach()
+        if not full.is_meta and self.source is not None and self.group.size > 1:
+            data = data.to(self.tp.device_type).clone(memory_format=torch.contiguous_format)
+            self.group.broadcast(data, self.source)
+        local = store(data, layout, self.group.rank).to(device=device, dtype=dtype)
+        new = nn.Parameter(as_dtensor(local, layout, self.tp), requires_grad=full.requires_grad)
+        new.__dict__.update(full.__dict__)
+        mark_parameter(new, own=True, shared=shared_of(layout, self.group.rank))
+        return new
+
+
+def as_dtensor(stored: torch.Tensor, layout: Layout, tp: DeviceMesh) -> DTensor:
+    """A DTensor around a stored shard."""
+    placement = Replicate() if layout.dim is None else Shard(layout.dim)
+    return from_local(stored, layout.stored_shape, placement, tp)
+
+
+def from_local(local: torch.Tensor, shape: tuple[int, ...], placement: Any, tp: DeviceMesh) -> DTensor:
+    """A DTensor of a known full shape, which cannot be derived from uneven shards."""
+    stride, strides = 1, []
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return DTensor.from_local(
+        local, tp, [placement], run_check=False, shape=torch.Size(shape), stride=tuple(reversed(strides))
+    )
+
+
+def store(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """A rank's shard of a full tensor as it is stored: its slices in order, padded where the layout is not canonical."""
+    if layout.dim is None:
+        return full.clone(memory_format=torch.contiguous_format)
+    parts = [full[pair.full] for pair in layout.slices(rank)]
+    if not parts:
+        parts = [full.narrow(layout.dim, 0, 0)]
+    local = torch.cat(parts, layout.dim).clone(memory_format=torch.contiguous_format)
+    if layout.is_canonical or local.shape[layout.dim] == layout.stored_local_size:
+        return local
+    return pad_to(local, layout.dim, layout.stored_local_size)
+
+
+def unshard(stored: Any, layout: Layout, group: Group) -> torch.Tensor:
+    """The full tensor in its original order, on every rank. A collective over tp (and over the axes of ZeRO)."""
+    local = _without_data_axes(stored, group)
+    if layout.dim is None:
+        return local.clone()
+    if group.size == 1:
+        shards = [local]
+    else:
+        largest = layout.stored_local_size  # of a canonical layout too: all_gather takes equal shapes
+        padded = local if local.shape[layout.dim] == largest else pad_to(local, layout.dim, largest)
+        shards = list(group.all_gather(padded.contiguous()))
+    full = local.new_empty(layout.shape)
+    for rank, shard in enumerate(shards):
+        for pair in layout.slices(rank):
+            full[pair.full] = shard[pair.local]
+    return full
+
+
+def _without_data_axes(stored: DTensor, group: Group) -> torch.Tensor:
+    """The tp shard of a DTensor that ZeRO may have sharded further over data axes."""
+    local = private.local_of(stored).detach()
+    mesh, names = stored.device_mesh, stored.device_mesh.mesh_dim_names or ()
+    for axis, placement in reversed(list(enumerate(stored.placements))):
+        dim = private.shard_dim(placement)
+        if mesh.ndim > 1 and names[axis] != "tp" and dim is not None:
+            others = [other for index, other in enumerate(stored.placements) if index != axis]
+            size = stored.shape[dim]
+            if dim in map(private.shard_dim, others):  # tp shards the same dim, as `torch.chunk` does
+                start, stop = even_interval(size, group.size, group.rank)
+                size = stop - start
+            data = Group(mesh.get_group(axis))
+            local = gather_dim(pad_to(local, dim, -(-size // data.size)).contiguous(), data, dim, size)
+    return local
+
+
+def reshard_like(full: torch.Tensor, layout: Layout, group: Group, parameter: Any) -> DTensor:
+    """A full tensor as a DTensor that is stored like `parameter`, also where ZeRO shards it. No communication."""
+    local = store(full.to(device=parameter.device), layout, group.rank)
+    mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
+    for axis, placement in enumerate(parameter.placements):
+        dim = private.shard_dim(placement)
+        if mesh.ndim > 1 and names[axis] != "tp" and dim is not None:
+            start, stop = even_interval(local.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            local = local.narrow(dim, start, stop - start).contiguous()
+    return private.wrap(local, private.with_dtype(private.spec_of(parameter), local))
+
+
+def rows_by_name(record: PlanRecord) -> dict[str, ParameterRow]:
+    """Every name of every parameter -> its row of the resolved plan."""
+    return {name: row for row in record.resolved.parameters.values() for name in row.fact.names}

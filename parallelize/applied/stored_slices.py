@@ -1,0 +1,162 @@
+"""The elements of a parameter that this rank stores: slices of its local tensor, paired with slices of the full tensor.
+
+Tensor parallelism shards first, as the plan's layout says: chunks, permuted and padded. Data axes shard the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallelize import _torch_private as private
+from parallelize.applied.records import record_of
+from parallelize.applied.sharding import rows_by_name
+from parallelize.layout import Layout, SlicePair, even_interval, replicated
+
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A parameter or buffer as this rank stores it.
+
+    Attributes:
+        fqn, names: its first name, and all of its names.
+        local: the local tensor.
+        shape: of the full tensor.
+        slices: the (local, full) pairs of slices that this rank stores.
+        axes: the mesh axes along which ranks store different elements. Along all others they store the same.
+        is_first_holder: for each pair of `slices`, whether this rank is the first of those along `axes` that store these
+            elements (several ranks may store a key/value head).
+    """
+
+    fqn: str
+    names: tuple[str, ...]
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    slices: tuple[SlicePair, ...]
+    axes: frozenset[str] = frozenset()
+    is_first_holder: tuple[bool, ...] = (True,)
+
+
+def stored_parameters(module: nn.Module) -> list[StoredTensor]:
+    """Every parameter once, in the order of the model."""
+    stored_slices = StoredSlices(module)
+    return [stored_slices.of(names, parameter) for names, parameter in named_once(module)]
+
+
+def named_once(module: nn.Module) -> list[tuple[tuple[str, ...], Any]]:
+    """(all its names, parameter) of every parameter, in the order of the model."""
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, Any] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    return [(tuple(aliases), parameters[key]) for key, aliases in names.items()]
+
+
+class StoredSlices:
+    """The stored slices of a model's parameters, and of tensors stored like them: float32 copies, optimizer states."""
+
+    def __init__(self, module: nn.Module):
+        self.record = record_of(module)
+        self.rows = rows_by_name(self.record) if self.record is not None else {}
+
+    def of(self, names: tuple[str, ...], parameter: Any) -> StoredTensor:
+        """`parameter`: the model's parameter of these names, or a tensor that is stored like it."""
+        row = self.rows.get(names[0])
+        if not isinstance(parameter, DTensor):
+            shape = tuple(parameter.shape)
+            return StoredTensor(names[0], names, parameter.detach(), shape, replicated(shape, 1).slices(0))
+        if row is None or self.record is None:
+            return _by_placements(names, parameter)
+        return _by_layout(names, parameter, row.layout, self.record.group.rank)
+
+
+def _by_layout(names: tuple[str, ...], parameter: DTensor, layout: Layout, tp_rank: int) -> StoredTensor:
+    stored_shape = list(layout.stored_shape) if not layout.is_canonical else list(layout.local_shape(tp_rank))
+    if layout.dim is not None and not layout.is_canonical:
+        stored_shape[layout.dim] = layout.stored_local_size
+    mesh = parameter.device_mesh
+    tp = (mesh.mesh_dim_names or ("tp",))[0] if mesh.ndim == 1 else "tp"  # the axis of a 1-D mesh may have any name
+    axes = _sharding_axes(parameter) - {tp} | ({tp} if layout.dim is not None else set())
+    window = _local_window(parameter, [(0, size) for size in stored_shape], skip="tp")
+    slices, is_first_holder = [], []
+    for pair, is_first in zip(layout.slices(tp_rank), _is_first_holder(layout, tp_rank), strict=True):
+        inside = _intersection(pair, window)
+        if inside is not None:
+            slices.append(inside)
+            is_first_holder.append(is_first)
+    local = private.local_of(parameter).detach()
+    return StoredTensor(names[0], names, local, layout.shape, tuple(slices), frozenset(axes), tuple(is_first_holder))
+
+
+def _is_first_holder(layout: Layout, tp_rank: int) -> list[bool]:
+    if layout.dim is None:
+        return [True]
+    return [layout.holders(interval)[0] == tp_rank for interval in layout.owned[tp_rank]]
+
+
+def _by_placements(names: tuple[str, ...], parameter: DTensor) -> StoredTensor:
+    """A DTensor that no plan made, such as one of `fully_shard`."""
+    shape = tuple(parameter.shape)
+    window = _local_window(parameter, [(0, size) for size in shape], skip=None)
+    pairs: tuple[SlicePair, ...] = ()
+    if all(stop > start for start, stop in window):
+        local_slices = tuple(slice(0, stop - start) for start, stop in window)
+        pairs = (SlicePair(local_slices, tuple(slice(start, stop) for start, stop in window)),)
+    local, axes = private.local_of(parameter).detach(), frozenset(_sharding_axes(parameter))
+    return StoredTensor(names[0], names, local, shape, pairs, axes, (True,) * len(pairs))
+
+
+def _sharding_axes(parameter: DTensor) -> set[str]:
+    """The mesh axes that shard a DTensor."""
+    axes = parameter.device_mesh.mesh_dim_names or ("tp",) * parameter.device_mesh.ndim
+    placements = zip(axes, parameter.placements, strict=True)
+    return {axis for axis, placement in placements if private.shard_dim(placement) is not None}
+
+
+def _local_window(parameter: DTensor, window: list[Interval], skip: str | None) -> list[Interval]:
+    """What is left of these intervals, one for each dim, after the mesh axes other than `skip` have sharded them.
+
+    A strided placement (of `fully_shard` over tp) shards last.
+    """
+    mesh, placements = parameter.device_mesh, list(enumerate(parameter.placements))
+    names = mesh.mesh_dim_names or ()
+    placements.sort(key=lambda item: hasattr(item[1], "split_factor"))
+    for axis, placement in placements:
+        dim = private.shard_dim(placement)
+        skipped = skip is not None and (mesh.ndim == 1 or names[axis] == skip)
+        if dim is not None and not skipped:
+            first, last = window[dim]
+            start, stop = even_interval(last - first, mesh.size(axis), mesh.get_local_rank(axis))
+            window[dim] = (first + start, first + stop)
+    return window
+
+
+def _intersection(pair: SlicePair, window: list[Interval]) -> SlicePair | None:
+    """The part of a pair inside a window of the stored shard, relative to the window; None where that is empty."""
+    local, full = [], []
+    for local_slice, full_slice, (first, last) in zip(pair.local, pair.full, window, strict=True):
+        start = max(local_slice.start, first)
+        stop = max(min(local_slice.stop, last), start)
+        local.append(slice(start - first, stop - first))
+        offset = full_slice.start - local_slice.start
+        full.append(slice(offset + start, offset + stop))
+    if any(part.stop == part.start for part in local):
+        return None
+    return SlicePair(tuple(local), tuple(full))
+
+
+def data_rank(mesh: Any, axes: tuple[str, ...]) -> tuple[int, int]:
+    """(rank, size) of this process over the product of those of these axes that the mesh has."""
+    rank, size = 0, 1
+    for axis in axes:
+        if axis in (mesh.mesh_dim_names or ()):
+            axis_size = mesh.size(mesh.mesh_dim_names.index(axis))
+            rank, size = rank * axis_size + mesh.get_local_rank(axis), size * axis_size
+    return rank, size

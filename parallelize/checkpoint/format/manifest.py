@@ -1,0 +1,175 @@
+"""The manifest of a checkpoint: its files, the slices of tensors that they contain, and all state that is not tensors.
+
+    {"digest": "<digest of the value of manifest>", "manifest":
+    {"format": ..., "version": 1, "step": ..., "about": ..., "files": ..., "tensors": ..., "state": ...}}
+
+A folder is a checkpoint if and only if it has a valid manifest. Does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from parallelize.checkpoint.format.boxes import Box, contains, full_box, overlapping, volume
+from parallelize.checkpoint.format.digests import DIGEST_BYTES, digest_of
+from parallelize.checkpoint.format.dtypes import SIZES
+from parallelize.checkpoint.format.header import FileInfo
+from parallelize.checkpoint.format.paths import check_name, read_small
+from parallelize.checkpoint.format.strict_json import read_json, write_json
+from parallelize.errors import CheckpointError, Problem
+
+NAME = "manifest.json"
+FORMAT, VERSION = "parallelize-checkpoint", 1
+_OPENING = b'{"digest":"'
+_BETWEEN = b'","manifest":\n'
+
+
+@dataclass(frozen=True)
+class SavedSlice:
+    """A box of a tensor, and the file and entry in which it is saved."""
+
+    file: str
+    key: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name, dtype, shape: of the full tensor.
+        slices: boxes that cover it, each element once.
+        about: its other names, compute dtype and packed chunks, where known.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    slices: tuple[SavedSlice, ...]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return volume(full_box(self.shape)) * SIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a manifest.
+
+    Attributes:
+        step: of training.
+        about: mesh, plan, versions and model of the run.
+        files, tensors: by name.
+        state: all state except tensors of the model and the optimizer, encoded by `json_encoder`.
+        digest: of the manifest; empty for one that was not read from a file.
+    """
+
+    step: int
+    about: dict[str, Any]
+    files: dict[str, FileInfo]
+    tensors: dict[str, SavedTensor]
+    state: dict[str, Any]
+    digest: str = ""
+
+    def to_bytes(self) -> bytes:
+        numbers = {name: number for number, name in enumerate(self.files)}
+        body = write_json(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "step": self.step,
+                "about": self.about,
+                "files": {info.name: [info.num_bytes, info.header] for info in self.files.values()},
+                "tensors": {
+                    saved.name: [
+                        saved.dtype,
+                        list(saved.shape),
+                        [[numbers[part.file], part.key, *map(list, part.box)] for part in saved.slices],
+                        saved.about,
+                    ]
+                    for saved in self.tensors.values()
+                },
+                "state": self.state,
+            }
+        )
+        return _OPENING + digest_of(body).encode() + _BETWEEN + body + b"}\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises: CheckpointError `not-a-checkpoint`, `corrupt-manifest`, `newer-format`, `bad-manifest`, and of `read_small`."""
+    try:
+        text = read_small(folder, NAME, 4 << 30)
+    except CheckpointError as error:
+        if error.slugs != ("missing-file",):
+            raise
+        what = "has no manifest, so it is not a checkpoint, or the save was not completed"
+        raise CheckpointError(Problem("not-a-checkpoint", what, str(folder), fix="name the folder of a step")) from None
+    where = str(folder / NAME)
+    start = len(_OPENING) + 2 * DIGEST_BYTES
+    expected, body = text[len(_OPENING) : start], text[start + len(_BETWEEN) : -2]
+    is_framed = text.startswith(_OPENING) and text[start:].startswith(_BETWEEN) and text.endswith(b"}\n")
+    if not is_framed or digest_of(body).encode() != expected:
+        rows = (("expected", repr(expected)), ("found", digest_of(body)))
+        fix = "restore the file from a copy, or load another step"
+        raise CheckpointError(Problem("corrupt-manifest", "does not match its digest", where, rows, fix))
+    fields = read_json(body, where)
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise CheckpointError(Problem("not-a-checkpoint", f"is not of the format {FORMAT}", where))
+    if fields.get("version") != VERSION:
+        what = f"has version {fields.get('version')!r} of the format, and this package reads version {VERSION}"
+        raise CheckpointError(Problem("newer-format", what, where, fix="use a newer version of parallelize"))
+    try:
+        return _manifest(fields, expected.decode(), where)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        what = f"has invalid content: {type(error).__name__} {error}"
+        raise CheckpointError(Problem("bad-manifest", what[:200], where)) from None
+
+
+def _manifest(fields: dict[str, Any], digest: str, where: str) -> Manifest:
+    """Parse the fields and check their types. `check_tensors` checks the slices."""
+    files = {
+        name: FileInfo(check_name(name, where), _size(size), str(header))
+        for name, (size, header) in fields["files"].items()
+    }
+    names = list(files)
+    tensors = {}
+    for name, (dtype, shape, rows, about) in fields["tensors"].items():
+        slices = tuple(
+            SavedSlice(names[_size(number)], str(key), tuple((_size(a), _size(b)) for a, b in box))
+            for number, key, *box in rows
+        )
+        if dtype not in SIZES or not isinstance(about, dict):
+            raise ValueError(f"tensor {name[:80]}")
+        tensors[name] = SavedTensor(name, dtype, tuple(map(_size, shape)), slices, about)
+    check_tensors(tensors.values(), where)
+    about, state = fields["about"], fields["state"]
+    if not isinstance(about, dict) or not isinstance(state, dict):
+        raise ValueError("about or state")
+    return Manifest(_size(fields["step"]), about, files, tensors, state, digest)
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{str(value)[:40]} is not a size")
+    return value
+
+
+def check_tensors(tensors: Iterable[SavedTensor], where: str) -> None:
+    """Check that every element of every tensor is in exactly one slice. Raises: CheckpointError `not-covered`."""
+    problems = []
+    for saved in tensors:
+        boxes = [part.box for part in saved.slices]
+        covered, size = sum(map(volume, boxes)), volume(full_box(saved.shape))
+        inside = all(contains(saved.shape, box) for box in boxes)
+        overlap = overlapping([box for box in boxes if volume(box)]) if inside and len(boxes) > 1 else None
+        if not inside or covered != size or overlap:
+            what = f"{saved.name} of {list(saved.shape)}: slices of {covered} elements for {size}"
+            what += f"; {overlap[0]} and {overlap[1]} overlap" if overlap else ""
+            problems.append(Problem("not-covered", what, where))
+    if problems:
+        raise CheckpointError(*problems[:20])

@@ -1,0 +1,1 @@
+"""Hugging Face folders: loading them into a sharded model, and writing them from one."""

@@ -1,0 +1,56 @@
+"""The files of a Hugging Face folder that are not weights: configs, and files copied from another folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.applied.local_config import full_config
+from parallelize.applied.stock_class import class_of
+from parallelize.checkpoint.format import disk
+from parallelize.errors import CheckpointError, Problem
+
+_WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
+_WRITTEN = ("config.json", "generation_config.json")
+
+
+def write_extras(module: nn.Module, folder: Path, dtype: torch.dtype | None, carry: str | os.PathLike | None) -> None:
+    """Write config.json and generation_config.json of a `transformers` model, and copy the files of `carry` that are not
+    weights.
+
+    Args:
+        module: whose config is written.
+        folder: to write into.
+        dtype: of the weights, for config.json.
+        carry: a folder.
+    """
+    config: Any = full_config(getattr(module, "config", None))
+    if hasattr(config, "save_pretrained"):
+        saved = {name: getattr(config, name, None) for name in ("architectures", "dtype")}
+        try:
+            config.architectures = [class_of(module).__name__]
+            if dtype is not None:
+                config.dtype = str(dtype).removeprefix("torch.")
+            config.save_pretrained(folder)
+        finally:
+            for name, value in saved.items():
+                setattr(config, name, value)
+        generation: Any = getattr(module, "generation_config", None)
+        if generation is not None and module.can_generate():  # type: ignore[operator]
+            generation.save_pretrained(folder)
+    if carry is not None:
+        carry_files(Path(carry), folder)
+
+
+def carry_files(source: Path, folder: Path) -> None:
+    """Copy the files that are not weights and do not exist in `folder`. Raises: CheckpointError `missing-file`."""
+    if not source.is_dir():
+        raise CheckpointError(Problem("missing-file", "the folder to copy files from does not exist", str(source)))
+    for path in sorted(source.iterdir()):
+        is_extra = path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHTS)
+        if is_extra and path.name not in _WRITTEN and not (folder / path.name).exists():
+            disk.write_file(folder / path.name, path.read_bytes())

@@ -1,0 +1,203 @@
+"""A folder (or one file) in Hugging Face's layout. Headers and index are checked before any tensor is read.
+
+config.json
+model.safetensors, or model.safetensors.index.json with model-00001-of-00003.safetensors, ...
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallelize.checkpoint.format.boxes import Box, full_box, slices_of
+from parallelize.checkpoint.format.host_memory import code_of, empty, torch_dtype
+from parallelize.checkpoint.format.paths import check_name, open_file, read_small
+from parallelize.checkpoint.format.reader import Buffers, TensorFile
+from parallelize.checkpoint.format.strict_json import read_json
+from parallelize.checkpoint.hub.file_shards import INDEX, SINGLE
+from parallelize.errors import CheckpointError, Problem, short_list
+
+T = torch.Tensor
+_FIX = "the files do not belong together: copy or download them again"
+
+
+class HubFolder:
+    """The tensors of a checkpoint in Hugging Face's layout. Close it, or use `with`.
+
+    Attributes:
+        folder: of the files.
+        tensors: name -> (dtype, shape).
+        config: the content of config.json; empty without one.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, allow_pickle: bool = False):
+        """
+        Args:
+            path: a folder, or one .safetensors file.
+            allow_pickle: read `pytorch_model.bin` if there are no safetensors files. Reading a pickle can run code. PyTorch's
+                restricted reader (`weights_only=True`) is used, which refuses most of it.
+
+        Raises: CheckpointError `no-weights`, `pickle-only`, `quantized`, `bad-index`, `missing-file`, `unsafe-path`, and of
+            `TensorFile`.
+        """
+        path = Path(path)
+        self.folder, name = (path.parent, path.name) if path.is_file() else (path, "")
+        self._files: dict[str, Any] = {}
+        self._buffers = Buffers()
+        self._file_of: dict[str, Any] = {}
+        self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.config = self._config() if not name else {}
+        try:
+            self._open(name, allow_pickle)
+        except BaseException:
+            self.close()
+            raise
+
+    def _config(self) -> dict[str, Any]:
+        if not (self.folder / "config.json").is_file():
+            return {}
+        config = read_json(
+            read_small(self.folder, "config.json", 16 << 20), str(self.folder / "config.json"), finite=False
+        )
+        if not isinstance(config, dict):
+            raise CheckpointError(Problem("bad-json", "is not a JSON object", str(self.folder / "config.json")))
+        if config.get("quantization_config"):
+            fix = "load it with transformers, or use weights that are not quantized"
+            raise CheckpointError(Problem("quantized", "the weights are quantized", str(self.folder), fix=fix))
+        return config
+
+    def _open(self, name: str, allow_pickle: bool) -> None:
+        if name:
+            self._add(name, TensorFile(self.folder, name, None, self._buffers))
+        elif os.path.lexists(self.folder / SINGLE):  # preferred to an index, as in transformers
+            self._add(SINGLE, TensorFile(self.folder, SINGLE, None, self._buffers))
+        elif (self.folder / INDEX).is_file():
+            self._open_indexed()
+        else:
+            self._open_others(allow_pickle)
+
+    def _open_indexed(self) -> None:
+        """Open the files of the index, which must list exactly the tensors of the files."""
+        where = str(self.folder / INDEX)
+        index = read_json(read_small(self.folder, INDEX), where)
+        listed = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(listed, dict) or not listed:
+            raise CheckpointError(Problem("bad-index", "has no weight_map from tensors to files", where))
+        names = {check_name(file, where) for file in listed.values()}
+        for file in sorted(names):
+            self._add(file, TensorFile(self.folder, file, None, self._buffers))
+        problems = []
+        for tensor, file in listed.items():
+            if tensor not in self._files[file].header.entries:
+                others = [name for name, other in self._files.items() if tensor in other.header.entries]
+                what = f"lists {tensor} in {file}, which does not contain it"
+                what += f" ({others[0]} does)" if others else ""
+                problems.append(Problem("bad-index", what, where, fix=_FIX))
+        unlisted = [name for name in self.tensors if name not in listed]
+        if unlisted:
+            what = f"does not list {short_list(unlisted, 4)}, which {self._file_of[unlisted[0]].path.name} contains"
+            problems.append(Problem("bad-index", what, where, fix=_FIX))
+        if problems:
+            raise CheckpointError(*problems[:20])
+
+    def _open_others(self, allow_pickle: bool) -> None:
+        """Without an index: all safetensors files, or else the pickles."""
+        existing = sorted(path.name for path in self.folder.iterdir()) if self.folder.is_dir() else []
+        names = fnmatch.filter(existing, "*.safetensors")
+        for name in names:
+            self._add(name, TensorFile(self.folder, name, None, self._buffers))
+        if names:
+            return
+        pickles = fnmatch.filter(existing, "pytorch_model*.bin")
+        if not pickles:
+            contents = short_list(existing) if self.folder.is_dir() else "the folder does not exist"
+            what = f"has neither {SINGLE} nor {INDEX}; existing files: {contents}"
+            raise CheckpointError(Problem("no-weights", what, str(self.folder)))
+        if not allow_pickle:
+            what = f"has {pickles[0]} and no safetensors files; reading a pickle can run code"
+            fix = "convert it, or pass allow_pickle=True if you trust its source"
+            raise CheckpointError(Problem("pickle-only", what, str(self.folder), fix=fix))
+        for name in pickles:
+            self._add(name, PickledFile(self.folder, name))
+
+    def _add(self, name: str, file: Any) -> None:
+        self._files[name] = file
+        for entry in file.header.entries.values():
+            if entry.name in self.tensors:
+                what = f"{entry.name} is in {self._file_of[entry.name].path.name} and in {name}"
+                raise CheckpointError(Problem("bad-index", what, str(self.folder), fix="keep one of the files"))
+            self.tensors[entry.name] = (entry.dtype, entry.shape)
+            self._file_of[entry.name] = file
+
+    def position(self, name: str) -> tuple[str, int]:
+        """(file, first byte) of a tensor. Reading tensors in this order reads the files sequentially."""
+        file = self._file_of[name]
+        return file.path.name, file.header.entries[name].start
+
+    def read(self, name: str, box: Box, out: T) -> None:
+        """Copy a box of a tensor into `out`. Raises: CheckpointError of `TensorFile.read`."""
+        self._file_of[name].read(name, box, out)
+
+    def read_full(self, name: str) -> T:
+        """A full tensor, on the CPU. Raises: CheckpointError of `TensorFile.read`."""
+        code, shape = self.tensors[name]
+        full = empty(shape, torch_dtype(code))
+        self.read(name, full_box(shape), full)
+        return full
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read so far."""
+        return sum(file.bytes_read for file in self._files.values())
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> HubFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class PickledFile:
+    """A `pytorch_model.bin`, mapped into memory, with the interface of `TensorFile` that `HubFolder` uses."""
+
+    def __init__(self, folder: Path, name: str):
+        self.path, self.bytes_read = folder / name, 0
+        os.close(open_file(folder, name)[0])  # checks that it is a regular file of this folder
+        try:
+            content = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:
+            what = f"cannot be read: {type(error).__name__} {str(error)[:200]}"
+            raise CheckpointError(Problem("unreadable-file", what, str(self.path))) from error
+        if not isinstance(content, dict):
+            what = f"contains a {type(content).__name__}, and not tensors by name"
+            raise CheckpointError(Problem("unreadable-file", what, str(self.path)))
+        self.values = {name: value for name, value in content.items() if isinstance(value, T)}
+        self.header = _PickledHeader(
+            {name: _PickledEntry(name, code_of(v.dtype) or "", tuple(v.shape)) for name, v in self.values.items()}
+        )
+
+    def read(self, name: str, box: Box, out: T) -> None:
+        part = self.values[name][slices_of(box)]
+        out.copy_(part)
+        self.bytes_read += part.numel() * part.element_size()
+
+    def close(self) -> None:
+        self.values = {}
+
+
+class _PickledEntry:
+    def __init__(self, name: str, dtype: str, shape: tuple[int, ...]):
+        self.name, self.dtype, self.shape, self.start = name, dtype, shape, 0
+
+
+class _PickledHeader:
+    def __init__(self, entries: dict[str, _PickledEntry]):
+        self.entries = entries

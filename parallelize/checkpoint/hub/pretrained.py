@@ -1,0 +1,265 @@
+"""Loading pretrained weights into a sharded model. Each rank reads only the bytes of its own shards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize.applied.stored_slices import named_once
+from parallelize.checkpoint.format.boxes import (
+    Box,
+    Part,
+    box_of,
+    intersection,
+    relative_to,
+    shape_of,
+    slices_of,
+    starts,
+    volume,
+)
+from parallelize.checkpoint.format.host_memory import Arena, torch_dtype
+from parallelize.checkpoint.hub.folder import HubFolder
+from parallelize.checkpoint.hub.names import ComputedTensor, ModelTensor, TensorSources, find_sources, source_names
+from parallelize.checkpoint.run.fill_tensors import allocate_local
+from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, model_on_mesh, targets
+from parallelize.checkpoint.run.meta_model import MetaModel
+from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
+from parallelize.checkpoint.run.snapshot import reshard_units
+from parallelize.errors import CheckpointError, Problem, short_list
+from parallelize.terminal.progress_line import Progress
+
+T = torch.Tensor
+Rebuild = Mapping[str, Callable[[], T]]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The result of `load_pretrained`.
+
+    Attributes:
+        bytes_read: bytes of tensors that this rank read from the files.
+        bytes_held: bytes of the local tensors that this rank filled.
+    """
+
+    bytes_read: int
+    bytes_held: int
+
+
+def load_pretrained(
+    model: Any,
+    folder: str | os.PathLike,
+    *,
+    device: torch.device | str | None = None,
+    mesh: DeviceMesh | None = None,
+    allow_missing: bool = False,
+    allow_unexpected: bool = False,
+    allow_pickle: bool = False,
+    rebuild: Rebuild | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Loaded:
+    """Load the weights of a checkpoint in Hugging Face's layout into a model. A collective over all processes.
+
+    Each rank reads only its own shards. A model on the meta device is allocated first and filled in place. A model with
+    values is changed only after everything was read. Floating-point tensors are converted to the dtype of the model.
+
+    Args:
+        model: an unsharded, parallelized or pipelined module, with or without ZeRO; or a `ParallelModel`.
+        folder: a folder with `model.safetensors` or its index; or one .safetensors file.
+        device: the device on which a model on the meta device is allocated. Default: the device type of the mesh, or the
+            CPU.
+        mesh: of all processes, if the model has none.
+        allow_missing: tensors that the folder lacks keep their values. Without effect for a model on the meta device.
+        allow_unexpected: ignore tensors that the model lacks.
+        allow_pickle: read `pytorch_model.bin` if there are no safetensors files; see `HubFolder`.
+        rebuild: functions that recreate buffers of a model on the meta device, by name, as for `materialize`.
+        timeout_s: seconds to wait for other ranks.
+
+    Returns: the bytes read and filled by this rank.
+    Raises: CheckpointError, on every rank: `missing-tensor` and `unexpected-tensor` with similar names, `wrong-shape`,
+        `wrong-dtype`, `twins-differ`, and those of the files (see `HubFolder`). The model is then unchanged.
+    Cost: two small rendezvous of all ranks (names and shapes; errors). No tensor is communicated.
+    """
+    module, on_mesh = model_on_mesh(model, mesh)
+    sync = RankSync(on_mesh.mesh, timeout_s, own_group=False)
+    try:
+        return _Load(module, on_mesh, sync, device, rebuild).run(folder, allow_missing, allow_unexpected, allow_pickle)
+    finally:
+        sync.close()
+
+
+class _Load:
+    """One load; `run` is the order of its steps."""
+
+    def __init__(self, module: nn.Module, on_mesh: ModelOnMesh, sync: RankSync, device: Any, rebuild: Rebuild | None):
+        self.module, self.on_mesh, self.sync, self.rebuild = module, on_mesh, sync, rebuild
+        self.device = device or (on_mesh.mesh.device_type if on_mesh.mesh is not None else "cpu")
+        self.meta_model = MetaModel(module)
+        self.arena = Arena()
+
+    def run(self, folder: Any, allow_missing: bool, allow_unexpected: bool, allow_pickle: bool) -> Loaded:
+        reshard_units(self.module)
+        tensors = model_tensors(self.on_mesh, self.sync)
+        loaded, error = None, None
+        staged: list[tuple[LocalTensor, T]] = []
+        try:
+            with HubFolder(folder, allow_pickle=allow_pickle) as hub:
+                allow_missing = allow_missing and not self.meta_model.was_meta
+                sources = find_sources(
+                    self.module, tensors, hub.tensors, allow_missing=allow_missing, allow_unexpected=allow_unexpected
+                )
+                loaded = self._read(hub, sources, staged)
+        except Exception as cause:  # every rank must reach the rendezvous below
+            error = as_parallelize_error(cause)
+        try:
+            self.sync.agree(error)
+        except BaseException:
+            self.meta_model.undo()
+            raise
+        with torch.no_grad():
+            for tensor, values in staged:
+                tensor.stored.local.copy_(values)
+        assert loaded is not None
+        return loaded
+
+    def _read(self, hub: HubFolder, sources: TensorSources, staged: list[tuple[LocalTensor, T]]) -> Loaded:
+        if self.meta_model.was_meta:
+            self.meta_model.allocate(self.device, self.rebuild)
+        tensors = targets(self.on_mesh)
+        if self.meta_model.was_meta:
+            _check_covered(tensors, sources, str(hub.folder))
+        filled = [tensor for tensor in tensors if fqn_of(tensor) in sources.by_name]
+        _check_dtypes(hub, sources, filled)
+        destinations: list[tuple[LocalTensor, T]] = []
+        for tensor in filled:
+            if self.meta_model.was_meta:
+                destination = self.meta_model.cleared_local(tensor)
+            else:
+                destination = allocate_local(tensor.stored, tensor.stored.local.dtype, self.arena)
+            destinations.append((tensor, destination))
+        jobs = [job for tensor, destination in destinations for job in _jobs(tensor, destination, sources)]
+        jobs.sort(key=lambda job: (hub.position(job.source), job.box))
+        total = sum(volume(job.box) * job.out.element_size() for job in jobs)
+        with Progress("loading", self.sync.is_coordinator, total) as progress, torch.no_grad():
+            for job in jobs:
+                hub.read(job.source, job.box, job.out)
+                progress(volume(job.box) * job.out.element_size())
+            _compute(hub, sources, destinations)
+            _check_twins(hub, sources, jobs)
+        if not self.meta_model.was_meta:
+            staged += destinations
+        filled_bytes = sum(tensor.stored.local.numel() * tensor.stored.local.element_size() for tensor in filled)
+        return Loaded(hub.bytes_read, filled_bytes)
+
+
+def model_tensors(on_mesh: ModelOnMesh, sync: RankSync) -> list[ModelTensor]:
+    """Every tensor of the unsharded model, including those of other pipeline stages. A collective over all processes."""
+    local = []
+    if on_mesh.is_first:
+        parameters = {on_mesh.canonical(names[0]) for names, _ in named_once(on_mesh.module)}
+        for tensor in targets(on_mesh):
+            name = fqn_of(tensor)
+            names = _all_names(on_mesh, tensor)
+            local.append([name, names, list(tensor.stored.shape), name not in parameters])
+    by_name: dict[str, ModelTensor] = {}
+    for name, names, shape, is_buffer in (row for rows in sync.all_gather(local) for row in rows):
+        by_name.setdefault(name, ModelTensor(name, tuple(names), tuple(shape), is_buffer))
+    return list(by_name.values())
+
+
+def _all_names(on_mesh: ModelOnMesh, tensor: LocalTensor) -> list[str]:
+    facts = on_mesh.cut.facts.parameters.get(fqn_of(tensor)) if on_mesh.cut is not None else None
+    return list(facts.names if facts is not None else tensor.stored.names)
+
+
+def fqn_of(tensor: LocalTensor) -> str:
+    """The name of a tensor in the model: without the prefix of training checkpoints."""
+    return tensor.name.removeprefix("model/")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One read: a box of a tensor of the folder, and a view of its shape to read it into."""
+
+    source: str
+    box: Box
+    out: T
+
+
+def _jobs(tensor: LocalTensor, destination: T, sources: TensorSources) -> Iterable[_Job]:
+    source = sources.by_name[fqn_of(tensor)]
+    if isinstance(source, ComputedTensor):
+        return
+    for pair in tensor.stored.slices:
+        stored = box_of(pair.full)
+        for part in source:
+            shared = intersection(stored, part.target)
+            if shared is not None:
+                local = relative_to(relative_to(shared, starts(stored)), [-side.start for side in pair.local])
+                yield _Job(part.source, part.source_box(shared), in_source_order(destination[slices_of(local)], part))
+
+
+def in_source_order(view: T, part: Part) -> T:
+    """A view of a part of the target, with the dims of the source in their order."""
+    used = [dim for dim in part.dims if dim is not None]
+    for dim in reversed(range(view.ndim)):
+        if dim not in used:
+            view = view.squeeze(dim)
+    order = sorted(used)
+    view = view.permute([order.index(dim) for dim in used])
+    for source_dim, target_dim in enumerate(part.dims):
+        if target_dim is None:
+            view = view.unsqueeze(source_dim)
+    return view
+
+
+def _compute(hub: HubFolder, sources: TensorSources, destinations: Sequence[tuple[LocalTensor, T]]) -> None:
+    """Fill the tensors that are computed from full tensors, one at a time."""
+    for tensor, destination in destinations:
+        source = sources.by_name[fqn_of(tensor)]
+        if isinstance(source, ComputedTensor):
+            full = source.compute({name: hub.read_full(name) for name in source.sources})
+            for pair in tensor.stored.slices:
+                destination[pair.local] = full[pair.full].to(destination.dtype)
+
+
+def _check_twins(hub: HubFolder, sources: TensorSources, jobs: Sequence[_Job]) -> None:
+    """Two tensors for one tied parameter must be equal. If not, the model was trained without the tie."""
+    for used, ignored in sources.twins:
+        for job in jobs:
+            if job.source == used:
+                other = torch.empty(shape_of(job.box), dtype=job.out.dtype)
+                hub.read(ignored, job.box, other)
+                if not torch.equal(other, job.out.cpu()):
+                    what = f"has two different tensors for one tied parameter: {used} and {ignored}"
+                    fix = "set tie_word_embeddings=False in the model's config, or remove one of them"
+                    raise CheckpointError(Problem("twins-differ", what, str(hub.folder), fix=fix))
+
+
+def _check_covered(tensors: Sequence[LocalTensor], sources: TensorSources, where: str) -> None:
+    """Tensors that the class allows a folder to lack must have values already, which they do not on the meta device."""
+    missing = [fqn_of(tensor) for tensor in tensors if fqn_of(tensor) not in sources.by_name]
+    if missing:
+        what = f"{short_list(missing, 6)} may be missing, and is; a model on the meta device has no values to keep"
+        fix = "initialize(model, seed) first, then load_pretrained(model, folder)"
+        raise CheckpointError(Problem("missing-tensor", what, where, fix=fix))
+
+
+def _check_dtypes(hub: HubFolder, sources: TensorSources, filled: Sequence[LocalTensor]) -> None:
+    """Only floating-point tensors may differ in dtype from the model."""
+    problems = []
+    for tensor in filled:
+        for name in source_names(sources.by_name[fqn_of(tensor)]):
+            dtype = torch_dtype(hub.tensors[name][0])
+            if dtype != tensor.stored.local.dtype and not (
+                dtype.is_floating_point and tensor.stored.local.is_floating_point()
+            ):
+                what = f"{name} is {hub.tensors[name][0]}, the model's {fqn_of(tensor)} {tensor.stored.local.dtype}"
+                problems.append(Problem("wrong-dtype", what, str(hub.folder)))
+    if problems:
+        raise CheckpointError(*problems[:20])

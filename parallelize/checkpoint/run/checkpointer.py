@@ -1,0 +1,420 @@
+"""`Checkpointer`: the checkpoints of one run, in one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from parallelize.checkpoint.format import disk, folders
+from parallelize.checkpoint.run.load import Loading, LoadOptions, load_run
+from parallelize.checkpoint.run.local_tensors import bare, model_on_mesh
+from parallelize.checkpoint.run.metadata import run_metadata
+from parallelize.checkpoint.run.rank_sync import (
+    TIMEOUT_S,
+    RankSync,
+    as_parallelize_error,
+    problem_from_json,
+    problems_to_json,
+)
+from parallelize.checkpoint.run.save import write_snapshot
+from parallelize.checkpoint.run.snapshot import Run, Snapshot, Staging, take
+from parallelize.errors import CheckpointError, Problem, short_list
+from parallelize.randomness.streams import Streams
+from parallelize.terminal.progress_line import Progress
+
+if TYPE_CHECKING:
+    from parallelize.pipeline.parallel_model import ParallelModel
+
+Named = Mapping[str, Any] | Any | None
+
+
+class Checkpointer:
+    """Saves a run, and resumes it on any mesh.
+
+        with Checkpointer("runs/a", model, optimizer=optimizer, scheduler=scheduler, keep_last=3) as checkpoints:
+            for step in range(checkpoints.resume(), steps):
+                ...
+                if (step + 1) % 100 == 0:
+                    checkpoints.save(step + 1)
+
+    Build it on every rank, after the model was wrapped and the optimizer was built. `save`, `resume`, `wait` and `close` are
+    collectives. A folder has one writer at a time.
+
+    Args:
+        folder: on a file system that all ranks see, which is tested at once.
+        model: a `ParallelModel`, or a module on any or no mesh.
+        optimizer: one, or several by name.
+        scheduler: one, or several by name.
+        streams: random streams to save and restore.
+        data: an object with `state_dict` and `load_state_dict` for the position in the data, such as `GlobalBatches`; the
+            state of each data rank is saved.
+        user: more such objects by name. Every rank's `state_dict` is called; the first rank's state is saved.
+        mesh: of all processes, where the model does not have it.
+        asynchronous: `save` returns when the state is copied, and files are written while training goes on. The next call
+            raises the errors of that.
+        keep_last: keep only so many of the newest checkpoints. None: all.
+        keep_every: with `keep_last`: keep also those whose step is a multiple of this.
+        generators: save and restore the generators of torch, Python and NumPy too.
+        timeout_s: how long ranks wait for each other, in seconds.
+
+    Attributes:
+        values: of the checkpoint that was resumed, as they were given to `save`.
+
+    Raises: CheckpointError `not-shared`, `folder-in-use`, `bad-retention`, `bad-name`, `not-stateful`; ModelError
+        `partial-mesh`, `wrapped-model`.
+    Cost: each call sends short messages over a gloo group of its own. Tensors are never sent: each rank writes and reads
+        files.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        model: ParallelModel | nn.Module,
+        *,
+        optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+        scheduler: Named = None,
+        streams: Streams | None = None,
+        data: Any = None,
+        user: Mapping[str, Any] | None = None,
+        mesh: DeviceMesh | None = None,
+        asynchronous: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        generators: bool = True,
+        timeout_s: float = TIMEOUT_S,
+    ):
+        _check_retention(keep_last, keep_every)
+        self.root = Path(folder).absolute()
+        self.run = run_of(
+            model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            streams=streams,
+            data=data,
+            user=user,
+            generators=generators,
+        )
+        _, self.on_mesh = model_on_mesh(model, mesh)
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self.values: Any = None
+        self._staging = Staging() if asynchronous else None
+        self._thread: threading.Thread | None = None
+        self._failed: BaseException | None = None
+        self._lock: folders.Lock | None = None
+        self._sync = RankSync(self.on_mesh.mesh, timeout_s)
+        try:
+            self._take_folder()
+        except BaseException:
+            self._sync.close()
+            raise
+
+    # -- the folder -----------------------------------------------------------------------------------------------
+
+    def _take_folder(self) -> None:
+        """The first rank locks the folder and removes unfinished saves; every rank checks that it sees the same folder."""
+        token = uuid.uuid4().hex
+        try:
+            self._on_first_rank(lambda: self._lock_folder(token))
+            token = self._sync.broadcast(token)
+            seen = self._sync.all_gather((self.root / f".shared-{token}").is_file())
+            blind = [rank for rank, sees in zip(self._sync.ranks, seen, strict=False) if not sees]
+            if blind:
+                what = f"ranks {blind[:12]} do not see the files that rank {self._sync.ranks[0]} writes"
+                fix = "save to a file system that all machines share"
+                raise CheckpointError(Problem("not-shared", what, str(self.root), fix=fix))
+        except BaseException:
+            self._release(token)
+            raise
+        self._on_first_rank(lambda: self._remove_token(token))
+
+    def _lock_folder(self, token: str) -> None:
+        self._lock = folders.Lock(self.root)
+        with disk.reporting_errors(self.root):
+            for path in folders.unfinished(self.root):
+                disk.remove_folder(path)
+            disk.write_file(self.root / f".shared-{token}", token.encode())
+
+    def _remove_token(self, token: str) -> None:
+        with disk.reporting_errors(self.root):
+            disk.remove_file(self.root / f".shared-{token}")
+
+    def _release(self, token: str = "") -> None:
+        if self._lock is not None:
+            if token:
+                with contextlib.suppress(OSError):
+                    disk.remove_file(self.root / f".shared-{token}")
+            self._lock.release()
+            self._lock = None
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, values: Any = None) -> None:
+        """Save the current state. A collective.
+
+        Args:
+            step: of training; also the folder's name.
+            values: anything plain to save with it. `resume` sets `values` to it (the first rank's).
+
+        Raises: CheckpointError, on every rank; earlier checkpoints are unchanged. Errors in the background are raised by the
+            next call.
+        """
+        if type(step) is not int or not 0 <= step < 10**18:
+            raise CheckpointError(Problem("bad-step", f"{step!r} is not a step", fix="pass an integer, 0 or more"))
+        self.wait()
+        self._on_first_rank(lambda: folders.check_newest(self.root, step))
+        snapshot, error = None, None
+        about: dict[str, Any] = {}
+        try:
+            snapshot = take(self.run, self.on_mesh, step, values, self._staging)
+            about = run_metadata(self.on_mesh) if self._sync.is_coordinator else {}
+        except Exception as caught:
+            error = as_parallelize_error(caught)
+        self._sync.agree(error)
+        assert snapshot is not None
+        if self._staging is None:
+            self._write(snapshot, about)
+            return
+        self._thread = threading.Thread(target=self._write_in_background, args=(snapshot, about), name="checkpoint")
+        self._thread.start()
+
+    def _write(self, snapshot: Snapshot, about: dict[str, Any]) -> None:
+        write_snapshot(self.root, snapshot, self._sync, about)
+        self._on_first_rank(self._remove_surplus)
+
+    def _on_first_rank(self, work: Callable[[], None]) -> None:
+        """Run something on the first rank alone. Raises: its error, on every rank."""
+        error = None
+        if self._sync.is_coordinator:
+            try:
+                work()
+            except Exception as caught:
+                error = as_parallelize_error(caught)
+        self._sync.agree(error)
+
+    def _write_in_background(self, snapshot: Snapshot, about: dict[str, Any]) -> None:
+        try:
+            self._write(snapshot, about)
+        except BaseException as error:  # raised by the next call, on the caller's thread
+            self._failed = error
+
+    def wait(self) -> None:
+        """Wait for a save in the background. Raises: the error of that save."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is running in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _remove_surplus(self) -> None:
+        steps = folders.published(self.root)
+        for step in folders.surplus(list(steps), self.keep_last, self.keep_every):
+            with disk.reporting_errors(steps[step]):
+                folders.remove(steps[step])
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def resume(
+        self,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        check: bool = True,
+        set_aside: bool = False,
+    ) -> int:
+        """Load the newest checkpoint, or that of `step`; nothing where there is none yet. A collective.
+
+        Args:
+            step: which checkpoint. None: the newest.
+            strict: see `load_checkpoint`.
+            cast: see `load_checkpoint`.
+            check: see `load_checkpoint`.
+            set_aside: with `step`: rename newer checkpoints, because their steps will be saved again.
+
+        Returns: the step at which training goes on; 0 where there is no checkpoint.
+        Raises: CheckpointError, on every rank, before anything is changed.
+        """
+        self.wait()
+        folder = self._sync.broadcast(self._choose(step, set_aside) if self._sync.is_coordinator else None)
+        if isinstance(folder, list):
+            raise CheckpointError(*(problem_from_json(problem, self._sync.ranks[0]) for problem in folder))
+        if folder is None:
+            return 0
+        loading = self._load(self.root / folder, strict, cast, check)
+        self.values = loading.values
+        if not set_aside:
+            return loading.manifest.step
+        self._on_first_rank(lambda: folders.set_aside(self.root, loading.manifest.step))
+        return loading.manifest.step
+
+    def _load(self, folder: Path, strict: bool, cast: bool, check: bool) -> Loading:
+        with Progress("loading", self._sync.is_coordinator) as progress:
+            options = LoadOptions(strict, cast, check, progress)
+            return load_run(folder, self.run, self.on_mesh, self._sync, options)
+
+    def _choose(self, step: int | None, set_aside: bool) -> str | list[Any] | None:
+        """The name of the folder to load, None where there is none, or problems."""
+        steps = folders.published(self.root)
+        if step is None and not steps:
+            return None
+        try:
+            chosen = folders.resolve(self.root, step)
+            newer = [str(other) for other in steps if step is not None and other > step]
+            if newer and not set_aside:
+                what = f"there are newer checkpoints than {step}, whose steps cannot be saved again: {short_list(newer, 6)}"
+                fix = "resume(step, set_aside=True) renames them; or use another folder"
+                raise CheckpointError(Problem("newer-checkpoints", what, str(self.root), fix=fix))
+            return chosen.name
+        except CheckpointError as error:
+            return problems_to_json(error)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for a save in the background, and unlock the folder. Raises: the error of that save."""
+        try:
+            self.wait()
+        finally:
+            self._release()
+            self._sync.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        try:
+            self.close()
+        except CheckpointError as late:
+            if error is None:
+                raise
+            error.__notes__ = [*getattr(error, "__notes__", []), f"a save in the background failed too: {late}"]
+
+    def __del__(self) -> None:
+        failed = getattr(self, "_failed", None)
+        if failed is not None:
+            print(f"a checkpoint was not saved, and the error was not raised by a later call: {failed}")
+
+
+def _check_retention(keep_last: int | None, keep_every: int | None) -> None:
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and (type(value) is not int or value < 1):
+            fix = "pass an integer, 1 or more; None keeps all"
+            raise CheckpointError(Problem("bad-retention", f"{name} is {value!r}", fix=fix))
+    if keep_every is not None and keep_last is None:
+        fix = "pass keep_last too: how many of the newest are kept besides every k-th"
+        raise CheckpointError(Problem("bad-retention", "keep_every alone removes nothing", fix=fix))
+
+
+def run_of(
+    model: ParallelModel | nn.Module,
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    streams: Streams | None = None,
+    data: Any = None,
+    user: Mapping[str, Any] | None = None,
+    generators: bool = False,
+) -> Run:
+    """What a checkpoint contains.
+
+    Raises: CheckpointError `not-stateful` for an object without a state to save, `bad-name`.
+    """
+    stateful = {"data": data} if data is not None else {}
+    for name, value in [*stateful.items(), *(user or {}).items()]:
+        if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            what = f"{name} is of type {type(value).__name__}, which has no state_dict and load_state_dict"
+            raise CheckpointError(Problem("not-stateful", what, fix="pass plain values as save(step, values=...)"))
+    if isinstance(model, nn.Module):
+        module, pipeline = model, None
+    else:
+        module, pipeline = model.module, model.pipeline
+    return Run(
+        bare(module),
+        pipeline,
+        _by_name(optimizer, "optimizer"),
+        _by_name(scheduler, "scheduler"),
+        streams,
+        data,
+        dict(user or {}),
+        generators,
+    )
+
+
+def _by_name(value: Any, default_name: str) -> dict[str, Any]:
+    """Optimizers or schedulers by name. The names begin the names of tensors, and must not be those of other tensors."""
+    if value is None:
+        return {}
+    by_name = dict(value) if isinstance(value, Mapping) else {default_name: value}
+    for name in by_name:
+        if not isinstance(name, str) or "/" in name or name in ("model", "state"):
+            what = f"{name!r} cannot be the name of an optimizer or scheduler"
+            raise CheckpointError(Problem("bad-name", what, fix='use a string without "/", not "model" or "state"'))
+    return by_name
+
+
+def load_checkpoint(
+    folder: str | os.PathLike,
+    model: ParallelModel | nn.Module,
+    *,
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+    scheduler: Named = None,
+    step: int | None = None,
+    mesh: DeviceMesh | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    check: bool = True,
+    timeout_s: float = TIMEOUT_S,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Load weights, and optionally more, of a checkpoint into a model on any mesh: to serve it, or to fine-tune it.
+
+    A collective over all processes. A model on the meta device is allocated first, and filled in place.
+
+    Args:
+        folder: of a step, or of a run: then the newest step, or `step`.
+        model: a `ParallelModel`, or a module on any or no mesh.
+        optimizer: one, or several by the names under which they were saved.
+        scheduler: one, or several by name.
+        step: which checkpoint of a run. None: the newest.
+        mesh: of all processes, where the model does not have it.
+        strict: a missing or unexpected tensor is an error.
+        cast: dtypes may lose precision, as for float32 weights in a bfloat16 model.
+        check: compare the hash of everything that is read.
+        timeout_s: how long ranks wait for each other, in seconds.
+        progress: called with the number of bytes after each read.
+
+    Returns: the checkpoint's step.
+    Raises: CheckpointError with file and tensor, on every rank, before anything is changed: `missing-tensor`,
+        `unexpected-tensor`, `wrong-shape`, `narrower-dtype`, `missing-state`, `other-checkpoint` and those of damaged files.
+    Cost: each rank reads its own elements only; with `check`, those in use are read twice, the second time from the page
+        cache. Short messages are sent, and no tensors.
+    """
+    _, on_mesh = model_on_mesh(model, mesh)
+    run = run_of(model, optimizer=optimizer, scheduler=scheduler)
+    sync = RankSync(on_mesh.mesh, timeout_s, own_group=False)
+    try:
+        error, path = None, None
+        try:
+            path = folders.resolve(folder, step)
+        except CheckpointError as caught:
+            error = caught
+        sync.agree(error)
+        assert path is not None
+        return load_run(path, run, on_mesh, sync, LoadOptions(strict, cast, check, progress)).manifest.step
+    finally:
+        sync.close()

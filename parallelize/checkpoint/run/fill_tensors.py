@@ -1,0 +1,180 @@
+"""Filling local tensors from the files of a checkpoint: each rank reads only its own elements, in the order of the files.
+
+What is not in use yet (a model from the meta device, new state of an optimizer) is read and compared in one pass. What is in
+use is filled in place, after all hashes were right on every rank: the page cache still contains the bytes, so the second
+reading is cheap, and there is never a second copy of the state.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallelize.applied.stored_slices import StoredTensor
+from parallelize.checkpoint.format.boxes import (
+    Box,
+    box_of,
+    full_box,
+    intersection,
+    relative_to,
+    slices_of,
+    starts,
+    volume,
+)
+from parallelize.checkpoint.format.header import TensorEntry
+from parallelize.checkpoint.format.host_memory import Arena, empty, torch_dtype
+from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor
+from parallelize.checkpoint.format.reader import Buffers, TensorFile
+from parallelize.errors import CheckpointError, Problem
+
+T = torch.Tensor
+_MAX_OPEN_FILES = 128
+
+
+class Files:
+    """The files of one folder, and memory for what is read. Call `close`, or use `with`.
+
+    Headers are read once. Of many files only some are open at a time.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self.folder, self.manifest = folder, manifest
+        self.arena = Arena()
+        self._files: dict[str, TensorFile] = {}
+        self._open: OrderedDict[str, None] = OrderedDict()
+        self._buffers = Buffers()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that this rank has read."""
+        return sum(file.bytes_read for file in self._files.values())
+
+    def __getitem__(self, name: str) -> TensorFile:
+        if name not in self._files:
+            self._files[name] = TensorFile(self.folder, name, self.manifest.files[name], self._buffers)
+        self._open[name] = None
+        self._open.move_to_end(name)
+        if len(self._open) > _MAX_OPEN_FILES:
+            self._files[self._open.popitem(last=False)[0]].close()
+        return self._files[name]
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class ReadJob:
+    """One read: a box of an entry of a file, into a view of a local tensor. `hidden`: that tensor is not in use yet."""
+
+    file: str
+    key: str
+    start: int
+    box: Box
+    out: T
+    hidden: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return volume(self.box) * self.out.element_size()
+
+
+def jobs_for(files: Files, saved: SavedTensor, stored: StoredTensor, into: T, hidden: bool) -> list[ReadJob]:
+    """What to read for the elements that `stored` describes, into `into`, which has the shape of its local tensor.
+
+    Raises: CheckpointError of `TensorFile`; `wrong-entry` where a file does not contain what the manifest says.
+    """
+    jobs = []
+    for pair in stored.slices:
+        box = box_of(pair.full)
+        for saved_slice in saved.slices:
+            shared = intersection(box, saved_slice.box)
+            if shared is None:
+                continue
+            entry = entry_of(files, saved, saved_slice)
+            in_file = relative_to(shared, starts(saved_slice.box))
+            local = relative_to(relative_to(shared, starts(box)), [-side.start for side in pair.local])
+            jobs.append(
+                ReadJob(saved_slice.file, saved_slice.key, entry.start, in_file, into[slices_of(local)], hidden)
+            )
+    return jobs
+
+
+def entry_of(files: Files, saved: SavedTensor, saved_slice: SavedSlice) -> TensorEntry:
+    """The entry of a file that contains a slice. Raises: CheckpointError `missing-tensor`, `wrong-entry`."""
+    entry = files[saved_slice.file].entry(saved_slice.key)
+    sizes = tuple(stop - start for start, stop in saved_slice.box)
+    if (entry.dtype, entry.shape) != (saved.dtype, sizes):
+        what = f"{saved_slice.key} is {entry.dtype} {list(entry.shape)}, the manifest says {saved.dtype} {list(sizes)}"
+        raise CheckpointError(Problem("wrong-entry", what, str(files.folder / saved_slice.file)))
+    return entry
+
+
+def prepare_jobs(
+    files: Files, jobs: Sequence[ReadJob], check: bool = True, progress: Callable[[int], None] | None = None
+) -> None:
+    """Read what is hidden, and compare the hashes of the rest. Nothing that is in use is changed."""
+    for job in sorted(jobs, key=lambda job: (job.file, job.start, job.box)):
+        if job.hidden:
+            files[job.file].read(job.key, job.box, job.out, check)
+        elif check:
+            files[job.file].check_box(job.key, job.box)
+        if progress is not None:
+            progress(job.num_bytes)
+
+
+def fill_jobs(files: Files, jobs: Sequence[ReadJob]) -> None:
+    """Read what is in use, after `prepare_jobs` has succeeded on every rank."""
+    for job in sorted(jobs, key=lambda job: (job.file, job.start, job.box)):
+        if not job.hidden:
+            files[job.file].read(job.key, job.box, job.out, check=False)
+
+
+def allocate_local(stored: StoredTensor, dtype: torch.dtype, arena: Arena) -> T:
+    """Memory for a local tensor, with zeros in its padding."""
+    if stored.local.is_contiguous():
+        room = arena.take(tuple(stored.local.shape), dtype)
+    else:  # fused optimizers assume that a moment has the strides of its parameter
+        room = torch.empty_like(stored.local, dtype=dtype)
+    clear_padding(stored, room)
+    return room
+
+
+def clear_padding(stored: StoredTensor, local: T) -> None:
+    """Zero a local tensor if not all of its elements are filled."""
+    if sum(volume(box_of(pair.local)) for pair in stored.slices) < local.numel():
+        local.zero_()
+
+
+def read_full(files: Files, name: str, check: bool = True) -> T:
+    """A full tensor of the checkpoint. Raises: CheckpointError `missing-tensor`, `wrong-entry`."""
+    saved = files.manifest.tensors.get(name)
+    if saved is None:
+        raise CheckpointError(Problem("missing-tensor", f"no tensor {name!r} was saved", str(files.folder)))
+    for saved_slice in saved.slices:
+        entry_of(files, saved, saved_slice)  # before memory is allocated as the manifest says
+    full = empty(saved.shape, torch_dtype(saved.dtype))
+    read_box(files, saved, full_box(saved.shape), full, check)
+    return full
+
+
+def read_box(files: Files, saved: SavedTensor, box: Box, out: T, check: bool = True) -> None:
+    """Read a box of a tensor into `out`, from the slices in which it was saved."""
+    for saved_slice in saved.slices:
+        shared = intersection(box, saved_slice.box)
+        if shared is not None:
+            entry_of(files, saved, saved_slice)
+            view: Any = out[slices_of(relative_to(shared, starts(box)))]
+            files[saved_slice.file].read(saved_slice.key, relative_to(shared, starts(saved_slice.box)), view, check)

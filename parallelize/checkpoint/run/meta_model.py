@@ -1,0 +1,73 @@
+"""A model on the meta device: allocated to be filled in place, and put back on meta if loading fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallelize import _torch_private as private
+from parallelize.applied.meta_buffers import Rebuild, allocate
+from parallelize.applied.stored_slices import named_once
+from parallelize.checkpoint.format.host_memory import Arena
+from parallelize.checkpoint.run.fill_tensors import clear_padding
+from parallelize.checkpoint.run.local_tensors import LocalTensor
+from parallelize.zero.apply import data_of
+from parallelize.zero.buckets import to_local
+
+
+class MetaModel:
+    """A model that may be on meta, and what must be undone if a load fails, because half-read weights are useless."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.was_meta = any(parameter.is_meta for parameter in module.parameters())
+        self._all_meta = all(parameter.is_meta for parameter in module.parameters())
+        self._before: list[tuple[dict, dict]] = []
+
+    def allocate(self, device: Any = None, rebuild: Rebuild | None = None) -> None:
+        """Allocate parameters and buffers; on the CPU in huge pages."""
+        for owner in self.module.modules():
+            self._before += [(entries, dict(entries)) for entries in (owner._parameters, owner._buffers)]
+        allocate(self.module, device, rebuild)
+        data = data_of(self.module)
+        if data is not None and data.zero == 3:  # `fully_shard` has views of its own
+            return
+        arena = Arena()
+        for _, parameter in named_once(self.module):
+            _move(parameter, arena)
+
+    def cleared_local(self, tensor: LocalTensor) -> torch.Tensor:
+        """The local tensor to fill, with zeros in its padding."""
+        clear_padding(tensor.stored, tensor.stored.local)
+        return tensor.stored.local
+
+    def undo(self) -> None:
+        """Put back on meta what was there before."""
+        if not self._before:
+            return
+        for entries, before in self._before:
+            entries.clear()
+            entries.update(before)
+        # parameters that were allocated in place are the same objects
+        allocated = [owner for owner in self.module.modules() if any(_is_real(p) for p in owner._parameters.values())]
+        if self._all_meta and allocated:
+            self.module.to("meta")
+
+
+def _is_real(parameter: Any) -> bool:
+    return parameter is not None and not parameter.is_meta
+
+
+def _move(parameter: Any, arena: Arena) -> None:
+    """Move an allocated parameter, which has not been written to, to memory of the arena."""
+    local = to_local(parameter)
+    if local.device.type != "cpu":
+        return
+    new = arena.take(tuple(local.shape), local.dtype)
+    if isinstance(parameter, DTensor):
+        private.set_local(parameter, new)
+    else:
+        parameter.data = new

@@ -1,0 +1,66 @@
+"""What a manifest says about the run that wrote it, for people and for tools that have no model."""
+
+from __future__ import annotations
+
+import platform
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import parallelize
+from parallelize.applied.local_config import full_config
+from parallelize.applied.records import cut_of, record_of
+from parallelize.applied.stock_class import class_of
+from parallelize.checkpoint.run.load import mesh_of
+from parallelize.checkpoint.run.local_tensors import ModelOnMesh
+from parallelize.errors import ParallelizeError
+from parallelize.plan.choose import plan_or_none
+from parallelize.plan.model_facts import describe
+from parallelize.plan.stages import cut_stages
+from parallelize.zero.apply import data_of
+
+
+def run_metadata(on_mesh: ModelOnMesh) -> dict[str, Any]:
+    """Mesh, plan, model, versions and time, as plain values."""
+    record, data = record_of(on_mesh.module), data_of(on_mesh.module)
+    plan = record.resolved.plan if record is not None else None
+    return {
+        "mesh": mesh_of(on_mesh),
+        "world_size": on_mesh.mesh.size() if on_mesh.mesh is not None else 1,
+        "zero": data.zero if data is not None else None,
+        "plan": {"name": plan.name, "digest": plan.digest()} if plan is not None else None,
+        "model": model_metadata(on_mesh.module),
+        "units": units_of(on_mesh.module),
+        "versions": {
+            "parallelize": parallelize.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def model_metadata(module: nn.Module) -> dict[str, Any]:
+    """The class of a model, and the config of a `transformers` model."""
+    config: Any = full_config(getattr(module, "config", None))
+    as_dict = getattr(config, "to_json_string", None)
+    generation: Any = getattr(module, "generation_config", None)
+    cls = class_of(module)
+    return {
+        "class": f"{cls.__module__}.{cls.__qualname__}",
+        "config": as_dict(use_diff=False) if callable(as_dict) else None,
+        "generation_config": generation.to_json_string() if hasattr(generation, "to_json_string") else None,
+    }
+
+
+def units_of(module: nn.Module) -> list[str]:
+    """The modules between which a pipeline may cut, in calling order; empty where no plan says."""
+    cut = cut_of(module)
+    if cut is not None:
+        return list(cut.stages.units)
+    try:
+        return list(cut_stages(plan_or_none(module, None), describe(module), 1).units)
+    except ParallelizeError:
+        return []

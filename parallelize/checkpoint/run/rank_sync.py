@@ -1,0 +1,189 @@
+"""How the ranks of a save or load agree: short JSON messages, over a process group of their own.
+
+The group is their own because a background save runs while training uses other collectives. Tensors are never sent here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize.checkpoint.format.host_memory import bytes_of
+from parallelize.checkpoint.format.strict_json import read_json, write_json
+from parallelize.errors import CheckpointError, ParallelizeError, Problem, short_list
+
+TIMEOUT_S = 1800.0
+_SHORT_BYTES = 4096
+_LENGTH_BYTES = 8
+
+
+class RankSync:
+    """Ranks that save and load together. All calls are collectives: the same ones in the same order on every rank.
+
+    Args:
+        mesh: whose ranks take part. None: all processes, or only this one where there are no others.
+        timeout_s: how long ranks wait for each other.
+        own_group: make a process group, because other collectives may run at the same time. False: use the default group
+            if it is gloo's and has the same ranks.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None = None, timeout_s: float = TIMEOUT_S, *, own_group: bool = True):
+        self.ranks: list[int] = [0]
+        self.group: Any = None
+        self._borrowed = self.lost = False
+        if dist.is_available() and dist.is_initialized():
+            world = list(range(dist.get_world_size()))
+            self.ranks = mesh.mesh.flatten().tolist() if mesh is not None else world
+            if len(self.ranks) > 1:
+                self._borrowed = self.ranks == world and not own_group and dist.get_backend() == "gloo"
+                self.group = dist.group.WORLD if self._borrowed else self._new_group(timeout_s, self.ranks != world)
+        self.rank = self.ranks.index(dist.get_rank()) if self.group is not None else 0
+        self.size = len(self.ranks)
+
+    def _new_group(self, timeout_s: float, local_only: bool) -> Any:
+        """`local_only`: processes outside of the group do not take part in making it."""
+        timeout = timedelta(seconds=timeout_s)
+        return dist.new_group(self.ranks, timeout, "gloo", use_local_synchronization=local_only)
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this is the first rank, which does what only one rank may do."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every rank's value on the first rank; None on the others. Values are plain, as in JSON."""
+        if self.group is None and not self.lost:
+            return [value]
+        message = _packed(value)
+        with self._reporting_lost_ranks("gather"):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(sizes, torch.tensor([message.numel()]), group=self.group)
+            longest = int(max(map(int, sizes)))
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: message.numel()] = message
+            messages = None
+            if self.is_coordinator:
+                messages = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.gather(padded, messages, dst=self.ranks[0], group=self.group)
+        if messages is None:
+            return None
+        return [_unpacked(message[: int(size)]) for message, size in zip(messages, sizes, strict=True)]
+
+    def broadcast(self, value: Any = None) -> Any:
+        """The first rank's value, on every rank."""
+        if self.group is None and not self.lost:
+            return value
+        with self._reporting_lost_ranks("broadcast"):
+            message = _packed(value) if self.is_coordinator else torch.empty(0, dtype=torch.uint8)
+            size = torch.tensor([message.numel()])
+            dist.broadcast(size, self.ranks[0], group=self.group)
+            if not self.is_coordinator:
+                message = torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(message, self.ranks[0], group=self.group)
+        return _unpacked(message)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank: in one collective where all messages are short, which is the usual case."""
+        if self.group is None and not self.lost:
+            return [value]
+        message = _packed(value)
+        with self._reporting_lost_ranks("all_gather"):
+            padded = torch.zeros(_SHORT_BYTES, dtype=torch.uint8)
+            padded[:_LENGTH_BYTES] = torch.tensor([message.numel()]).view(torch.uint8)
+            if message.numel() <= _SHORT_BYTES - _LENGTH_BYTES:
+                padded[_LENGTH_BYTES : _LENGTH_BYTES + message.numel()] = message
+            messages = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(messages, padded, group=self.group)
+        sizes = [int(message[:_LENGTH_BYTES].view(torch.int64)) for message in messages]
+        if max(sizes) > _SHORT_BYTES - _LENGTH_BYTES:
+            return self.broadcast(self.gather(value))
+        return [
+            _unpacked(message[_LENGTH_BYTES : _LENGTH_BYTES + size])
+            for message, size in zip(messages, sizes, strict=True)
+        ]
+
+    def agree(self, error: ParallelizeError | None, value: Any = None) -> list[Any]:
+        """Return every rank's value, but only where no rank has an error.
+
+        Raises: this rank's error; or CheckpointError with those of the others.
+        """
+        answers = self.all_gather([problems_to_json(error) if error is not None else None, value])
+        if error is not None:
+            raise error
+        failed = [(rank, problems) for rank, (problems, _) in zip(self.ranks, answers, strict=False) if problems]
+        if failed:
+            raise CheckpointError(*(problem_from_json(p, rank) for rank, problems in failed[:4] for p in problems[:4]))
+        return [value for _, value in answers]
+
+    @contextmanager
+    def _reporting_lost_ranks(self, collective: str) -> Iterator[None]:
+        """Errors of gloo name sockets; this says what was going on. The group is closed at the first of them, so that ranks
+        that have not seen it do not wait for those that have.
+
+        Raises: CheckpointError `rank-lost`.
+        """
+        if self.lost:
+            raise CheckpointError(Problem("rank-lost", "a rank did not answer before", fix="start the run again"))
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            self.lost = True
+            self.close()
+            reason = str(error).splitlines()[0][:200]
+            what = f"a rank did not answer during the {collective} of a save or load: {reason}"
+            fix = "look at the other ranks' errors; earlier checkpoints are unchanged"
+            raise CheckpointError(Problem("rank-lost", what, fix=fix)) from error
+
+    def close(self) -> None:
+        """Destroy the process group, if it is this object's own. Not a collective."""
+        group, self.group = self.group, None
+        if group is not None and not self._borrowed and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def ranks_by_value(values: Sequence[tuple[int, str]]) -> tuple[tuple[str, str], ...]:
+    """Rows for a `Problem` from (rank, value): each value once, after the ranks that have it."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values:
+        ranks_of.setdefault(value, []).append(rank)
+    labels = {
+        value: f"rank{'s' if len(ranks) > 1 else ''} {short_list(list(map(str, sorted(ranks))), 8)}"
+        for value, ranks in ranks_of.items()
+    }
+    return tuple((label, value) for value, label in labels.items())
+
+
+def problems_to_json(error: ParallelizeError) -> list[Any]:
+    """An error's problems, as they are sent."""
+    return [[p.slug, p.what, p.where, [list(row) for row in p.rows], p.fix] for p in error.problems]
+
+
+def problem_from_json(fields: list[Any], rank: int | None) -> Problem:
+    """A problem that was sent. `rank`: of which it is. None: of several, which its rows name."""
+    slug, what, where, rows, fix = fields
+    on_rank = () if rank is None else (("on", f"rank {rank}"),)
+    return Problem(slug, what, where, (*on_rank, *((str(label), str(text)) for label, text in rows)), fix)
+
+
+def as_parallelize_error(error: Exception) -> ParallelizeError:
+    """An error as one of this package, so that it can be sent to other ranks."""
+    if isinstance(error, ParallelizeError):
+        return error
+    converted = CheckpointError(Problem("failed", f"{type(error).__name__}: {str(error)[:300]}"))
+    converted.__cause__ = error
+    return converted
+
+
+def _packed(value: Any) -> torch.Tensor:
+    text = write_json(value)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _unpacked(data: torch.Tensor) -> Any:
+    return read_json(bytes(bytes_of(data)), "another rank's message")

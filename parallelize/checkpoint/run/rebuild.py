@@ -1,0 +1,85 @@
+"""Optimizers and schedulers from a checkpoint alone: the manifest contains class, groups and options."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from parallelize.applied.stored_slices import named_once
+from parallelize.checkpoint.format import folders
+from parallelize.checkpoint.format.json_decoder import decode
+from parallelize.checkpoint.format.manifest import read_manifest
+from parallelize.checkpoint.run.checkpointer import load_checkpoint
+from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
+from parallelize.checkpoint.run.scheduler_state import build_scheduler, check_buildable, optimizer_class
+from parallelize.errors import CheckpointError, Problem
+from parallelize.zero.optimizer import build_optimizer
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What `rebuild` made.
+
+    Attributes:
+        step: of the checkpoint.
+        optimizers, schedulers: by the names under which they were saved.
+    """
+
+    step: int
+    optimizers: dict[str, Optimizer]
+    schedulers: dict[str, Any]
+
+
+def rebuild(
+    model: Any, folder: str | os.PathLike, *, step: int | None = None, mesh: DeviceMesh | None = None
+) -> Rebuilt:
+    """Load a checkpoint, and build the optimizers and schedulers that it was saved with. A collective over all processes.
+
+    Only classes of `torch.optim` are built. For a scheduler that calls functions (`LambdaLR`), the functions are not saved.
+
+    Args:
+        model: a `ParallelModel`, or a module on any or no mesh, after it was wrapped.
+        folder: of a step, or of a run: then the newest step, or `step`.
+        step: which checkpoint of a run. Default: the newest.
+        mesh: of all processes, where the model does not have it.
+
+    Returns: the step, and the optimizers and schedulers by name.
+    Raises: CheckpointError `unknown-class`, `unsaved-function`, `no-optimizer-state`, and those of `load_checkpoint`.
+    Cost: that of `load_checkpoint`.
+    """
+    module, on_mesh = model_on_mesh(model, mesh)
+    path = folders.resolve(folder, step)
+    state = read_manifest(path).state
+    saved_schedulers = state.get("schedulers") or {}
+    for described in saved_schedulers.values():
+        check_buildable(described)  # before anything is loaded
+    saved_optimizers = state.get("optimizers", {})
+    optimizers = {name: _optimizer(module, on_mesh, described) for name, described in saved_optimizers.items()}
+    loaded_step = load_checkpoint(path, model, optimizer=optimizers, mesh=mesh)
+    schedulers = {}
+    for name, described in saved_schedulers.items():
+        optimizer = optimizers.get((state.get("scheduled") or {}).get(name))
+        if optimizer is None:
+            what = f"scheduler {name} was saved without the optimizer whose learning rates it sets"
+            raise CheckpointError(Problem("no-optimizer-state", what, fix="build it yourself, and load its state"))
+        schedulers[name] = build_scheduler(optimizer, described)
+    return Rebuilt(loaded_step, optimizers, schedulers)
+
+
+def _optimizer(module: nn.Module, on_mesh: ModelOnMesh, described: dict[str, Any]) -> Optimizer:
+    """A new optimizer of the saved class, with the saved groups, of this rank's parameters."""
+    cls = optimizer_class(described["class"])
+    parameters = {on_mesh.canonical(names[0]): parameter for names, parameter in named_once(module)}
+    groups = []
+    for group in described["groups"]:
+        options = {key: decode(value, None, f"optimizer.{key}") for key, value in group["options"].items()}
+        groups.append({"params": [parameters[name] for name in group["params"] if name in parameters], **options})
+    accepted = set(inspect.signature(cls).parameters) - {"params"}
+    defaults = {key: value for key, value in groups[0].items() if key in accepted}
+    return build_optimizer(module, cls, groups, **defaults)

@@ -1,0 +1,167 @@
+"""Saving: every rank writes its own file, and the first rank publishes the checkpoint. No tensor is sent between ranks.
+
+    folder to write into -> each rank's file, flushed -> reports to the first rank -> manifest -> rename -> `latest`
+
+Before the rename there is no new checkpoint; after it there is a complete one. An error on any rank is raised on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from parallelize.checkpoint.format import folders
+from parallelize.checkpoint.format.header import FileInfo
+from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor, check_tensors
+from parallelize.checkpoint.format.writer import write_tensors
+from parallelize.checkpoint.run import optimizer_state as optimizers
+from parallelize.checkpoint.run.rank_sync import (
+    RankSync,
+    as_parallelize_error,
+    problem_from_json,
+    problems_to_json,
+    ranks_by_value,
+)
+from parallelize.checkpoint.run.snapshot import Snapshot
+from parallelize.errors import CheckpointError, ParallelizeError, Problem
+
+
+def write_snapshot(
+    root: Path,
+    snapshot: Snapshot,
+    sync: RankSync,
+    about: dict[str, Any],
+    progress: Callable[[int], None] | None = None,
+) -> Path:
+    """Write and publish the snapshots that `take` made on every rank. A collective of `sync`.
+
+    Args:
+        about: mesh, plan and versions; those of the first rank are saved.
+        progress: called with the number of bytes after each write.
+
+    Returns: the published folder.
+    Raises: CheckpointError, the same slug on every rank. Nothing is published then, unless it says so; earlier checkpoints
+        are unchanged.
+    """
+    writing, error = _begin(root, snapshot.step, sync)
+    if error is not None:
+        raise error
+    file = None
+    try:
+        if snapshot.outgoing:
+            name = f"rank-{sync.rank:05d}.safetensors"
+            metadata = {"format": "pt", "step": str(snapshot.step)}
+            file = write_tensors(writing / name, snapshot.outgoing, metadata, progress)
+    except Exception as caught:
+        error = as_parallelize_error(caught)
+    reports = sync.gather(_report(file, snapshot, error))
+    outcome = None
+    if reports is not None:
+        outcome = _publish(root, writing, snapshot.step, dict(zip(sync.ranks, reports, strict=False)), about)
+    outcome = sync.broadcast(outcome)
+    if error is not None:
+        raise error
+    if isinstance(outcome, list):
+        raise CheckpointError(*(problem_from_json(problem, rank) for rank, problem in outcome[:8]))
+    return root / outcome
+
+
+def _begin(root: Path, step: int, sync: RankSync) -> tuple[Path, ParallelizeError | None]:
+    """The folder to write into, which the first rank makes."""
+    outcome: Any = None
+    error: ParallelizeError | None = None
+    if sync.is_coordinator:
+        try:
+            outcome = folders.begin(root, step).name
+        except Exception as caught:
+            error = as_parallelize_error(caught)
+            outcome = problems_to_json(error)
+    outcome = sync.broadcast(outcome)
+    if isinstance(outcome, list):
+        return root, error or CheckpointError(*(problem_from_json(problem, sync.ranks[0]) for problem in outcome))
+    return root / outcome, None
+
+
+Report = dict[str, Any]
+"""What a rank sends to the first one: its problems, or step, file, table of tensors and state."""
+
+
+def _report(file: FileInfo | None, snapshot: Snapshot, error: ParallelizeError | None) -> Report:
+    if error is not None:
+        return {"problems": problems_to_json(error)}
+    written = [file.name, file.num_bytes, file.header] if file is not None else None
+    return {"step": snapshot.step, "file": written, "tensors": snapshot.table, "state": snapshot.state}
+
+
+def _publish(root: Path, writing: Path, step: int, reports: dict[int, Report], about: dict[str, Any]) -> Any:
+    """The published folder's name; or [[rank, problem]] of everything that went wrong, without a rank for disagreements."""
+    problems = [(rank, problem) for rank, report in reports.items() for problem in report.get("problems", ())]
+    if not problems:
+        rank = None
+        try:
+            manifest = _manifest(step, reports, about).to_bytes()
+            rank = next(iter(reports))
+            return folders.publish(root, writing, step, manifest).name
+        except Exception as error:
+            problems = [(rank, problem) for problem in problems_to_json(as_parallelize_error(error))]
+    folders.abandon(writing)
+    return problems
+
+
+def _manifest(step: int, reports: dict[int, Report], about: dict[str, Any]) -> Manifest:
+    """The manifest of what all ranks have written. Raises: CheckpointError `not-covered`, `steps-differ`, `ranks-differ`."""
+    _check_steps(reports)
+    files: dict[str, FileInfo] = {}
+    tensors: dict[str, SavedTensor] = {}
+    for report in reports.values():
+        if report["file"] is not None:
+            info = FileInfo(*report["file"])
+            files[info.name] = info
+        for name, (dtype, shape, boxes, metadata) in report["tensors"].items():
+            slices = tuple(SavedSlice(report["file"][0], key, tuple((a, b) for a, b in box)) for key, box in boxes)
+            previous = tensors.get(name)
+            if previous is not None:
+                if (previous.dtype, list(previous.shape)) != (dtype, shape):
+                    raise _ranks_differ(name, reports)
+                slices = previous.slices + slices
+            tensors[name] = SavedTensor(name, dtype, tuple(shape), slices, metadata)
+    check_tensors(tensors.values(), "what the ranks have written")
+    return Manifest(step, about, files, tensors, _merge_states([report["state"] for report in reports.values()]))
+
+
+def _check_steps(reports: dict[int, Report]) -> None:
+    steps = [(rank, f"save({report['step']})") for rank, report in reports.items()]
+    if len({call for _, call in steps}) > 1:
+        what = "the ranks save different steps as one checkpoint"
+        fix = "call save with the same step on every rank"
+        raise CheckpointError(Problem("steps-differ", what, rows=ranks_by_value(steps), fix=fix))
+
+
+def _ranks_differ(name: str, reports: dict[int, Report]) -> CheckpointError:
+    written = [(rank, report["tensors"][name]) for rank, report in reports.items() if name in report["tensors"]]
+    rows = ranks_by_value([(rank, f"{dtype} {shape}") for rank, (dtype, shape, _, _) in written])
+    what = f"{name} does not have the same dtype and shape on every rank"
+    fix = "build the model and its optimizer with the same dtypes and shapes on every rank"
+    return CheckpointError(Problem("ranks-differ", what, rows=rows, fix=fix))
+
+
+def _merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All state except tensors, from what each rank has of it."""
+    merged = {key: value for state in states for key, value in state.items() if key not in _BY_RANK}
+    names = states[0]["optimizers"]
+    merged["optimizers"] = {
+        name: optimizers.merge_descriptions([state["optimizers"][name] for state in states]) for name in names
+    }
+    merged["generators"] = {key: value for state in states for key, value in state.get("generators", {}).items()}
+    merged["data"] = {key: value for state in states for key, value in state.get("data", {}).items()} or None
+    streams = [state["streams"] for state in states if state["streams"]]
+    merged["streams"] = None
+    if streams:
+        by_position = {key: value for stream in streams for key, value in stream["states"].items()}
+        merged["streams"] = {**streams[0], "states": by_position}
+    return merged
+
+
+_BY_RANK = ("optimizers", "generators", "streams", "data")
+"""Keys of the state of which each rank has a part."""

@@ -1,0 +1,341 @@
+"""Devices and process groups: building a `DeviceMesh`, and a group for any list of ranks.
+
+`Group` is the interface through which every op communicates.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from parallelize import _torch_private as private
+from parallelize.comm.link_profile import LinkProfile
+from parallelize.errors import MeshError, Problem
+from parallelize.mesh import AXES, MeshSpec
+
+# torch 2.13 renamed these two, and warns about the old names
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_BY_KEY: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # key -> Group
+
+Wire = Callable[[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor], int], list[Any]]
+"""(send, receive, tag) -> objects to wait for; tensors by the peer's rank in the group."""
+
+
+class GroupState:
+    """What was learned about a process group. It lives as long as the process group; a `Group` may be collected earlier.
+
+    Attributes:
+        profiles: results of calibration by device type and dtype.
+        posted: lines that this rank has compared through the store (see `ops.matmul.agreement`).
+        first_choices: by line, what the group's first rank decided.
+        store_prefix: where the lines of this group are in the store; empty before the first one.
+    """
+
+    __slots__ = ("first_choices", "posted", "profiles", "store_prefix")
+
+    def __init__(self) -> None:
+        self.profiles: dict[tuple[str, torch.dtype], LinkProfile] = {}
+        self.posted: set[str] = set()
+        self.first_choices: dict[str, str] = {}
+        self.store_prefix = ""
+
+
+_STATES: weakref.WeakKeyDictionary[Any, GroupState] = weakref.WeakKeyDictionary()  # process group -> its state
+
+
+class Group:
+    """A process group with its size and this rank's index in it.
+
+    Collectives take contiguous tensors. A copy of a model shares its groups, so copying returns the same object.
+
+    Args:
+        pg: the process group, of which this process is a member.
+
+    Attributes:
+        rank: this process's index in the group. ranks: the global ranks of the group, in order.
+        key: identifies the group in a graph or in the arguments of an op.
+        backends: backend by device type; "" for any other device.
+        state: what was learned about the process group.
+        traffic: (kind, bytes) of what overlapped ops have sent, while it is recorded.
+        wire: carries messages instead of the process group, in a simulation.
+    """
+
+    __slots__ = ("__weakref__", "backends", "key", "pg", "rank", "ranks", "size", "state", "traffic", "wire")
+
+    backends: dict[str, str]
+    key: str
+    pg: dist.ProcessGroup
+    rank: int
+    ranks: tuple[int, ...]
+    size: int
+    state: GroupState
+    traffic: list[tuple[str, int]] | None
+    wire: Wire | None
+
+    def __new__(cls, pg: dist.ProcessGroup) -> Group:
+        """One object per process group, so that what is set on it holds wherever the group is used."""
+        key = f"{pg.rank()}:{pg.group_name}"
+        existing = _BY_KEY.get(key)
+        if existing is not None and existing.pg is pg:
+            return existing
+        group = _BY_KEY[key] = super().__new__(cls)
+        group.pg, group.key = pg, key
+        group.traffic = group.wire = None
+        group.size, group.rank = pg.size(), pg.rank()
+        group.ranks = tuple(dist.get_process_group_ranks(pg))
+        group.backends = _backends(pg)
+        group.state = _STATES.setdefault(pg, GroupState())
+        return group
+
+    @property
+    def profiles(self) -> dict[tuple[str, torch.dtype], LinkProfile]:
+        """Measured or user-provided profiles by device type and dtype. They live as long as the process group."""
+        return self.state.profiles
+
+    def backend(self, device: torch.device) -> str:
+        """The backend for tensors on this device: "gloo", "nccl", ..."""
+        return self.backends.get(device.type) or self.backends.get("", "")
+
+    @staticmethod
+    def by_key(key: str) -> Group:
+        """The group with this `key`: graphs and arguments of ops can contain text, but no group.
+
+        Raises: MeshError `no-such-group`.
+        """
+        if not key:
+            return Group.alone()
+        group = _BY_KEY.get(key)
+        if group is not None:
+            return group
+        rank, _, name = key.partition(":")
+        for pg in private.known_groups():
+            if pg.group_name == name and pg.rank() == int(rank):
+                return Group(pg)
+        raise MeshError(Problem("no-such-group", f"process group {name!r} does not exist (any more)"))
+
+    def simulated(self, rank: int, wire: Wire) -> Group:
+        """This group as seen by one of its ranks, with messages carried by `wire`: for simulation in one process."""
+        group = object.__new__(Group)
+        group.pg, group.key, group.ranks, group.size = self.pg, self.key, self.ranks, self.size
+        group.rank, group.wire, group.backends = rank, wire, {"": "simulated"}
+        group.traffic, group.state = None, self.state
+        return group
+
+    @staticmethod
+    def alone() -> Group:
+        """A group of one rank, without a process group."""
+        group = object.__new__(Group)
+        group.pg, group.key, group.ranks, group.size, group.rank = None, "", (0,), 1, 0  # type: ignore[assignment]
+        group.backends, group.traffic, group.wire, group.state = {}, None, None, GroupState()
+        return group
+
+    @contextmanager
+    def recording(self) -> Iterator[list[tuple[str, int]]]:
+        """Record what this rank sends in overlapped ops: (kind, bytes) of each step, in order."""
+        outer, self.traffic = self.traffic, []
+        try:
+            yield self.traffic
+        finally:
+            self.traffic = outer
+
+    @contextmanager
+    def not_recording(self) -> Iterator[None]:
+        """Leave what is sent inside out of a recording."""
+        outer, self.traffic = self.traffic, None
+        try:
+            yield
+        finally:
+            self.traffic = outer
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Group) and self.pg is other.pg
+
+    def __hash__(self) -> int:
+        return id(self.pg)
+
+    def __copy__(self) -> Group:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Group:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Group(rank {self.rank} of {self.ranks})"
+
+    def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Reduce `x` in place."""
+        dist.all_reduce(x, op, group=self.pg)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[...] on each rank -> [size, ...], in rank order."""
+        out = x.new_empty((self.size * x.shape[0], *x.shape[1:])) if x.ndim else x.new_empty((self.size,))
+        _all_gather(out, x if x.ndim else x.reshape(1), group=self.pg)
+        return out.view(self.size, *x.shape)
+
+    def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> Any:
+        """[n, ...] on each rank -> `out` [size * n, ...]; `x` may be this rank's part of `out`. Returns an async work."""
+        return _all_gather(out, x, group=self.pg, async_op=True)
+
+    def reduce_scatter_into(self, out: torch.Tensor, x: torch.Tensor) -> Any:
+        """[size * n] on each rank -> this rank's [n] of the sum, in `out`. Returns an async work."""
+        return _reduce_scatter(out, x, group=self.pg, async_op=True)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[size * n, ...] on each rank -> this rank's [n, ...] of the sum."""
+        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        _reduce_scatter(out, x, group=self.pg)
+        return out
+
+    def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """[sum(sent)] -> [sum(received)]: flat; `sent` and `received` are numbers of elements by rank."""
+        out = x.new_empty(sum(received))
+        dist.all_to_all_single(out, x, received, sent, group=self.pg)
+        return out
+
+    def broadcast(self, x: torch.Tensor, source: int) -> None:
+        """Overwrite `x` with the tensor of the group's rank `source`."""
+        dist.broadcast(x, self.ranks[source], group=self.pg)
+
+
+def _backends(pg: dist.ProcessGroup) -> dict[str, str]:
+    """Backend by device type ("" for any other); a group that was created without a backend has one per device type."""
+    backends = {"": str(dist.get_backend(pg))}
+    for pair in str(dist.get_backend_config(pg)).split(","):
+        device, _, backend = pair.partition(":")
+        if backend:
+            backends[device.strip()] = backend.strip()
+    return backends
+
+
+def build_mesh(device_type: str, **sizes: int) -> DeviceMesh:
+    """Build a `DeviceMesh` from named sizes: `build_mesh("cuda", dp=2, tp=4)`.
+
+    Args:
+        device_type: "cpu", or the type of this machine's accelerator, such as "cuda".
+        **sizes: ranks per axis, outermost axis first. Ranks that are neighbors on the last axis have consecutive numbers.
+
+    Returns: a mesh over all processes. If no process group exists, `torch.distributed` is initialized from the environment.
+    Raises:
+        MeshError: `no-axes`; `no-device`; `wrong-world-size` if the product of the sizes is not the number of processes.
+            Also what `MeshSpec` raises for bad names and sizes.
+    Cost: none, apart from the creation of process groups.
+    """
+    if not sizes:
+        raise MeshError(Problem("no-axes", "a mesh needs named axes", fix='build_mesh("cuda", dp=2, tp=4)'))
+    spec = MeshSpec(tuple(sizes.items()))
+    _check_device(device_type)
+    world = dist.get_world_size() if dist.is_initialized() else None
+    if world is not None and world != spec.world_size:
+        raise MeshError(
+            Problem(
+                "wrong-world-size",
+                f"{spec} needs {spec.world_size} ranks, but {world} processes are running",
+                fix=f"change a size, or start {spec.world_size} processes: torchrun --nproc-per-node {spec.world_size}",
+            )
+        )
+    return init_device_mesh(device_type, spec.sizes, mesh_dim_names=spec.names)
+
+
+def _check_device(device_type: str) -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    types = ["cpu", *([accelerator.type] if accelerator is not None else [])]
+    if device_type not in types:
+        raise MeshError(Problem("no-device", f"this machine has no {device_type!r}", fix="one of: " + ", ".join(types)))
+
+
+def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
+    """The names and sizes of a mesh, without its devices.
+
+    Args:
+        mesh: any `DeviceMesh`. If it has no names, a 1-D mesh becomes `tp`; the axes of others are `axis0`, `axis1`, ...
+
+    Raises:
+        MeshError: what `MeshSpec` raises for bad names and sizes.
+    Cost: no communication.
+    """
+    names = mesh.mesh_dim_names or (("tp",) if mesh.ndim == 1 else tuple(f"axis{i}" for i in range(mesh.ndim)))
+    return MeshSpec(list(zip(names, mesh.shape, strict=True)))
+
+
+def tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The submesh for tensor parallelism: the axis named `tp`, or a 1-D mesh whose axis has no reserved name.
+
+    Raises: MeshError `no-tp-axis`.
+    """
+    names = mesh.mesh_dim_names
+    if names and "tp" in names:
+        return mesh["tp"] if mesh.ndim > 1 else mesh
+    if mesh.ndim == 1 and (not names or names[0] not in AXES):
+        return mesh
+    raise MeshError(
+        Problem(
+            "no-tp-axis",
+            f"the mesh {mesh_spec(mesh)} has no axis named tp",
+            fix='name one: build_mesh("cuda", dp=2, tp=4), or pass a 1-D mesh',
+        )
+    )
+
+
+def group_for(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The process group of the given global ranks, created at most once. Call it on every rank in the list.
+
+    Args:
+        ranks: global ranks, in the order that they have in the group.
+
+    Returns: an existing group with these ranks and the default backend, else a new one.
+    Raises:
+        MeshError: `not-in-group` on a rank that is not in the list.
+    Cost: at most the creation of one process group, which synchronizes only the ranks in the list.
+    """
+    members = tuple(ranks)
+    if dist.get_rank() not in members:
+        raise MeshError(Problem("not-in-group", f"rank {dist.get_rank()} asks for the group of ranks {list(members)}"))
+    for group in private.known_groups():
+        same_backend = dist.get_backend(group) == dist.get_backend()
+        if same_backend and tuple(dist.get_process_group_ranks(group)) == members:
+            return group
+    return dist.new_group(list(members), use_local_synchronization=True)
+
+
+def axis_group(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
+    """This rank's process group along one axis of a mesh, or along several axes together. Call it on every rank of the mesh.
+
+    Args:
+        mesh: a `DeviceMesh`.
+        *axes: names of axes; ranks that differ only in their indices along these axes form a group.
+
+    Returns: the mesh's own group for one axis; else that of `group_for`, ordered by the mesh.
+    Cost: at most the creation of one process group.
+    """
+    if len(axes) == 1:
+        return mesh.get_group(axes[0]) if mesh.mesh_dim_names else mesh.get_group()
+    spec = mesh_spec(mesh)
+    flat = mesh.mesh.flatten().tolist()
+    position = flat.index(dist.get_rank())
+    return group_for([flat[index] for index in spec.group_of(position, *axes)])
+
+
+def destroy_groups() -> None:
+    """Destroy every process group, and wait until gloo's threads have released their last tensors.
+
+    Call it at the end of a script, instead of `dist.destroy_process_group()`. A thread of gloo needs Python's GIL to free a
+    tensor. If the interpreter is shutting down by then, the thread is killed inside a C++ destructor, and the process aborts
+    ("terminate called without an active exception") although the run succeeded.
+
+    Cost: 0.1 s; no communication beyond that of `dist.destroy_process_group()`.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    time.sleep(_RELEASE_S)
+
+
+_RELEASE_S = 0.1

@@ -1,0 +1,193 @@
+"""The handshake: ranks compare facts through the store before anything else is sent.
+
+The store needs no matching collectives, so a rank that is late, missing or about to fail is named, instead of a deadlock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize import _torch_private as private
+from parallelize.comm.groups import Group
+from parallelize.errors import HandshakeError, ParallelizeError, Problem, short_list
+
+TIMEOUT_S = 60.0
+_DIGEST_BLOCK = 1 << 20
+Facts = dict[str, str]
+
+
+def handshake(mesh: DeviceMesh, facts: Facts, timeout_s: float = TIMEOUT_S) -> None:
+    """Compare `facts` over all ranks of the mesh.
+
+    The mesh's first rank reads the facts of every rank and posts a verdict; every other rank reads only the verdict.
+
+    Raises: HandshakeError on every rank: `ranks-disagree` with keys and ranks, or `ranks-missing` after `timeout_s`.
+    """
+    ranks = mesh.mesh.flatten().tolist()
+    store = private.default_store()
+    if len(ranks) < 2 or store is None or dist.get_backend() == "fake":
+        return
+    me = dist.get_rank()
+    base = f"parallelize/handshake/{'-'.join(map(str, ranks)) if len(ranks) < 64 else hash(tuple(ranks))}"
+    turn = store.add(f"{base}/turn/{me}", 1)
+    prefix = f"{base}/{turn}"
+    store.set(f"{prefix}/facts/{me}", zlib.compress(json.dumps(facts).encode()))
+    if me == ranks[0]:
+        verdict, missing = _judge(store, prefix, ranks, time.monotonic() + timeout_s)
+        for rank in missing:  # it missed this turn: advance its counter, so that the next handshake matches again
+            store.add(f"{base}/turn/{rank}", max(0, turn - store.add(f"{base}/turn/{rank}", 0)))
+        store.set(f"{prefix}/verdict", json.dumps([[p.slug, p.what, p.rows, p.fix] for p in verdict]))
+    else:
+        verdict = _await_verdict(store, prefix, ranks, timeout_s + 5.0)
+    if verdict:
+        raise HandshakeError(*verdict)
+
+
+@contextmanager
+def agree_on(mesh: DeviceMesh, timeout_s: float = TIMEOUT_S) -> Iterator[Facts]:
+    """Collect facts that must be the same on every rank inside the block; they are compared when the block ends.
+
+    An error of this package that is raised inside the block becomes a fact, so that every rank fails if one does.
+
+    Raises: what the block raises; HandshakeError.
+    """
+    facts: Facts = {"torch": torch.__version__}
+    failure = None
+    try:
+        yield facts
+    except ParallelizeError as error:
+        failure = error
+    facts["error"] = ", ".join(failure.slugs) if failure else "none"
+    try:
+        handshake(mesh, compressed(facts), timeout_s)
+    except ParallelizeError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+
+
+def _judge(store: dist.Store, prefix: str, ranks: list[int], deadline: float) -> tuple[list[Problem], list[int]]:
+    """The first rank's verdict: (problems, ranks that posted nothing in time)."""
+    facts, missing = {}, []
+    for rank in ranks:
+        remaining = max(0.05, deadline - time.monotonic())
+        try:
+            store.wait([f"{prefix}/facts/{rank}"], timedelta(seconds=remaining))
+            facts[rank] = json.loads(zlib.decompress(store.get(f"{prefix}/facts/{rank}")))
+        except (RuntimeError, dist.DistError):
+            missing.append(rank)
+    problems = [_missing(missing)] if missing else []
+    return problems + _differences(facts), missing
+
+
+def _await_verdict(store: dist.Store, prefix: str, ranks: list[int], timeout_s: float) -> list[Problem]:
+    try:
+        store.wait([f"{prefix}/verdict"], timedelta(seconds=timeout_s))
+    except (RuntimeError, dist.DistError):
+        return [_missing([rank for rank in ranks if not store.check([f"{prefix}/facts/{rank}"])] or ranks[:1])]
+    verdict = json.loads(store.get(f"{prefix}/verdict"))
+    return [Problem(slug, what, rows=tuple(map(tuple, rows)), fix=fix) for slug, what, rows, fix in verdict]
+
+
+def _missing(ranks: list[int]) -> Problem:
+    return Problem(
+        "ranks-missing",
+        f"ranks {short_list([str(rank) for rank in ranks])} did not call parallelize_module in time",
+        fix="call it on every rank of the mesh; look at those ranks' own errors",
+    )
+
+
+def _differences(facts: dict[int, Facts]) -> list[Problem]:
+    """One problem that names every key on which ranks differ, with the values and their ranks."""
+    rows = []
+    if len({rank_facts.get("error") for rank_facts in facts.values()}) > 1:  # other differences only follow from it
+        facts = {rank: {"error": rank_facts.get("error", "none")} for rank, rank_facts in facts.items()}
+    for key in sorted({key for rank_facts in facts.values() for key in rank_facts}):
+        ranks_by_value: dict[str, list[str]] = {}
+        for rank, rank_facts in facts.items():
+            ranks_by_value.setdefault(rank_facts.get(key, "absent"), []).append(str(rank))
+        if len(ranks_by_value) > 1:
+            values = (f"ranks {short_list(ranks, 6)}: {value[:80]}" for value, ranks in ranks_by_value.items())
+            rows.append((key, "; ".join(values)))
+    if not rows:
+        return []
+    more = [("and", f"{len(rows) - 20} more keys")] if len(rows) > 20 else []
+    return [
+        Problem(
+            "ranks-disagree",
+            f"ranks differ in {len(rows)} of the facts that must be the same",
+            rows=tuple(rows[:20] + more),
+            fix="start every rank with the same plan, model and settings",
+        )
+    ]
+
+
+def compressed(facts: Facts, most: int = 400) -> Facts:
+    """At most `most` facts, with the others folded into one digest, so that the posted text of a large model stays small."""
+    if len(facts) <= most:
+        return facts
+    keys = sorted(facts)
+    rest = "\n".join(f"{key}={facts[key]}" for key in keys[most:])
+    return {key: facts[key] for key in keys[:most]} | {"(the rest)": hashlib.sha256(rest.encode()).hexdigest()[:16]}
+
+
+def check_replicas(group: Group, tensors: Mapping[str, torch.Tensor], what: str, axis: str = "tp") -> None:
+    """Compare tensors that must be equal on every rank of the group, by digest.
+
+    Raises: HandshakeError `replicas-differ` with tensors and ranks, on every rank.
+    Cost: one all-gather of 32 bytes per tensor.
+    """
+    names = [name for name, tensor in tensors.items() if not tensor.is_meta]
+    if group.size == 1 or not names:
+        return
+    digests = torch.stack([digest(tensors[name]) for name in names])
+    gathered = group.all_gather(digests)
+    rows = []
+    for n, name in enumerate(names):
+        different = [group.ranks[r] for r in range(group.size) if not torch.equal(gathered[r, n], gathered[0, n])]
+        if different:
+            ranks = short_list([str(rank) for rank in different])
+            rows.append((name, f"ranks {ranks} differ from rank {group.ranks[0]}"))
+    if rows:
+        raise HandshakeError(
+            Problem(
+                "replicas-differ",
+                f"{len(rows)} {what} that must be equal over {axis} are not",
+                rows=tuple(rows[:20]),
+                fix=f"give the ranks of one {axis} group the same data and the same initial weights",
+            )
+        )
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A digest [4] int64 of a tensor's shape, dtype and content. It depends on every bit and on the order of elements."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    sums = torch.zeros(2, dtype=torch.int64, device=raw.device)
+    for number, block in enumerate(raw.split(_DIGEST_BLOCK)):  # in blocks, because each byte becomes an int64
+        index = torch.arange(1, block.numel() + 1, device=raw.device) + number * _DIGEST_BLOCK
+        mixed = (block.to(torch.int64) + 1) * (index * 2654435761 % 2147483647)
+        sums += torch.stack([mixed.sum(), (mixed % 2147483629 * (index % 65521)).sum()])
+    kind = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    return torch.cat([sums, torch.tensor([kind, tensor.numel()], device=raw.device)])
+
+
+def watch_inputs(module: nn.Module, group: Group) -> None:
+    """Compare every tensor input of each forward of `module` over the group."""
+
+    def check(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        named = {f"input {i}": arg for i, arg in enumerate(args)} | kwargs
+        check_replicas(group, {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}, "inputs")
+
+    module.register_forward_pre_hook(check, with_kwargs=True)

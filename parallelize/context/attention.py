@@ -1,0 +1,85 @@
+"""Attention over `cp`: exchange tokens for heads in a ulysses group, send key/value blocks around the ring, exchange back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from parallelize import _torch_private as private
+from parallelize.context.forward_state import Context, ContextAttention, ForwardSequences
+from parallelize.errors import ModelError, Problem
+from parallelize.ops.all_to_all import HeadSplit, to_head_shards, to_sequence_shards
+from parallelize.ops.attention.ring_attention import Masking, ring_attention
+
+T = torch.Tensor
+
+
+def attend(module: ContextAttention, q: T, k: T, v: T, masking: Masking) -> T:
+    """Attention of the local queries to the full sequence.
+
+    Shapes (s: local tokens): q [B, H, s, D], k [B, K, s, D], v [B, K, s, E]; returns [B, H, s, E].
+
+    Raises: ModelError `wrong-rows`, `attention-kind`.
+    """
+    context, device = module.context, q.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # as PyTorch's own attention does
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    sequences = context.current()
+    _check(module, sequences, q, k, masking)
+    context.attended.add(module.fqn)
+    if masking.window >= sequences.layout.full:  # of this forward: in a recompute it may not be the last one
+        masking = replace(masking, window=0)
+    exchanges = context.ulysses.size > 1
+    heads = HeadSplit.of(q.shape[1], k.shape[1], context.ulysses.size)
+    if exchanges:
+        sizes = sequences.layout.ulysses_sizes(context.ring_rank)
+        q, k, v = to_head_shards(q, k, v, context.ulysses, heads, sizes)
+    out = _over_ring(context, sequences, q, k, v, masking)
+    if exchanges:
+        out = to_sequence_shards(out, context.ulysses, heads, sizes)
+    context.attach(sequences, out)
+    return out
+
+
+def _check(module: ContextAttention, sequences: ForwardSequences, q: T, k: T, masking: Masking) -> None:
+    tokens = sequences.layout.num_tokens(module.context.group.rank)
+    if q.shape[2] != tokens or k.shape[2] != tokens:
+        what = f"{module.fqn} attends from {q.shape[2]} queries to {k.shape[2]} keys, and this rank has {tokens} tokens"
+        fix = "self-attention without caches; cross-attention is not supported on cp"
+        raise ModelError(Problem("wrong-rows", what, fix=fix))
+    kind = "causal" if masking.causal else "bidirectional"
+    if kind != module.kind:
+        what = f"{module.fqn} is {kind}, and the plan says that it is {module.kind}"
+        raise ModelError(Problem("attention-kind", what, fix=f"write `{kind}` under `attention:`"))
+
+
+def _over_ring(context: Context, sequences: ForwardSequences, q: T, k: T, v: T, masking: Masking) -> T:
+    if not q.shape[1]:  # fewer heads than ranks: nothing to compute, but backward must reach q, k and v
+        empty = q.new_zeros((*q.shape[:3], v.shape[3]))
+        return empty + (q.sum() + k.sum() + v.sum())
+    simple = sequences.documents is None and not masking.window and not masking.softcap
+    if context.ring.size == 1 and simple:
+        options: dict[str, Any] = {"is_causal": masking.causal, "scale": masking.scale}
+        if q.shape[1] != k.shape[1]:
+            options["enable_gqa"] = True
+        with private.plain_calls():
+            return F.scaled_dot_product_attention(q, k, v, **options)
+    runs = tuple(sequences.layout.of_ring_rank(ring_rank) for ring_rank in range(context.ring.size))
+    return ring_attention(q, k, v, context.ring, runs, masking, sequences.documents)
+
+
+def masking_of(
+    module: ContextAttention, q: T, *, causal: bool, window: int | None, scale: float | None, softcap: float | None
+) -> Masking:
+    """The mask that a call of attention asks for.
+
+    Raises: ModelError `window-without-causal`.
+    """
+    if window and not causal:
+        what = f"{module.fqn} has a window of {window} tokens and no causal mask"
+        fix = "leave this model off cp: only causal windows are supported"
+        raise ModelError(Problem("window-without-causal", what, fix=fix))
+    return Masking(causal, window or 0, q.shape[-1] ** -0.5 if scale is None else float(scale), softcap or 0.0)

@@ -1,0 +1,131 @@
+"""How the attention of stock modules is intercepted: by the interface of `transformers`, or at `scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from parallelize.applied.records import applied
+from parallelize.context.attention import attend, masking_of
+from parallelize.context.forward_state import ContextAttention
+from parallelize.errors import ModelError, Problem
+
+T = torch.Tensor
+NAME = "parallelize_context"  # of this attention in the registry of `transformers`
+_CHANGES_ATTENTION = ("s_aux", "position_bias", "head_mask", "cache", "cu_seq_lens_q", "block_table")
+
+
+def register() -> None:
+    """Register this attention with `transformers`, which creates no mask tensors for a name without a mask function."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, interface)
+
+
+def interface(
+    module: nn.Module,
+    query: T,
+    key: T,
+    value: T,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[T, None]:
+    """Attention as `transformers` calls it: [B, H, s, D] in, [B, s, H, E] out.
+
+    Raises: ModelError `unplanned-attention`, `given-mask`, `attention-dropout`, `attention-argument`.
+    """
+    planned = _planned_attention(module)
+    if attention_mask is not None:
+        raise _mask_refused(planned.fqn)
+    _refuse_dropout(planned, dropout)
+    for name, argument in others.items():
+        if name in _CHANGES_ATTENTION and argument is not None:
+            what = f"{planned.fqn} passes {name} to its attention, which is not supported over cp"
+            raise ModelError(Problem("attention-argument", what, fix="leave this model off cp"))
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    masking = masking_of(planned, query, causal=causal, window=sliding_window, scale=scaling, softcap=softcap)
+    return attend(planned, query, key, value, masking).transpose(1, 2).contiguous(), None
+
+
+class _OverContext(TorchFunctionMode):
+    """While it is active, `scaled_dot_product_attention` is that of one module over cp."""
+
+    def __init__(self, planned: ContextAttention):
+        super().__init__()
+        self.planned = planned
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _sdpa(self.planned, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def forward_over_context(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an attention module that calls `scaled_dot_product_attention`."""
+    planned = applied(self).attention
+    with _OverContext(planned):
+        if planned.stock is None:
+            return type(self).forward(self, *args, **kwargs)
+        return planned.stock(*args, **kwargs)
+
+
+def _sdpa(
+    planned: ContextAttention,
+    query: T,
+    key: T,
+    value: T,
+    attn_mask: T | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> T:
+    """With the parameters of `scaled_dot_product_attention`."""
+    if attn_mask is not None:
+        raise _mask_refused(planned.fqn)
+    if query.ndim != 4:
+        what = f"{planned.fqn} attends with queries {list(query.shape)}"
+        raise ModelError(Problem("wrong-rows", what, fix="attention over cp takes [batch, heads, tokens, width]"))
+    _refuse_dropout(planned, dropout_p)
+    masking = masking_of(planned, query, causal=is_causal, window=None, scale=scale, softcap=None)
+    return attend(planned, query, key, value, masking)
+
+
+class RefuseUnplannedAttention(TorchFunctionMode):
+    """While it is active, attention in a module that the plan does not name is an error: it would see local tokens only."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            fix = "name its module under `attention:` in the plan"
+            raise ModelError(Problem("unplanned-attention", "attention runs in a module that no rule names", fix=fix))
+        return func(*args, **(kwargs or {}))
+
+
+def _planned_attention(module: nn.Module) -> ContextAttention:
+    planned = applied(module).attention
+    if planned is None:
+        what = f"a {type(module).__name__} calls attention, and no rule of the plan names it"
+        raise ModelError(Problem("unplanned-attention", what, fix="name it under `attention:`"))
+    return planned
+
+
+def _mask_refused(fqn: str) -> ModelError:
+    what = f"{fqn} is called with a mask, which covers the tokens of this rank only"
+    fix = "a causal flag, a window, packed position ids, or a padding mask [batch, tokens] passed to the model"
+    return ModelError(Problem("given-mask", what, fix=fix))
+
+
+def _refuse_dropout(planned: ContextAttention, p: float) -> None:
+    if p:
+        what = f"{planned.fqn} drops attention weights (p = {p})"
+        raise ModelError(Problem("attention-dropout", what, fix="attention dropout 0: it is not supported over cp"))

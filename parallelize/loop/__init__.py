@@ -1,0 +1,1 @@
+"""What a training loop uses besides the step: batches, accumulation, clipping, local optimizer steps, metrics."""

@@ -1,0 +1,230 @@
+"""Which samples this rank gets at each step: a function of (seed, epoch, position) that does not depend on the mesh.
+
+    batches = GlobalBatches(len(dataset), 256, seed=1, mesh=mesh)
+    loader = DataLoader(dataset, batch_sampler=batches, num_workers=4)
+    for batch in batches.track(loader):
+        ...
+        checkpoint = batches.state_dict()
+
+A global batch is an interval of the epoch's order of samples, and data rank i of n takes the i-th of its n parts. Ranks of
+one data rank (along tp, pp, cp) get the same samples. A run that is resumed on another mesh sees the same global batches in
+the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import Sampler
+
+from parallelize.applied.stored_slices import data_rank
+from parallelize.errors import CheckpointError, Problem, ShapeError
+from parallelize.mesh import SAMPLE_AXES
+from parallelize.ops.random.counter import Key, bits, key
+
+ROUNDS = 10
+_FIELDS = ("seed", "epoch", "batches_done", "num_samples", "global_batch_size", "shuffle", "drop_last")
+
+Batch = TypeVar("Batch")
+
+
+class GlobalBatches(Sampler[list[int]]):
+    """A batch sampler: iterating gives this rank's indices of each global batch, from the position to the epoch's end.
+
+    With an epoch's last batch, the position moves to the next epoch, which has another order. After an iteration that was
+    left early, the next one goes on where it was left. The position counts batches that were handed out; a DataLoader's
+    workers take them ahead of training. After `track` was called, it counts what the tracked loop has taken.
+
+    Args:
+        num_samples: in the data set.
+        global_batch_size: samples per step, over all data ranks.
+        seed: of the order. Each epoch has its own order.
+        shuffle: False for the order of the data set.
+        drop_last: False ends an epoch with a smaller batch of the samples that are left.
+        mesh: a DeviceMesh with any axes, or None for one data rank.
+
+    Raises: ShapeError `indivisible-batch` if a batch does not divide over the data ranks; `no-batches` if there is none.
+    Cost: no communication, and no memory for the order.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        global_batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        mesh: Any = None,
+    ):
+        self.num_samples, self.global_batch_size = num_samples, global_batch_size
+        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self.data_index, self.data_ranks = (0, 1) if mesh is None else data_rank(mesh, SAMPLE_AXES)
+        self.epoch = self.batches_done = 0
+        self._tracked = False
+        self._check_sizes()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return _steps(self.num_samples, self.global_batch_size, self.drop_last)
+
+    def __len__(self) -> int:
+        """Steps that are left in this epoch: the length of an iteration that starts now."""
+        return self.steps_per_epoch - self.batches_done
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._hand_out(self.epoch, self.batches_done)
+
+    def _hand_out(self, epoch: int, first: int) -> Iterator[list[int]]:
+        order = SampleOrder(self.num_samples, self.seed, epoch) if self.shuffle else None
+        for step in range(first, self.steps_per_epoch):
+            positions = self._positions(step)
+            samples = list(positions) if order is None else order.samples(positions)
+            if not self._tracked:
+                self._move_to(epoch, step + 1)
+            yield samples
+
+    def _positions(self, step: int) -> range:
+        """This rank's positions in the epoch's order."""
+        start = step * self.global_batch_size
+        count = min(self.global_batch_size, self.num_samples - start) // self.data_ranks
+        return range(start + self.data_index * count, start + (self.data_index + 1) * count)
+
+    def track(self, loader: Iterable[Batch]) -> Tracked[Batch]:
+        """Iterate a DataLoader (or anything that iterates these batches), counting the batches that the loop has taken.
+
+        `loader` may prefetch, if it begins an epoch only after the loop has taken all batches of the one before.
+        """
+        self._tracked = True
+        return Tracked(self, loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, the same on every rank: the position after the batches taken so far."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at the saved position, in the saved order; iterations that have begun are not changed.
+
+        With another global batch size, the position is the same number of samples.
+
+        Raises: CheckpointError `data-position` for another data set or order, or a position between two batches.
+            Nothing is changed then.
+        """
+        _check_state(state)
+        if state["num_samples"] != self.num_samples:
+            what = f"the saved data set had {state['num_samples']} samples, this one has {self.num_samples}"
+            raise _position(what, "use the same data, or do not load the position")
+        if state["shuffle"] != self.shuffle:
+            raise _position(f"shuffle was {state['shuffle']}", f"pass shuffle={state['shuffle']}")
+        done = self._converted(state["batches_done"], state["global_batch_size"])
+        self.seed = state["seed"]
+        self._move_to(state["epoch"], done)
+
+    def _converted(self, batches: int, size: int) -> int:
+        """Batches of `size` samples as batches of this object's size."""
+        samples, new_size = batches * size, self.global_batch_size
+        if samples % new_size:
+            candidates = range(self.data_ranks, max(2 * new_size, size) + 1, self.data_ranks)
+            fitting = sorted((n for n in candidates if samples % n == 0), key=lambda n: abs(n - new_size))
+            what = (
+                f"{samples} samples of the epoch were taken ({batches} batches of {size}), not a multiple of {new_size}"
+            )
+            fix = f"use a global batch size of {size} until the epoch ends"
+            if fitting:
+                fix = f"use a global batch size of {' or '.join(map(str, sorted(fitting[:3])))}"
+            raise _position(what, fix)
+        return samples // new_size
+
+    def _move_to(self, epoch: int, done: int) -> None:
+        over = done >= self.steps_per_epoch
+        self.epoch, self.batches_done = (epoch + 1, 0) if over else (epoch, done)
+
+    def _check_sizes(self) -> None:
+        if min(self.num_samples, self.global_batch_size) < 1 or not self.steps_per_epoch:
+            what = f"{self.num_samples} samples make no batch of {self.global_batch_size}"
+            raise ShapeError(Problem("no-batches", what, fix="use a smaller batch, or drop_last=False"))
+        last = 0 if self.drop_last else self.num_samples % self.global_batch_size
+        for size, name, other in (
+            (self.global_batch_size, "a global batch", f"a multiple of {self.data_ranks}"),
+            (last, "the last batch", "drop_last=True"),
+        ):
+            if size % self.data_ranks:
+                what = f"{name} of {size} samples cannot be split over {self.data_ranks} data ranks"
+                raise ShapeError(Problem("indivisible-batch", what, fix=f"use {other}"))
+
+
+class Tracked(Generic[Batch]):
+    """A loader whose batches are counted as a loop takes them. Made by `GlobalBatches.track`."""
+
+    def __init__(self, batches: GlobalBatches, loader: Iterable[Batch]):
+        self.batches, self.loader = batches, loader
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.loader:
+            self.batches._move_to(self.batches.epoch, self.batches.batches_done + 1)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class SampleOrder:
+    """A permutation of `count` samples, for a seed and an epoch, of which any part can be computed by itself.
+
+    A number is written as two digits, of bases a and b, where a * b is just above `count`. In each round a random function
+    of one digit is added to the other. Each round can be inverted, so all rounds are a permutation of a * b numbers. Results
+    of `count` or above are permuted again until they are below (cycle walking), which leaves a permutation of `count`.
+    Cost: no memory for the order; about 200 small integer ops per batch.
+    Source: Black, Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
+    """
+
+    def __init__(self, count: int, seed: int, epoch: int):
+        self.count = count
+        self.bases = (math.isqrt(count - 1) + 1, -(-count // (math.isqrt(count - 1) + 1)))
+        self.keys = [key(seed, "order of samples", epoch, number) for number in range(ROUNDS)]
+
+    def samples(self, positions: range) -> list[int]:
+        """The samples at these positions of the order."""
+        permuted = self._permuted(torch.arange(positions.start, positions.stop, device="cpu"))
+        while (outside := permuted >= self.count).any():
+            permuted[outside] = self._permuted(permuted[outside])
+        return permuted.tolist()
+
+    def _permuted(self, numbers: torch.Tensor) -> torch.Tensor:
+        a, b = self.bases
+        high, low = numbers // b, numbers % b
+        for number, round_key in enumerate(self.keys):
+            if number % 2:
+                low = (low + _random(round_key, high, b)) % b
+            else:
+                high = (high + _random(round_key, low, a)) % a
+        return high * b + low
+
+
+def _random(round_key: Key, numbers: torch.Tensor, below: int) -> torch.Tensor:
+    """A random function of each number, in [0, below): uniform to within below / 2^63."""
+    return bits(round_key, numbers.clone()).bitwise_and_(2**63 - 1) % below
+
+
+def _steps(num_samples: int, size: int, drop_last: bool) -> int:
+    return num_samples // size if drop_last else -(-num_samples // size)
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, dict) or state.keys() != set(_FIELDS):
+        raise _position("this is not a saved position", f"pass the dict of state_dict(), with {list(_FIELDS)}")
+    for name in _FIELDS:
+        kind = bool if name in ("shuffle", "drop_last") else int
+        if type(state[name]) is not kind or (kind is int and name != "seed" and state[name] < 0):
+            raise _position(f"the saved {name} is of {type(state[name]).__name__}", "use another checkpoint")
+    size = state["global_batch_size"]
+    if not size or state["batches_done"] >= _steps(state["num_samples"], size, state["drop_last"]):
+        what = f"{state['batches_done']} batches of {size} of {state['num_samples']} samples cannot have been taken"
+        raise _position(what, "use another checkpoint")
+
+
+def _position(what: str, fix: str) -> CheckpointError:
+    return CheckpointError(Problem("data-position", what, fix=fix))

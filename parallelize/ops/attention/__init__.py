@@ -1,0 +1,1 @@
+"""Ring attention: tiles, kernels, and the messages of the ring."""

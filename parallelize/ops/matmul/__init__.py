@@ -1,0 +1,1 @@
+"""Linears whose collective is overlapped with their matmul, on any process group."""

@@ -1,0 +1,75 @@
+"""The chunked matmuls by PyTorch's symmetric-memory kernels: CUDA only, between devices that can map each other's memory.
+
+The kernels take even shards, and a single matmul to scatter. Any other call of these functions uses the chunked version, over
+the same group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from parallelize import _torch_private as private
+from parallelize.comm.groups import Group
+from parallelize.errors import MeshError, Problem
+from parallelize.ops.matmul import chunked_matmul
+from parallelize.ops.matmul.agreement import agree
+from parallelize.ops.matmul.chunked_matmul import MatmulSum, Thunk
+
+T = torch.Tensor
+_STEPS = 4  # of the chunked version, if no kernel fits
+
+
+def unavailable(group: Group, device: torch.device) -> str:
+    """Why this group cannot use symmetric memory on this device; empty if it can."""
+    if device.type != "cuda":
+        return f"symmetric memory needs CUDA, and this is {device.type}"
+    return private.enable_symmetric_memory(group.pg)
+
+
+def require(group: Group, device: torch.device) -> None:
+    """Raises: MeshError `no-symmetric-memory` with the reason."""
+    reason = unavailable(group, device)
+    if reason:
+        raise MeshError(Problem("no-symmetric-memory", reason, fix="overlap: auto or chunked, which work on any group"))
+
+
+def all_gather_matmul(
+    x: T,
+    rights: Sequence[T],
+    biases: Sequence[T | None],
+    dim: int,
+    full: int,
+    group: Group,
+    *,
+    line: str = "",
+    keep: bool = True,
+) -> tuple[list[T], T]:
+    """As `chunked_matmul.all_gather_matmul`."""
+    if full % group.size or not rights:
+        return chunked_matmul.all_gather_matmul(x, rights, biases, dim, full, group, steps=_STEPS, line=line, keep=keep)
+    if line:
+        agree(group, x.device, line)
+    cast = x if x.dtype == rights[0].dtype else x.to(rights[0].dtype)
+    gathered, outs = private.symmetric_ops().fused_all_gather_matmul(
+        cast.contiguous(), list(rights), dim, group.pg.group_name, return_A=True
+    )
+    pairs = zip(outs, biases, strict=True)
+    return [out if bias is None else out + bias for out, bias in pairs], gathered.to(x.dtype)
+
+
+def matmul_reduce_scatter(
+    total: MatmulSum, dim: int, group: Group, meanwhile: Iterable[Thunk] = (), line: str = ""
+) -> T:
+    """As `chunked_matmul.matmul_reduce_scatter`."""
+    if len(total.pairs) != 1 or total.base is not None or total.shape[dim] % group.size:
+        return chunked_matmul.matmul_reduce_scatter(total, dim, group, _STEPS, meanwhile, line)
+    if line:
+        agree(group, total.pairs[0][0].device, line)
+    left, right = total.pairs[0]
+    left = left if left.dtype == right.dtype else left.to(right.dtype)
+    out = private.symmetric_ops().fused_matmul_reduce_scatter(left, right, "sum", dim, group.pg.group_name)
+    for work in meanwhile:
+        work()
+    return out

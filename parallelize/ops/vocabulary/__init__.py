@@ -1,0 +1,1 @@
+"""Cross entropy and softmax over a vocabulary that is sharded over ranks."""

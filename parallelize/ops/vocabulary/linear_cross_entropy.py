@@ -1,0 +1,315 @@
+"""A vocabulary head and its loss in one: logits exist for one chunk of tokens at a time.
+
+For a sum over tokens, all gradients are computed in the forward, chunk by chunk while the chunk's logits exist, so that no matmul
+runs twice: backward scales them by the gradient of the sum, which is one number. If each token has its own output gradient,
+backward recomputes the logits of each chunk, and their softmax from statistics that the forward has saved: it communicates
+nothing.
+
+Source: gradients in the forward, Hsu et al., Liger Kernel, arXiv:2410.10989 sec. 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+
+from parallelize import _torch_private as private
+from parallelize.comm.groups import Group
+from parallelize.ops.collectives import refuse_double_backward
+from parallelize.ops.vocabulary.class_targets import Targets
+from parallelize.ops.vocabulary.softmax import Statistics, statistics, working_dtype
+
+T = torch.Tensor
+Tail = Callable[[T], T]
+Saved = tuple[T, ...]
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """What to compute from hidden states [N, H] under a head [V/P, H].
+
+    Attributes:
+        targets: of the N tokens.
+        ignored: [N], tokens that do not count, or None.
+        chunk: number of tokens whose logits exist at the same time.
+        dtype: of losses and statistics, that of the logits or wider.
+        tail: an elementwise function between matmul and loss, or None.
+        entropy: whether entropies are computed too.
+    """
+
+    targets: Targets
+    ignored: T | None
+    group: Group
+    chunk: int
+    dtype: torch.dtype
+    tail: Tail | None = None
+    z_loss: float = 0.0
+    entropy: bool = False
+
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        for start in range(0, num_tokens, self.chunk):
+            yield slice(start, min(num_tokens, start + self.chunk))
+
+    def targets_of(self, tokens: slice) -> Targets:
+        return self.targets.of_tokens(tokens.start, tokens.stop)
+
+    def statistics(self, z: T, tokens: slice, maskable: bool) -> Statistics:
+        targets, maskable = self.targets_of(tokens), maskable or self.tail is not None
+        return statistics(z, targets, self.group, moment=self.entropy, maskable=maskable)
+
+    def losses(self, stats: Statistics, tokens: slice) -> T:
+        losses = stats.losses
+        if self.z_loss:
+            losses = losses + self.z_loss * (stats.log_total + stats.highest).square()
+        return losses if self.ignored is None else losses.masked_fill_(self.ignored[tokens], 0.0)
+
+    def counts(self, tokens: slice, like: T) -> T:
+        """1 for each of these tokens that counts, else 0."""
+        ones = torch.ones_like(like)
+        return ones if self.ignored is None else ones.masked_fill_(self.ignored[tokens], 0.0)
+
+    def softmax_scale(self, stats: Statistics | SavedStatistics, scale: T) -> T:
+        """The factor of the softmax in the gradient of losses whose own gradient is `scale` [n]."""
+        factor = stats.mass
+        if self.z_loss:
+            factor = factor + 2.0 * self.z_loss * (stats.log_total + stats.highest)
+        return scale * factor
+
+
+def default_chunk(tokens: int, hidden_size: int) -> int:
+    """An eighth of the tokens, but not more than have logits of a quarter of the size of the head's own gradient.
+
+    At least 128, because fewer make the matmuls slow. Larger chunks need more memory and are not faster. Measured:
+    docs/vocabulary.md.
+    """
+    return max(128, min(-(-tokens // 8), hidden_size // 4))
+
+
+class _Sum(Function):
+    """The sum of the tokens' losses, with gradients computed in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: T, weight: T, bias: T | None, loss: HeadLoss, train: bool) -> T:
+        needs = tuple(need and train for need in ctx.needs_input_grad[:3])
+        gradients = _GradientAccumulator(needs, hidden, weight)
+        losses = hidden.new_empty(hidden.shape[0], dtype=loss.dtype)
+        saved = [torch.empty_like(losses) for _ in range(3)]
+        for tokens in loss.chunks(hidden.shape[0]):
+            stats = _forward_chunk(hidden[tokens], weight, bias, loss, tokens, gradients)
+            losses[tokens] = loss.losses(stats, tokens)
+            _save(saved, stats, tokens)
+        ctx.loss, ctx.needs, ctx.gradients = loss, needs, gradients
+        ctx.save_for_backward(hidden, weight, bias, *saved)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: T):
+        refuse_double_backward()
+        hidden, weight, bias, *saved = ctx.saved_tensors
+        # take only gradients that will be used: a backward that is split in two takes some in each part
+        used = [private.will_run(node) for node, _ in ctx.next_functions] + [False] * 3
+        needs = tuple(need and use for need, use in zip(ctx.needs, used, strict=False))
+        if ctx.gradients.has(needs):
+            return *ctx.gradients.take(needs, grad), None, None
+        # a second backward through the same graph: the first one has taken the tensors themselves
+        scale = ctx.loss.counts(slice(0, hidden.shape[0]), saved[0]) * grad
+        return *_recomputed_gradients(needs, hidden, weight, bias, ctx.loss, tuple(saved), scale, None), None, None
+
+
+class _Tokens(Function):
+    """(losses [N], entropies [N] or [0]) of tokens, each with its own output gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: T, weight: T, bias: T | None, loss: HeadLoss):
+        losses = hidden.new_empty(hidden.shape[0], dtype=loss.dtype)
+        saved = [torch.empty_like(losses) for _ in range(3)]
+        entropies = torch.empty_like(losses if loss.entropy else losses[:0])
+        for tokens in loss.chunks(hidden.shape[0]):
+            stats = _forward_chunk(hidden[tokens], weight, bias, loss, tokens, None)
+            losses[tokens] = loss.losses(stats, tokens)
+            if loss.entropy:
+                entropies[tokens] = stats.entropies
+            _save(saved, stats, tokens)
+        ctx.loss, ctx.needs = loss, ctx.needs_input_grad[:3]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, *saved, entropies)
+        return losses, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad: T | None, entropy_grad: T | None):
+        refuse_double_backward()
+        hidden, weight, bias, *saved = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros_like(saved[0])
+        elif ctx.loss.ignored is not None:
+            grad = grad.masked_fill(ctx.loss.ignored, 0.0)
+        entropy_grad = entropy_grad if ctx.loss.entropy else None
+        grads = _recomputed_gradients(ctx.needs, hidden, weight, bias, ctx.loss, tuple(saved), grad, entropy_grad)
+        return *grads, None
+
+
+def _save(saved: list[T], stats: Statistics, tokens: slice) -> None:
+    """In the order of `SavedStatistics`."""
+    for tensor, value in zip(saved, (stats.highest, stats.log_total, stats.mass), strict=True):
+        tensor[tokens] = value
+
+
+def linear_losses(
+    hidden: T, weight: T, bias: T | None, loss: HeadLoss, *, total: bool, train: bool | None = None
+) -> tuple[T, T]:
+    """Losses of tokens under a head, and their entropies.
+
+    Shapes (P = group size):
+        hidden   [N, H]      the same on every rank; its gradient is this rank's part of a sum
+        weight   [V/P, H]    bias [V/P] or None
+        returns  (a scalar with `total`, else [N]; [N] if loss.entropy, else [0]), in float32 at least
+
+    Memory: the logits of one chunk and their softmax; with `total` the gradients themselves; with a tail what it saves.
+    Cost: one all-gather of 4 or 5 values per token, chunk by chunk; nothing backward.
+    """
+    with _without_autocast(hidden):
+        if total and not loss.entropy:
+            train = torch.is_grad_enabled() if train is None else train
+            return _Sum.apply(hidden, weight, bias, loss, train), hidden.new_empty(0)
+        losses, entropies = _Tokens.apply(hidden, weight, bias, loss)
+        return losses.sum() if total else losses, entropies
+
+
+def _forward_chunk(
+    hidden: T, weight: T, bias: T | None, loss: HeadLoss, tokens: slice, gradients: _GradientAccumulator | None
+) -> Statistics:
+    """Statistics of one chunk; adds its part of the gradients that are needed."""
+    differentiable = gradients is not None and gradients.any
+    raw, z = _logits(hidden, weight, bias, loss.tail, differentiable)
+    stats = loss.statistics(z.detach(), tokens, maskable=bias is not None)
+    grad, stats.local_softmax = stats.local_softmax, stats.local_softmax[:0]
+    if gradients is not None and differentiable:
+        scale = loss.counts(tokens, stats.highest)
+        of_softmax = loss.softmax_scale(stats, scale)
+        grad *= (of_softmax if stats.local_weight is None else of_softmax * stats.local_weight).unsqueeze(-1)
+        loss.targets_of(tokens).subtract_(grad, scale)
+        gradients.add(tokens, hidden, weight, _through_tail(raw, z, grad))
+    return stats
+
+
+def _recomputed_gradients(
+    needs: tuple[bool, ...],
+    hidden: T,
+    weight: T,
+    bias: T | None,
+    loss: HeadLoss,
+    saved: Saved,
+    scale: T,
+    entropy_scale: T | None,
+) -> tuple[T | None, T | None, T | None]:
+    """Gradients from recomputed logits, given those of the losses, `scale` [N], and of the entropies, `entropy_scale`."""
+    gradients = _GradientAccumulator(needs, hidden, weight)
+    with _without_autocast(hidden):
+        for tokens in loss.chunks(hidden.shape[0]) if gradients.any else ():
+            raw, z = _logits(hidden[tokens], weight, bias, loss.tail, True)
+            stats = SavedStatistics(*(value[tokens] for value in saved))
+            of_entropy = None if entropy_scale is None else entropy_scale[tokens]
+            of_softmax = loss.softmax_scale(stats, scale[tokens])
+            grad = logits_gradient(z.detach(), stats, of_softmax, of_entropy)
+            loss.targets_of(tokens).subtract_(grad, scale[tokens])
+            gradients.add(tokens, hidden[tokens], weight, _through_tail(raw, z, grad))
+            del raw, z, grad
+    return gradients.take(needs, None)
+
+
+@dataclass(frozen=True)
+class SavedStatistics:
+    """What backward needs of `Statistics`: [n] each."""
+
+    highest: T
+    log_total: T
+    mass: T
+    entropies: T | None = None
+
+
+def logits_gradient(z: T, stats: SavedStatistics, of_softmax: T, of_entropy: T | None) -> T:
+    """[n, V/P]: of_softmax p + of_entropy d(entropy), with d(entropy)/dz_c = -p_c (log p_c + entropy)."""
+    log_p = (z - stats.highest.unsqueeze(-1)).sub_(stats.log_total.unsqueeze(-1))
+    if of_entropy is None:
+        return log_p.exp_().mul_(of_softmax.unsqueeze(-1))
+    assert stats.entropies is not None
+    p = log_p.exp()
+    constant = of_softmax - of_entropy * stats.entropies
+    log_p.masked_fill_(p == 0.0, 0.0)  # 0 log 0 is 0, whatever the output gradient is
+    return log_p.mul_(-of_entropy.unsqueeze(-1)).add_(constant.unsqueeze(-1)).mul_(p)
+
+
+def _logits(hidden: T, weight: T, bias: T | None, tail: Tail | None, differentiable: bool) -> tuple[T, T]:
+    """(the matmul's output, the logits); with a tail, the logits are a function of the output."""
+    raw = F.linear(hidden, weight, bias)
+    if tail is None:
+        return raw, raw
+    if not differentiable:
+        return raw, tail(raw)
+    raw.requires_grad_()
+    # what the tail saves belongs to this chunk: saved-tensor hooks of a recomputed unit around it must not see it
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
+        return raw, tail(raw)
+
+
+def _identity(x: T) -> T:
+    return x
+
+
+def _through_tail(raw: T, z: T, grad: T) -> T:
+    """The gradient of the matmul's output from that of the logits."""
+    if z is raw:
+        return grad
+    (out,) = torch.autograd.grad(z, raw, grad.to(z.dtype))
+    return out
+
+
+class _GradientAccumulator:
+    """The gradients that are needed of hidden states, weight and bias, summed over chunks in float32 at least."""
+
+    def __init__(self, needs: tuple[bool, ...], hidden: T, weight: T):
+        self.needs, self.any, self.dtype = needs, any(needs), weight.dtype
+        self.work = working_dtype(weight)
+        self.hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
+        self.weight = weight.new_zeros(weight.shape, dtype=self.work) if needs[1] else None
+        self.bias = weight.new_zeros(weight.shape[0], dtype=self.work) if needs[2] else None
+
+    def add(self, tokens: slice, hidden: T, weight: T, grad: T) -> None:
+        if self.bias is not None:
+            self.bias += grad.sum(0)
+        grad = grad.to(self.dtype)
+        if self.hidden is not None:
+            torch.mm(grad, weight, out=self.hidden[tokens])
+        if self.weight is None:
+            return
+        if self.work == self.dtype:
+            self.weight.addmm_(grad.t(), hidden)
+        else:  # a matmul of half-precision tensors cannot accumulate into a float32 tensor
+            self.weight += grad.t() @ hidden
+
+    def has(self, needs: tuple[bool, ...]) -> bool:
+        """Whether none of these was taken."""
+        stored = (self.hidden, self.weight, self.bias)
+        return not any(need and grad is None for need, grad in zip(needs, stored, strict=True))
+
+    def take(self, needs: tuple[bool, ...], scale: T | None) -> tuple[T | None, T | None, T | None]:
+        """These gradients, scaled, in the head's dtype. They are no longer stored here."""
+        out: list[T | None] = []
+        for name, need in zip(("hidden", "weight", "bias"), needs, strict=True):
+            grad = getattr(self, name) if need else None
+            if grad is not None:
+                setattr(self, name, None)
+                grad = (grad if scale is None else grad.mul_(scale)).to(self.dtype)
+            out.append(grad)
+        return out[0], out[1], out[2]
+
+
+def _without_autocast(x: T) -> Any:
+    """Autocast off: the caller casts, and the dtypes inside are those of the arguments."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

@@ -1,0 +1,83 @@
+"""`ParallelModel`: what `parallelize_model` returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from parallelize.loop.clip import clip_grad_norm_
+from parallelize.pipeline.engine import Pipeline
+from parallelize.pipeline.ties import ties_of
+from parallelize.zero.optimizer import build_optimizer
+
+T = torch.Tensor
+
+
+class ParallelModel:
+    """A model on a mesh, with the operations of a training loop.
+
+    Args:
+        module: this rank's part of the model.
+        mesh: all axes.
+        pipeline: runs steps, also where `pp` is 1 or absent.
+
+    Attributes:
+        module, mesh, pipeline: the arguments.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, pipeline: Pipeline):
+        self.module, self.mesh, self.pipeline = module, mesh, pipeline
+
+    def step(self, *args: Any, targets: Any = None, **kwargs: Any) -> T:
+        """Forward and backward of this data rank's batch. See `Pipeline.step`.
+
+        Args:
+            args, kwargs: inputs of the full model; tensors [batch, ...] of this data rank, the same on its other ranks.
+            targets: for the loss, such as token ids [batch, sequence].
+
+        Returns: the mean loss over all data ranks, a scalar, the same on every rank.
+        """
+        return self.pipeline.step(*args, targets=targets, **kwargs)
+
+    def evaluate(self, *args: Any, targets: Any = None, **kwargs: Any) -> T:
+        """The mean loss over all data ranks, without gradients. Arguments as for `step`. See `Pipeline.evaluate`."""
+        return self.pipeline.evaluate(*args, targets=targets, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """The model's output of each microbatch on ranks of the last stage, else []. See `Pipeline.forward`."""
+        return self.pipeline.forward(*args, **kwargs)
+
+    def optimizer(self, cls: type[Optimizer], params: Any = None, **options: Any) -> Optimizer:
+        """An optimizer whose state is sharded as the ZeRO stage requires. See `build_optimizer`.
+
+        Args:
+            cls: of `torch.optim`, or compatible.
+            params: parameters or parameter groups; None means all parameters.
+            options: of `cls`.
+        """
+        return build_optimizer(self.module, cls, params, **options)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> T:
+        """Clip the gradients by the norm over the full model and all axes. See `parallelize.clip_grad_norm_`.
+
+        Args:
+            max_norm: gradients are scaled to at most this norm.
+            norm_type: p of the p-norm; `inf` for the largest magnitude.
+            error_if_nonfinite: raise where the norm is NaN or infinite.
+
+        Returns: the norm before clipping, a scalar, the same on every rank.
+        """
+        return clip_grad_norm_(self.module, max_norm, norm_type, error_if_nonfinite)
+
+    def check_ties(self) -> None:
+        """Compare copies of tied parameters by digest, one small all_gather per tie.
+
+        Raises: HandshakeError `ties-differ`.
+        """
+        ties = ties_of(self.module)
+        if ties is not None:
+            ties.check()

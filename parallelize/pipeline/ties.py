@@ -1,0 +1,255 @@
+"""Tied parameters on several pipeline stages: equal copies, whose gradients are summed.
+
+Parameters are tied where they were one object before the model was split, or where the plan declares it. Within a stage
+one parameter has all the names. Across stages the gradient of each copy is a part, from the copy's own uses. The parts are
+summed after ZeRO has reduced them over the data axes (the order of the sums does not matter), on the shards that ZeRO keeps,
+so that 1/dp of the bytes are sent where gradients are sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize import _torch_private as private
+from parallelize.applied.records import Cut, StageMark, applied, cut_of, mark_applied, mark_parameter, record_of
+from parallelize.comm.groups import Group, group_for
+from parallelize.comm.handshake import digest
+from parallelize.errors import HandshakeError, PlanError, Problem, did_you_mean
+from parallelize.plan.model_facts import ModelFacts
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.schema import Plan, Tie
+from parallelize.zero.buckets import to_local, wrap_like
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class TieGroup:
+    """A tied parameter and the ranks of the pipeline that have a copy.
+
+    Attributes:
+        name: of the tie.
+        members: fqns, on all stages.
+        local: the members on this rank.
+        group: the ranks with a copy, the owner first.
+        reduce: "sum" or "none", as in `Tie`.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    local: tuple[str, ...]
+    group: Group
+    reduce: str = "sum"
+
+    @property
+    def is_owner(self) -> bool:
+        return self.group.rank == 0
+
+
+class Ties:
+    """The ties with members on this rank.
+
+    Args:
+        module: the root.
+        groups: in the same order on all ranks.
+    """
+
+    def __init__(self, module: nn.Module, groups: list[TieGroup]):
+        self.module, self.groups = module, groups
+        self._summed: set[str] = set()
+
+    def parameters(self, tie: TieGroup) -> list[nn.Parameter]:
+        """The copies on this rank: one, unless a plan ties different parameters of one stage."""
+        parameters = (self.module.get_parameter(name) for name in tie.local)
+        return list({id(parameter): parameter for parameter in parameters}.values())
+
+    def copies(self) -> set[int]:
+        """ids of the parameters that do not count in norms, because the first copy of the owner does."""
+        return {
+            id(parameter)
+            for tie in self.groups
+            for index, parameter in enumerate(self.parameters(tie))
+            if not tie.is_owner or index
+        }
+
+    @torch.no_grad()
+    def equalize(self) -> None:
+        """Copy the owner's value to all copies. A broadcast over the ranks of each tie."""
+        for tie in self.groups:
+            first, *others = (to_local(p) for p in self.parameters(tie))
+            if first.is_meta:
+                continue
+            if tie.group.size > 1:
+                value = first.contiguous()
+                tie.group.broadcast(value, 0)
+                first.copy_(value)
+            for other in others:
+                other.copy_(first)
+
+    def reopen(self) -> None:
+        """Before another backward adds to gradients that are summed already: divide them by the number of copies.
+
+        The next `reduce_gradients` then restores this sum, and adds the new parts to it.
+        """
+        for tie in self.groups:
+            if tie.name in self._summed:
+                for parameter in self.parameters(tie):
+                    if parameter.grad is not None:
+                        to_local(parameter.grad).mul_(1.0 / (tie.group.size * len(self.parameters(tie))))
+        self._summed.clear()
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """Sum the gradients of each tie over its copies. Once per step, after the last backward; an all_reduce per tie."""
+        for tie in self.groups:
+            if tie.reduce == "none":
+                continue
+            parameters = [p for p in self.parameters(tie) if p.requires_grad]
+            if not parameters:
+                continue
+            for parameter in parameters:
+                if parameter.grad is None:  # unused here, used elsewhere
+                    parameter.grad = self._no_gradient(parameter)
+            total = to_local(parameters[0].grad)
+            for other in parameters[1:]:
+                total.add_(to_local(other.grad))
+            if tie.group.size > 1:
+                tie.group.all_reduce(total)
+            for other in parameters[1:]:
+                to_local(other.grad).copy_(total)
+            self._summed.add(tie.name)
+
+    def _no_gradient(self, parameter: Any) -> Any:
+        """A gradient of zeros, sharded as ZeRO shards gradients."""
+        data = applied(self.module).data
+        shards = data.shards if data is not None and data.zero == 2 else ()
+        shard = next((shard for shard in shards if shard.param is parameter), None)
+        dtype = getattr(data.engine, "dtype", None) if data is not None else None
+        dtype = dtype or parameter.dtype
+        if shard is None or shard.spec is None:
+            return wrap_like(parameter, torch.zeros_like(to_local(parameter), dtype=dtype))
+        zeros = torch.zeros_like(shard.slice_of(to_local(parameter)), dtype=dtype)
+        return private.wrap(zeros, private.with_dtype(shard.spec, zeros))
+
+    def check(self) -> None:
+        """Compare the copies by digest. An all_gather per tie.
+
+        Raises: HandshakeError `ties-differ` on every rank of a tie whose copies differ.
+        """
+        for tie in self.groups:
+            digests = [digest(to_local(p)) for p in self.parameters(tie)]
+            gathered = tie.group.all_gather(digests[0]) if tie.group.size > 1 else digests[0][None]
+            if any(not torch.equal(other, gathered[0]) for other in (*gathered, *digests)):
+                what = f"copies of {tie.name} ({', '.join(tie.members)}) are not equal any more"
+                fix = "update all copies by one optimizer with the same settings; then call equalize()"
+                raise HandshakeError(Problem("ties-differ", what, fix=fix))
+
+
+def ties_of(module: nn.Module) -> Ties | None:
+    """The ties of a model, or None: what `tie_parameters` recorded."""
+    return applied(module).ties
+
+
+def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:
+    """Tie parameters across pipeline stages, and give all copies the value of the first stage that has one.
+
+    Parameters that were one object before `cut_pipeline` are tied, and so are those that the plan's `ties:` list.
+    `Pipeline.step` then sums their gradients once per step.
+
+    Args:
+        module: after `cut_pipeline`, and after `parallelize_module` where the model has a plan.
+        plan: for its `ties:`. None: only parameters that were one object.
+
+    Returns: the ties, or None where no tie has members on two stages.
+
+    Raises:
+        PlanError: `unknown-parameter`, `tie-shapes-differ`, `tie-layouts-differ`.
+
+    Cost: a broadcast of each tied parameter's local shard over the pp ranks that have it. A collective over `pp`: all its
+        ranks must call it.
+    """
+    cut, record = cut_of(module), record_of(module)
+    declared = () if plan is None else plan.ties
+    if cut is None and not declared:
+        return None
+    if record is not None and record.model_plan is not None:
+        _check_layouts(record.model_plan, declared)
+    if cut is None:
+        groups = [TieGroup(tie.name, tie.members, tie.members, Group.alone(), tie.reduce) for tie in declared]
+    else:
+        check_declared(cut.facts, plan)
+        declared_names = {name for tie in declared for name in tie.members}
+        shared = [
+            Tie(fact.fqn, fact.names)
+            for fact in cut.facts.parameters.values()
+            if len(_ranks(cut, fact.names)) > 1 and not declared_names & set(fact.names)
+        ]
+        groups = [group for tie in [*declared, *shared] if (group := _group(cut, tie)) is not None]
+    if not groups:
+        return None
+    ties = Ties(module, groups)
+    mark_applied(module, ties=ties)
+    ties.equalize()
+    return ties
+
+
+def mark_stages(module: nn.Module) -> None:
+    """Mark each parameter with its pipeline group, and with whether it counts in norms on this rank.
+
+    This is the last step of application, because wrappers replace parameters.
+    """
+    cut, ties = cut_of(module), ties_of(module)
+    copies = ties.copies() if ties is not None else set()
+    for parameter in module.parameters():
+        if cut is not None:
+            mark_parameter(parameter, stage=StageMark(cut.group, id(parameter) not in copies))
+
+
+def _ranks(cut: Cut, names: tuple[str, ...]) -> list[int]:
+    """The pp ranks that have any of these parameters, in order of their stages."""
+    stages = sorted({stage for name in names if (stage := cut.stages.stage_of(name)) is not None})
+    return list(dict.fromkeys(cut.stage_ranks[stage] for stage in stages))
+
+
+def _group(cut: Cut, tie: Tie) -> TieGroup | None:
+    """The tie on this rank, or None where it has no member. Every rank of the tie must call it: it makes a group."""
+    ranks = _ranks(cut, tie.members)
+    if cut.group.rank not in ranks:
+        return None
+    local = tuple(member for member in tie.members if cut.present(member))
+    group = Group.alone() if len(ranks) == 1 else Group(group_for([cut.group.ranks[rank] for rank in ranks]))
+    return TieGroup(tie.name, tie.members, local, group, tie.reduce)
+
+
+def _check_layouts(resolved: ResolvedPlan, declared: Sequence[Tie]) -> None:
+    """Gradients of copies can be summed only where the copies have the same layout over tp."""
+    parameters = {name: row for row in resolved.parameters.values() for name in row.fact.names}
+    for tie in declared:
+        members = {name: parameters[name] for name in tie.members if name in parameters}
+        if len({(row.layout.dim, row.layout.owned) for row in members.values()}) > 1:
+            what = f"members of {tie.name} are sharded differently over tp"
+            rows = tuple((name, f"{row.rule.style}: dim {row.layout.dim}") for name, row in members.items())
+            fix = "give them styles that shard the same dim: `embedding` and `colwise(output=vocabulary)`"
+            raise PlanError(Problem("tie-layouts-differ", what, rows=rows, fix=fix))
+
+
+def check_declared(facts: ModelFacts, plan: Plan | None) -> None:
+    """Raises: PlanError `unknown-parameter`, `tie-shapes-differ` for the ties that a plan declares."""
+    problems = []
+    for tie in () if plan is None else plan.ties:
+        unknown = [name for name in tie.members if name not in facts.owners]
+        for name in unknown:
+            what = f"tie {tie.name} names {name!r}, which is not a parameter"
+            problems.append(Problem("unknown-parameter", what, fix=did_you_mean(name, facts.owners)))
+        known = [name for name in tie.members if name not in unknown]
+        shapes = {facts.parameters[facts.owners[name]].shape for name in known}
+        if len(shapes) > 1:
+            what = f"tie {tie.name} joins parameters of shapes {sorted(map(list, shapes))}"
+            problems.append(Problem("tie-shapes-differ", what, fix="tie parameters of one shape"))
+    if problems:
+        raise PlanError(*problems)

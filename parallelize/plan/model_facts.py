@@ -1,0 +1,133 @@
+"""A model as names, shapes and ties, which is all that `resolve` needs. The model may be on the meta device.
+
+Floor 2: reads modules by their ordinary methods, so nothing of torch is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from parallelize.styles.registry import ModuleFacts
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """One parameter.
+
+    Attributes:
+        names: all its fqns; more than one where it is tied or its module is reused.
+        shape: full.
+        dtype: without the prefix `torch.`.
+        requires_grad: as the model has it.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+    @property
+    def fqn(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The facts of a model.
+
+    Attributes:
+        root: the model.
+        modules: first fqn of each module to its facts.
+        objects: first fqn of each module to the module.
+        aliases: every fqn of each module, also of a reused one, to its first fqn.
+        parameters: by first fqn.
+        owners: every fqn of each parameter to its first fqn.
+    """
+
+    root: Any
+    modules: dict[str, ModuleFacts]
+    objects: dict[str, Any]
+    aliases: dict[str, str]
+    parameters: dict[str, ParameterFacts]
+    owners: dict[str, str]
+
+    @property
+    def config(self) -> Any:
+        """The model's config, where it has one; of a multimodal model, that of its text part."""
+        config = getattr(self.root, "config", None)
+        return getattr(config, "text_config", None) or config
+
+    def restricted(self, present: Callable[[str], bool], objects: dict[str, Any]) -> ModelFacts:
+        """The part of the model for whose names `present` is true, such as a pipeline stage; `objects` replaces the modules."""
+        parameters = {}
+        for fact in self.parameters.values():
+            names = tuple(name for name in fact.names if present(name))
+            if names:
+                parameters[names[0]] = replace(fact, names=names)
+        return ModelFacts(
+            self.root,
+            {name: facts for name, facts in self.modules.items() if present(name)},
+            {name: module for name, module in objects.items() if present(name)},
+            {name: first for name, first in self.aliases.items() if present(name)},
+            parameters,
+            {name: fact.fqn for fact in parameters.values() for name in fact.names},
+        )
+
+    def structure(self) -> dict[str, str]:
+        """What must be equal on every rank, as text by parameter name."""
+        return {
+            fact.fqn: f"{list(fact.shape)} {fact.dtype} grad={fact.requires_grad} {'='.join(fact.names[1:])}"
+            for fact in self.parameters.values()
+        }
+
+
+def describe(model: Any) -> ModelFacts:
+    """Read names, shapes and ties of a module tree."""
+    first_of: dict[int, str] = {}
+    aliases, objects, modules = {}, {}, {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        aliases[name] = first_of.setdefault(id(module), name)
+        if aliases[name] == name:
+            objects[name] = module
+            modules[name] = _module_facts(name, module)
+    return ModelFacts(model, modules, objects, aliases, *_parameters(model))
+
+
+def _parameters(model: Any) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
+    names: dict[int, list[str]] = {}
+    tensors = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    parameters: dict[str, ParameterFacts] = {}
+    owners: dict[str, str] = {}
+    for key, fqns in names.items():
+        tensor = tensors[key]
+        parameters[fqns[0]] = ParameterFacts(
+            tuple(fqns), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+        )
+        owners |= dict.fromkeys(fqns, fqns[0])
+    return parameters, owners
+
+
+def _module_facts(name: str, module: Any) -> ModuleFacts:
+    shapes = {key: tuple(value.shape) for key, value in module._parameters.items() if value is not None}
+    return ModuleFacts(name, _kind(module, shapes), type(module).__name__, shapes)
+
+
+def _kind(module: Any, shapes: dict[str, tuple[int, ...]]) -> str:
+    """By attributes and shapes, not by class, so that subclasses and equivalent classes count."""
+    weight = shapes.get("weight", ())
+    extra = set(shapes) - {"weight", "bias"}
+    if len(weight) == 2 and not extra:
+        if hasattr(module, "num_embeddings"):
+            return "embedding"
+        if getattr(module, "nf", None) == weight[1]:
+            return "conv1d"
+        if getattr(module, "out_features", None) == weight[0]:
+            return "linear"
+    if len(weight) == 1 and not extra and not hasattr(module, "running_mean"):
+        return "norm"
+    return "other"

@@ -1,0 +1,156 @@
+"""From a parameter's use to its layout: reads the plan's sizes from the model, divides them, refuses what does not fit.
+
+Floor 2: torch-free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallelize.errors import Problem
+from parallelize.layout import Chunk, Layout, chunked, local_units, packed, replicated
+from parallelize.plan.model_facts import ModelFacts, ParameterFacts
+from parallelize.plan.pattern import generic
+from parallelize.plan.schema import Plan, Rule
+from parallelize.styles.contract import Use
+
+HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size")
+
+
+class LayoutMaker:
+    """Makes layouts over `tp_size` ranks, with the plan's sizes as the model has them."""
+
+    def __init__(self, plan: Plan, model: ModelFacts, tp_size: int):
+        self.plan, self.model, self.tp_size = plan, model, tp_size
+
+    def size(self, name: str) -> int | None:
+        """The value of a size, or None where the model does not have it."""
+        source = self.plan.sizes[name].source
+        if isinstance(source, int):
+            return source
+        for source_object in (self.model.config, self.model.root):
+            value = dotted(source_object, source)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        return None
+
+    def local_size(self, name: str) -> int | None:
+        """The number of units of a size that one rank stores, or None where tp does not divide it."""
+        full = self.size(name)
+        return None if full is None else local_units(full, self.tp_size, self.plan.sizes[name].replicate_below_tp)
+
+    def layout(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[Layout | None, Problem | None]:
+        """(the layout, None), or (None, the reason why there is none)."""
+        if use.dim is None:
+            return replicated(fact.shape, self.tp_size), None
+        if use.dim >= len(fact.shape):
+            what = f"{generic(fact.fqn)} has shape {list(fact.shape)}, no dim {use.dim}"
+            return None, Problem("bad-dim", what, rule.where)
+        if not use.unit and use.chunks == 1:
+            layout = chunked(fact.shape, use.dim, self.tp_size)
+            return layout, self._split_heads(fact, layout, rule)
+        chunks, problem = self._chunks(fact, use, rule)
+        return (None, problem) if problem else (packed(fact.shape, use.dim, self.tp_size, chunks), None)
+
+    def _chunks(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[list[Chunk], Problem | None]:
+        assert use.dim is not None
+        width = fact.shape[use.dim]
+        if not use.unit:
+            if width % use.chunks:
+                return [], self._indivisible(fact, use, rule, use.chunks, "chunks")
+            return [Chunk(width // use.chunks)] * use.chunks, None
+        counts = []
+        for name in use.unit:
+            count = self.size(name)
+            if count is None:
+                return [], _no_size(self.plan, name, rule)
+            if self.local_size(name) is None:
+                return [], self._uneven(fact, use, rule, name, count)
+            counts.append(count)
+        if width % sum(counts):
+            return [], self._indivisible(fact, use, rule, sum(counts), " + ".join(use.unit))
+        unit = width // sum(counts)
+        head = self._head_width(fact)
+        if head is not None and width % head == 0 and unit % head:
+            return [], self._split_units(fact, rule, unit, head)
+        return [
+            Chunk(count * unit, count, self.plan.sizes[name].replicate_below_tp, name)
+            for name, count in zip(use.unit, counts, strict=True)
+        ], None
+
+    def _uneven(self, fact: ParameterFacts, use: Use, rule: Rule, name: str, count: int) -> Problem:
+        replicable = self.plan.sizes[name].replicate_below_tp
+        valid_sizes = [size for size in range(1, count + 1) if local_units(count, size, replicable) is not None]
+        more = f", or a multiple of {count}" if replicable else ""
+        return Problem(
+            "uneven-heads",
+            f"`{rule.style}` cannot split these {name}",
+            rule.where,
+            (
+                ("module", generic(fact.fqn.rpartition(".")[0])),
+                (
+                    name,
+                    f"{count} over axis tp (size {self.tp_size}): {count} % {self.tp_size} = {count % self.tp_size}",
+                ),
+            ),
+            f"use tp size {', '.join(map(str, valid_sizes))}{more}; or check where `sizes` reads {name} from",
+        )
+
+    def _indivisible(self, fact: ParameterFacts, use: Use, rule: Rule, parts: int, name: str) -> Problem:
+        assert use.dim is not None
+        width = fact.shape[use.dim]
+        return Problem(
+            "indivisible-units",
+            f"dim {use.dim} of {generic(fact.fqn)} is not a multiple of {name}",
+            rule.where,
+            (("weight", f"{list(fact.shape)}: {width} % {parts} = {width % parts}"),),
+            "check the sizes that the rule names",
+        )
+
+    def _head_width(self, fact: ParameterFacts) -> int | None:
+        """The head width of the attention module that contains the linear, or None."""
+        parent = fact.fqn.rpartition(".")[0].rpartition(".")[0]
+        module = self.model.objects.get(self.model.aliases.get(parent, parent)) if parent else None
+        return next((w for key in HEAD_WIDTHS if isinstance(w := getattr(module, key, None), int) and w > 0), None)
+
+    def _split_units(self, fact: ParameterFacts, rule: Rule, unit: int, head: int) -> Problem:
+        name = generic(fact.fqn.rpartition(".")[0])
+        what = f"`{rule.style}` makes units of {unit} in {name}, and its heads are {head} wide"
+        return Problem("uneven-heads", what, rule.where, fix="name the sizes of the chunks that the weight contains")
+
+    def _split_heads(self, fact: ParameterFacts, layout: Layout, rule: Rule) -> Problem | None:
+        """The problem where a rule without a unit would split a head of the attention that contains the linear."""
+        width = self._head_width(fact)
+        if width is None or layout.dim is None or fact.shape[layout.dim] % width:
+            return None
+        if all(stop % width == 0 for owned in layout.owned for _, stop in owned):
+            return None
+        heads = fact.shape[layout.dim] // width
+        return Problem(
+            "uneven-heads",
+            f"`{rule.style}` would split a head",
+            rule.where,
+            (
+                ("module", generic(fact.fqn.rpartition(".")[0])),
+                ("heads", f"{heads} of width {width} over axis tp (size {self.tp_size})"),
+            ),
+            f"use a tp size that divides {heads}, or a plan whose rule names the heads: `colwise(kv_heads)`",
+        )
+
+
+def _no_size(plan: Plan, name: str, rule: Rule) -> Problem:
+    source = plan.sizes[name].source
+    return Problem(
+        "missing-size",
+        f"size {name} is read from {source!r}, which this model's config does not have",
+        plan.sizes[name].where or rule.where,
+        fix=f"write the number itself, or the config field that has it: `sizes: {{{name}: ...}}`",
+    )
+
+
+def dotted(root: Any, path: str) -> Any:
+    """`root.a.b` for the path `a.b`, None where a part is missing."""
+    value = root
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value

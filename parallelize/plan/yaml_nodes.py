@@ -1,0 +1,165 @@
+"""Strict YAML: nodes with line and column, without the features of YAML that surprise.
+
+Duplicate keys, aliases, anchors, tags, merge keys, and excessive size or depth are errors. The type of a scalar is the
+one that its field expects, so that `no`, `010` or `1e-5` are never converted silently. All problems are collected.
+
+Floor 2: torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import yaml
+
+from parallelize.errors import PlanError, Problem, did_you_mean
+
+MAX_BYTES = 256 * 1024
+MAX_DEPTH = 16
+MAX_SCALAR = 1000
+MAX_EVENTS = 20_000
+
+
+@dataclass
+class Reader:
+    """Reads nodes of one document and collects problems."""
+
+    source: str
+    problems: list[Problem] = field(default_factory=list)
+
+    def where(self, node: yaml.Node) -> str:
+        return f"{self.source}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+
+    def wrong(self, node: yaml.Node, slug: str, what: str, fix: str = "") -> None:
+        self.problems.append(Problem(slug, what, self.where(node), fix=fix))
+
+    def mapping(self, node: yaml.Node, what: str) -> list[tuple[str, yaml.Node, yaml.Node]]:
+        """(key, key node, value node) in file order; a repeated key is reported and skipped."""
+        if not isinstance(node, yaml.MappingNode):
+            self.wrong(node, "wrong-type", f"{what} must be a mapping, this is {_shown(node)}")
+            return []
+        first: dict[str, yaml.Node] = {}
+        items = []
+        for key_node, value in node.value:
+            key = self.text(key_node, f"a key of {what}")
+            if key is None:
+                continue
+            if key in first:
+                line = first[key].start_mark.line + 1
+                self.wrong(key_node, "duplicate-key", f"{key!r} is in line {line} already", "remove one of them")
+                continue
+            first[key] = key_node
+            items.append((key, key_node, value))
+        return items
+
+    def known(self, node: yaml.Node, what: str, keys: set[str]) -> dict[str, yaml.Node]:
+        """Key to value node of a mapping that may have only these keys."""
+        values = {}
+        for key, key_node, value in self.mapping(node, what):
+            if key in keys:
+                values[key] = value
+            else:
+                self.wrong(key_node, "unknown-key", f"{what} has no key {key!r}", did_you_mean(key, keys))
+        return values
+
+    def text(self, node: yaml.Node, what: str) -> str | None:
+        """A string, or None after reporting why it is none."""
+        if not isinstance(node, yaml.ScalarNode):
+            fix = "quote a pattern that begins with `{`" if isinstance(node, yaml.MappingNode) else ""
+            self.wrong(node, "wrong-type", f"{what} must be text, this is {_shown(node)}", fix)
+        elif node.tag != "tag:yaml.org,2002:str":
+            kind = node.tag.rpartition(":")[2]
+            self.wrong(node, "wrong-type", f"{what} must be text; YAML reads {node.value!r} as {kind}", "quote it")
+        elif len(node.value) > MAX_SCALAR:
+            self.wrong(node, "too-large", f"{what} has {len(node.value)} characters, at most {MAX_SCALAR} are read")
+        else:
+            return node.value
+        return None
+
+    def flag(self, node: yaml.Node, what: str) -> bool:
+        """`true` or `false`; anything else is reported and False."""
+        if isinstance(node, yaml.ScalarNode) and node.value in ("true", "false") and node.style is None:
+            return node.value == "true"
+        self.wrong(node, "wrong-type", f"{what} must be true or false, this is {_shown(node)}")
+        return False
+
+    def number(self, node: yaml.Node, what: str) -> int | None:
+        """A decimal integer that is not negative, or None after reporting."""
+        if isinstance(node, yaml.ScalarNode) and node.style is None and is_decimal(node.value):
+            return int(node.value)
+        self.wrong(node, "wrong-type", f"{what} must be an integer without leading zero, this is {_shown(node)}")
+        return None
+
+    def texts(self, node: yaml.Node, what: str) -> tuple[str, ...]:
+        """One string, or a list of strings."""
+        if not isinstance(node, yaml.SequenceNode):
+            text = self.text(node, what)
+            return () if text is None else (text,)
+        texts = (self.text(item, f"an item of {what}") for item in node.value)
+        return tuple(text for text in texts if text is not None)
+
+
+def is_decimal(text: str) -> bool:
+    """Whether the text is an integer of at most 9 digits without sign and leading zero."""
+    return text.isascii() and text.isdigit() and len(text) <= 9 and (text == "0" or text[0] != "0")
+
+
+def compose(text: str, source: str) -> yaml.Node:
+    """The document's root node.
+
+    Raises: PlanError `too-large`, `too-deep`, `bad-yaml`, `no-aliases`, `no-tags`, `empty-plan`.
+    """
+    if len(text) > MAX_BYTES:
+        raise PlanError(Problem("too-large", f"{len(text)} characters, at most {MAX_BYTES} are read", source))
+    try:
+        _check_events(text, source)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise PlanError(_syntax_problem(error, source, text)) from None
+    except ValueError as error:  # a character that YAML does not know
+        raise PlanError(Problem("bad-yaml", str(error), source)) from None
+    if node is None:
+        raise PlanError(Problem("empty-plan", "the file has no content", source))
+    return node
+
+
+def _check_events(text: str, source: str) -> None:
+    """Refuse what a plan never needs before nodes are built, so that alias bombs and deep nesting cost nothing."""
+    depth = 0
+    problems: list[Problem] = []
+    for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+        mark = event.start_mark
+        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        if count > MAX_EVENTS:
+            raise PlanError(Problem("too-large", f"more than {MAX_EVENTS} YAML items", where))
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise PlanError(*problems, Problem("too-deep", f"nested more than {MAX_DEPTH} deep", where))
+        anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
+        if isinstance(event, yaml.AliasEvent) or anchor:
+            fix = "write it out; quote a pattern that begins with `*`"
+            problems.append(Problem("no-aliases", f"YAML anchor or alias {anchor!r}", where, fix=fix))
+        if tag:
+            problems.append(Problem("no-tags", f"YAML tag {tag!r}", where, fix="remove it"))
+        if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.style is None:
+            problems.append(Problem("no-aliases", "merge key `<<`", where, fix="write it out"))
+    if problems:
+        raise PlanError(*problems)
+
+
+def _syntax_problem(error: yaml.YAMLError, source: str, text: str) -> Problem:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+    line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
+    fix = f"quote a pattern that begins with `{line[0]}`" if line[:1] in ("*", "{", "[", "&", "!") else ""
+    what = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None)))) or str(error)
+    return Problem("bad-yaml", what, where, fix=fix)
+
+
+def _shown(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return repr(node.value[:40]) if node.value else "nothing"
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"

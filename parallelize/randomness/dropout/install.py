@@ -1,0 +1,181 @@
+"""`install_dropout`: make the dropout of a model a function of seed, step and global index."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize.applied.records import applied, mark_applied, record_of
+from parallelize.applied.sharding import PlanRecord
+from parallelize.applied.stored_slices import data_rank
+from parallelize.errors import ModelError, Problem
+from parallelize.layout import Layout
+from parallelize.mesh import DATA_AXES
+from parallelize.randomness.dropout.call_sites import (
+    ColumnOutput,
+    DropoutSites,
+    dropout_forward,
+    rates_of,
+    refused_modules,
+    scoped_forward,
+)
+from parallelize.randomness.dropout.global_index import no_global_mask
+from parallelize.randomness.dropout.position import Clock
+from parallelize.styles.contract import Conversion
+
+
+def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = None) -> Clock:
+    """Make `nn.Dropout`, `F.dropout` and attention dropout of a model draw one global mask on any mesh.
+
+    Call it after `parallelize_module`, or on an unsharded model in one process: both draw the same mask. Each forward of
+    `module` in training counts as a step, unless `clock.move(Position(...))` sets the position in training. Data ranks draw
+    the masks of consecutive rows of the global batch.
+
+    Args:
+        module: the model. Its forwards define the steps, so install it on the module that is called.
+        seed: any integer, the same on every rank.
+        mesh: for its data axes, if the model has no plan.
+
+    Returns: the dropout clock. Its `state_dict()`, two numbers, belongs into a checkpoint.
+    Raises: before anything is changed, ModelError `unplaceable-dropout` with all dropout that is not supported (`Dropout2d`,
+        `MultiheadAttention`, ...), `already-installed`. During a forward, `unplaceable-dropout`, `dropout-outside-forward`,
+        `ambiguous-dropout`.
+    Cost: no communication. Attention with dropout computes explicit weights, [batch, heads, S, S] in memory.
+    """
+    record = record_of(module)
+    _check(module, record, mesh)
+    if mesh is None and record is not None:
+        mesh = record.mesh
+    clock = Clock(seed, data_rank(mesh, DATA_AXES) if mesh is not None else (0, 1))
+    group = record.group if record is not None else None
+    sites = DropoutSites(clock, group.rank, group.size, record.region) if group and record else DropoutSites(clock)
+    for fqn, inner in module.named_modules():
+        if type(inner).forward is nn.Dropout.forward and "forward" not in inner.__dict__:
+            mark_applied(inner, dropout=(sites, fqn))
+            inner.__dict__["forward"] = MethodType(dropout_forward, inner)
+        elif drops_by_function(inner.__class__):
+            mark_applied(inner, dropout=(sites, fqn, inner.__dict__.get("forward"), rates_of(inner)))
+            inner.__dict__["forward"] = MethodType(scoped_forward, inner)
+    if record is not None and sites.size > 1:
+        for fqn, columns in _layout_changes(record):
+            module.get_submodule(fqn).register_forward_hook(partial(_set_last, sites, columns))
+    module.register_forward_pre_hook(partial(_begin, sites), with_kwargs=True)
+    module.register_forward_hook(partial(_end, sites), always_call=True)
+    mark_applied(module, dropout_clock=clock)
+    return clock
+
+
+def dropout_clock(module: nn.Module) -> Clock | None:
+    """The clock of a model that `install_dropout` was called on, or None."""
+    return applied(module).dropout_clock
+
+
+def _check(module: nn.Module, record: PlanRecord | None, mesh: DeviceMesh | None) -> None:
+    problems = refused_modules(module)
+    if dropout_clock(module) is not None:
+        fix = "call it once; change `clock.seed` for another seed"
+        problems.append(Problem("already-installed", f"{type(module).__name__} has its dropout installed", fix=fix))
+    config = getattr(module, "config", None)
+    rates = {name: getattr(config, name, 0.0) for name in _ATTENTION_RATES}
+    kind = getattr(config, "_attn_implementation", None)
+    if kind not in (None, "eager", "sdpa") and any(isinstance(rate, float) and rate for rate in rates.values()):
+        problems += no_global_mask(f"attention by {kind!r}", "build the model with attn_implementation='sdpa'").problems
+    layerdrop = getattr(config, "layerdrop", 0.0)
+    if isinstance(layerdrop, float) and layerdrop > 0.0:
+        problems += no_global_mask("layerdrop, which skips layers by PyTorch's own generator", "layerdrop=0").problems
+    for mesh_or_none in (mesh, record.mesh if record is not None else None):
+        names = mesh_or_none.mesh_dim_names or () if mesh_or_none is not None else ()
+        if mesh_or_none is not None and "cp" in names and mesh_or_none.size(names.index("cp")) > 1:
+            problems += no_global_mask(
+                "activations split over the axis cp", "a mesh without cp, or no dropout"
+            ).problems
+            break
+    if problems:
+        raise ModelError(*problems)
+
+
+_ATTENTION_RATES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+
+
+def _layout_changes(record: PlanRecord) -> Iterator[tuple[str, ColumnOutput | None]]:
+    """Modules after which activations are sharded by columns, or (None) not."""
+    sharded: dict[str, Layout] = {}
+    unsharded = []
+    rows = record.resolved.parameters
+    owners = {name: row for row in rows.values() for name in row.fact.names}
+    for fqn, row in record.resolved.modules.items():
+        weight = owners.get(f"{fqn}.weight")
+        style, leave = row.contract.style, row.contract.leave
+        if style == "colwise" and leave is Conversion.NONE and weight is not None and weight.layout.dim is not None:
+            sharded[fqn] = weight.layout
+        elif style in ("colwise", "rowwise", "embedding", "embedding_colwise", "sequence", "replicate"):
+            partial_sums = weight is not None and weight.partial and style == "replicate"  # a norm on local heads
+            if not partial_sums:
+                unsharded.append(fqn)
+    for fqn, layout in sharded.items():
+        siblings = [other for name, other in sharded.items() if name.rpartition(".")[0] == fqn.rpartition(".")[0]]
+        yield fqn, ColumnOutput(layout, max(sibling.local_size(record.group.rank) for sibling in siblings))
+    yield from ((fqn, None) for fqn in unsharded)
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether the model has any dropout at a rate above zero."""
+    for inner in module.modules():
+        if isinstance(inner, nn.Dropout) and inner.p > 0:
+            return True
+        cls: Any = type(inner)
+        if drops_by_function(cls) and any(getattr(holder, name) > 0 for holder, name in rates_of(inner)):
+            return True
+    return False
+
+
+@lru_cache(maxsize=4096)
+def drops_by_function(cls: Any) -> bool:
+    """Whether a class's forward, or a method that it calls, calls a dropout function. True if there is no source."""
+    pending, seen = ["forward"], set()
+    while pending:
+        name = pending.pop()
+        seen.add(name)
+        method = getattr(cls, name, None)
+        if not inspect.isfunction(method) or getattr(nn.Module, name, None) is method:
+            continue
+        try:
+            source = inspect.getsource(inspect.unwrap(method))
+        except (OSError, TypeError):
+            return True
+        if _FUNCTIONAL.search(source):
+            return True
+        pending += [called for called in _OWN_CALL.findall(source) if called not in seen]
+    return False
+
+
+_OWN_CALL = re.compile(r"self\.(\w+)\(")
+_FUNCTIONAL = re.compile(
+    r"(?:\bF|functional|torch)\.\w*dropout|\bdropout(?:_p)?\s*=|scaled_dot_product_attention|bernoulli"
+)
+
+
+# -- hooks --------------------------------------------------------------------------------------------------------------
+
+
+def _set_last(sites: DropoutSites, columns: ColumnOutput | None, *_: Any) -> None:
+    sites.last = columns
+
+
+def _begin(sites: DropoutSites, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    sites.clock.begin((args, kwargs))
+    sites.last = None
+    sites.scopes.clear()
+    sites.begin_check(module.training)
+
+
+def _end(sites: DropoutSites, module: nn.Module, args: tuple, out: Any) -> None:
+    sites.end_check()
+    sites.clock.end(out)

@@ -1,0 +1,151 @@
+"""The position of a dropout mask: step, rows of the global batch and call, which a recompute repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from parallelize import _torch_private as private
+from parallelize.errors import ModelError, Problem
+from parallelize.ops.random.counter import Key, key
+from parallelize.ops.replay_cache import remembered
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position of a forward in training, for `clock.move` and `clock.at`.
+
+    Args:
+        step: of the optimizer.
+        batch_offset: the index in the step's global batch of this microbatch's first row.
+        batch_size: rows of this microbatch; None: the first dim of the model's first tensor.
+    """
+
+    step: int
+    batch_offset: int = 0
+    batch_size: int | None = None
+
+
+@dataclass(eq=False)
+class Forward:
+    """One forward of the model, or all forwards at one explicit position. It stays alive as long as their graphs."""
+
+    position: Position
+    tokens: int | None = None  # the full sequence length, once a call site has a sequence shard
+    calls: dict[str, int] = field(default_factory=dict)  # call site -> number of calls
+
+
+class Clock:
+    """The dropout clock: which forward is running, or is being recomputed.
+
+    Without an explicit position, the clock counts each forward with dropout as one step. Its state is two numbers.
+
+    Args:
+        data: (data rank, number of data ranks). Data rank i has the i-th block of rows of the global batch.
+    """
+
+    def __init__(self, seed: int, data: tuple[int, int] = (0, 1)):
+        self.seed, self.data = seed, data
+        self.step = 0
+        self.explicit: Forward | None = None
+        self.now: Forward | None = None
+        self.replayed: Forward | None = None
+
+    def __deepcopy__(self, memo: dict) -> Clock:
+        copy = memo[id(self)] = Clock(self.seed, self.data)
+        copy.step = self.step
+        return copy
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seed": self.seed, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seed, self.step = int(state["seed"]), int(state["step"])
+
+    def move(self, position: Position | None) -> None:
+        """Set the position of the next forwards; None: count forwards again."""
+        self.explicit = None if position is None else Forward(position)
+
+    @contextmanager
+    def at(self, position: Position) -> Iterator[None]:
+        """A context that sets the position of the forwards inside."""
+        outer = self.explicit
+        self.move(position)
+        try:
+            yield
+        finally:
+            self.explicit = outer
+
+    # -- a forward of the model -----------------------------------------------------------------------------------
+
+    def begin(self, inputs: Any) -> None:
+        if self.explicit is not None:
+            self.now = self.explicit
+            return
+        rows = next((leaf.shape[0] for leaf in private.tree_leaves(inputs) if _has_rows(leaf)), None)
+        self.now = Forward(Position(self.step, self.data[0] * (rows or 0), rows))
+
+    def end(self, outputs: Any) -> None:
+        """End a forward. When its backward starts, at its outputs, recomputes belong to this forward."""
+        forward, self.now = self.now, None
+        if forward is None:
+            return
+
+        def replay(*_: Any) -> None:
+            self.replayed = forward
+
+        nodes = {leaf.grad_fn for leaf in private.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)}
+        for node in nodes:
+            if node is not None:
+                node.register_prehook(replay)
+
+    # -- a call at a call site ------------------------------------------------------------------------------------
+
+    def call(self, call_site: str) -> tuple[Key, Forward]:
+        """The key of this call, and its forward. In a recompute, those of the repeated call.
+
+        Raises: ModelError `dropout-outside-forward`, `ambiguous-dropout`.
+        """
+        return remembered("dropout", lambda: self._call(call_site))
+
+    def _call(self, call_site: str) -> tuple[Key, Forward]:
+        again = private.backward_id() != -1
+        forward = self.replayed if again else self.now
+        if forward is None:
+            raise _outside(call_site)
+        number = 0 if again else forward.calls.get(call_site, 0)
+        if not again:
+            if not forward.calls and forward is not self.explicit:
+                self.step += 1
+            forward.calls[call_site] = number + 1
+        elif forward.calls.get(call_site, 1) > 1:
+            raise _ambiguous(call_site, forward.calls[call_site])
+        return key(self.seed, f"dropout {call_site}", forward.position.step, number), forward
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+
+
+def _outside(call_site: str) -> ModelError:
+    return ModelError(
+        Problem(
+            "dropout-outside-forward",
+            f"{call_site} runs outside a forward of the model of install_dropout, so its step is not known",
+            fix="call that model; or install_dropout on the part that is called",
+        )
+    )
+
+
+def _ambiguous(call_site: str, calls: int) -> ModelError:
+    return ModelError(
+        Problem(
+            "ambiguous-dropout",
+            f"{call_site} ran {calls} times in one forward, and a recompute does not show which call it repeats",
+            fix="use parallelize.recompute, which does, or leave this module out of recompute",
+        )
+    )

@@ -1,0 +1,1 @@
+"""Initialization of parameters: recordings of initializers, distributions, and drawing into shards."""

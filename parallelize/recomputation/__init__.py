@@ -1,0 +1,1 @@
+"""Recompute: which units are recomputed, what they save, and how they run."""

@@ -1,0 +1,297 @@
+"""Installs a resolved plan in a model: parameter slots, conversions, local attributes, the sequence-parallel region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from parallelize.applied.local_config import LocalConfig
+from parallelize.applied.parameters import Slot
+from parallelize.applied.pending_reductions import PendingReduction, PendingReductions
+from parallelize.applied.records import applied
+from parallelize.applied.sharding import shared_of
+from parallelize.comm.groups import Group, group_for
+from parallelize.errors import ModelError, Problem
+from parallelize.ops import collectives as ops
+from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.plan.model_facts import ModelFacts
+from parallelize.plan.resolved import ModuleRow, ResolvedPlan
+from parallelize.styles.contract import Conversion
+from parallelize.tensor.embedding import vocabulary_embedding
+from parallelize.tensor.overlap_sites import Overlap, PlannedCallSite
+from parallelize.tensor.planned_forward import (
+    Planned,
+    argument_of,
+    install,
+    install_overlapped,
+    overlapped_block,
+    overlapped_column,
+    overlapped_consumer,
+    overlapped_row,
+)
+from parallelize.tensor.region import Region
+from parallelize.tensor.rms_norm import sharded_rms_norm
+from parallelize.tensor.row_linear import OverlappedRowLinear
+from parallelize.tensor.shared_edge import SharedEdge
+from parallelize.tensor.shared_input import SharedInput
+from parallelize.tensor.ulysses import ulysses_attention
+from parallelize.vocabulary.logits.sharded_logits import mark
+from parallelize.vocabulary.loss.fuse_loss import DEFERRED, deferred_head, mark_deferred
+
+
+class Installer:
+    """Makes every planned module run as planned. The parameters must be sharded already.
+
+    Args:
+        group: of `tp`.
+        model: the facts of this rank's part of the model; resolved: the plan of that part.
+        call_sites: where collectives overlap with matmuls.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        model: ModelFacts,
+        resolved: ResolvedPlan,
+        pending_reductions: PendingReductions,
+        call_sites: tuple[PlannedCallSite, ...] = (),
+    ):
+        self.group, self.model, self.resolved = group, model, resolved
+        self.pending_reductions, self.call_sites = pending_reductions, call_sites
+        self.overlap = Overlap()
+        self.region = Region(group)
+        self.orders = {fqn: order for order, fqn in enumerate(resolved.parameters)}
+        self.subgroups: dict[tuple[int, ...], Group] = {}
+        self.edges: dict[int | None, SharedEdge] = {}  # by the dim that they gather; None copies
+
+    def run(self) -> None:
+        for fqn, facts in self.model.modules.items():
+            row = self.resolved.modules.get(fqn)
+            slots = tuple(self._slot(fqn, key) for key in facts.shapes)
+            if slots or row is not None:
+                self._install(self.model.objects[fqn], slots, row)
+            self._set_local_attributes(fqn)
+        for call_site in self.call_sites:
+            self._install_overlap(call_site)
+        if self.resolved.region is not None:
+            self._install_region()
+        if self.group.size > 1 and hasattr(self.model.root, "config"):
+            self.model.root.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def _slot(self, fqn: str, key: str) -> Slot:
+        owner = self.model.owners[f"{fqn}.{key}" if fqn else key]
+        row = self.resolved.parameters[owner]
+        rank, layout = self.group.rank, row.layout
+        valid = None
+        if not layout.is_canonical and layout.local_size(rank) != layout.stored_local_size:
+            assert layout.dim is not None
+            valid = (layout.dim, layout.local_size(rank))
+        slot = Slot(key, valid, self._reduction(owner), self.pending_reductions, shared_of(layout, rank))
+        if slot.reduction is not None:  # so that a graph compiled before the first forward reads the leaf
+            slot.local(self.model.objects[fqn]._parameters)
+        return slot
+
+    def _reduction(self, owner: str) -> PendingReduction | None:
+        row = self.resolved.parameters[owner]
+        if self.group.size == 1:
+            return None
+        if row.partial:
+            return PendingReduction(self.orders[owner], ((self.group, None, 0, 0),))
+        shared = row.layout.shared(self.group.rank)
+        parts = tuple((self._subgroup(ranks), row.layout.dim, start, stop) for start, stop, ranks in shared)
+        return PendingReduction(self.orders[owner], parts) if parts else None
+
+    def _subgroup(self, ranks: tuple[int, ...]) -> Group:
+        if len(ranks) == self.group.size:
+            return self.group
+        if ranks not in self.subgroups:
+            self.subgroups[ranks] = Group(group_for([self.group.ranks[rank] for rank in ranks]))
+        return self.subgroups[ranks]
+
+    # -- forwards -------------------------------------------------------------------------------------------------
+
+    def _install(self, module: nn.Module, slots: tuple[Slot, ...], row: ModuleRow | None) -> None:
+        planned = Planned(slots, module.__dict__.get("forward"))
+        forward = None
+        if row is not None:
+            contract = row.contract
+            if contract.enter is not Conversion.NONE:
+                planned.argument = argument_of(module, contract.argument)
+            planned.enter = self._conversion(contract.enter, row, fused=False)
+            planned.leave = self._conversion(contract.leave, row, fused=type(module) is nn.Linear)
+            planned.hide_bias = contract.compute == "rowwise" and planned.leave is not None
+            if contract.compute == DEFERRED:
+                planned.leave = None
+                mark_deferred(module)
+            forward = self._forward(module, row)
+        install(module, planned, forward)
+
+    def _forward(self, module: nn.Module, row: ModuleRow) -> Callable | None:
+        """The forward of a style that replaces the module's own; None: `install` selects one."""
+        compute = row.contract.compute
+        if compute == DEFERRED:
+            return deferred_head(Vocabulary(self._width(row), self.group), self.resolved.plan.loss_parallel)
+        if self.group.size == 1:
+            return None
+        forwards: dict[str, Callable[[], Callable]] = {
+            "embedding": lambda: vocabulary_embedding(module, self.group),
+            "rms_norm": lambda: sharded_rms_norm(self.group),
+            "ulysses": lambda: ulysses_attention(module, self.region, row.contract.split),
+        }
+        return forwards[compute]() if compute in forwards else None
+
+    def _conversion(self, conversion: Conversion, row: ModuleRow, fused: bool) -> Callable | None:
+        """The op of a boundary conversion, bound to its group; None where there is nothing to do."""
+        group, dim, reads = self.group, row.contract.sequence_dim, bool(row.contract.uses)
+        if conversion is Conversion.VOCABULARY:
+            return partial(mark, vocabulary=Vocabulary(self._width(row), group))
+        if conversion is Conversion.NONE or group.size == 1:
+            return None
+        bound: dict[Conversion, Callable[[], Callable]] = {
+            # a block may write to its input, which its copy refuses as a view; a linear only reads
+            Conversion.COPY: lambda: self._shared_edge(conversion, dim) if reads else partial(ops.copy, group=group),
+            Conversion.REDUCE: lambda: partial(ops.reduce_owned if fused else ops.reduce, group=group),
+            Conversion.GATHER_SEQUENCE: lambda: self._shared_edge(conversion, dim),
+            Conversion.SCATTER_SEQUENCE: lambda: partial(self.region.scatter, dim=dim),
+            Conversion.GATHER_LAST: lambda: partial(
+                ops.gather, group=group, dim=-1, full=self._width(row), gradient="replicate"
+            ),
+            Conversion.SPLIT_LAST: lambda: partial(ops.split, group=group, dim=-1),
+        }
+        return bound[conversion]()
+
+    def _shared_edge(self, conversion: Conversion, dim: int) -> SharedEdge:
+        """The edge by which all modules of the model enter with this conversion."""
+        key = None if conversion is Conversion.COPY else dim
+        if key not in self.edges:
+            convert = (
+                partial(ops.copy_to_read, group=self.group) if key is None else partial(self.region.gather, dim=dim)
+            )
+            self.edges[key] = SharedEdge(convert)
+        return self.edges[key]
+
+    def _width(self, row: ModuleRow) -> int:
+        """The full output width of a column linear or embedding."""
+        layout = self.resolved.parameters[self.model.owners[f"{row.fqn}.weight"]].layout
+        assert layout.dim is not None
+        return layout.shape[layout.dim]
+
+    def _install_overlap(self, planned: PlannedCallSite) -> None:
+        """Make the linears of a call site run by it, over the forwards that they have."""
+        module, contract = self.model.objects[planned.fqn], self.resolved.modules[planned.fqn].contract
+        call_site = self.overlap.add(planned, self.group)
+        by_sequence = planned.op in ("all_gather_linear", "linear_reduce_scatter")
+        region = self.region if by_sequence else None
+        if not planned.consumers:
+            transposed = hasattr(module, "nf")
+            shape = self._largest_shape(f"{planned.fqn}.weight")
+            features = (shape[0], shape[1]) if transposed else (shape[1], shape[0])
+            row_linear = OverlappedRowLinear(
+                call_site, region, contract.sequence_dim, transposed=transposed, features=features
+            )
+            install_overlapped(module, overlapped_row, row_linear)
+            return
+        linears = [self.model.objects[fqn] for fqn in planned.consumers]
+        shared = SharedInput(
+            call_site,
+            region,
+            contract.sequence_dim,
+            linears=linears,
+            widths=[self._local_width(fqn) for fqn in planned.consumers],
+            max_widths=[max(self._largest_shape(f"{fqn}.weight")[self._out_dim(fqn)], 1) for fqn in planned.consumers],
+        )
+        if planned.consumers == (planned.fqn,):
+            install_overlapped(module, overlapped_column, shared)
+            return
+        install_overlapped(module, overlapped_block, shared)
+        applied(module).planned.enter = shared.enter
+        for index, linear in enumerate(linears):
+            install_overlapped(linear, overlapped_consumer, shared, index)
+
+    def _largest_shape(self, name: str) -> tuple[int, ...]:
+        """The local shape of a parameter on the rank that stores the most of it."""
+        layout = self.resolved.parameters[self.model.owners[name]].layout
+        return max(layout.local_shape(rank) for rank in range(self.group.size))
+
+    def _out_dim(self, fqn: str) -> int:
+        return 1 if hasattr(self.model.objects[fqn], "nf") else 0
+
+    def _local_width(self, fqn: str) -> int:
+        """Output features of a column linear on this rank."""
+        layout = self.resolved.parameters[self.model.owners[f"{fqn}.weight"]].layout
+        assert layout.dim is not None
+        return layout.local_shape(self.group.rank)[layout.dim]
+
+    # -- attributes and region ------------------------------------------------------------------------------------
+
+    def _set_local_attributes(self, fqn: str) -> None:
+        module = self.model.objects[fqn]
+        values = dict(self.resolved.attributes.get(fqn, {}))
+        row = self.resolved.modules.get(fqn)
+        for attribute, key in (row.contract.local_attributes if row else {}).items():
+            layout = self.resolved.parameters[self.model.owners[f"{fqn}.{key}"]].layout
+            values[attribute] = layout.local_size(self.group.rank)
+        on_config = {key.partition(".")[2]: value for key, value in values.items() if key.startswith("config.")}
+        if on_config:
+            module.config = LocalConfig(module.config, on_config)
+        for attribute, value in values.items():
+            if not attribute.startswith("config."):
+                setattr(module, attribute, value)
+
+    def _install_region(self) -> None:
+        """Shard hidden states where the region begins, gather them where it ends."""
+        region = self.resolved.region
+        assert region is not None
+        if self.group.size == 1:
+            return
+        objects = self.model.objects  # of this pipeline stage, where the region may begin or end on another one
+        if region.enter in objects:
+            first = objects[region.enter]
+            planned = self._planned(first)
+            planned.argument = argument_of(first, region.argument)
+            planned.enter = self.region.enter
+            install(first, planned)
+        if region.leave in objects:
+            planned = self._planned(objects[region.leave])
+            planned.leave = self.region.leave
+            install(objects[region.leave], planned)
+        decoder = region.enter.rpartition(".")[0].rpartition(".")[0]
+        objects[decoder].register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+
+    def _planned(self, module: nn.Module) -> Planned:
+        planned = applied(module).planned
+        return Planned((), module.__dict__.get("forward")) if planned is None else planned
+
+
+def _refuse_hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Refuse `output_hidden_states`: hidden states recorded inside the region are shards that look like full ones."""
+    if _requests(module, kwargs, "output_hidden_states"):
+        raise ModelError(
+            Problem(
+                "hidden-states-are-shards",
+                "output_hidden_states under sequence parallelism would return sequence shards",
+                fix="apply the plan with sequence_parallel=False to look at hidden states",
+            )
+        )
+
+
+def refuse_attentions(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Refuse `output_attentions`: recorded attention weights are those of this rank's heads alone."""
+    if _requests(module, kwargs, "output_attentions"):
+        raise ModelError(
+            Problem(
+                "attentions-are-shards",
+                "output_attentions would return the weights of this rank's heads alone",
+                fix="look at attention weights on a model without a plan",
+            )
+        )
+
+
+def _requests(module: nn.Module, kwargs: dict, option: str) -> bool:
+    """Whether a call sets this option, or the config does by default."""
+    value = kwargs.get(option)
+    return bool(getattr(getattr(module, "config", None), option, False) if value is None else value)

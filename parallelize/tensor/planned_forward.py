@@ -1,0 +1,324 @@
+"""What a planned module runs: conversion of its input, its own forward on local parameters, conversion of its output.
+
+Every style is installed as an instance-level `forward`. That costs less than hooks, leaves the user's hooks outside, and
+survives `copy.deepcopy`: it is a bound method, whose state is in the module's `_applied`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallelize.applied.parameters import Slot
+from parallelize.applied.records import applied, mark_applied
+from parallelize.errors import ModelError, Problem
+
+Conversion = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Planned:
+    """The run-time state of one planned module.
+
+    Args:
+        slots: its own parameters.
+        enter: conversion of the input, or None.
+        argument: (position, name) of the input that `enter` converts.
+        leave: conversion of the output, or None. Of a tuple, it converts the first item.
+        stock: the forward that was set on the instance before, or None for that of the class.
+        hide_bias: add the bias after `leave`, so that the reduction of partial outputs does not sum it.
+        overlap: what runs this module where its collective overlaps with its matmul: an `OverlappedRowLinear` or a
+            `SharedInput`. `plain` is then the forward without overlap, and `index` the module's index among those that
+            share an input.
+    """
+
+    __slots__ = (
+        "argument",
+        "bias",
+        "enter",
+        "hide_bias",
+        "index",
+        "leave",
+        "overlap",
+        "plain",
+        "slots",
+        "stock",
+        "weight",
+    )
+
+    def __init__(self, slots: tuple[Slot, ...], stock: Callable | None = None):
+        self.slots = slots
+        self.weight = next((slot for slot in slots if slot.key == "weight"), None)
+        self.bias = next((slot for slot in slots if slot.key == "bias"), None)
+        self.enter: Conversion | None = None
+        self.argument: tuple[int, str] = (0, "input")
+        self.leave: Conversion | None = None
+        self.stock = stock
+        self.hide_bias = False
+        self.overlap: Any = None
+        self.plain: Callable = _stock
+        self.index = 0
+
+    def run_stock(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        if self.stock is None:
+            return type(module).forward(module, *args, **kwargs)
+        return self.stock(*args, **kwargs)
+
+
+def install(module: nn.Module, planned: Planned, forward: Callable | None = None) -> None:
+    """Make `module` run as planned, by the fastest forward that fits it."""
+    if forward is None:
+        plain = type(module) is nn.Linear and planned.stock is None
+        forward = _linear if plain and planned.weight is not None else _stock
+        if planned.hide_bias:
+            forward = _rowwise_linear if plain else _rowwise_stock
+        elif forward is _stock and planned.leave is None:
+            forward = _light_forward(planned)
+    mark_applied(module, planned=planned)
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def install_overlapped(module: nn.Module, forward: Callable, overlap: Any, index: int = 0) -> None:
+    """Make an installed module run `forward`, one of the overlapped forwards below, before the forward that it has."""
+    planned = applied(module).planned
+    if forward in (overlapped_column, overlapped_consumer):
+        planned.enter = None  # the shared input is converted, for the plain forward too
+    planned.overlap, planned.index, planned.plain = overlap, index, module.__dict__["forward"].__func__
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def _light_forward(planned: Planned) -> Callable:
+    """The fastest forward for a module whose output is not converted."""
+    if not planned.slots and planned.enter is not None:
+        return _entered
+    only_weight = len(planned.slots) == 1 and planned.weight is not None
+    return _one_parameter if only_weight and planned.enter is None and planned.stock is None else _stock
+
+
+def argument_of(module: nn.Module, name: str) -> tuple[int, str]:
+    """(position, name) of the named argument of the module's forward, or of its first one.
+
+    Raises: ModelError `no-such-argument`.
+    """
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not name and names:
+        return 0, names[0]
+    if not names and any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 0, name or "input"
+    if name not in names:
+        raise ModelError(
+            Problem(
+                "no-such-argument",
+                f"{type(module).__name__}.forward takes no argument {name!r}",
+                fix="it takes: " + ", ".join(names),
+            )
+        )
+    return names.index(name), name
+
+
+def convert_argument(
+    conversion: Conversion, argument: tuple[int, str], args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    """The call with one argument converted, whether it was passed by position or by name.
+
+    Raises: ModelError `no-such-argument` where it was not passed.
+    """
+    position, name = argument
+    if position < len(args):
+        return (*args[:position], conversion(args[position]), *args[position + 1 :]), kwargs
+    if name in kwargs:
+        return args, {**kwargs, name: conversion(kwargs[name])}
+    raise ModelError(
+        Problem(
+            "no-such-argument", f"called without `{name}`, which the plan converts", fix="pass it by position or name"
+        )
+    )
+
+
+# -- forwards, each bound to its module -----------------------------------------------------------------------------
+
+
+def _linear(self: Any, input: torch.Tensor) -> torch.Tensor:
+    planned = self._applied.planned
+    parameters = self._parameters
+    if planned.enter is not None:
+        input = planned.enter(input)
+    bias = planned.bias
+    out = F.linear(input, planned.weight.local(parameters), bias if bias is None else bias.local(parameters))
+    return out if planned.leave is None else planned.leave(out)
+
+
+def _rowwise_linear(self: Any, input: torch.Tensor) -> torch.Tensor:
+    planned = self._applied.planned
+    parameters = self._parameters
+    if planned.enter is not None:
+        input = planned.enter(input)
+    out = planned.leave(F.linear(input, planned.weight.local(parameters)))
+    return out if planned.bias is None else _add_bias(out, planned.bias.local(parameters))
+
+
+def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
+    planned = self._applied.planned
+    args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return planned.run_stock(self, args, kwargs)
+    try:
+        return planned.run_stock(self, args, kwargs)
+    except RuntimeError as error:
+        if any(text in str(error) for text in _SHAPE_ERRORS):
+            raise _misread_shard(self, error) from error
+        raise
+
+
+_SHAPE_ERRORS = ("is invalid for input of size", "shapes cannot be multiplied", "must match the size")
+
+
+def _misread_shard(module: nn.Module, error: RuntimeError) -> ModelError:
+    """The error of a stock forward that expects a full shape and gets a shard's, most often for want of a local head count."""
+    numbers = [f"{k} = {v}" for k, v in vars(module).items() if type(v) is int and v > 1 and not k.startswith("_")]
+    return ModelError(
+        Problem(
+            "shard-misread",
+            f"{type(module).__name__}.forward fails on this rank's shards: {str(error).splitlines()[0]}",
+            rows=(("holds", ", ".join(numbers) or "no integers of its own"),),
+            fix="list the head counts and widths that it reads under `local:`; check that each `colwise` is followed by a `rowwise`",
+        )
+    )
+
+
+def _stock(self: Any, *args: Any, **kwargs: Any) -> Any:
+    planned = self._applied.planned
+    if planned.enter is not None:
+        args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
+    out = _on_local_parameters(self, planned, args, kwargs)
+    if planned.leave is None:
+        return out
+    return (planned.leave(out[0]), *out[1:]) if isinstance(out, tuple) else planned.leave(out)
+
+
+def _on_local_parameters(self: Any, planned: Planned, args: tuple, kwargs: dict) -> Any:
+    """The module's own forward, which reads local tensors for its parameters.
+
+    Attribute look-up reads an instance's dictionary before the parameters, so the local tensors are put there.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return _traced(self, planned, args, kwargs)
+    attributes, parameters = self.__dict__, self._parameters
+    try:
+        for slot in planned.slots:
+            attributes[slot.key] = slot.local(parameters)
+        return planned.run_stock(self, args, kwargs)
+    finally:
+        for slot in planned.slots:
+            attributes.pop(slot.key, None)
+
+
+def _traced(self: Any, planned: Planned, args: tuple, kwargs: dict) -> Any:
+    """The same for Dynamo, which in torch 2.11 can trace a store into `_parameters` but not a removal from a dictionary."""
+    parameters = self._parameters
+    stored = [parameters[slot.key] for slot in planned.slots]
+    for slot in planned.slots:
+        parameters[slot.key] = slot.local(parameters)
+    out = planned.run_stock(self, args, kwargs)
+    for slot, parameter in zip(planned.slots, stored, strict=True):
+        parameters[slot.key] = parameter
+    return out
+
+
+def _one_parameter(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`_stock` for a module with one parameter and no conversions, such as most norms: the same at less cost."""
+    if torch.compiler.is_dynamo_compiling():
+        return _traced(self, self._applied.planned, args, kwargs)
+    attributes = self.__dict__
+    attributes["weight"] = self._applied.planned.weight.local(self._parameters)
+    try:
+        return type(self).forward(self, *args, **kwargs)
+    finally:
+        attributes.pop("weight", None)
+
+
+def _rowwise_stock(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The stock forward of a linear on its shard without the bias, which is added once, after the reduction."""
+    planned = self._applied.planned
+    if planned.enter is not None:
+        args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
+    attributes, parameters = self.__dict__, self._parameters
+    weight = attributes["weight"] = planned.weight.local(parameters)
+    bias = None if planned.bias is None else planned.bias.local(parameters)
+    if bias is not None:
+        # Conv1D cannot run without a bias
+        attributes["bias"] = torch.zeros_like(bias) if hasattr(self, "nf") else None
+    try:
+        out = planned.leave(planned.run_stock(self, args, kwargs).contiguous())
+    finally:
+        attributes.pop("weight", None)
+        attributes.pop("bias", None)
+    del weight
+    return out if bias is None else _add_bias(out, bias)
+
+
+def _add_bias(out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """In the dtype of the matmul, as a linear under autocast does."""
+    return out + (bias if bias.dtype == out.dtype else bias.to(out.dtype))
+
+
+# -- forwards whose collectives overlap with matmuls; see overlap_sites.py -------------------------------------------
+
+
+def overlapped_row(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    planned, parameters, input = self._applied.planned, self._parameters, _single_input(args, kwargs)
+    if planned.enter is not None:
+        input = planned.enter(input)
+    bias = planned.bias
+    return planned.overlap(input, planned.weight.local(parameters), None if bias is None else bias.local(parameters))
+
+
+def overlapped_column(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A column linear that converts its own input."""
+    planned, input = self._applied.planned, _single_input(args, kwargs)
+    shared, depth = planned.overlap, planned.overlap.depth
+    try:
+        out = _take_output(self, shared.enter(input))
+    except BaseException:
+        shared.leave(depth, failed=True)
+        raise
+    shared.leave(depth)
+    return out
+
+
+def overlapped_consumer(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A column linear whose output was computed when its block was called."""
+    return _take_output(self, _single_input(args, kwargs))
+
+
+def _single_input(args: tuple, kwargs: dict) -> torch.Tensor:
+    """The only input of a linear, passed by position or by any name."""
+    (value,) = (*args, *kwargs.values())
+    return value
+
+
+def _take_output(self: Any, input: torch.Tensor) -> torch.Tensor:
+    planned = self._applied.planned
+    out = planned.overlap.take(planned.index, input)
+    if out is None:
+        return planned.plain(self, input)
+    return out if planned.leave is None else planned.leave(out)
+
+
+def overlapped_block(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A block whose column linears read one input."""
+    planned = self._applied.planned
+    shared, depth = planned.overlap, planned.overlap.depth
+    try:
+        out = planned.plain(self, *args, **kwargs)
+    except BaseException:
+        shared.leave(depth, failed=True)
+        raise
+    shared.leave(depth)
+    return out

@@ -1,0 +1,326 @@
+"""What is compared: one model with its weights, one batch, one plan, one mesh, and the modes in which the plan is applied.
+
+Every process builds the same configuration from the request, so no weights are sent to processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
+from parallelize.mesh import SAMPLE_AXES, MeshSpec
+from parallelize.models.model_source import ModelSource, read_model, source_of
+from parallelize.pipeline.schedules import build_schedule
+from parallelize.plan.choose import plan_or_none
+from parallelize.plan.model_facts import describe
+from parallelize.plan.pattern import alternatives, matches
+from parallelize.plan.schema import Plan
+from parallelize.verification.batch import Batch, batch_rows, draw_batch
+from parallelize.verification.precision import DTYPES
+from parallelize.verification.scale import (
+    disable_dropout,
+    even_length,
+    perturb,
+    scaled,
+    sequence_length,
+    without_dropout,
+)
+from parallelize.verification.user_errors import blaming
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Options of one application of a plan. None: the plan's default. The mode's name does not include the microbatches."""
+
+    sequence_parallel: bool | None = None
+    loss_parallel: bool | None = None
+    microbatches: int = 1
+
+    def __str__(self) -> str:
+        on = [name for name, value in (("sequence", self.sequence_parallel), ("loss", self.loss_parallel)) if value]
+        return " + ".join(on) + " parallel" if on else "plain"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that a rank needs to build its configurations. For the fields see `verify`."""
+
+    model: Any
+    plan: Any = None
+    mesh: MeshSpec = field(default_factory=MeshSpec)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    _: KW_ONLY
+    zero: int = 0
+    schedule: str = "1f1b"
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    sequence_parallel: bool | None = None
+    loss_parallel: bool | None = None
+    overlap: str | None = None
+    recompute: str = "off"
+    dtype: str = "float64"
+    seed: int = 0
+    full_size: bool = False
+    timeout_s: float = 120.0
+    ulysses: int = 1
+    fuse_loss: bool | None = None
+
+    def size(self, axis: str) -> int:
+        return self.mesh.size(axis) if axis in self.mesh.names else 1
+
+    @property
+    def data_ranks(self) -> int:
+        count = 1
+        for axis in SAMPLE_AXES:
+            count *= self.size(axis)
+        return count
+
+    @property
+    def num_microbatches(self) -> int:
+        """The largest number of microbatches of any mode: each option is run with one microbatch and with several."""
+        if self.microbatches is not None:
+            return self.microbatches
+        return 2 * self.size("pp") if self.size("pp") > 1 else 1 if self.full_size else 2
+
+    @property
+    def fewest_microbatches(self) -> int:
+        return self.num_microbatches if self.microbatches is not None or self.size("pp") > 1 else 1
+
+    @property
+    def num_stages(self) -> int:
+        if self.size("pp") == 1:
+            return 1
+        schedule = build_schedule(self.schedule, self.size("pp"), self.num_microbatches, self.stages_per_rank)
+        return schedule.num_stages
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One model and one batch, as a request asks for them.
+
+    Attributes:
+        inputs, targets: of the whole batch, over all data ranks and microbatches.
+        plan: None where the request's plan is not a plan file (styles of torch, for example).
+        rows, length: sequences in the batch, tokens in a sequence.
+        can_split: False where the first dim of the batch is not `rows`. Then every forward gets the whole batch.
+    """
+
+    request: Request
+    model: nn.Module
+    inputs: dict[str, Any]
+    targets: Any
+    plan: Plan | None
+    loss: Callable[[Any, Any], T] | None
+    count: Callable[[Any], Any] | None
+    rows: int
+    length: int
+    can_split: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.request.dtype]
+
+    def modes(self) -> list[Mode]:
+        """The requested mode, or every mode that the plan serves."""
+        request = self.request
+        if request.sequence_parallel is not None or request.loss_parallel is not None:
+            return [Mode(request.sequence_parallel, request.loss_parallel)]
+        if request.size("tp") == 1 or self.plan is None:
+            return [Mode()]
+        sequence = self.plan.region is not None
+        loss = any(rule.style.options.get("output") == "vocabulary" for rule in self.plan.rules)
+        modes = [Mode(False, False)]
+        modes += [Mode(True, False)] if sequence else []
+        if loss and self._has_head():
+            modes += [Mode(False, True), *([Mode(True, True)] if sequence else [])]
+        return modes
+
+    def _has_head(self) -> bool:
+        """Whether the model has the head whose output the plan keeps sharded along the vocabulary."""
+        assert self.plan is not None
+        names = describe(self.model).aliases
+        rules = [rule for rule in self.plan.rules if rule.style.options.get("output") == "vocabulary"]
+        patterns = [pattern for rule in rules for pattern in alternatives(rule.pattern)]
+        return any(matches(pattern, name) for pattern in patterns for name in names)
+
+    def part(self, value: Any, index: int, count: int) -> Any:
+        """Part `index` of `count` equal parts of a tensor whose first dim is the batch. Other values are not split."""
+        if not isinstance(value, torch.Tensor) or not value.ndim or value.shape[0] != self.rows:
+            return value
+        size = self.rows // count
+        return value.narrow(0, index * size, size)
+
+    def is_comparable(self, output: T, mode: Mode) -> bool:
+        """Whether outputs of the mode's forwards can be concatenated to this output of the whole batch."""
+        if self.request.data_ranks * mode.microbatches == 1:
+            return True
+        return bool(output.ndim) and output.shape[0] == self.rows
+
+    def batch_part(self, index: int, count: int) -> tuple[dict[str, Any], Any]:
+        """(inputs, targets) of part `index` of `count` equal parts of the batch."""
+        inputs = {name: self.part(value, index, count) for name, value in self.inputs.items()}
+        return inputs, self.part(self.targets, index, count)
+
+
+def build_configuration(request: Request, device: str = "cpu") -> Configuration:
+    """The first of `build_configurations`."""
+    return build_configurations(request, device)[0][0]
+
+
+def build_configurations(request: Request, device: str = "cpu") -> list[list[Configuration]]:
+    """One list of configurations for each model. The configurations of a list differ in their batch.
+
+    There are two models, with a vocabulary that tp does not divide and one that it divides, where the config has a
+    vocabulary. The sequence lengths of the batches vary in the same way.
+
+    Raises: ParallelizeError for a model, plan or batch that cannot be read, built or run.
+    """
+    check(request)
+    variants = [_configurations_of(request, device, even=False)]
+    config = getattr(variants[0][0].model, "config", None)
+    if (
+        request.size("tp") > 1
+        and not request.full_size
+        and hasattr(config, "vocab_size")
+        and not callable(request.model)
+    ):
+        variants.append(_configurations_of(request, device, even=True))
+    return variants
+
+
+def _configurations_of(request: Request, device: str, even: bool) -> list[Configuration]:
+    """One model with its batches. All batches but the first have a padding mask, if the model takes one."""
+    source, model = _model(request, even)
+    plan = plan_or_none(model, request.plan)
+    model = model.to(DTYPES[request.dtype])
+    perturb(model, request.seed)
+    disable_dropout(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(Problem("nothing-trains", "no parameter of the model requires a gradient"))
+    lengths = [sequence_length(request.size("tp"))]
+    if max(request.size("tp"), request.size("cp")) > 1 and not request.full_size:
+        lengths.append(even_length(request.size("tp")))
+    rows = rows_of(request)
+    batches = [
+        draw_batch(source, model, request.seed, rows=rows, length=length, padded=index > 0)
+        for index, length in enumerate(lengths)
+    ]
+    model = model.to(device)
+    return [_configuration(request, device, model, plan, source, batch) for batch in batches]
+
+
+def _configuration(
+    request: Request, device: str, model: nn.Module, plan: Plan | None, source: ModelSource, batch: Batch
+) -> Configuration:
+    dtype = DTYPES[request.dtype]
+    return Configuration(
+        request,
+        model,
+        inputs={name: _on_device(value, device, dtype) for name, value in batch.inputs.items()},
+        targets=_on_device(batch.targets, device, dtype),
+        plan=plan,
+        loss=source.loss,
+        count=source.count,
+        rows=batch.rows,
+        length=batch.length,
+        can_split=_can_split(request, batch),
+    )
+
+
+def _can_split(request: Request, batch: Batch) -> bool:
+    """Whether the batch can be split. Raises: ModelError `bad-inputs` where it cannot be and has to be."""
+    if batch.can_split:
+        return True
+    if request.data_ranks * request.fewest_microbatches == 1:
+        return False
+    what = (
+        f"{batch.rows} rows were asked for, and the shapes are {batch.shapes()}; {request.mesh} has to split the batch"
+    )
+    fix = "return tensors whose first dim is the `batch` of `inputs(batch, sequence)`"
+    raise ModelError(Problem("bad-inputs", what, fix=fix))
+
+
+def check(request: Request) -> None:
+    """Raises: ParallelizeError for options that are wrong for every model."""
+    if request.dtype not in DTYPES:
+        raise ModelError(
+            Problem("bad-dtype", f"cannot verify in {request.dtype!r}", fix=did_you_mean(str(request.dtype), DTYPES))
+        )
+    if not request.mesh.axes:
+        raise MeshError(Problem("no-axes", "a mesh needs named axes", fix="write `tp=4` or `pp=2,dp=2,tp=2`"))
+    count = request.microbatches
+    if count is not None and (not isinstance(count, int) or count < 1):
+        raise ModelError(Problem("bad-microbatches", f"a step of {count!r} microbatches", fix="1 or more"))
+    if not isinstance(request.seed, int) or not 0 <= request.seed < 2**62:
+        raise ModelError(Problem("bad-seed", f"{request.seed!r} is no seed", fix="an integer of 0 or more"))
+    if not isinstance(request.timeout_s, (int, float)) or not request.timeout_s > 0:
+        raise ModelError(Problem("bad-timeout", f"a timeout of {request.timeout_s!r} s", fix="more than 0"))
+    build_schedule(request.schedule, max(request.size("pp"), 1), request.num_microbatches, request.stages_per_rank)
+
+
+def _source(request: Request) -> ModelSource:
+    model = request.model
+    if isinstance(model, ModelSource):
+        return model
+    if isinstance(model, nn.Module):
+        return source_of(lambda: copy.deepcopy(model), name=name_of(model))
+    if callable(model):
+        return source_of(model, request.overrides, name_of(model))
+    return read_model(model, request.overrides)
+
+
+def _model(request: Request, even: bool) -> tuple[ModelSource, nn.Module]:
+    source = _source(request)
+    if source.config is None:
+        with blaming("factory-failed", f"{name_of(request.model)} failed"):
+            return source, source.build("cpu", seed=request.seed)
+    with blaming("bad-config", f"no model can be built from the config of {source.text}"):
+        config = source.config
+        if not request.full_size:
+            config = scaled(config, request.size("tp"), request.num_stages, even=even)
+        without_dropout(config)
+        source = source.with_config(config)
+        return source, source.build("cpu", seed=request.seed)
+
+
+def name_of(model: Any) -> str:
+    """The name of a model in a report."""
+    if isinstance(model, ModelSource):
+        return model.text
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    function = getattr(model, "func", model)  # of a functools.partial
+    return getattr(function, "__name__", None) or str(model)
+
+
+def rows_of(request: Request) -> int:
+    """Rows of the whole batch: three for each data rank and microbatch, or two where there are many."""
+    return batch_rows(request.data_ranks * request.num_microbatches, sequence_length(request.size("tp")))
+
+
+def _on_device(value: Any, device: str, dtype: torch.dtype) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+
+def without_weights(request: Request) -> Request:
+    """The request in a form that can be sent to another process. Raises: ModelError `not-picklable`."""
+    if isinstance(request.model, ModelSource):
+        request = replace(request, model=request.model.text)
+    try:
+        pickle.dumps(request)
+    except Exception as error:  # pickle raises PicklingError, AttributeError, TypeError, and what a __reduce__ raises
+        what = f"{name_of(request.model)} cannot be sent to another process: {str(error).splitlines()[0]}"
+        fix = "name it: `package.module:function`, or a function at the top of a module"
+        raise ModelError(Problem("not-picklable", what, fix=fix)) from None
+    return request

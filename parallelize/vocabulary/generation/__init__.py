@@ -1,0 +1,1 @@
+"""Generation: the loop of `generate`, and the changes that `generate` of `transformers` needs."""

@@ -1,0 +1,172 @@
+"""`generate`: prefill, then one token at a time with a key/value cache, from logits that stay sharded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.errors import ModelError, Problem, ShapeError
+from parallelize.ops.random.counter import key
+from parallelize.ops.vocabulary.vocabulary_shard import check_ids
+from parallelize.vocabulary.generation.transformers_generate import refuse_split
+from parallelize.vocabulary.logits.forms import shard_of
+from parallelize.vocabulary.sampling.candidates import Candidates
+from parallelize.vocabulary.sampling.draw import SamplingOptions, draw
+
+T = torch.Tensor
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    input_ids: T,
+    *,
+    attention_mask: T | None = None,
+    max_new_tokens: int,
+    temperature: float | T = 1.0,
+    top_k: int = 0,
+    top_p: float | T = 1.0,
+    min_p: float | T = 0.0,
+    seed: int = 0,
+    rows: T | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+) -> T:
+    """Continue prompts with a causal model of `transformers`, with or without a plan, by `parallelize.sample`.
+
+    Intended for plans applied with `loss_parallel=True`: no rank stores logits of the full vocabulary. All ranks of the tp
+    group call it with the same arguments and get the same tokens as the unsharded model.
+
+    Args:
+        model: a causal model in eval mode whose forward takes `past_key_values`, without pp and cp.
+        input_ids: [B, S], B prompts of S tokens. Shorter prompts are padded on the left.
+        attention_mask: [B, S], 1 for tokens and 0 for padding. None: no padding.
+        max_new_tokens: the largest number of new tokens per prompt, at least 1.
+        temperature, top_k, top_p, min_p, seed, rows: as in `parallelize.sample`; temperature 0 is greedy. The n-th new token
+            has position n, from 0.
+        eos_token_id: id or ids that end a row. None: those of the model's `generation_config`; []: no id ends a row.
+        pad_token_id: fills a row after its end. None: that of the model, or else the first `eos_token_id`, or 0.
+
+    Returns: [B, S + n], prompts and new tokens, where n <= max_new_tokens is the number of the longest row.
+    Raises: before the first forward, ModelError `training-mode`, `no-cache`, `cut-model`, `generate-over-cp`; ShapeError
+        `bad-prompts`, `bad-mask`, `right-padding`, `bad-option`, `too-long`, `id-out-of-range`.
+    Cost: one forward of S tokens, then one forward per new token, and the communication of one `sample` per token.
+    """
+    parameters = _check_model(model)
+    _check_prompts(input_ids, attention_mask)
+    _check_room(model, input_ids, max_new_tokens)
+    stops, pad = _ends(model, eos_token_id, pad_token_id)
+    ending = torch.tensor(stops, device=input_ids.device, dtype=input_ids.dtype)
+    batch, start = input_ids.shape
+    options = SamplingOptions.of(torch.Size((batch,)), input_ids.device, temperature, top_k, top_p, min_p, rows)
+    tokens = torch.cat([input_ids, input_ids.new_full((batch, max_new_tokens), pad)], dim=1)
+    extra_inputs = _ExtraInputs(attention_mask, start + max_new_tokens, parameters)
+    ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
+    cache, stop = None, start
+    for new in range(max_new_tokens):
+        first = 0 if new == 0 else stop - 1
+        inputs = extra_inputs(first, stop)
+        out = model(input_ids=tokens[:, first:stop], past_key_values=cache, use_cache=True, **inputs)
+        cache = _cache_of(model, out)
+        drawn = draw(Candidates.of(*shard_of(out.logits[:, -1])), options, key(seed, "sample", new))
+        tokens[:, stop] = torch.where(ended, pad, drawn)
+        stop += 1
+        if stops:
+            ended |= torch.isin(drawn, ending)
+            if bool(ended.all()):
+                break
+    return tokens[:, :stop].clone()
+
+
+class _ExtraInputs:
+    """The inputs of each forward other than ids and cache: mask and positions of padded prompts, `logits_to_keep`.
+
+    Args:
+        mask: [B, S], or None.
+        length: tokens of the longest possible sequence.
+        parameters: the parameter names of the model's forward.
+    """
+
+    def __init__(self, mask: T | None, length: int, parameters: set[str]):
+        self.mask = self.positions = None
+        self.constant = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        if mask is not None and not bool(mask.all()):
+            self.mask = torch.nn.functional.pad(mask.long(), (0, length - mask.shape[1]), value=1)
+            if "position_ids" in parameters:
+                self.positions = (self.mask.cumsum(-1) - 1).clamp_(min=0)
+
+    def __call__(self, first: int, stop: int) -> dict[str, Any]:
+        inputs: dict[str, Any] = dict(self.constant)
+        if self.mask is not None:
+            inputs["attention_mask"] = self.mask[:, :stop]
+        if self.positions is not None:
+            inputs["position_ids"] = self.positions[:, first:stop]
+        return inputs
+
+
+def _check_model(model: nn.Module) -> set[str]:
+    """Check that a model can generate; returns the parameter names of its forward."""
+    refuse_split(model)
+    if model.training:
+        what = (
+            f"{type(model).__name__} is in training mode: dropout would be active, and some models disable their cache"
+        )
+        raise ModelError(Problem("training-mode", what, fix="model.eval()"))
+    stock: Any = type(getattr(model, "_orig_mod", model))  # compiled or not
+    parameters = set(inspect.signature(stock.forward).parameters)
+    missing = {"input_ids", "past_key_values", "use_cache", "attention_mask"} - parameters
+    if missing:
+        what = f"{type(model).__name__}.forward takes no {', '.join(sorted(missing))}"
+        raise ModelError(Problem("no-cache", what, fix="a causal model of transformers, with a key/value cache"))
+    return parameters
+
+
+def _check_prompts(ids: T, mask: T | None) -> None:
+    if ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
+        what = f"input_ids are {list(ids.shape)} ({ids.dtype})"
+        raise ShapeError(Problem("bad-prompts", what, fix="ids [batch, length], at least one of each"))
+    if mask is None:
+        return
+    if mask.shape != ids.shape:
+        raise ShapeError(Problem("bad-mask", f"attention_mask {list(mask.shape)} for input_ids {list(ids.shape)}"))
+    is_token = mask != 0
+    if not bool(is_token[:, -1].all()):
+        row = int((~is_token[:, -1]).nonzero()[0])
+        fix = 'pad on the left: padding_side="left" of a tokenizer'
+        raise ShapeError(Problem("right-padding", f"prompt {row} ends in padding", fix=fix))
+    if bool((is_token[:, :-1] & ~is_token[:, 1:]).any()):
+        raise ShapeError(Problem("bad-mask", "attention_mask has zeros after ones", fix="zeros first, then ones"))
+
+
+def _check_room(model: Any, ids: T, new: int) -> None:
+    if not isinstance(new, int) or isinstance(new, bool) or new < 1:
+        raise ShapeError(Problem("bad-option", f"max_new_tokens is {new!r}", fix="1 or more"))
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    if isinstance(embedding, nn.Embedding):
+        check_ids(ids, embedding.num_embeddings, "input_ids")
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding) and m is not embedding]
+    if limit is not None and limit in tables and ids.shape[1] + new - 1 > limit:
+        what = f"prompts of {ids.shape[1]} tokens and {new} new ones, where the model has {limit} positions"
+        raise ShapeError(Problem("too-long", what, fix="shorter prompts, or fewer new tokens"))
+
+
+def _ends(model: Any, eos: int | Sequence[int] | None, pad: int | None) -> tuple[list[int], int]:
+    """(ids that end a row, the id that fills a row after its end)."""
+    config = getattr(model, "generation_config", None)
+    eos = getattr(config, "eos_token_id", None) if eos is None else eos
+    stops = [] if eos is None else [eos] if isinstance(eos, int) else [int(token) for token in eos]
+    pad = getattr(config, "pad_token_id", None) if pad is None else pad
+    return stops, pad if pad is not None else (stops or [0])[0]
+
+
+def _cache_of(model: nn.Module, out: Any) -> Any:
+    cache = getattr(out, "past_key_values", None)
+    if cache is None or not hasattr(out, "logits"):
+        what = f"{type(model).__name__} returned no logits with a cache"
+        raise ModelError(Problem("no-cache", what, fix="a causal model whose output has logits and past_key_values"))
+    return cache

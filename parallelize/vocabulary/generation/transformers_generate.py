@@ -1,0 +1,117 @@
+"""`generate` of `transformers` on a planned model.
+
+Most of it works unchanged: a rank's cache stores the keys and values of its local heads, because it takes its sizes from the
+layers, and with one token at a time sequence parallelism is off. Two things change while it runs: a head that keeps its
+logits sharded gathers them, and every rank uses the generator state of the group's first rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.applied.records import applied, cut_of, record_of
+from parallelize.comm.groups import Group
+from parallelize.errors import ModelError, Problem
+from parallelize.styles.contract import Conversion
+from parallelize.vocabulary.logits.sharded_logits import ShardedLogits
+from parallelize.vocabulary.loss.fuse_loss import DEFERRED
+
+
+def install_generation(module: nn.Module) -> None:
+    """Wrap the `generate` of a planned model as described above. A model without one is not changed."""
+    if callable(getattr(type(module), "generate", None)) and "generate" not in module.__dict__:
+        module.__dict__["generate"] = MethodType(_generate, module)
+        if hasattr(
+            module, "_get_static_cache_init_shape"
+        ):  # it counts all heads; without it the first keys set the shape
+            module.__dict__["_get_static_cache_init_shape"] = _unknown_shape
+
+
+def _unknown_shape() -> None:
+    return None
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    refuse_split(self)
+    record = record_of(self)
+    assert record is not None
+    with full_logits(self), same_generator_states(record.group, torch.device(record.mesh.device_type)):
+        return type(self).generate(self, *args, **kwargs)
+
+
+def refuse_split(module: nn.Module) -> None:
+    """Refuse models whose ranks cannot generate together.
+
+    Raises: ModelError `cut-model` if other ranks have some of the pipeline stages; `generate-over-cp` if sequences are
+        sharded over `cp`, so that not every rank has the last position's logits.
+    """
+    cut, context = cut_of(module), applied(module).context
+    if cut is not None and len(cut.local_stages) < len(cut.stage_ranks):
+        what = f"this rank has {len(cut.local_stages)} of the {len(cut.stage_ranks)} stages of {type(module).__name__}"
+        fix = "save a checkpoint, and generate on a mesh without pp: any mesh can load it"
+        raise ModelError(Problem("cut-model", what, fix=fix))
+    if context is not None and context.group.size > 1:
+        what = (
+            f"{type(module).__name__} is sharded over cp: its ranks have different tokens, and no cache supports that"
+        )
+        fix = "save a checkpoint, and generate on a mesh without cp: any mesh can load it"
+        raise ModelError(Problem("generate-over-cp", what, fix=fix))
+
+
+@contextmanager
+def full_logits(module: nn.Module) -> Iterator[None]:
+    """A context in which heads that keep their logits sharded gather them (one all-gather per forward)."""
+    record = record_of(module)
+    rows = record.resolved.modules.values() if record is not None else ()
+    with ExitStack() as hooks:
+        for row in rows:
+            if row.contract.leave is Conversion.VOCABULARY or row.contract.compute == DEFERRED:
+                hooks.callback(module.get_submodule(row.fqn).register_forward_hook(_gather).remove)
+        yield
+
+
+def _gather(module: nn.Module, args: Any, out: Any) -> Any:
+    return out.full_tensor() if isinstance(out, ShardedLogits) else out
+
+
+@contextmanager
+def same_generator_states(group: Group, device: torch.device) -> Iterator[None]:
+    """A context in which torch's generators on every rank have the state of those on the group's first rank.
+
+    On exit, the generators of a rank that started with another state are set back to that state. The other ranks continue
+    with the advanced state.
+
+    Cost: one broadcast of the generators' states, 5 KB on a CPU.
+    """
+    if group.size == 1:
+        yield
+        return
+    local = _states(device)
+    first = local.to(device, copy=True)
+    group.broadcast(first, 0)
+    first = first.cpu()
+    _set_states(first, device)
+    try:
+        yield
+    finally:
+        if not torch.equal(first, local):
+            _set_states(local, device)
+
+
+def _states(device: torch.device) -> torch.Tensor:
+    """The states of torch's CPU generator and of the device's generator, as bytes."""
+    of_device = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state()]
+    return torch.cat([torch.get_rng_state(), *of_device])
+
+
+def _set_states(states: torch.Tensor, device: torch.device) -> None:
+    size = len(torch.get_rng_state())
+    torch.set_rng_state(states[:size].clone())
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[size:].clone())

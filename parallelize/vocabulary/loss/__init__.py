@@ -1,0 +1,1 @@
+"""Losses, log-probabilities and entropies of logits that may be sharded or deferred."""

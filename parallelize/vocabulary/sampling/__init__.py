@@ -1,0 +1,1 @@
+"""Drawing tokens from sharded logits: filters, probability mass, noise, and the draw itself."""

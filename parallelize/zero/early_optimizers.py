@@ -1,0 +1,68 @@
+"""Optimizers that were built too early: of parameters that are about to be replaced, so that their steps change nothing.
+
+Finding them means a look at every object of the process, which takes tenths of a second. An optimizer holds a reference to
+each of its parameters, so the look is needed only where somebody besides the model's modules refers to one.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from parallelize.errors import ModelError, Problem
+
+
+def refuse_early_optimizers(module: nn.Module) -> None:
+    """Raises: ModelError `early-optimizer` where an optimizer steps a parameter of this model."""
+    if not _referenced_elsewhere(module):
+        return
+    parameters = {id(parameter) for parameter in module.parameters()}
+    if any(True for _ in _optimizers_of(parameters)):
+        gc.collect()  # an unused optimizer may still exist in a reference cycle
+    for optimizer in _optimizers_of(parameters):
+        what = f"a parameter of this model is already in an optimizer ({type(optimizer).__name__}), which could not step it"
+        fix = "build the optimizer afterwards, from the model that is returned"
+        raise ModelError(Problem("early-optimizer", what, fix=fix))
+
+
+def _referenced_elsewhere(module: nn.Module) -> bool:
+    """Whether anything but the modules of this model refers to one of its parameters."""
+    # by id: modules copied with `copy.copy` have one dict
+    slots = list({id(owner._parameters): owner._parameters for owner in module.modules()}.values())
+    owned = Counter(id(parameter) for parameters in slots for parameter in parameters.values())
+    own_references = _references({"probe": object()})[0][1] - 1  # what counting adds, which depends on Python's version
+    return any(
+        count - own_references > owned[key]
+        for parameters in slots
+        for key, count in _references(parameters)
+        if key != id(None)
+    )
+
+
+def _references(values: dict[str, Any]) -> list[tuple[int, int]]:
+    """(id, reference count) of each value."""
+    return [(id(value), sys.getrefcount(value)) for value in values.values()]
+
+
+def _optimizers_of(parameters: set[int]) -> Iterator[Any]:
+    classes = set(_subclasses(Optimizer))
+    for candidate in gc.get_objects():
+        # type() instead of isinstance(), which would initialize lazy objects
+        if type(candidate) in classes and any(id(p) in parameters for p in _stepped_by(candidate)):
+            yield candidate
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    yield cls
+    for subclass in cls.__subclasses__():
+        yield from _subclasses(subclass)
+
+
+def _stepped_by(optimizer: Any) -> list[Any]:
+    return [parameter for group in vars(optimizer).get("param_groups", ()) for parameter in group["params"]]

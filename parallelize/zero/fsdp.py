@@ -1,0 +1,153 @@
+"""ZeRO 3: PyTorch's `fully_shard`, applied to the plan's units, with gradients that are sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from parallelize import _torch_private as private
+from parallelize.applied.records import Cut, cut_of, mark_parameter, record_of
+from parallelize.applied.sharding import shared_of_parameters
+from parallelize.comm.groups import axis_group, mesh_spec
+from parallelize.errors import ModelError, Problem, did_you_mean
+from parallelize.plan.choose import plan_or_none
+from parallelize.plan.pattern import matches
+from parallelize.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
+from parallelize.zero.options import DataOptions
+
+
+class FsdpEngine:
+    """The calls of a pipeline engine (see `Reducer`), for a model under `fully_shard`.
+
+    A backward must not be split into dgrad and wgrad: each half would gather and reduce.
+    """
+
+    splits_backward = False
+
+    def __init__(self, module: nn.Module, units: list[Any], stages: dict[int, int | None], defer: bool):
+        self.module, self.units, self.defer = module, units, defer
+        self.stages = stages  # id of a unit -> its pipeline stage
+
+    def hold(self, auto_flush: bool = False) -> None:
+        """Only a deferred reduction waits for the last backward."""
+        if self.defer:
+            for unit in self.units:
+                unit.set_requires_gradient_sync(False, recurse=False)
+
+    def release(self, stage: int) -> None:
+        """The stage's next backward is its last of the step."""
+        for unit in self.units:
+            if self.defer and self.stages.get(id(unit), stage) in (stage, None):
+                unit.set_requires_gradient_sync(True, recurse=False)
+
+    def flush(self, stage: int) -> None:
+        """Nothing to do: `fully_shard` reduces in backward."""
+
+    def finish(self) -> None:
+        """Nothing to do: `fully_shard` waits at the end of backward."""
+
+    def reset(self) -> None:
+        """Drop what a failed forward or backward has left."""
+        for unit in self.units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+        reset_iteration: Any = getattr(self.module, "reset_iter_state", None)  # since 2.13
+        if reset_iteration is not None:
+            reset_iteration()
+        for unit in self.units:
+            private.forget_unsharded_gradients(unit)
+            unit.reshard()
+
+
+def apply_fsdp(module: nn.Module, mesh: DeviceMesh, axis: str, options: DataOptions) -> FsdpEngine:
+    """Apply `fully_shard` to each unit and to the rest. `dp_replicate` x `axis` is hybrid sharding.
+
+    Raises: ModelError `scalar-parameter`, `unmatched-unit`.
+    """
+    spec = mesh_spec(mesh)
+    cut = cut_of(module)
+    names = _units(module, options.units, cut)
+    scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        what = f"{scalars[0]} is a scalar, which `fully_shard` cannot shard"
+        raise ModelError(Problem("scalar-parameter", what, fix="make it a tensor of one element, or use zero=2"))
+    shared = shared_of_parameters(module)
+    marks = {name: shared[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if id(p) in shared}
+    units = [module.get_submodule(name) for name in names]
+    deferring = {_unit_of(head, names) for head in deferred_heads(module)}
+    data_mesh = mesh["dp_replicate", axis] if "dp_replicate" in spec.names else mesh[axis]
+    for name, unit in [*zip(names, units, strict=True), ("", module)]:
+        if any(True for _ in unit.parameters()) or unit is module:
+            # a deferred head is needed after its forward has ended
+            reshard = options.reshard_after_forward and name not in deferring
+            fully_shard(unit, mesh=data_mesh, mp_policy=options.mixed_precision, reshard_after_forward=reshard)
+    fsdp_units: list[Any] = [unit for unit in [*units, module] if isinstance(unit, FSDPModule)]
+    for name in deferring:
+        unit = module.get_submodule(name)
+        heads = [module.get_submodule(head) for head in deferred_heads(module) if _unit_of(head, names) == name]
+        unit.register_forward_pre_hook(partial(_gather_anew, heads), prepend=True)  # before that of `fully_shard`
+    cp_group = axis_group(mesh, "cp") if "cp" in spec.names and spec.size("cp") > 1 else None
+    for unit in fsdp_units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        if cp_group is not None:  # a third axis of ranks with other tokens
+            unit.set_all_reduce_hook(partial(dist.all_reduce, group=cp_group))
+    for name, mark in marks.items():
+        mark_parameter(module.get_parameter(name), shared=mark)
+    stages = {}
+    if cut is not None:
+        stages = {id(unit): cut.stages.stage_of(name) for name, unit in zip(names, units, strict=True)}
+    return FsdpEngine(module, fsdp_units, stages, options.defer)
+
+
+def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:
+    """Reshard a unit with a deferred head before its forward, which then gathers the current parameters.
+
+    The unit stays gathered after its forward, until a backward reshards it. After a forward without a backward (evaluation,
+    generation), an optimizer may have stepped since. Earlier forwards whose backward is still to come find the unit gathered
+    again, in the same storage.
+    """
+    if private.backward_id() != -1:  # recompute: the backward that replays has gathered the unit
+        return
+    unit.reshard()
+    for head in heads:
+        watch_writes(head)
+
+
+def _unit_of(name: str, units: Sequence[str]) -> str:
+    """The innermost unit that contains a module; "" is the rest."""
+    return max((unit for unit in units if name == unit or name.startswith(unit + ".")), key=len, default="")
+
+
+def _units(module: nn.Module, patterns: Sequence[str] | None, cut: Cut | None) -> list[str]:
+    """The modules whose parameters are gathered together: those of `patterns`, of the plan, or the layers."""
+    record = record_of(module)
+    plan = record.resolved.plan if record is not None else plan_or_none(module, None)
+    names = [name for name, _ in module.named_modules() if name]
+    if patterns is None:
+        patterns = plan.zero_units if plan is not None else ()
+    if patterns:
+        for pattern in patterns:
+            if not any(matches(pattern, name) for name in names):
+                what = f"no module matches the ZeRO unit {pattern!r}"
+                raise ModelError(Problem("unmatched-unit", what, fix=did_you_mean(pattern, names)))
+        units = [name for name in names if any(matches(pattern, name) for pattern in patterns)]
+    else:
+        layers = _layers(plan, cut)
+        units = [name for name in names if layers is not None and name.rpartition(".")[0] == layers]
+    return [name for name in units if cut is None or cut.present(name)]
+
+
+def _layers(plan: Any, cut: Cut | None) -> str | None:
+    """The fqn of the module that contains the layers."""
+    if cut is not None:
+        return cut.stages.cuts.layers
+    if plan is None:
+        return None
+    source = plan.cuts or plan.region
+    return source.layers if source is not None else None

@@ -1,0 +1,169 @@
+"""A data rank's shard of a parameter: what its optimizer steps, as a DTensor that the data axis shards too."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from parallelize import _torch_private as private
+from parallelize.comm.groups import Group, mesh_spec
+from parallelize.layout import even_interval
+from parallelize.zero.buckets import matrix_shape, to_local
+
+T = torch.Tensor
+
+
+def split_spec(param: Any, mesh: DeviceMesh, axis: str) -> Any:
+    """The spec of a parameter that `axis` shards along dim 0, in addition to tensor parallelism: as `fully_shard` does."""
+    local = to_local(param)
+    if isinstance(param, DTensor):
+        tp = mesh_spec(param.device_mesh).names[0]
+        placement, shape = param.placements[0], tuple(param.shape)
+        submesh = mesh[axis, tp] if axis != tp else mesh[axis]
+        split = private.split_above(placement, mesh_spec(mesh).size(tp))
+        placements: tuple[Any, ...] = (split, placement)
+    else:
+        submesh, shape, placements = mesh[axis], tuple(local.shape), (Shard(0),)
+    if not shape:
+        placements = tuple(Replicate() for _ in placements)
+    return private.spec(submesh, placements, torch.empty(shape, dtype=local.dtype, device="meta"))
+
+
+class OptimizerShard:
+    """This data rank's rows of one parameter.
+
+    Args:
+        param: the model's.
+        group: over which its rows are split; a group of size 1 splits nothing.
+        spec: of the DTensor that `stepped` becomes. None: the parameter's own.
+        master: the dtype of a wider copy that the optimizer steps. None: no copy.
+
+    Attributes:
+        stepped: what the optimizer steps: the parameter, a view of this rank's rows, or a wider copy of them.
+        even: whether every rank has as many rows.
+    """
+
+    def __init__(self, name: str, param: Any, group: Group, spec: Any, master: torch.dtype | None):
+        self.name, self.param, self.group, self.spec = name, param, group, spec
+        rows, _ = matrix_shape(to_local(param).shape)
+        self.start, self.stop = even_interval(rows, group.size, group.rank)
+        self.even = rows % group.size == 0
+        self.has_master = master is not None and param.is_floating_point() and param.dtype != torch.float64
+        value = self.slice_of(to_local(param).detach())
+        if self.has_master:
+            value = value.to(master, copy=True)
+        self.stepped = param if group.size == 1 and not self.has_master else self._parameter(value)
+
+    def _parameter(self, value: T) -> nn.Parameter:
+        spec = self.spec
+        if spec is None and isinstance(self.param, DTensor):
+            spec = private.spec_of(self.param)
+        wrapped = value if spec is None else private.wrap(value, private.with_dtype(spec, value))
+        return nn.Parameter(wrapped, requires_grad=self.param.requires_grad)
+
+    def slice_of(self, local: T) -> T:
+        """This rank's rows of a tensor shaped like the parameter's local tensor. A scalar belongs to the first rank."""
+        if self.group.size == 1:
+            return local
+        if local.ndim == 0:
+            return local.reshape(1)[self.start : self.stop]
+        return local[self.start : self.stop]
+
+    def refresh(self) -> None:
+        """Before a step: follow the parameter to new storage (after `.to()`), and take this step's gradient."""
+        if self.stepped is self.param:
+            return
+        if not self.has_master:
+            current = self.slice_of(to_local(self.param).detach())
+            stepped = to_local(self.stepped)
+            if current.data_ptr() != stepped.data_ptr() or current.dtype != stepped.dtype:
+                self._move(current)
+        self.stepped.grad = self._gradient()
+
+    def _move(self, current: T) -> None:
+        new = self._parameter(current)
+        if isinstance(new, DTensor):
+            private.set_local(self.stepped, to_local(new))
+        else:
+            self.stepped.data = new.data
+
+    def _gradient(self) -> Any:
+        if self.param.grad is None:
+            return None
+        grad = to_local(self.param.grad)
+        if tuple(grad.shape) != tuple(to_local(self.stepped).shape):  # stages 0 and 1: gradients are not split
+            grad = self.slice_of(grad)
+        if grad.dtype != self.stepped.dtype:
+            grad = grad.to(self.stepped.dtype)
+        if isinstance(self.stepped, DTensor):
+            return private.wrap(grad, private.with_dtype(private.spec_of(self.stepped), grad))
+        return grad
+
+    def publish(self) -> None:
+        """After a step: copy the master to the parameter, in the parameter's dtype."""
+        if self.has_master:
+            rows = self.slice_of(to_local(self.param).detach())
+            rows.copy_(to_local(self.stepped.detach()))
+
+    def reload(self) -> None:
+        """Copy the parameter to the master, after weights were loaded."""
+        if self.has_master:
+            to_local(self.stepped).detach().copy_(self.slice_of(to_local(self.param).detach()))
+
+
+GATHER_BYTES = 1 << 20
+"""Parameters of at least this size are gathered one by one, in place; smaller ones share a buffer."""
+
+
+@torch.no_grad()
+def gather_parameters(shards: list[OptimizerShard]) -> None:
+    """Give every rank all rows of all parameters, each from the rank that has stepped it."""
+    small: dict[tuple, list[OptimizerShard]] = {}
+    works = []  # all are started before one is waited for, so that their latencies overlap
+    for shard in shards:
+        if shard.group.size == 1 or not shard.param.requires_grad:
+            continue
+        local = to_local(shard.param).detach()
+        if shard.even and local.is_contiguous() and local.numel() * local.element_size() >= GATHER_BYTES:
+            works.append(shard.group.all_gather_into(local, shard.slice_of(local)))
+        else:
+            small.setdefault((shard.group, local.dtype, local.device), []).append(shard)
+    for (group, dtype, device), together in small.items():
+        _gather_together(group, dtype, device, together)
+    for work in works:
+        work.wait()
+
+
+def _gather_together(group: Group, dtype: torch.dtype, device: torch.device, shards: list[OptimizerShard]) -> None:
+    """Gather small parameters in one buffer, to which each rank adds as much as the first, padded with zeros."""
+    sizes = []
+    for shard in shards:
+        rows, width = matrix_shape(to_local(shard.param).shape)
+        sizes.append(math.ceil(rows / group.size) * width)
+    buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    for shard, part in zip(shards, buffer.split(sizes), strict=True):
+        values = shard.slice_of(to_local(shard.param).detach())
+        part[: values.numel()].copy_(values.reshape(-1))
+    by_rank = group.all_gather(buffer)
+    offset = 0
+    for shard, size in zip(shards, sizes, strict=True):
+        _copy_gathered(to_local(shard.param).detach(), by_rank, offset)
+        offset += size
+
+
+def _copy_gathered(local: T, by_rank: T, offset: int) -> None:
+    """Fill a local tensor with the rows of every rank, which begin at `offset` of that rank's buffer."""
+    rows, width = matrix_shape(local.shape)
+    ranks = len(by_rank)
+    counts = [stop - start for start, stop in (even_interval(rows, ranks, rank) for rank in range(ranks))]
+    parts = [by_rank[rank, offset : offset + count * width] for rank, count in enumerate(counts) if count]
+    joined = torch.cat(parts) if parts else local.new_empty(0)
+    if local.is_contiguous():
+        local.reshape(-1).copy_(joined)
+    else:
+        local.copy_(joined.view(local.shape))

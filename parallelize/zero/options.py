@@ -1,0 +1,34 @@
+"""The options of `shard_data`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from parallelize.zero.partition import BUCKET_BYTES
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Options of `shard_data`, which describes them."""
+
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    units: Sequence[str] | None = None
+    defer: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+    reshard_after_forward: bool = True
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether compute is narrower than the values that the optimizer steps."""
+        return self.dtype is not None and self.dtype.itemsize < 4
+
+    @property
+    def mixed_precision(self) -> MixedPrecisionPolicy:
+        """Only narrow dtypes are cast to: parameters are stored in any other."""
+        sum_dtype = self.reduce_dtype or (torch.float32 if self.low_precision else None)
+        return MixedPrecisionPolicy(self.dtype if self.low_precision else None, sum_dtype, cast_forward_inputs=False)

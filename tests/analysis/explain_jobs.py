@@ -1,0 +1,273 @@
+"""Messages and memory of real processes in a step, measured without the package's recorder."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallelize import build_mesh, parallelize_model
+from parallelize.analysis.cost.memory import memory_of
+from parallelize.analysis.cost.setting import Setting
+from parallelize.analysis.subject import Subject
+from parallelize.comm import p2p
+from parallelize.comm.groups import mesh_spec
+from parallelize.mesh import SAMPLE_AXES, MeshSpec
+from parallelize.models.model_source import ModelSource
+from parallelize.ops import library
+from parallelize.zero.apply import data_of
+from parallelize.zero.buckets import to_local
+from tests.support.models import tiny_batch, tiny_model
+
+OPS = {
+    "allreduce_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+}
+
+
+class Counting(TorchDispatchMode):
+    """Counts (op, axis, ranks, bytes) of the collectives and messages of this rank."""
+
+    def __init__(self, spec: Any):
+        super().__init__()
+        self.spec, self.counts = spec, Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == "c10d" and not func.__name__.startswith("alltoall_base_"):
+            op, counted = OPS[func.__name__.split(".")[0]]
+            groups = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())]
+            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(groups[0]))
+            size = sum(x.numel() * x.element_size() for x in pytree.tree_leaves(args[counted]))
+            is_point_to_point = op in ("send", "recv")
+            self.counts[op, self._axis(ranks), 2 if is_point_to_point else len(ranks), size] += 1
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Counting:
+        """Dispatch modes do not see collectives inside of ops, so those are counted where they are sent."""
+        post, all_to_all = p2p._post, dist.all_to_all_single
+
+        def counted_post(group: Any, send: Any, receive: Any, tag: int) -> Any:
+            size = sum(x.numel() * x.element_size() for x in send.values())
+            self.counts["send", self._axis(list(group.ranks)), 2, size] += 1
+            return post(group, send, receive, tag)
+
+        def counted_all_to_all(out: Any, x: Any, *sizes: Any, group: Any, **rest: Any) -> Any:
+            ranks = dist.get_process_group_ranks(group)
+            self.counts["all_to_all", self._axis(ranks), len(ranks), x.numel() * x.element_size()] += 1
+            return all_to_all(out, x, *sizes, group=group, **rest)
+
+        self._patches = [
+            mock.patch.object(p2p, "_post", counted_post),
+            mock.patch.object(dist, "all_to_all_single", counted_all_to_all),
+        ]
+        for patch in self._patches:
+            patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for patch in self._patches:
+            patch.stop()
+        super().__exit__(*error)
+
+    def _axis(self, ranks: list[int]) -> str:
+        members = [self.spec.coordinates(rank) for rank in ranks]
+        axes = [axis for axis in self.spec.names if len({coordinates[axis] for coordinates in members}) > 1]
+        return "world" if len(axes) > 1 and len(ranks) == self.spec.world_size else "*".join(axes)
+
+
+@dataclass
+class Trained:
+    """A model on this process's mesh after one step, in which stages exchanged the headers of their messages."""
+
+    parallel: Any
+    optimizer: Any
+    spec: MeshSpec
+    inputs: dict[str, Any]
+
+    def coordinate(self, axis: str) -> int:
+        return self.spec.coordinates(dist.get_rank()).get(axis, 0)
+
+
+def trained(
+    family: str, sizes: dict[str, int], batch: int, length: int, options: dict[str, Any], model: dict[str, Any]
+) -> Trained:
+    mesh = build_mesh("cpu", **sizes)
+    parallel = parallelize_model(tiny_model(family, **model), mesh, **options)
+    optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-3)
+    coordinates = mesh_spec(mesh).coordinates(dist.get_rank())
+    seed = 1 + sum(coordinates.get(axis, 0) * 7**n for n, axis in enumerate(SAMPLE_AXES))
+    ids, labels = tiny_batch(batch=batch, length=length, seed=seed)
+    inputs = {"input_ids": ids, "targets": labels, **({} if family == "bert" else {"use_cache": False})}
+    parallel.step(**inputs)
+    optimizer.step()
+    optimizer.zero_grad()
+    return Trained(parallel, optimizer, mesh_spec(mesh), inputs)
+
+
+def sent_messages(rank: int, *configuration: Any) -> Any:
+    """(pp rank, tp rank, counts of messages in a step and in the optimizer). configuration: as `trained` takes it."""
+    job = trained(*configuration)
+    with Counting(job.spec) as counting:
+        job.parallel.step(**job.inputs)
+        job.optimizer.step()
+    return job.coordinate("pp"), job.coordinate("tp") + job.coordinate("cp"), dict(counting.counts)
+
+
+def source_of(family: str, model: dict[str, Any]) -> ModelSource:
+    """The tiny model of the tests, as a source."""
+    return ModelSource(family, lambda _: tiny_model(family, **model))
+
+
+def predicted_messages(
+    family: str, sizes: dict[str, int], batch: int, length: int, options: dict[str, Any], model: dict[str, Any]
+) -> dict[int, dict[tuple, int]]:
+    """The prediction for each pp rank."""
+    setting = Setting(MeshSpec(**sizes), batch=batch, sequence=length, transport="gloo", **options)
+    subject = Subject(source_of(family, model))
+    predictions = {}
+    for pp_rank in range(setting.size("pp")):
+        counts: Counter[tuple] = Counter()
+        for message, times in subject.rank_step(setting, setting.pipeline(), pp_rank).messages:
+            counts[message.op, message.axis, message.ranks, message.bytes] += times
+        predictions[pp_rank] = dict(counts)
+    return predictions
+
+
+class StorageMode(TorchDispatchMode):
+    """Follows every storage that ops allocate, until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int]] = []
+        self._serials: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace == library.NAMESPACE:  # dispatch modes do not see allocations inside of the op
+            name = func._schema.name.partition("::")[2]
+            group = library.KERNELS[name].group(args)
+            with self:
+                return library.KERNELS[name].run(args, group)
+        out = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._track(leaf.untyped_storage())
+        return out
+
+    def __enter__(self) -> StorageMode:
+        stock = self._stock = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:  # `fully_shard` frees storages by this
+            out = stock(storage, size)
+            self._resized(storage)
+            return out
+
+        torch.UntypedStorage.resize_ = resize
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._stock
+        super().__exit__(*error)
+
+    def _track(self, storage: Any) -> None:
+        if storage._cdata not in self._serials and storage.nbytes():
+            serial = len(self.events) + 1
+            self._serials[storage._cdata] = serial
+            self._sizes[serial] = storage.nbytes()
+            self.events.append((serial, storage.nbytes()))
+            weakref.finalize(storage, self._freed, storage._cdata, serial)
+
+    def _resized(self, storage: Any) -> None:
+        serial = self._serials.get(storage._cdata)
+        if serial is None:
+            self._track(storage)
+        else:
+            self.events.append((serial, storage.nbytes() - self._sizes.get(serial, 0)))
+            self._sizes[serial] = storage.nbytes()
+
+    def _freed(self, key: int, serial: int) -> None:
+        self._serials.pop(key, None)
+        self.events.append((serial, -self._sizes.pop(serial)))
+
+    def ignore(self, tensors: Any) -> None:
+        for x in tensors:
+            self._serials[x.untyped_storage()._cdata] = 0
+
+    def serial_of(self, x: torch.Tensor) -> int | None:
+        return self._serials.get(x.untyped_storage()._cdata)
+
+    def peak(self, without: set[int]) -> int:
+        now = most = 0
+        for serial, size in self.events:
+            now += 0 if serial in without else size
+            most = max(most, now)
+        return most
+
+
+def measured_memory(rank: int, *configuration: Any) -> Any:
+    """(pp rank, tp rank, dp rank, bytes of each part). configuration: as `trained` takes it."""
+    job = trained(*configuration)
+    parallel, optimizer = job.parallel, job.optimizer
+    params = [to_local(p) for p in parallel.module.parameters()]
+    data = data_of(parallel.module)
+    flat = [bucket.flat for bucket in getattr(data and data.engine, "buckets", ()) if hasattr(bucket, "flat")]
+    peaks = []
+    for _ in range(3):  # some are higher by what Python's garbage collector has not freed yet
+        optimizer.zero_grad()
+        with StorageMode() as storages:
+            storages.ignore(
+                [*params, *parallel.module.buffers(), job.inputs["input_ids"], job.inputs["targets"], *flat]
+            )
+            parallel.step(**job.inputs)
+        gradients = [to_local(p.grad) for p in parallel.module.parameters() if p.grad is not None]
+        peaks.append(storages.peak({serial for grad in gradients if (serial := storages.serial_of(grad))}))
+    grads = [to_local(p.grad) for p in parallel.module.parameters() if p.grad is not None]
+    state = [
+        to_local(x)
+        for values in optimizer.state.values()
+        for x in values.values()
+        if isinstance(x, torch.Tensor) and x.ndim
+    ]
+    masters = [to_local(s.stepped) for s in (data.shards if data is not None else ()) if s.has_master]
+    measured = {
+        "parameters": _distinct(params),
+        "gradients": _distinct([*grads, *flat]),
+        "optimizer": _distinct([*state, *masters]),
+        "activations": min(peaks),
+        "buffers": _distinct(list(pool._free)) if (pool := getattr(data and data.engine, "_pool", None)) else 0,
+    }
+    return job.coordinate("pp"), job.coordinate("tp"), job.coordinate("dp"), measured
+
+
+def _distinct(tensors: list[torch.Tensor]) -> int:
+    """Bytes of storages, each once."""
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def predicted_memory(
+    family: str, sizes: dict[str, int], batch: int, length: int, options: dict[str, Any], model: dict[str, Any]
+) -> dict[int, dict[str, int]]:
+    """The prediction for each pp rank."""
+    options = dict(options)
+    if "dtype" in options:
+        options["dtype"] = str(options["dtype"]).removeprefix("torch.")
+    setting = Setting(MeshSpec(**sizes), batch=batch, sequence=length, transport="gloo", **options)
+    subject = Subject(source_of(family, model))
+    predictions = {}
+    for pp_rank in range(setting.size("pp")):
+        memory = memory_of(subject.rank_step(setting, setting.pipeline(), pp_rank))
+        predictions[pp_rank] = {
+            key: getattr(memory, key) for key in ("parameters", "gradients", "optimizer", "activations", "buffers")
+        }
+    return predictions

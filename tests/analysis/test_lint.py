@@ -1,0 +1,183 @@
+"""`lint` with a model and a mesh: each kind of mistake with its slug and place, and no errors for correct plans."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallelize import lint, load_plan
+from parallelize.cli import main
+from parallelize.models.model_source import ModelSource
+from tests.support.models import COMMON, FAMILIES, tiny_model
+
+
+def tiny(family: str, **more):
+    return ModelSource(family, lambda _: tiny_model(family, **more))
+
+
+def slugs(findings, severity="error"):
+    return [finding.problem.slug for finding in findings if finding.severity == severity]
+
+
+def problem_of(findings, slug):
+    return next(finding.problem for finding in findings if finding.problem.slug == slug)
+
+
+def changed(tmp_path, family, old, new):
+    """A copy of a shipped plan's file in which `old` is replaced by `new`."""
+    text = Path(load_plan(family).source).read_text(encoding="utf-8")
+    assert old in text, old
+    path = tmp_path / "plan.yaml"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    return path
+
+
+@pytest.mark.variants(every=29)
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_correct_plans_give_no_errors(family, tp):
+    findings = lint(tiny(family), None, f"tp={tp}")
+    assert not slugs(findings), [str(finding.problem) for finding in findings]
+    assert set(slugs(findings, "warning")) <= {"uneven-shards"}
+
+
+@pytest.mark.variants(every=3)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
+def test_one_key_value_head_is_correct(family):
+    assert not slugs(lint(tiny(family, num_key_value_heads=1), None, "tp=4"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "slug", "named"),
+    [
+        ("mlp.down_proj: rowwise", "mlp.down_prj: rowwise", "unmatched-rule", "down_prj"),
+        ("    mlp: gather\n", "    mlp: gather\n    mlp.up_proj: replicate\n", "overlapping-rules", "up_proj"),
+        ("    input_layernorm: sequence\n", "", "unclaimed-parameter", "input_layernorm"),
+        ("mlp.{gate,up}_proj: colwise", "mlp.{gate,up}_proj: replicate", "layouts-do-not-meet", "gate_proj"),
+        ("self_attn.o_proj: rowwise(heads)", "self_attn.o_proj: replicate", "layouts-do-not-meet", "o_proj"),
+        ("    self_attn: gather(hidden_states)", "    self_attn: replicate", "layouts-do-not-meet", "self_attn"),
+        ("lm_head?: colwise(output=vocabulary)", "lm_head?: colwise", "output-is-a-shard", "lm_head"),
+    ],
+)
+def test_a_mistake_is_reported_with_its_place(tmp_path, old, new, slug, named):
+    path = changed(tmp_path, "llama", old, new)
+    findings = lint(tiny("llama"), path, "tp=2")
+    assert slug in slugs(findings), [str(finding.problem) for finding in findings]
+    problem = problem_of(findings, slug)
+    assert named in str(problem) and problem.fix and "plan.yaml" in problem.where
+    assert not dist.is_initialized()
+
+
+def test_a_norm_on_heads_whose_gradient_is_not_summed(tmp_path):
+    path = changed(tmp_path, "qwen3", "gradient=partial", "gradient=full")
+    problem = problem_of(lint(tiny("qwen3"), path, "tp=2"), "gradient-not-reduced")
+    assert "q_norm" in problem.what or "k_norm" in problem.what
+
+
+def test_a_head_count_that_is_not_local_fails_in_one_attention_implementation(tmp_path):
+    """The fused kernel reads shapes, and eager attention reads the attribute, so both are run."""
+    text = Path(load_plan("llama").source).read_text(encoding="utf-8")
+    path = tmp_path / "plan.yaml"
+    path.write_text(text[: text.index("\nlocal:")] + "\n")
+    source = tiny("llama", num_key_value_heads=2)
+    findings = lint(source, path, "tp=4")
+    assert slugs(findings), "eager attention repeats each head num_key_value_groups times"
+    assert "eager" in str(findings[0].problem) or "num_key_value" in str(findings[0].problem)
+
+
+def test_ties_at_risk(tmp_path):
+    path = changed(tmp_path, "gpt2", "lm_head?: colwise(output=vocabulary)", "lm_head?: replicate")
+    assert "broken-tie" in slugs(lint(tiny("gpt2", tie_word_embeddings=True), path, "tp=2"))
+    path.write_text(path.read_text().replace("  lm_head?: replicate", "  nothing?: replicate"))
+    problem = problem_of(lint(tiny("gpt2", tie_word_embeddings=True), path, "tp=2"), "unplanned-tie")
+    assert "lm_head" in problem.what
+
+
+def test_sizes_and_stages():
+    assert slugs(lint(tiny("llama"), None, "tp=3")) == ["uneven-heads"] * len(slugs(lint(tiny("llama"), None, "tp=3")))
+    assert slugs(lint(tiny("llama"), None, "pp=4,tp=2")) == ["more-stages-than-layers"]
+    assert "wrong-world-size" in slugs(lint(tiny("llama"), None, "tp=2", world_size=4))
+    assert "unknown-axis" in slugs(lint(tiny("llama"), None, "tp=2,ep=2"))
+
+
+class Viewing(nn.Module):
+    """Attention that views the sequence as -1: with local heads the call succeeds, and the sequence is longer."""
+
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        self.n, self.width = heads, width
+        self.qkv, self.out = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        split = self.qkv(x).view(x.shape[0], -1, self.n, self.width // self.n)
+        joined = split.transpose(1, 2).softmax(-1).transpose(1, 2)
+        return self.out(joined.flatten(2))
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(61, 32)
+        self.blocks = nn.ModuleList(Viewing() for _ in range(2))
+        self.head = nn.Linear(32, 61)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+READER = """
+    schema_version: 1
+    tensor_parallel:
+      embed: embedding
+      blocks.*: gather
+      blocks.*.qkv: colwise
+      blocks.*.out: rowwise
+      head: colwise(output=full)
+"""
+
+
+def test_a_view_that_takes_local_heads_for_a_longer_sequence(tmp_path):
+    path = tmp_path / "reader.yaml"
+    path.write_text(textwrap.dedent(READER))
+    findings = lint(Reader, path, "tp=2")
+    assert slugs(findings), "a wrong sequence length reached the residual"
+    assert "blocks.*" in str(findings[0].problem)
+    correct = READER.replace("tensor_parallel:", "sizes: {heads: 4}\n    tensor_parallel:")
+    correct = correct.replace("colwise\n", "colwise(heads)\n").replace("rowwise", "rowwise(heads)")
+    path.write_text(textwrap.dedent(correct) + "local: {blocks.*: {n: heads, width: heads}}\n")
+    assert not slugs(lint(Reader, path, "tp=2"))
+
+
+def test_the_command(tmp_path, capsys):
+    assert main(["lint", "llama", "gpt2"]) == 0
+    assert "no mistakes" in capsys.readouterr().out
+    path = changed(tmp_path, "llama", "mlp.down_proj: rowwise", "mlp.down_prj: rowwise")
+    sizes = [
+        f"--set={key}={value}" for key, value in {**COMMON, **FAMILIES["llama"][2]}.items() if key != "attention_bias"
+    ]
+    assert main(["lint", str(path), "--model", "llama", "--mesh", "tp=2", *sizes]) == 2
+    assert "unmatched-rule" in capsys.readouterr().err
+    assert main(["lint", str(path), "--model", "llama", "--mesh", "tp=2", "--json", *sizes]) == 2
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert findings[0]["severity"] == "error" and findings[0]["where"].startswith(str(path))
+    assert main(["lint", "--model", "llama", "--mesh", "tp=4", *sizes]) == 0
+    assert main(["lint"]) == 2
+    assert main(["lint", "--model", "lama"]) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_global_state_is_restored():
+    before = torch.get_default_dtype(), torch.initial_seed(), torch.random.get_rng_state()
+    lint(tiny("llama"), None, "tp=2")
+    lint(tiny("llama"), {"model.layers.*.mlp.up_proj": "colwise"}, "tp=2")
+    after = torch.get_default_dtype(), torch.initial_seed(), torch.random.get_rng_state()
+    assert before[:2] == after[:2] and torch.equal(before[2], after[2]) and not dist.is_initialized()

@@ -1,0 +1,176 @@
+"""The work of each rank in the tests of Hugging Face folders: load into a model on the meta device, save, load again."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from parallelize import build_mesh, load_pretrained, save_pretrained
+from parallelize.errors import ParallelizeError
+from parallelize.pipeline.parallel_model import ParallelModel
+from parallelize.randomness.init.initialize import build_on_meta
+from parallelize.training import parallelize_model
+from tests.checkpoint.checkpoint_jobs import full
+from tests.support.models import tiny_model
+
+MIXTRAL = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 40,
+    "hidden_size": 32,
+    "vocab_size": 67,
+}
+
+
+def write_source(family: str, folder: str) -> None:
+    """A tiny model as `transformers` saves it, in several files."""
+    import transformers
+
+    if family == "mixtral":
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+        model: Any = transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL, **sizes))
+    else:
+        more = {"num_key_value_heads": 2} if family in ("llama", "phi3") else {}
+        model = tiny_model(family, num_hidden_layers=3, **more)
+    model.save_pretrained(folder, max_shard_size="50KB")
+
+
+def class_and_config(folder: str) -> tuple[Any, Any]:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return getattr(transformers, config.architectures[0]), config
+
+
+def loaded_on_mesh(folder: str, axes: dict[str, int], options: dict[str, Any], **more: Any) -> ParallelModel:
+    cls, config = class_and_config(folder)
+    return parallelize_model(build_on_meta(cls, config), build_mesh("cpu", **axes), **options, **more)
+
+
+def load_and_save(rank: int, folder: str, axes: dict[str, int], options: dict[str, Any], out: str) -> list[str]:
+    """Check the bytes read, the weights, the written folder, and the model that `transformers` loads from it."""
+    cls, _ = class_and_config(folder)
+    parallel = loaded_on_mesh(folder, axes, options, initialize=folder)
+    reference = cls.from_pretrained(folder)
+    expected = dict(reference.named_parameters(remove_duplicate=False)) | dict(reference.named_buffers())
+    problems = []
+    for name, parameter in parallel.module.named_parameters():
+        full_value = full(parallel.module, name, parameter)
+        problems += [] if torch.equal(full_value, expected[name].to(full_value.dtype)) else [name]
+    again = load_pretrained(parallel, folder)
+    copies = (
+        2 if options.get("dtype") is not None and options["zero"] < 3 else 1
+    )  # float32 copies (master weights) are read too
+    if again.bytes_read > 1.02 * again.bytes_held * copies:
+        problems.append(f"{again.bytes_read} bytes read for {again.bytes_held}")
+    if rank == 0:
+        shutil.rmtree(out, ignore_errors=True)
+    dist.barrier()
+    save_pretrained(parallel, out, max_shard_size="50KB", dtype=torch.float32, carry=folder)
+    if rank > 0:
+        return problems
+    if sorted(os.listdir(out)) != sorted(os.listdir(folder)):
+        problems.append(f"files {sorted(os.listdir(out))}")
+    fused = "mixtral" in type(parallel.module).__name__.lower()  # its experts may be assigned to other files
+    for name in ("config.json", "model.safetensors.index.json")[: 1 if fused else 2]:
+        if json.loads((Path(out) / name).read_text()) != json.loads((Path(folder) / name).read_text()):
+            problems.append(name)
+    written, source = tensors_of(out), tensors_of(folder)
+    narrow = options.get("dtype") is not None
+    problems += [] if set(written) == set(source) else ["names in files"]
+    for name, value in source.items():
+        problems += (
+            [] if torch.equal(written[name], value.bfloat16().float() if narrow else value) else [f"{name} in files"]
+        )
+    loaded = cls.from_pretrained(out).state_dict()
+    for name, value in reference.state_dict().items():
+        problems += (
+            [] if torch.equal(loaded[name], value.bfloat16().float() if narrow else value) else [f"{name} again"]
+        )
+    return problems
+
+
+def tensors_of(folder: str) -> dict[str, torch.Tensor]:
+    return {name: value for file in Path(folder).glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def refusals(rank: int, folder: str, root: str) -> dict[str, tuple[str, ...]]:
+    """The slugs for damaged folders. The model must stay on the meta device, or unchanged."""
+    slugs: dict[str, tuple[str, ...]] = {}
+    files = sorted(path.name for path in Path(folder).glob("*.safetensors"))
+
+    def attempt(name: str, change: Any) -> None:
+        copy = Path(root) / name.replace(" ", "-")
+        if rank == 0:
+            shutil.copytree(folder, copy)
+            change(copy)
+        dist.barrier()
+        for on_meta in (True, False):
+            try:
+                if on_meta:
+                    model = parallelized_on_meta(folder, {"tp": 2})
+                else:
+                    model = tiny_model("llama", num_hidden_layers=3, num_key_value_heads=2)
+                    model = parallelize_model(model, build_mesh("cpu", tp=2)).module
+                    before = {n: p.to_local().clone() for n, p in model.named_parameters()}
+                load_pretrained(model, copy, mesh=build_mesh("cpu", tp=2))
+                slugs[name] = ()
+            except ParallelizeError as error:
+                slugs[name] = tuple(sorted(set(error.slugs)))
+                if on_meta and not all(p.is_meta for p in model.parameters()):
+                    slugs[name] += ("not on meta",)
+                if not on_meta and any(not torch.equal(before[n], p.to_local()) for n, p in model.named_parameters()):
+                    slugs[name] += ("changed",)
+
+    def edit(file: Path, change: Any) -> None:
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, {"format": "pt"})
+
+    def drop(copy: Path, name: str) -> None:
+        index = json.loads((copy / "model.safetensors.index.json").read_text())
+        edit(copy / index["weight_map"].pop(name), lambda tensors: tensors.pop(name))
+        (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def truncate(copy: Path) -> None:
+        with open(copy / files[1], "r+b") as file:
+            file.truncate(os.path.getsize(copy / files[1]) - 100)
+
+    def reshape(copy: Path) -> None:
+        name, value = next(iter(load_file(copy / files[0]).items()))
+        edit(copy / files[0], lambda tensors: tensors.update({name: value.flatten()[:-1].clone()}))
+
+    attempt("as it is", lambda copy: None)
+    attempt("tensor missing", lambda copy: drop(copy, "model.layers.1.mlp.up_proj.weight"))
+    attempt("file missing", lambda copy: (copy / files[-1]).unlink())
+    attempt("file truncated", truncate)
+    attempt("other shape", reshape)
+    attempt(
+        "index of other files", lambda copy: edit(copy / files[0], lambda tensors: tensors.update(new=torch.ones(3)))
+    )
+    return slugs
+
+
+def parallelized_on_meta(folder: str, axes: dict[str, int]) -> Any:
+    """A parallelized model on the meta device."""
+    from parallelize import parallelize_module
+
+    cls, config = class_and_config(folder)
+    return parallelize_module(build_on_meta(cls, config), build_mesh("cpu", **axes))
+
+
+def peak_memory(rank: int, folder: str) -> tuple[int, int, int]:
+    """(growth of the peak resident memory, bytes of shards, bytes of the largest shard) of a load into a meta model."""
+    model = parallelized_on_meta(folder, {"tp": 2})
+    largest = max(p.numel() * p.element_size() for p in model.parameters())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    loaded = load_pretrained(model, folder)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before, loaded.bytes_held, largest

@@ -1,0 +1,77 @@
+"""How the symmetric-memory kernels are called, with stand-ins of the same signature if there is no CUDA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallelize import _torch_private as private
+from parallelize import all_gather_linear
+from parallelize.comm.groups import Group
+from parallelize.errors import MeshError
+from parallelize.ops.matmul import chunked_matmul, symmetric_memory
+from tests.support.linears import OPS, ReferenceLinear
+from tests.support.threads import run_ranks
+
+T = torch.Tensor
+
+
+class StandIn:
+    """`symm_mem` by plain collectives; `calls` lists the kernels that were called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def fused_all_gather_matmul(
+        self, A: T, Bs: list[T], gather_dim: int, group_name: str, *, return_A: bool = True
+    ) -> tuple[T, list[T]]:
+        assert group_name == dist.group.WORLD.group_name and all(B.ndim == 2 for B in Bs)
+        self.calls.append("gather")
+        rows = chunked_matmul.gather_rows(
+            A, gather_dim, A.shape[gather_dim] * dist.get_world_size(), Group(dist.group.WORLD)
+        )
+        return rows, [rows @ B for B in Bs]
+
+    def fused_matmul_reduce_scatter(self, A: T, B: T, reduce_op: str, scatter_dim: int, group_name: str) -> T:
+        assert reduce_op == "sum" and group_name == dist.group.WORLD.group_name
+        self.calls.append("scatter")
+        return chunked_matmul.matmul_reduce_scatter(
+            chunked_matmul.MatmulSum([(A, B)]), scatter_dim, Group(dist.group.WORLD), 0
+        )
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    kernels = StandIn()
+    monkeypatch.setattr(symmetric_memory, "unavailable", lambda group, device: "")
+    monkeypatch.setattr(private, "symmetric_ops", lambda: kernels)
+    return kernels
+
+
+def test_the_stand_in_has_the_real_signature():
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        schema = getattr(private.symmetric_ops(), name).default._schema
+        code = StandIn.__dict__[name].__code__
+        names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+        assert [argument.name for argument in schema.arguments] == list(names)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_right_results_even_and_uneven(op, stand_in):
+    def body(rank: int) -> None:
+        for shape, dim in (((8,), 0), ((2, 8), 1), ((7,), 0)):
+            case = ReferenceLinear(op, shape, dim)
+            case.check(*case.run(overlap="symm_mem"))
+
+    run_ranks(2, body)
+    used = {"gather", "scatter"} if op in ("all_gather_linear", "linear_reduce_scatter") else set()
+    assert set(stand_in.calls) == used
+
+
+def test_without_it_the_error_says_why():
+    def body(rank: int) -> None:
+        with pytest.raises(MeshError, match=r"(?s)no-symmetric-memory.*needs CUDA.*chunked"):
+            all_gather_linear(torch.ones(4, 6), torch.ones(4, 6), group=dist.group.WORLD, overlap="symm_mem")
+
+    run_ranks(2, body)

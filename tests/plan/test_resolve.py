@@ -1,0 +1,148 @@
+"""Resolving a plan on a model: every mistake is reported before anything is changed, with names and fixes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize import PlanError
+from parallelize.plan.choose import choose_plan
+from parallelize.plan.load import load_plan, parse_plan, shipped_plans
+from parallelize.plan.model_facts import describe
+from parallelize.plan.resolve import resolve
+from tests.support.models import FAMILIES, tiny_model
+
+
+class Net(nn.Module):
+    def __init__(self, heads: int = 4):
+        super().__init__()
+        self.heads, self.head_dim = heads, 3
+        self.q, self.o = nn.Linear(8, 3 * heads), nn.Linear(3 * heads, 8)
+        self.norm = nn.LayerNorm(8)
+
+
+def plan(rules: str, more: str = ""):
+    return parse_plan(f"schema_version: 1\ntensor_parallel:\n{rules}\n{more}", "p.yaml")
+
+
+def slugs(text: str, model: nn.Module | None = None, tp: int = 2, more: str = "", **options) -> list[str]:
+    with pytest.raises(PlanError) as error:
+        chosen = plan(text, more).with_options(**{"sequence_parallel": None, "loss_parallel": None, **options})
+        resolve(chosen, describe(model or Net()), tp)
+    assert all(problem.what for problem in error.value.problems)
+    return sorted(set(error.value.slugs))
+
+
+ALL = "  q: colwise\n  o: rowwise\n  norm: replicate\n"
+
+
+def test_mistakes_are_named():
+    heads = ALL.replace("colwise", "colwise(h)")
+    assert slugs(ALL + "  p: colwise") == ["unmatched-rule"]
+    assert slugs(ALL + "  '{q,z}': colwise") == ["unmatched-rule"]
+    assert slugs("  q: colwise\n  o: rowwise") == ["unclaimed-parameter"]
+    assert slugs(ALL + "  '*': replicate") == ["overlapping-rules"]
+    assert slugs(ALL + "  q.weight: shard") == ["overlapping-rules"]
+    assert slugs(ALL.replace("norm: replicate", "norm: colwise")) == ["unclaimed-parameter", "wrong-module-for-style"]
+    assert slugs(heads, tp=3, more="sizes: {h: heads}") == ["uneven-heads"]
+    assert slugs(heads, more="sizes: {h: nowhere}") == ["missing-size"]
+    assert slugs(heads, more="sizes: {h: 5}") == ["uneven-heads"]
+    assert slugs(heads, more="sizes: {h: 10}") == ["indivisible-units"]
+    assert slugs(ALL.replace("colwise", "colwise(chunks=5)")) == ["indivisible-units"]
+    assert slugs(ALL, sequence_parallel=True) == ["no-region"]
+    assert slugs(ALL, sequence_parallel=True, more="sequence_parallel: {layers: nope}") == ["no-region"]
+    assert slugs(ALL, more="sizes: {h: heads}\nlocal: {norm: {x: h}}") == ["missing-attribute"]
+    assert slugs(ALL, more="sizes: {h: heads}\nlocal: {nrm: {x: h}}") == ["unmatched-rule"]
+
+
+def test_a_rule_without_heads_must_not_split_a_head():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = Net(heads=5)
+
+    text = "  attn.q: colwise\n  attn.o: rowwise\n  attn.norm: replicate"
+    assert slugs(text, Parent()) == ["uneven-heads"]
+
+
+def test_misspelt_rules_suggest_the_right_name():
+    with pytest.raises(PlanError, match=r"did you mean norm"):
+        resolve(plan(ALL.replace("norm:", "nrom:")), describe(Net()), 2)
+
+
+def test_optional_rules_may_match_nothing():
+    resolve(plan(ALL + "  p?: colwise"), describe(Net()), 2)
+
+
+def test_rules_of_tied_parameters_must_agree():
+    model = nn.ModuleDict({"embed": nn.Embedding(10, 4), "head": nn.Linear(4, 10, bias=False)})
+    model["head"].weight = model["embed"].weight
+    assert slugs("  embed: embedding_colwise\n  head: colwise", model) == ["broken-tie"]
+    rows = resolve(plan("  embed: embedding\n  head: colwise"), describe(model), 3).parameters
+    assert rows["embed.weight"].fact.names == ("embed.weight", "head.weight")
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shipped_plans_resolve_on_meta_models(family, tp):
+    with torch.device("meta"):
+        model = tiny_model(family)
+    resolved = resolve(load_plan(family).with_options(sequence_parallel=True, loss_parallel=True), describe(model), tp)
+    assert set(resolved.parameters) == {name for name, _ in model.named_parameters()}
+    sharded = sum(p.numel() for n, p in model.named_parameters() if resolved.parameters[n].layout.dim is not None)
+    assert sharded > 0.8 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bare_base_model_is_served_too(family):
+    model = tiny_model(family)
+    base = getattr(model, model.base_model_prefix)
+    resolve(load_plan(family), describe(base), 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_rule_dropped_is_noticed(family):
+    """Negative control: without any one of its rules a shipped plan no longer resolves, or resolves to something else."""
+    from dataclasses import replace
+
+    model = describe(tiny_model(family, num_key_value_heads=2) if family in ("llama", "phi3") else tiny_model(family))
+    plan = load_plan(family).with_options(sequence_parallel=True, loss_parallel=None)
+    expected = resolve(plan, model, 4)
+    for rule in plan.rules:
+        fewer = replace(plan, rules=tuple(r for r in plan.rules if r is not rule))
+        try:
+            actual = resolve(fewer, model, 4)
+        except PlanError:
+            continue
+        assert rule.optional or {n: r.contract for n, r in actual.modules.items()} != {
+            n: r.contract for n, r in expected.modules.items()
+        }
+
+
+def test_plans_are_chosen_by_model():
+    assert choose_plan(tiny_model("qwen3"))[0].name == "qwen3"
+
+    class Config:
+        model_type = "lama"
+
+    class Unknown(nn.Module):
+        config = Config()
+
+    with pytest.raises(PlanError) as error:
+        choose_plan(Unknown())
+    assert error.value.slugs == ("no-plan-for-model",) and "llama" in str(error.value)
+
+
+def test_every_model_type_has_one_plan():
+    seen = [kind for name in shipped_plans() for kind in load_plan(name).model_types]
+    assert len(seen) == len(set(seen))
+
+
+def test_resolving_changes_nothing():
+    model = tiny_model("phi3")
+    before = copy.deepcopy({k: v for k, v in vars(model.model.layers[0].self_attn).items() if isinstance(v, int)})
+    resolve(load_plan("phi3"), describe(model), 2)
+    assert before == {k: v for k, v in vars(model.model.layers[0].self_attn).items() if isinstance(v, int)}

@@ -1,0 +1,119 @@
+"""Plans that fit names and shapes, and would compute something else: each is refused before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize import ModelError, ParallelizeError, PlanError, load_plan
+from parallelize.plan.load import parse_plan
+from parallelize.plan.model_facts import describe
+from parallelize.plan.resolve import resolve
+from parallelize.styles.notation import parse_style
+from parallelize.tensor.rms_norm import check_rms_norm
+from tests.support.models import tiny_model
+
+LAYER = "model.layers.*."
+SWAPS = [
+    ("phi3", LAYER + "self_attn.qkv_proj", "colwise(heads + kv_heads + kv_heads, output=full)", "packed-edge"),
+    ("phi3", LAYER + "mlp.gate_up_proj", "colwise(chunks=2, output=full)", "packed-edge"),
+    ("phi3", LAYER + "mlp.gate_up_proj", "colwise", "widths-do-not-meet"),
+    ("phi3", LAYER + "self_attn.qkv_proj", "colwise(kv_heads + kv_heads + heads)", "units-do-not-meet"),
+    ("phi3", LAYER + "self_attn.qkv_proj", "colwise(chunks=3)", "unused-size"),
+    ("gpt2", "transformer.h.*.attn.c_attn", "colwise", "units-do-not-meet"),
+    ("llama", LAYER + "self_attn.{k,v}_proj", "replicate", "unused-size"),
+    ("llama", LAYER + "input_layernorm", "replicate", "replicated-in-region"),
+    ("llama", LAYER + "input_layernorm", "replicate(gradient=partial)", "partial-without-shards"),
+    ("llama", LAYER + "input_layernorm", "shard", "shard-on-module"),
+    ("llama", "model.norm", "shard", "shard-on-module"),
+    ("llama", LAYER + "mlp.down_proj", "colwise", None),
+    ("llama", "lm_head", "colwise", "no-vocabulary-output"),
+    ("qwen3", LAYER + "self_attn.{q,k}_norm", "replicate", "unclear-gradient"),
+    ("qwen3", LAYER + "self_attn.{q,k}_norm", "sequence", "unclear-gradient"),
+    ("olmo2", LAYER + "self_attn.q_norm", "shard", "shard-on-module"),
+    ("gpt2", "transformer.wpe", "shard", "shard-on-module"),
+    ("gpt2", "transformer.wpe", "replicate(gradient=partial)", "partial-without-shards"),
+    ("bert", "bert.embeddings.{position_embeddings,token_type_embeddings,LayerNorm}", "shard", "shard-on-module"),
+]
+
+
+def swapped(family: str, pattern: str, style: str):
+    plan = load_plan(family)
+    assert any(rule.pattern == pattern for rule in plan.rules), pattern
+    rules = tuple(replace(r, style=parse_style(style)) if r.pattern == pattern else r for r in plan.rules)
+    return replace(plan, rules=rules)
+
+
+@pytest.mark.parametrize(("family", "pattern", "style", "slug"), [s for s in SWAPS if s[3]])
+def test_a_swapped_style_is_named(family, pattern, style, slug):
+    chosen = swapped(family, pattern, style).with_options(
+        sequence_parallel=slug != "partial-without-shards", loss_parallel=True
+    )
+    with pytest.raises(ParallelizeError) as error:
+        resolve(chosen, describe(tiny_model(family)), 2)
+    assert slug in error.value.slugs, error.value
+
+
+def test_a_count_that_does_not_become_local():
+    plan = replace(load_plan("bert"), local=())
+    with pytest.raises(PlanError) as error:
+        resolve(plan, describe(tiny_model("bert")), 2)
+    assert set(error.value.slugs) == {"count-left-whole"} and "num_attention_heads: heads" in str(error.value)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.odd = 4, 6
+        self.up, self.down, self.scale = nn.Linear(8, 16), nn.Linear(16, 8), nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return self.down(self.up(x) * self.scale)
+
+
+def slugs(text: str, model: nn.Module, tp: int = 2, **options) -> set[str]:
+    plan = parse_plan("schema_version: 1\n" + text, "p.yaml")
+    with pytest.raises(ParallelizeError) as error:
+        resolve(plan.with_options(**{"sequence_parallel": None, "loss_parallel": None, **options}), describe(model), tp)
+    return set(error.value.slugs)
+
+
+def test_contraction_over_shared_units():
+    text = "sizes: {kv: {from: 2, below_tp: replicate}}\ntensor_parallel: {up: colwise(kv), down: rowwise(kv), scale: 'shard(0, unit=kv)'}"
+    assert slugs(text, Block(), tp=4) == {"shared-contraction"}
+    resolve(parse_plan("schema_version: 1\n" + text), describe(Block()), 2)
+
+
+def test_an_attribute_that_does_not_divide():
+    text = "sizes: {h: 4}\ntensor_parallel: {up: colwise(h), down: rowwise(h), scale: 'shard(0, unit=h)'}\nlocal: {b: {odd: h}}"
+    model = nn.ModuleDict({"b": Block()})
+    text = text.replace("up:", "b.up:").replace("down:", "b.down:").replace("scale:", "b.scale:")
+    assert slugs(text, model, tp=4) == {"uneven-attribute"}
+
+
+def test_a_region_whose_first_module_converts_its_own_input():
+    model = nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()])})
+    text = "sequence_parallel: {layers: layers}\ntensor_parallel: {layers.*: gather, layers.*.up: colwise, layers.*.down: rowwise, layers.*.scale: shard}"
+    assert slugs(text, model, sequence_parallel=True) == {"region-on-edge"}
+
+
+def test_a_parameter_among_sharded_siblings_without_a_rule_in_a_translated_plan():
+    plan = replace(
+        parse_plan("schema_version: 1\ntensor_parallel: {up: colwise, down: rowwise}"), unclaimed="replicate"
+    )
+    model = nn.Module()
+    model.b = Block()
+    plan = replace(plan, rules=tuple(replace(r, pattern="b." + r.pattern) for r in plan.rules))
+    with pytest.raises(PlanError) as error:
+        resolve(plan, describe(model), 2)
+    assert error.value.slugs == ("unclaimed-between-shards",)
+
+
+def test_a_norm_with_another_formula_is_not_taken_for_rms():
+    check_rms_norm(nn.RMSNorm(8), "n")
+    with pytest.raises(ModelError) as error:
+        check_rms_norm(tiny_model("gemma2").model.norm, "n")
+    assert error.value.slugs == ("not-rms-norm",)

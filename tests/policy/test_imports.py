@@ -1,0 +1,179 @@
+"""Imports point down: every room has a floor, no cycle of rooms or of files, and each lazy import has a reason.
+
+Imports inside functions and under TYPE_CHECKING count like all others. A room is a folder; the files that lie loose at the
+top of the package are rooms of their own. `__init__.py` is the map of public names and is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import parallelize
+
+ROOT = Path(parallelize.__file__).parent
+ROOMS_BY_FLOOR = (
+    "errors _torch_private ops.random",
+    "layout mesh models randomness styles terminal checkpoint.format",
+    "comm plan",
+    "ops",
+    "applied ops.attention ops.matmul ops.vocabulary",
+    "loop randomness.dropout randomness.init vocabulary.logits",
+    "vocabulary.loss vocabulary.sampling",
+    "tensor vocabulary.generation zero",
+    "context recomputation tensor.torch_styles",
+    "apply pipeline",
+    "analysis.record checkpoint.run",
+    "analysis.cost checkpoint.hub",
+    "analysis.show checkpoint checkpoint.tools",
+    "analysis training",
+    "verification",
+    "cli",
+    "__main__",
+)
+FLOOR = {room: floor for floor, rooms in enumerate(ROOMS_BY_FLOOR) for room in rooms.split()}
+
+COMMAND = "the command line answers without torch: a command imports what it runs when it runs"
+OPTIONAL = "an optional package"
+PRIVATE = "private names of torch, each with the version that has it"
+LAZY = {
+    "_torch_private": PRIVATE,
+    "analysis.commands": COMMAND,
+    "checkpoint.tools.commands": COMMAND,
+    "cli.plans": COMMAND,
+    "cli.schedule": COMMAND,
+    "cli.transformers_plans": COMMAND,
+    "verification.commands": COMMAND,
+    "pipeline.schedules": "describing a schedule needs no torch; only comparing it with PyTorch's does",
+    "checkpoint.format.folders": "fcntl is missing on Windows, where folders are not locked",
+    "checkpoint.hub.hf_conversions": OPTIONAL,
+    "checkpoint.tools.convert": OPTIONAL,
+    "context.stock_attention": OPTIONAL,
+    "loop.loggers": OPTIONAL,
+    "models.model_source": OPTIONAL,
+    "verification.runner": "threaded groups lie in torch.testing, which is slow to import, and serve one backend of three",
+}
+TYPES_ONLY = {
+    "analysis.commands": COMMAND,
+    "checkpoint.run.checkpointer": "a type of typing_extensions in older versions of Python",
+    "checkpoint.tools.commands": COMMAND,
+}
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
+
+def room_of(name: str) -> str:
+    return name.rpartition(".")[0] or name
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Modules of the package that a file imports, wherever in the file the import stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (target for alias in node.names if (target := module_of(alias.name)))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not used here"
+            for alias in node.names:
+                if target := module_of(f"{node.module}.{alias.name}") or module_of(f"{node.module}"):
+                    yield target
+
+
+def module_of(dotted: str) -> str:
+    """The file behind a dotted name, "" for names outside the package and for the package itself."""
+    inside = dotted.removeprefix("parallelize.")
+    if inside == dotted:
+        return ""
+    return inside if inside in FILES else f"{inside}.__init__" if f"{inside}.__init__" in FILES else ""
+
+
+EDGES = {name: {target for target in imported(tree) if target != name} for name, tree in TREES.items()}
+del EDGES["__init__"]
+
+
+def cycle(edges: dict[str, set[str]]) -> list[str]:
+    """Some cycle of a graph, empty where there is none."""
+    done: set[str] = set()
+
+    def search(name: str, above: list[str]) -> list[str]:
+        if name in above:
+            return [*above[above.index(name) :], name]
+        if name in done:
+            return []
+        for target in sorted(edges.get(name, ())):
+            if closed := search(target, [*above, name]):
+                return closed
+        done.add(name)
+        return []
+
+    return next((closed for name in sorted(edges) if (closed := search(name, []))), [])
+
+
+def test_the_search_for_cycles_finds_one():
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert not cycle({"a": {"b", "c"}, "b": {"c"}})
+
+
+def test_every_room_has_a_floor():
+    rooms = {room_of(name) for name in FILES} - {"__init__"}
+    assert rooms == set(FLOOR), f"unlisted {sorted(rooms - set(FLOOR))}, gone {sorted(set(FLOOR) - rooms)}"
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_imports_point_down(name):
+    here = room_of(name)
+    for target in EDGES[name]:
+        there = room_of(target)
+        assert there == here or FLOOR[there] < FLOOR[here], (
+            f"{name} (floor {FLOOR[here]}) imports {target} (floor {FLOOR[there]})"
+        )
+
+
+def test_no_cycle_of_rooms():
+    rooms: dict[str, set[str]] = {}
+    for name, targets in EDGES.items():
+        rooms.setdefault(room_of(name), set()).update(room_of(target) for target in targets)
+    assert not cycle({room: targets - {room} for room, targets in rooms.items()})
+
+
+def test_no_cycle_of_files():
+    assert not cycle(EDGES)
+
+
+def inside_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from (inner for inner in ast.walk(node) if isinstance(inner, (ast.Import, ast.ImportFrom)))
+
+
+def test_lazy_imports_are_listed_with_their_reason():
+    lazy = {name for name, tree in TREES.items() if any(inside_functions(tree))}
+    assert lazy == set(LAZY), f"unlisted {sorted(lazy - set(LAZY))}, gone {sorted(set(LAZY) - lazy)}"
+
+
+def test_imports_for_types_alone_are_listed_with_their_reason():
+    guarded = {
+        name
+        for name, tree in TREES.items()
+        if any(isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for node in ast.walk(tree))
+    }
+    assert guarded - {"__init__"} == set(TYPES_ONLY)
+
+
+def test_loose_modules_are_the_words_and_the_order_of_application():
+    loose = {name for name in FILES if "." not in name}
+    words = {"errors", "layout", "mesh"}
+    assert loose == {"__init__", "__main__", "_torch_private", "apply", "training"} | words
+
+
+def test_every_room_says_what_it_is_for():
+    silent = [name for name, tree in TREES.items() if name.endswith("__init__") and not ast.get_docstring(tree)]
+    assert not silent, silent

@@ -1,0 +1,24 @@
+"""A step after a failed one gives the gradients of a fresh run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.training import mesh_jobs as jobs
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_step_after_a_failed_one_is_right(two_processes, four_processes, zero, backward):
+    assert max(two_processes.run(jobs.fails_then_works, {"dp": 2}, {"zero": zero}, backward, True)) < 1e-12
+    assert max(four_processes.run(jobs.fails_then_works, {"pp": 2, "dp": 2}, {"zero": zero}, backward, True)) < 1e-12
+    if zero < 3:  # `fully_shard` waits for the rank that failed alone
+        assert max(two_processes.run(jobs.fails_then_works, {"dp": 2}, {"zero": zero}, backward, False)) < 1e-12
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zero_bubble"])
+def test_deferred_reduction_under_schedules_that_split(four_processes, schedule):
+    options = {"zero": 3, "defer": True, "schedule": schedule}
+    assert max(four_processes.run(jobs.fails_then_works, {"pp": 2, "dp": 2}, options, False, True)) < 1e-12

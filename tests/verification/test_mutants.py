@@ -1,0 +1,98 @@
+"""Mistakes made mechanically in every shipped plan: `lint` or `verify` catches each one that changes a number, and names it.
+
+A mutant that neither catches is compared once more by the tests' own parity run, which has no code in common with `verify`.
+`make test` judges every sixteenth mutant of two plans, `make sweep` all mutants of all plans.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from parallelize import load_plan
+from parallelize.errors import ParallelizeError
+from tests.support.models import FAMILIES
+
+MODEL_TYPES = {"gemma3": "gemma3_text"}
+SIZES = {"num_hidden_layers": 2}
+OF_FAMILY = {"gemma3": {"layer_types": ["sliding_attention", "full_attention"]}}  # by default every sixth is full
+FEWER_KV_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+WIDE = {"llama": FEWER_KV_HEADS, "qwen3": FEWER_KV_HEADS}  # run on tp=4 too
+NAMED = 0.8
+HEADS = ("score", "classifier", "multiple_choice_head.summary")  # of classes that this sweep does not build
+
+
+PLANS = [*((family, "tp=2") for family in FAMILIES), *((family, "tp=4") for family in WIDE)]
+SAMPLED = (("llama", "tp=2"), ("gpt2", "tp=2"))
+SAMPLE_EVERY = 16
+
+
+def judged(family: str, mesh: str, every: int = 1) -> list[tuple[str, str, bool, str]]:
+    """(mutant, what caught it, whether its rule or module was named, the message) of every n-th mutant of a plan."""
+    from tests.support.mutants import judge, mutants
+
+    judgements = []
+    tp = int(mesh.removeprefix("tp="))
+    sizes = {**SIZES, **OF_FAMILY.get(family, {}), **(WIDE[family] if tp == 4 else {})}
+    served = [m for m in mutants(load_plan(family)) if not any(pattern.startswith(HEADS) for pattern in m.patterns)]
+    for mutant in served[::every]:
+        judgement = judge(mutant, MODEL_TYPES.get(family, family), [mesh], sizes)
+        by = judgement.by
+        if by == "nobody" and not same_numbers(family, mutant.plan, tp):
+            by = "missed"
+        judgements.append((mutant.name, by, judgement.named or judgement.near, judgement.message))
+    return judgements
+
+
+def same_numbers(family: str, plan: Any, tp: int) -> bool:
+    """Whether a planned run equals the unsharded one, by the tests' own comparison, or is refused for its sizes."""
+    import torch
+
+    from tests.support.models import tiny_batch, tiny_model
+    from tests.support.parity import compare, planned_run, reference_run
+    from tests.support.threads import run_ranks
+
+    batches = [tiny_batch(seed=1), tiny_batch(seed=2)]
+    modes = {"sequence_parallel": plan.region is not None}
+    sizes = {**OF_FAMILY.get(family, {}), **(WIDE[family] if tp == 4 else {})}
+    reference = reference_run(tiny_model(family, torch.float64, **sizes), batches)
+    models = [
+        tiny_model(family, torch.float64, **sizes) for _ in range(tp)
+    ]  # built here, because threads share the generator that initializes them
+    try:
+        results = run_ranks(tp, lambda rank: planned_run(models[rank], tp, batches, plan=plan, **modes))
+    except ParallelizeError:
+        return True
+    try:
+        for result in results:
+            compare(result, reference, torch.float64)
+    except AssertionError:
+        return False
+    return True
+
+
+def check(judgements: list[tuple[str, str, bool, str]], caught_at_least: int) -> None:
+    missed = [name for name, by, _, _ in judgements if by == "missed"]
+    assert not missed, missed
+    caught = [(name, named) for name, by, named, _ in judgements if by in ("lint", "verify")]
+    assert len(caught) >= caught_at_least
+    unnamed = [name for name, named in caught if not named]
+    assert len(unnamed) <= (1 - NAMED) * len(caught), unnamed
+    if os.environ.get("SHOW_MUTANTS"):
+        counts = {who: sum(by == who for _, by, _, _ in judgements) for who in ("lint", "verify", "nobody")}
+        print(counts, f"named {1 - len(unnamed) / len(caught):.0%}", unnamed)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("family", "mesh"), PLANS)
+def test_every_mistake_that_changes_a_number_is_caught_and_named(family, mesh):
+    check(judged(family, mesh), caught_at_least=31)
+
+
+@pytest.mark.variants(every=2)
+@pytest.mark.parametrize(("family", "mesh"), SAMPLED)
+def test_a_sample_of_mistakes_is_caught_and_named(family, mesh):
+    check(judged(family, mesh, SAMPLE_EVERY), caught_at_least=2)

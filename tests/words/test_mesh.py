@@ -1,0 +1,69 @@
+"""Mesh arithmetic without devices."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallelize import MeshError, MeshSpec
+
+sizes = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+
+
+@given(sizes, st.data())
+def test_rank_to_coordinates_and_back(sizes, data):
+    names = data.draw(st.permutations(["pp", "dp", "cp", "tp"]))[: len(sizes)]
+    mesh = MeshSpec(list(zip(names, sizes, strict=True)))
+    assert [mesh.rank(**mesh.coordinates(rank)) for rank in range(mesh.world_size)] == list(range(mesh.world_size))
+
+
+@given(sizes, st.data())
+def test_groups_partition_the_ranks(sizes, data):
+    names = ["pp", "dp", "cp", "tp"][: len(sizes)]
+    mesh = MeshSpec(list(zip(names, sizes, strict=True)))
+    axes = data.draw(st.lists(st.sampled_from(names), unique=True))
+    groups = mesh.groups(*axes)
+    assert sorted(itertools.chain(*groups)) == list(range(mesh.world_size))
+    for group in groups:
+        assert all(mesh.group_of(rank, *axes) == group for rank in group)
+
+
+def test_ranks_along_the_last_axis_are_consecutive():
+    assert MeshSpec(dp=2, tp=4).groups("tp") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert MeshSpec(tp=4, dp=2).groups("tp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert MeshSpec(pp=2, dp=2, tp=2).groups("pp", "tp") == [(0, 1, 4, 5), (2, 3, 6, 7)]
+
+
+def test_agrees_with_a_device_mesh():
+    import torch
+
+    mesh = MeshSpec(pp=2, dp=3, tp=4)
+    ranks = torch.arange(24).view(2, 3, 4)
+    for rank in range(24):
+        coordinates = mesh.coordinates(rank)
+        assert ranks[coordinates["pp"], coordinates["dp"], coordinates["tp"]] == rank
+        assert mesh.group_of(rank, "dp") == tuple(ranks[coordinates["pp"], :, coordinates["tp"]].tolist())
+
+
+@pytest.mark.parametrize(
+    ("make", "slug"),
+    [
+        (lambda: MeshSpec(tp=0), "bad-axis-size"),
+        (lambda: MeshSpec([("tp", 2), ("tp", 2)]), "repeated-axis"),
+        (lambda: MeshSpec(tp=2).size("pt"), "unknown-axis"),
+        (lambda: MeshSpec(tp=2).coordinates(2), "bad-rank"),
+        (lambda: MeshSpec(tp=2, dp=2).rank(tp=1), "bad-coordinate"),
+        (lambda: MeshSpec.parse("tp=x"), "bad-mesh"),
+    ],
+)
+def test_mistakes(make, slug):
+    with pytest.raises(MeshError) as error:
+        make()
+    assert error.value.slugs == (slug,)
+
+
+def test_parse_and_print():
+    assert str(MeshSpec.parse("pp=2, dp=4,tp=8")) == "pp=2,dp=4,tp=8"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -102,6 +103,41 @@ def known_groups() -> list[dist.ProcessGroup]:
     from torch.distributed.distributed_c10d import _world
 
     return list(_world.pg_map)
+
+
+_groups_made: Counter[tuple[int, ...]] = Counter()
+
+
+def new_local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """`dist.new_group`, called on the listed ranks alone, whatever other groups each of them is in.
+
+    PyTorch (2.13) names such a group by its ranks and by the number of groups that the *calling* rank is in. Where members
+    are in unequal numbers of groups (the first and the last stage share a tie, those between do not), each waits for a name
+    that no other member uses. Here the name says which group of exactly these ranks it is: members agree on that.
+    """
+    from torch.distributed import distributed_c10d
+
+    key = tuple(ranks)
+    _groups_made[key] += 1
+    name = f"parallelize_{'_'.join(map(str, key))}_{_groups_made[key]}"
+    if list(ranks) != sorted(ranks):
+        options["sort_ranks"] = False
+    with _replaced(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    """A private function of torch, replaced meanwhile. Without one of that name, torch's own way is kept."""
+    original = getattr(module, name, None)
+    if original is None:
+        yield
+        return
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
 
 
 def parallel_style_class() -> type:

@@ -303,7 +303,7 @@ def group_for(ranks: Sequence[int]) -> dist.ProcessGroup:
         same_backend = dist.get_backend(group) == dist.get_backend()
         if same_backend and tuple(dist.get_process_group_ranks(group)) == members:
             return group
-    return dist.new_group(list(members), use_local_synchronization=True)
+    return private.new_local_group(members)
 
 
 def axis_group(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:

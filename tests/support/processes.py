@@ -1,23 +1,29 @@
 """Real gloo processes for tests: a pool of ranks that stay up, forked from a server that has imported everything.
 
 Each job is a function of this repository and its arguments. A rank sends its outcome before anything is torn down; a
-job that fails or hangs ends the whole pool, and the next job starts a fresh one, in a tenth of a second. Equal meshes of all
-jobs are one mesh, because every process group has threads that look for messages all the time.
+job that fails or hangs ends the whole pool, and the next job starts a fresh one, in a tenth of a second. A rank that is
+silent shows where it waits. Equal meshes of all jobs are one mesh, because every process group has threads that look for
+messages all the time.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import socket
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-GROUP_TIMEOUT_S = 20.0
+GROUP_TIMEOUT_S = 60.0
 
 
 class Pool:
@@ -26,6 +32,7 @@ class Pool:
     def __init__(self, world_size: int):
         self.world_size = world_size
         self._workers: list[Any] = []
+        self._stacks = tempfile.TemporaryDirectory(prefix="stacks-of-ranks-")
 
     def run(self, job: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """`job(rank, *args)` on every rank; results in rank order, or the first rank's failure as an AssertionError."""
@@ -38,19 +45,33 @@ class Pool:
         """(kind, value) of every rank: ("ok", result), ("error", traceback) or ("silent", reason)."""
         if not self._workers:
             self._start()
-        for _, pipe in self._workers:
-            pipe.send((job, args))
-        outcomes = []
-        for process, pipe in self._workers:
-            try:
-                answered = pipe.poll(timeout_s)
-                outcomes.append(pipe.recv() if answered else ("silent", f"no answer in {timeout_s} s"))
-            except EOFError:
-                process.join(5)
-                outcomes.append(("silent", f"ended with exit code {process.exitcode}"))
-        if any(kind != "ok" for kind, _ in outcomes):
-            self.close()
+        finished = False
+        try:
+            for _, pipe in self._workers:
+                pipe.send((job, args))
+            deadline = time.monotonic() + timeout_s
+            outcomes = [self._outcome(rank, deadline, timeout_s) for rank in range(self.world_size)]
+            finished = all(kind == "ok" for kind, _ in outcomes)
+        finally:
+            if not finished:  # also when pytest's own timeout ends the wait
+                self.close()
         return outcomes
+
+    def _outcome(self, rank: int, deadline: float, timeout_s: float) -> tuple[str, Any]:
+        process, pipe = self._workers[rank]
+        try:
+            if pipe.poll(max(deadline - time.monotonic(), 0)):
+                return pipe.recv()
+        except EOFError:
+            process.join(5)
+            return "silent", f"ended with exit code {process.exitcode}"
+        return "silent", f"no answer in {timeout_s} s; it waits here:\n{self._stack(rank)}"
+
+    def _stack(self, rank: int) -> str:
+        """The stacks of all threads of a rank that does not answer."""
+        os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return Path(self._stacks.name, str(rank)).read_text()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -60,7 +81,8 @@ class Pool:
             port = probe.getsockname()[1]
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            args = (rank, self.world_size, port, theirs, Path(self._stacks.name, str(rank)))
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -79,7 +101,8 @@ class Pool:
         self._workers = []
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
+def _serve(rank: int, world_size: int, port: int, pipe: Any, stacks: Path) -> None:
+    faulthandler.register(signal.SIGUSR1, stacks.open("w"))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     import warnings
 
@@ -93,7 +116,9 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
     gc.freeze()  # what the server has imported is never garbage
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.distributed_c10d.default_pg_timeout = timeout  # of every further group
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
     while True:
         try:
             job, args = pipe.recv()

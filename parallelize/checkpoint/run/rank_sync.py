@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize import _torch_private as private
 from parallelize.checkpoint.format.host_memory import bytes_of
 from parallelize.checkpoint.format.strict_json import read_json, write_json
 from parallelize.errors import CheckpointError, ParallelizeError, Problem, short_list
@@ -48,8 +49,10 @@ class RankSync:
 
     def _new_group(self, timeout_s: float, local_only: bool) -> Any:
         """`local_only`: processes outside of the group do not take part in making it."""
-        timeout = timedelta(seconds=timeout_s)
-        return dist.new_group(self.ranks, timeout, "gloo", use_local_synchronization=local_only)
+        options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "backend": "gloo"}
+        if local_only:
+            return private.new_local_group(self.ranks, **options)
+        return dist.new_group(self.ranks, **options)
 
     @property
     def is_coordinator(self) -> bool:

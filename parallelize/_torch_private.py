@@ -11,8 +11,10 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -99,45 +101,50 @@ def default_store() -> Any | None:
 
 
 def known_groups() -> list[dist.ProcessGroup]:
-    """Every process group that this rank has made or belongs to, from PyTorch's registry."""
+    """Every process group that this rank has made or belongs to, from PyTorch's registry, which anyone may send on."""
     from torch.distributed.distributed_c10d import _world
 
-    return list(_world.pg_map)
+    return [group for group in _world.pg_map if getattr(group, "group_desc", "") != _OWN]
 
 
-_groups_made: Counter[tuple[int, ...]] = Counter()
+_groups_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # by the default group of a rank
+_next_name = threading.local()
+_OWN = "parallelize: of one object"
 
 
-def new_local_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+def new_local_group(ranks: Sequence[int], *, own: bool = False, **options: Any) -> dist.ProcessGroup:
     """`dist.new_group`, called on the listed ranks alone, whatever other groups each of them is in.
 
     PyTorch (2.13) names such a group by its ranks and by the number of groups that the *calling* rank is in. Where members
     are in unequal numbers of groups (the first and the last stage share a tie, those between do not), each waits for a name
     that no other member uses. Here the name says which group of exactly these ranks it is: members agree on that.
-    """
-    from torch.distributed import distributed_c10d
 
-    key = tuple(ranks)
-    _groups_made[key] += 1
-    name = f"parallelize_{'_'.join(map(str, key))}_{_groups_made[key]}"
+    own: `known_groups` does not list it, because another thread sends on it.
+    """
+    _install_names()
+    made = _groups_made.setdefault(dist.group.WORLD, Counter())
+    made[tuple(ranks)] += 1
+    _next_name.value = f"parallelize_{'_'.join(map(str, ranks))}_{made[tuple(ranks)]}"
     if list(ranks) != sorted(ranks):
         options["sort_ranks"] = False
-    with _replaced(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
-        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
-
-
-@contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """A private function of torch, replaced meanwhile. Without one of that name, torch's own way is kept."""
-    original = getattr(module, name, None)
-    if original is None:
-        yield
-        return
-    setattr(module, name, value)
+    if own:
+        options["group_desc"] = _OWN
     try:
-        yield
+        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
     finally:
-        setattr(module, name, original)
+        _next_name.value = None
+
+
+@lru_cache(maxsize=1)
+def _install_names() -> None:
+    """Let torch's function for the names of local groups answer `new_local_group`, in the thread that it runs in."""
+    from torch.distributed import distributed_c10d
+
+    original: Any = getattr(distributed_c10d, "_hash_ranks_to_str", None)
+    if original is not None:  # else a version of torch that names groups in another way, which is kept
+        vars(distributed_c10d)["_hash_ranks_to_str"] = lambda ranks: (
+            getattr(_next_name, "value", None) or original(ranks)
+        )
 
 
 def parallel_style_class() -> type:

@@ -43,16 +43,14 @@ class RankSync:
             self.ranks = mesh.mesh.flatten().tolist() if mesh is not None else world
             if len(self.ranks) > 1:
                 self._borrowed = self.ranks == world and not own_group and dist.get_backend() == "gloo"
-                self.group = dist.group.WORLD if self._borrowed else self._new_group(timeout_s, self.ranks != world)
+                timeout = timedelta(seconds=timeout_s)
+                self.group = (
+                    dist.group.WORLD
+                    if self._borrowed
+                    else private.new_local_group(self.ranks, own=True, timeout=timeout, backend="gloo")
+                )
         self.rank = self.ranks.index(dist.get_rank()) if self.group is not None else 0
         self.size = len(self.ranks)
-
-    def _new_group(self, timeout_s: float, local_only: bool) -> Any:
-        """`local_only`: processes outside of the group do not take part in making it."""
-        options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "backend": "gloo"}
-        if local_only:
-            return private.new_local_group(self.ranks, **options)
-        return dist.new_group(self.ranks, **options)
 
     @property
     def is_coordinator(self) -> bool:

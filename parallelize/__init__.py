@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from parallelize.pipeline.timeline import simulate as simulate
     from parallelize.plan.load import load_plan as load_plan
     from parallelize.plan.load import shipped_plans as shipped_plans
+    from parallelize.plan.options import Options as Options
     from parallelize.plan.schema import Cuts as Cuts
     from parallelize.plan.schema import Plan as Plan
     from parallelize.plan.schema import Tie as Tie

@@ -59,7 +59,7 @@ def parallelize_module(
     fuse_loss: bool | None = None,
     overlap: str | None = None,
     ulysses: int = 1,
-    dtype: torch.dtype | None = None,
+    weights_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     check_replicated: bool = False,
     handshake_timeout_s: float = TIMEOUT_S,
@@ -79,7 +79,7 @@ def parallelize_module(
             "auto" measures link and matmuls once, at the first forward, and overlaps where that pays; see
             `overlap_report`.
         ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too.
-        dtype, device: of the stored parameters. Default: as they are.
+        weights_dtype, device: of the stored parameters. Default: as they are.
         check_replicated: compare replicated parameters now, and the inputs at each forward, over `tp` by digest.
         handshake_timeout_s: how long ranks wait for each other before the missing ones are named.
 
@@ -99,7 +99,7 @@ def parallelize_module(
         return _apply_styles(module, mesh, parallelize_plan, src_data_rank, handshake_timeout_s)
     switches: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
     switches |= {"overlap": overlap, "fuse_loss": fuse_loss}
-    storage = _Storage(src_data_rank, dtype, device, check_replicated)
+    storage = _Storage(src_data_rank, weights_dtype, device, check_replicated)
     resolution = _resolve_on_all_ranks(
         module, mesh, parallelize_plan, switches, storage, ulysses=ulysses, timeout_s=handshake_timeout_s
     )
@@ -114,14 +114,14 @@ class _Storage:
     """How parameters are stored; see `parallelize_module`."""
 
     src_data_rank: int | None
-    dtype: torch.dtype | None
+    weights_dtype: torch.dtype | None
     device: torch.device | str | None
     check_replicated: bool
 
     def facts(self) -> dict[str, str]:
         """What every rank must have been given alike."""
         return {
-            "option dtype": str(self.dtype),
+            "option weights_dtype": str(self.weights_dtype),
             "option src_data_rank": str(self.src_data_rank),
             "option check_replicated": str(self.check_replicated),
         }
@@ -258,7 +258,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, resolution: _Resolution, storage
     if storage.check_replicated:
         replicated = [row.fqn for row in plan.parameters.values() if row.layout.dim is None]
         check_replicas(group, {fqn: module.get_parameter(fqn) for fqn in replicated}, "replicated parameters")
-    Sharder(tp, group, storage.src_data_rank, storage.dtype, storage.device).shard(module, plan)
+    Sharder(tp, group, storage.src_data_rank, storage.weights_dtype, storage.device).shard(module, plan)
     pending_reductions = PendingReductions()
     installer = Installer(group, resolution.model, plan, pending_reductions, resolution.overlapped)
     installer.run()

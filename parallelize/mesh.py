@@ -76,6 +76,11 @@ class MeshSpec:
             )
         return dict(self.axes)[axis]
 
+    def ranks(self, *axes: str) -> int:
+        """Ranks along the product of axes. Axes that the mesh does not have count 1."""
+        sizes = dict(self.axes)
+        return math.prod(sizes.get(axis, 1) for axis in axes)
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Axis name -> index of `rank` along that axis. Raises: MeshError `bad-rank`."""
         if not 0 <= rank < self.world_size:

@@ -83,7 +83,7 @@ def changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
     if has_tp and setting.overlap == "off":
         options.append(("--overlap auto", {"overlap": "auto"}))
     if setting.microbatch_size > 1:
-        options.append((f"--microbatches {setting.batch}", {"num_microbatches": setting.batch}))
+        options.append((f"--num-microbatches {setting.batch}", {"num_microbatches": setting.batch}))
     if setting.size("pp") > 1 and setting.schedule == "1f1b":
         options.append(("--schedule interleaved_1f1b", {"schedule": "interleaved_1f1b"}))
         options.append(("--schedule zbv", {"schedule": "zbv"}))

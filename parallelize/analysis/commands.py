@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from parallelize.errors import ParallelizeError, PlanError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.load import load_plan
+from parallelize.plan.option_arguments import add_options, options_given
 from parallelize.plan.schema import Plan
 from parallelize.terminal.console import (
     FINE,
@@ -52,8 +53,7 @@ def _add_lint(verbs: Any) -> None:
     lint.add_argument("--model", metavar="MODEL", help=f"check against it: {MODEL}")
     lint.add_argument("--mesh", help="such as pp=2,dp=4,tp=8 (default with a model: tp=2)")
     lint.add_argument("--world-size", type=int, metavar="N", help="processes that there will be")
-    lint.add_argument("--zero", type=int, default=0, choices=range(4), help="ZeRO stage over dp (default: 0)")
-    _add_modes(lint)
+    add_options(lint)
     _add_overrides(lint)
     add_json(lint)
     lint.set_defaults(run=_lint)
@@ -89,7 +89,7 @@ def _add_fit(verbs: Any) -> None:
         "--global-batch", type=int, default=1024, metavar="N", help="sequences per step over all GPUs (default: 1024)"
     )
     fit.add_argument("--sequence", type=int, default=4096, metavar="N", help="tokens of a sequence (default: 4096)")
-    fit.add_argument("--dtype", default="bfloat16", help="of compute (default: bfloat16)")
+    add_options(fit, dtype="of compute (default: bfloat16); options that are given are not searched")
     fit.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, sgd_momentum, lion, adafactor")
     fit.add_argument("--hardware", default="h100-sxm", help="h100-sxm, h200, a100, cpu, or a YAML file of that form")
     fit.add_argument("--show", type=int, default=5, metavar="N", help="how many meshes (default: 5)")
@@ -97,11 +97,6 @@ def _add_fit(verbs: Any) -> None:
     add_json(fit)
     add_quiet(fit)
     fit.set_defaults(run=_fit)
-
-
-def _add_modes(parser: argparse.ArgumentParser) -> None:
-    for name in ("sequence-parallel", "loss-parallel"):
-        parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help="override the plan's default")
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -114,19 +109,7 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
         "--batch", type=int, metavar="N", help="sequences per data rank and step (default: one per microbatch)"
     )
     parser.add_argument("--sequence", type=int, default=4096, metavar="N", help="tokens of a sequence (default: 4096)")
-    parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches of a step (default: twice pp)")
-    parser.add_argument("--schedule", default="1f1b", help="of the pipeline (default: 1f1b)")
-    parser.add_argument("--stages-per-rank", type=int, metavar="N")
-    parser.add_argument("--zero", type=int, default=0, choices=range(4), help="ZeRO stage over dp (default: 0)")
-    parser.add_argument("--defer", action="store_true", help="ZeRO 2 and 3 reduce gradients once a step")
-    _add_modes(parser)
-    fuse_loss_help = "compute head and loss together, one chunk of tokens at a time (override the plan's default)"
-    parser.add_argument("--fuse-loss", action=argparse.BooleanOptionalAction, help=fuse_loss_help)
-    parser.add_argument("--overlap", default="off", choices=("auto", "off", "chunked", "symm_mem"))
-    parser.add_argument("--ulysses", type=int, default=1, help="ranks of cp that exchange heads; the rest forms a ring")
-    parser.add_argument("--recompute", default="off", choices=("off", "selective", "full"))
-    parser.add_argument("--recompute-every", type=int, default=1, metavar="N")
-    parser.add_argument("--dtype", help="of compute, such as bfloat16; weights are stored as --weights-dtype")
+    add_options(parser, dtype="of compute, such as bfloat16; weights are stored as --weights-dtype")
     parser.add_argument("--weights-dtype", default="float32")
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, sgd_momentum, lion, adafactor")
     parser.add_argument("--transport", choices=("nccl", "gloo"), help="backend (default: gloo for cpu, else nccl)")
@@ -137,29 +120,14 @@ def setting_of(options: argparse.Namespace, mesh: str) -> Setting:
     """The setting of the command line's options."""
     from parallelize.analysis.cost.setting import Setting
 
-    spec = MeshSpec.parse(mesh)
-    pp = dict(spec.axes).get("pp", 1)
-    count = options.microbatches if options.microbatches is not None else 2 * pp if pp > 1 else 1
     return Setting(
-        spec,
-        batch=options.batch if options.batch is not None else count,
+        MeshSpec.parse(mesh),
+        batch=options.batch,
         sequence=options.sequence,
-        num_microbatches=options.microbatches,
-        schedule=options.schedule,
-        stages_per_rank=options.stages_per_rank,
-        zero=options.zero,
-        defer=options.defer,
-        sequence_parallel=options.sequence_parallel,
-        loss_parallel=options.loss_parallel,
-        fuse_loss=options.fuse_loss,
-        overlap=options.overlap,
-        ulysses=options.ulysses,
-        recompute=options.recompute,
-        recompute_every=options.recompute_every,
         weights_dtype=options.weights_dtype,
-        dtype=options.dtype,
         optimizer=options.optimizer,
         transport=options.transport or ("gloo" if options.hardware == "cpu" else "nccl"),
+        **options_given(options),
     )
 
 
@@ -211,10 +179,7 @@ def _lint_plan(name: str | None, options: argparse.Namespace) -> tuple[list[tupl
     from parallelize.analysis.linting import findings
 
     subject = _subject(options.model, plan, options.set)
-    modes = {"sequence_parallel": options.sequence_parallel, "loss_parallel": options.loss_parallel}
-    spec = MeshSpec.parse(options.mesh or "tp=2")
-    count = 2 * dict(spec.axes).get("pp", 1)
-    setting = Setting(spec, batch=count, zero=options.zero, **modes)
+    setting = Setting(MeshSpec.parse(options.mesh or "tp=2"), **options_given(options))
     return [(finding.severity, finding.problem) for finding in findings(subject, setting, options.world_size)], plan
 
 
@@ -284,10 +249,10 @@ def _fit(options: argparse.Namespace) -> int:
             memory_bytes=_bytes(options.memory),
             global_batch=options.global_batch,
             sequence=options.sequence,
-            dtype=options.dtype,
             optimizer=options.optimizer,
             most=options.show,
             tell=lambda text: progress(),
+            **options_given(options),
         )
     if options.json:
         print_json(asdict(fitted))
@@ -328,7 +293,7 @@ def _fitted_lines(fitted: Fitted, model: str, options: argparse.Namespace) -> Se
                 str(setting.zero),
                 setting.recompute,
                 setting.schedule if setting.size("pp") > 1 else "-",
-                f"{setting.microbatches} x {setting.microbatch_size}",
+                f"{setting.step_microbatches} x {setting.microbatch_size}",
                 f"{candidate.step_s:.3f} s",
                 f"{candidate.in_turn_s:.3f} s",
                 f"{candidate.mfu:.1%}",

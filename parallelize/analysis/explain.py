@@ -47,8 +47,8 @@ def explain(
         mesh: sizes of the axes, such as "pp=2,dp=4,tp=8", or a `MeshSpec`.
         hardware: the name of a shipped profile (h100-sxm, h200, a100, cpu), a YAML file of that form, or a `Machine`.
         every_layer: run each layer, rather than a few of each class of equal layers. The figures are the same.
-        options: fields of `Setting`: `batch` (sequences per data rank and step), `sequence` (tokens of a sequence), `zero`,
-            `schedule`, `num_microbatches`, `recompute`, `dtype`, `optimizer` and others.
+        options: fields of `Options`, as `parallelize_model` takes them, and of `Setting`: `batch` (sequences per data rank
+            and step), `sequence` (tokens of a sequence), `weights_dtype`, `optimizer`, `transport`.
 
     Returns:
         Bytes and counts, which are exact or have the bounds of docs/check-before-launch.md, and estimated times.
@@ -71,6 +71,7 @@ def explain_subject(
     subject: Subject, setting: Setting, machine: Machine, *, every_layer: bool = False, advice: bool = False
 ) -> Explanation:
     """`explain`, with the caches of `subject`. advice: also compute single changes that would help."""
+    setting = subject.complete(setting)
     check(subject, setting)
     steps, memories, time = measure(subject, setting, machine, every_layer=every_layer)
     reports = [_report(step, memory, machine) for step, memory in zip(steps, memories, strict=True)]
@@ -169,7 +170,7 @@ def _report(step: RankStep, memory: RankMemory, machine: Machine) -> RankReport:
         pp_rank=step.pp_rank,
         units=_units(step),
         parameters=sum(shard.numel for shard in step.shards),
-        flops=flops * step.setting.microbatches,
+        flops=flops * step.setting.step_microbatches,
         memory=memory,
         messages=tuple(_message_lines(messages, step.setting, machine)),
         totals=tuple(_totals(messages, step.setting, machine)),

@@ -7,13 +7,13 @@ out. The search does not vary the global batch, the sequence length and the dtyp
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from parallelize.analysis.cost.machine import Machine
 from parallelize.analysis.cost.memory import gradients_bytes, optimizer_bytes, parameters_bytes
-from parallelize.analysis.cost.setting import Setting, check_setting
+from parallelize.analysis.cost.setting import Setting, check_setting, make_setting
 from parallelize.analysis.measure import measure, model_flops
 from parallelize.analysis.subject import Subject, check
 from parallelize.errors import ModelError, ParallelizeError, Problem
@@ -85,6 +85,7 @@ def fit(
     optimizer: str = "adamw",
     most: int = 5,
     tell: Callable[[str], None] = lambda text: None,
+    **options: Any,
 ) -> Fitted:
     """Search meshes and options for `gpus` devices.
 
@@ -96,18 +97,21 @@ def fit(
         dtype: of compute; None: that of the weights. optimizer: a key of `STATE_BYTES`.
         most: how many meshes to return.
         tell: is called with the name of each mesh before it is tried.
+        options: further fields of `Options` and `Setting`. What is given here is not searched.
 
     Raises: ModelError `nothing-fits` where no setting fits, with the reasons; as `check_setting`.
     """
     memory_limit = memory_bytes or machine.memory_bytes
-    base = Setting(MeshSpec(dp=1), sequence=sequence, dtype=dtype, optimizer=optimizer)
+    base = subject.complete(
+        make_setting(MeshSpec(dp=1), {"sequence": sequence, "dtype": dtype, "optimizer": optimizer, **options})
+    )
     check_setting(base)
     rejections, tried = _Rejections(), 0
     best: dict[MeshSpec, Candidate] = {}
     layers = len(subject.layers(base))
     for mesh in meshes(gpus, machine.node_ranks, max(layers, 1)):
         tell(str(mesh))
-        for setting in candidates(replace(base, mesh=mesh), global_batch, rejections.add):
+        for setting in candidates(replace(base, mesh=mesh), global_batch, rejections.add, frozenset(options)):
             tried += 1
             if lower_bound_s(subject, setting, machine) > _time_to_beat(best, mesh, most):
                 rejections.add("even at the matmuls' full speed slower than what is shown", setting)
@@ -141,34 +145,41 @@ def meshes(gpus: int, node_ranks: int, layers: int) -> Iterator[MeshSpec]:
             yield MeshSpec([("pp", pp), ("dp", gpus // tp // pp), ("tp", tp)])
 
 
-def candidates(base: Setting, global_batch: int, reject: Callable[[str, Setting], None]) -> Iterator[Setting]:
-    """Settings of one mesh. reject: called with a reason and a setting where the mesh is not possible."""
+def candidates(
+    base: Setting, global_batch: int, reject: Callable[[str, Setting], None], fixed: frozenset[str] = frozenset()
+) -> Iterator[Setting]:
+    """Settings of one mesh.
+
+    Args:
+        reject: called with a reason and a setting where the mesh is not possible.
+        fixed: options that keep the value of `base`.
+    """
     dp, pp, tp = (base.size(axis) for axis in ("dp", "pp", "tp"))
     if global_batch % dp:
         reject(f"a global batch of {global_batch} sequences is not divisible by dp", base)
         return
     batch = global_batch // dp
-    modes = {"sequence_parallel": True, "loss_parallel": True} if tp > 1 else {}
-    for microbatch_size in (1, 2, 4):
-        if batch % microbatch_size:
-            continue
-        count = batch // microbatch_size
-        for schedule in ("1f1b", "interleaved_1f1b", "zbv") if pp > 1 else ("1f1b",):
-            for zero in (0, 1, 2, 3) if dp > 1 else (0,):
-                if pp > 1 and zero > 1:
+
+    def choices(name: str, searched: Sequence[Any]) -> Sequence[Any]:
+        return (getattr(base, name),) if name in fixed else searched
+
+    modes = {name: True for name in ("sequence_parallel", "loss_parallel") if tp > 1 and name not in fixed}
+    counts = choices("num_microbatches", [batch // size for size in (1, 2, 4) if batch % size == 0])
+    for count in counts:
+        for schedule in choices("schedule", ("1f1b", "interleaved_1f1b", "zbv") if pp > 1 else ("1f1b",)):
+            for zero in choices("zero", (0, 1, 2, 3) if dp > 1 else (0,)):
+                if pp > 1 and zero > 1 and "zero" not in fixed:
                     continue  # each microbatch would gather or scatter again
-                for recompute in ("off", "selective", "full"):
-                    options: dict[str, Any] = dict(
-                        modes, batch=batch, num_microbatches=count, zero=zero, recompute=recompute
-                    )
-                    yield replace(base, schedule=schedule, **options)
+                for recompute in choices("recompute", ("off", "selective", "full")):
+                    options: dict[str, Any] = dict(modes, batch=batch, num_microbatches=count, schedule=schedule)
+                    yield replace(base, **options, zero=zero, recompute=recompute)
 
 
 def lower_bound_s(subject: Subject, setting: Setting, machine: Machine) -> float:
     """The least time of a step: the model's matmuls at the machine's matmul speed, and the pipeline's bubble."""
     flops_per_s = machine.peak_flops[setting.dtype or setting.weights_dtype] * machine.matmul_efficiency
     flops = model_flops(subject, setting) * (4 / 3 if setting.recompute == "full" else 1.0)
-    stages, count = setting.size("pp"), setting.microbatches
+    stages, count = setting.size("pp"), setting.step_microbatches
     idle = {"1f1b": 1.0, "interleaved_1f1b": 0.5}.get(
         setting.schedule, 0.0
     )  # fraction of the stages that wait at both ends

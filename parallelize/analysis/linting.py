@@ -63,15 +63,12 @@ def lint(
         Findings, errors first; empty for a plan without mistakes.
 
     Raises:
-        MeshError: `bad-mesh`. ModelError: `unknown-option`, or that the model cannot be read. All other mistakes are findings.
+        MeshError: `bad-mesh`. ModelError: `unknown-option`, `bad-option`, or that the model cannot be read. All other mistakes are findings.
 
     Cost:
         No communication: one process, tensors without values.
     """
-    setting = make_setting(mesh, options)
-    if "batch" not in options:
-        setting = replace(setting, batch=setting.microbatches)
-    return findings(Subject(source_of(model), plan), setting, world_size)
+    return findings(Subject(source_of(model), plan), make_setting(mesh, options), world_size)
 
 
 def findings(subject: Subject, setting: Setting, world_size: int | None = None) -> list[Finding]:
@@ -82,7 +79,7 @@ def findings(subject: Subject, setting: Setting, world_size: int | None = None) 
     except ParallelizeError as error:
         return [Finding("error", problem) for problem in error.problems]
     for mode in modes_of(subject, plan, setting):
-        for finding in lint_setting(subject, mode, world_size):
+        for finding in lint_setting(subject, subject.complete(mode), world_size):
             problem = finding.problem
             unique.setdefault((problem.slug, problem.where, problem.what), finding)
     return sorted(unique.values(), key=lambda finding: finding.severity != "error")

@@ -34,8 +34,8 @@ def model_flops(subject: Subject, setting: Setting) -> float:
     unsharded = replace(
         setting,
         mesh=MeshSpec(dp=1),
-        sequence_parallel=None,
-        loss_parallel=None,
+        sequence_parallel=False,
+        loss_parallel=False,
         fuse_loss=False,
         zero=0,
         recompute="off",

@@ -17,7 +17,7 @@ from parallelize.analysis.cost.setting import Setting, check_setting
 from parallelize.analysis.cost.training_step import RankStep
 from parallelize.analysis.record.fake_world import fake_mesh
 from parallelize.analysis.record.layer_dedup import LayerClasses, consistent, layer_classes
-from parallelize.analysis.record.recording import Batch, Modes, record
+from parallelize.analysis.record.recording import RECORDED_OPTIONS, Batch, record
 from parallelize.analysis.record.trace_data import MicrobatchTrace
 from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.mesh import MeshSpec
@@ -25,6 +25,8 @@ from parallelize.models.model_source import ModelSource
 from parallelize.pipeline.schedules import Schedule, ranks_of_stages
 from parallelize.plan.choose import plan_of, plan_or_none
 from parallelize.plan.model_facts import ModelFacts, describe
+from parallelize.plan.options import NAMES as OPTION_NAMES
+from parallelize.plan.options import Options
 from parallelize.plan.pattern import matches
 from parallelize.plan.resolve import for_base_model, resolve
 from parallelize.plan.resolved import ResolvedPlan
@@ -66,8 +68,12 @@ class Subject:
         plan = plan_of(root, self.plan) if needed else plan_or_none(root, self.plan)
         if plan is None:
             return None
-        modes = {"sequence_parallel": setting.sequence_parallel, "loss_parallel": setting.loss_parallel}
-        return plan.with_options(**modes, overlap=setting.overlap, fuse_loss=setting.fuse_loss)
+        return plan.with_options(_options_of(setting))
+
+    def complete(self, setting: Setting) -> Setting:
+        """The setting with the plan's defaults, and the package's, for options that it leaves open. Raises: PlanError."""
+        plan = plan_or_none(self.model(setting.weights_dtype).root, self.plan)
+        return setting.complete(plan.options if plan is not None else None)
 
     def resolved(self, setting: Setting) -> ResolvedPlan | None:
         """The resolved plan that would be applied; None without `tp`. Raises: PlanError with every problem."""
@@ -116,12 +122,12 @@ class Subject:
 
         Raises: ParallelizeError of the plan; ModelError `cannot-record` where the model's forward cannot run on meta tensors.
         """
-        modes = _modes(setting)
+        recorded = Options(**{name: getattr(setting, name) for name in RECORDED_OPTIONS})
         key = (
             setting.size("tp"),
             "tp" in setting.mesh.names,
             setting.size("cp"),
-            modes,
+            recorded,
             setting.microbatch_size,
             setting.sequence,
             setting.weights_dtype,
@@ -129,22 +135,22 @@ class Subject:
             split_backward,
         )
         if key not in self._traces:
-            self._traces[key] = self._record(setting, modes, every_layer, split_backward)
+            self._traces[key] = self._record(setting, recorded, every_layer, split_backward)
         return self._traces[key]
 
-    def _record(self, setting: Setting, modes: Modes, every_layer: bool, split_backward: bool) -> MicrobatchTrace:
+    def _record(self, setting: Setting, options: Options, every_layer: bool, split_backward: bool) -> MicrobatchTrace:
         layers = self.layers(setting)
         recompute_every = setting.recompute_every if setting.recompute != "off" else 1
         classes = layer_classes(layers, self.model(setting.weights_dtype), recompute_every)
         if every_layer or self.irregular:
             classes = LayerClasses.all_run(layers)
-        trace = self._run(setting, modes, classes, split_backward)
+        trace = self._run(setting, options, classes, split_backward)
         if not consistent(trace, classes):  # layers of one class that did not do the same: run all of them
             self.irregular = True
-            trace = self._run(setting, modes, LayerClasses.all_run(layers), split_backward)
+            trace = self._run(setting, options, LayerClasses.all_run(layers), split_backward)
         return trace
 
-    def _run(self, setting: Setting, modes: Modes, classes: LayerClasses, split_backward: bool) -> MicrobatchTrace:
+    def _run(self, setting: Setting, options: Options, classes: LayerClasses, split_backward: bool) -> MicrobatchTrace:
         source, sequence = self.source, setting.sequence
         model = source.build("meta", dtype=getattr(torch, setting.weights_dtype))
         axes = [(axis, size) for axis, size in setting.mesh.axes if axis == "tp" or (axis == "cp" and size > 1)]
@@ -161,7 +167,7 @@ class Subject:
                 plan=self.plan_for(setting),
                 stages=self._one_stage(setting),
                 classes=classes,
-                modes=modes,
+                options=options,
                 batch=batch,
                 split_backward=split_backward,
             )
@@ -210,17 +216,9 @@ def _splits_backward(setting: Setting, schedule: Schedule) -> bool:
     return scheduled and setting.recompute == "off" and setting.overlap == "off" and setting.zero < 3
 
 
-def _modes(setting: Setting) -> Modes:
-    return Modes(
-        sequence_parallel=setting.sequence_parallel,
-        loss_parallel=setting.loss_parallel,
-        fuse_loss=setting.fuse_loss,
-        recompute=setting.recompute,
-        recompute_every=setting.recompute_every,
-        recompute_save=setting.recompute_save,
-        dtype=getattr(torch, setting.dtype) if setting.dtype is not None else None,
-        ulysses=setting.ulysses,
-    )
+def _options_of(setting: Setting) -> Options:
+    """The options alone, without mesh and batch."""
+    return Options(**{name: getattr(setting, name) for name in OPTION_NAMES})
 
 
 def check(subject: Subject, setting: Setting) -> None:

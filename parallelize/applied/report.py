@@ -37,7 +37,7 @@ def describe_plan(module: nn.Module) -> str:
         local_total += math.prod(local)
     rows = [(f"{cells[0]} (x{count})" if count > 1 else cells[0], *cells[1:]) for cells, count in counts.items()]
     plan = resolved.plan
-    modes = [name for name in ("sequence_parallel", "loss_parallel", "fuse_loss") if getattr(plan, name)]
+    modes = [name for name in ("sequence_parallel", "loss_parallel", "fuse_loss") if getattr(plan.options, name)]
     percent = 100 * local_total / max(full_total, 1)
     return "\n".join(
         [

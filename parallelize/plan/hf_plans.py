@@ -303,7 +303,7 @@ def export_plan(plan: Plan) -> Exported:
             elif word:
                 words[_name_in_base(plan, pattern)] = word
     refused += _refused_attributes(plan)
-    if plan.sequence_parallel:
+    if plan.options.sequence_parallel:
         what = "sequence parallelism is on by default in this plan, and `transformers` has none"
         refused.append(Problem("no-equal-word", what, plan.source, fix="remove it from `defaults`"))
     return Exported(words, tuple(_dropped(plan)), tuple(refused))

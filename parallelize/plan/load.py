@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from parallelize.errors import PlanError, Problem, did_you_mean, near
+from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mean, near
+from parallelize.plan.options import FLAGS, NUMBERS, Options
+from parallelize.plan.options import NAMES as OPTION_NAMES
 from parallelize.plan.pattern import check_pattern
 from parallelize.plan.schema import ATTENTION, SCHEMA_VERSION, Cuts, LocalAttribute, Plan, Region, Rule, Size, Tie
 from parallelize.plan.yaml_nodes import Reader, compose, is_decimal
-from parallelize.styles.contract import OVERLAPS
 from parallelize.styles.notation import parse_style
 
 KEYS = {
@@ -99,11 +101,6 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
     reader = Reader(source)
     top = reader.known(compose(text, source), "the plan", KEYS)
     _check_version(reader, top, source)
-    defaults = (
-        reader.known(top["defaults"], "defaults", {"sequence_parallel", "loss_parallel", "fuse_loss", "overlap"})
-        if "defaults" in top
-        else {}
-    )
     sizes = _sizes(reader, top)
     plan = Plan(
         name=name,
@@ -120,10 +117,7 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
         recompute_units=_units(reader, top, "recompute"),
         attention=tuple(_attention(reader, top)),
         **_positions(reader, top),
-        sequence_parallel=_default(reader, defaults, "sequence_parallel"),
-        loss_parallel=_default(reader, defaults, "loss_parallel"),
-        fuse_loss=_default(reader, defaults, "fuse_loss"),
-        overlap=_overlap(reader, defaults),
+        options=_defaults(reader, top),
         source=source,
     )
     _check_sizes(reader, plan)
@@ -150,19 +144,31 @@ def _texts(reader: Reader, top: dict[str, yaml.Node], key: str) -> tuple[str, ..
     return reader.texts(top[key], key) if key in top else ()
 
 
-def _default(reader: Reader, defaults: dict[str, yaml.Node], key: str) -> bool:
-    return key in defaults and reader.flag(defaults[key], key)
+def _defaults(reader: Reader, top: dict[str, yaml.Node]) -> Options:
+    """`defaults:`: any of the `Options`, where the caller chooses none."""
+    values: dict[str, Any] = {}
+    nodes = reader.known(top["defaults"], "defaults", set(OPTION_NAMES)) if "defaults" in top else {}
+    for name, node in nodes.items():
+        value = _option(reader, name, node)
+        try:
+            Options(**{name: value})
+        except ParallelizeError as error:
+            reader.wrong(node, "bad-value", error.problems[0].what, error.problems[0].fix)
+        else:
+            values[name] = value
+    return Options(**values)
 
 
-def _overlap(reader: Reader, defaults: dict[str, yaml.Node]) -> str:
-    if "overlap" not in defaults:
-        return "off"
-    node = defaults["overlap"]
-    # YAML reads a bare `off` as false
-    word = "off" if isinstance(node, yaml.ScalarNode) and node.value == "off" else reader.text(node, "overlap")
-    if word is not None and word not in OVERLAPS:
-        reader.wrong(node, "bad-value", f"overlap is {word!r}", "one of: " + ", ".join(OVERLAPS))
-    return word or "off"
+def _option(reader: Reader, name: str, node: yaml.Node) -> Any:
+    """The value of one option; None after reporting."""
+    if name in FLAGS:
+        return reader.flag(node, name)
+    if name in NUMBERS:
+        return reader.number(node, name)
+    if name == "recompute_save":
+        return reader.texts(node, name)
+    is_off = isinstance(node, yaml.ScalarNode) and node.value == "off"  # YAML reads a bare `off` as false
+    return "off" if is_off else reader.text(node, name)
 
 
 def _sizes(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, Size]:

@@ -168,7 +168,7 @@ class _Resolver:
 
     def _region(self) -> RegionRow | None:
         region = self.plan.region
-        if not self.plan.sequence_parallel:
+        if not self.plan.options.sequence_parallel:
             return None
         if region is None:
             self._no_region("the plan names no `sequence_parallel` region", "")
@@ -196,8 +196,8 @@ class _Resolver:
         for name, rule in rules.items():
             context = StyleContext(
                 sequence_parallel=region is not None and self._inside(name, region, self.plan.region),
-                loss_parallel=self.plan.loss_parallel,
-                fuse_loss=self.plan.fuse_loss,
+                loss_parallel=self.plan.options.loss_parallel,
+                fuse_loss=self.plan.options.fuse_loss,
                 input_gathered=any(parent in gathered for parent in _parents(name)),
             )
             if context.sequence_parallel and not context.input_gathered:
@@ -221,7 +221,7 @@ class _Resolver:
         if any(row.contract.leave is Conversion.VOCABULARY for row in modules.values()):
             return
         for choice in ("loss_parallel", "fuse_loss"):
-            if getattr(self.plan, choice):
+            if getattr(self.plan.options, choice):
                 fix = f"give the head `colwise(output=vocabulary)`, or turn {choice} off"
                 what = f"{choice} is on, and no rule keeps logits sharded over the vocabulary"
                 self.problems.append(Problem("no-vocabulary-output", what, self.plan.source, fix=fix))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from parallelize.plan.options import STANDARD, Options, options_of
 from parallelize.styles.notation import StyleText
 
 SCHEMA_VERSION = 1
@@ -145,8 +147,7 @@ class Plan:
         positions: the argument for positions in the full sequence, or "none".
         positions_from: the mask from which the model counts positions where none are passed.
         packing: "positions": a document begins where positions start again; or "none".
-        sequence_parallel, loss_parallel, fuse_loss: defaults of the modes.
-        overlap: default of the overlap, one of `styles.contract.OVERLAPS`.
+        options: the plan's `defaults:`; once it is to be applied, the complete options of the run.
         source: the file, for messages.
         unclaimed: "refuse" parameters without a rule, or "replicate" them (dicts and translated plans).
     """
@@ -167,29 +168,13 @@ class Plan:
     positions: str = "position_ids"
     positions_from: str = ""
     packing: str = "positions"
-    sequence_parallel: bool = False
-    loss_parallel: bool = False
-    fuse_loss: bool = False
-    overlap: str = "off"
+    options: Options = field(default_factory=Options)
     source: str = ""
     unclaimed: str = "refuse"
 
-    def with_options(
-        self,
-        *,
-        sequence_parallel: bool | None,
-        loss_parallel: bool | None,
-        overlap: str | None = None,
-        fuse_loss: bool | None = None,
-    ) -> Plan:
-        """The plan with the caller's choices in place of its defaults; None keeps the default."""
-        return replace(
-            self,
-            sequence_parallel=self.sequence_parallel if sequence_parallel is None else sequence_parallel,
-            loss_parallel=self.loss_parallel if loss_parallel is None else loss_parallel,
-            overlap=self.overlap if overlap is None else overlap,
-            fuse_loss=self.fuse_loss if fuse_loss is None else fuse_loss,
-        )
+    def with_options(self, options: Options | None = None, **keywords: Any) -> Plan:
+        """The plan with complete options: the caller's, over its defaults, over the package's. None keeps a default."""
+        return replace(self, options=options_of(options, keywords).complete(self.options))
 
     def facts(self) -> dict[str, str]:
         """Everything that changes what is computed or sent, as text by key. The handshake compares it over the ranks."""
@@ -199,10 +184,10 @@ class Plan:
         facts |= {f"tie {tie.name}": f"{' '.join(tie.members)} {tie.reduce}" for tie in self.ties}
         facts["pipeline"] = str(self.cuts and replace(self.cuts, where=""))
         facts["region"] = f"{self.region.layers} {self.region.leave}" if self.region else ""
-        facts["sequence_parallel"] = str(self.sequence_parallel)
-        facts["loss_parallel"] = str(self.loss_parallel)
-        facts["fuse_loss"] = str(self.fuse_loss)
-        facts["overlap"] = self.overlap
+        modes = self.options.over(STANDARD)
+        facts |= {
+            name: str(getattr(modes, name)) for name in ("sequence_parallel", "loss_parallel", "fuse_loss", "overlap")
+        }
         facts |= {f"attention {pattern}": kind for pattern, kind in self.attention}
         facts["positions"] = f"{self.positions} {self.positions_from} {self.packing}"
         return facts

@@ -134,7 +134,7 @@ class Installer:
         """The forward of a style that replaces the module's own; None: `install` selects one."""
         compute = row.contract.compute
         if compute == DEFERRED:
-            return deferred_head(Vocabulary(self._width(row), self.group), self.resolved.plan.loss_parallel)
+            return deferred_head(Vocabulary(self._width(row), self.group), self.resolved.plan.options.loss_parallel)
         if self.group.size == 1:
             return None
         forwards: dict[str, Callable[[], Callable]] = {

@@ -49,7 +49,7 @@ def planned_call_sites(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Pl
     """The call sites of a plan on a model. Nothing is changed."""
     for fqn, row in resolved.modules.items():
         contract = row.contract
-        requested = contract.overlap or resolved.plan.overlap
+        requested = contract.overlap or resolved.plan.options.overlap
         if requested == "off" or contract.compute == "deferred_head":
             continue
         if contract.compute == "rowwise" and contract.leave in _ROW_OPS and is_plain_linear(model.objects[fqn]):
@@ -106,14 +106,20 @@ def check_call_sites(
 
     Raises: ModelError `no-overlap`, MeshError `no-symmetric-memory`.
     """
-    algorithm_of(resolved.plan.overlap)
+    algorithm_of(resolved.plan.options.overlap)
     call_sites = tuple(planned_call_sites(resolved, model))
     if group.size == 1:  # there is no communication to overlap
         return ()
-    if any(call_site.requested == "symm_mem" for call_site in call_sites) or resolved.plan.overlap == "symm_mem":
+    if (
+        any(call_site.requested == "symm_mem" for call_site in call_sites)
+        or resolved.plan.options.overlap == "symm_mem"
+    ):
         symmetric.require(group, device)
     _check_rules(resolved, model, call_sites)
-    requested = {row.contract.overlap or resolved.plan.overlap for row in resolved.modules.values()} - {"off", "auto"}
+    requested = {row.contract.overlap or resolved.plan.options.overlap for row in resolved.modules.values()} - {
+        "off",
+        "auto",
+    }
     missing = requested - {call_site.requested for call_site in call_sites}
     if missing:
         linears = [fqn for fqn, row in resolved.modules.items() if row.contract.style in ("colwise", "rowwise")]

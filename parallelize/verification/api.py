@@ -6,19 +6,25 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource
+from parallelize.plan.options import options_of
 from parallelize.verification.compare import ORDER, Errors
-from parallelize.verification.configuration import Request, check, name_of, without_weights
+from parallelize.verification.configuration import Request, checked, name_of, without_weights
 from parallelize.verification.processes import on_gloo
 from parallelize.verification.result import Row, Verification
 from parallelize.verification.runner import RunResult, on_threads
 from parallelize.verification.torchrun import on_running_processes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from parallelize.plan.option_keywords import OptionKeywords
 
 BACKENDS = ("threads", "gloo", "torchrun")
 
@@ -30,21 +36,11 @@ def verify(
     *,
     backend: str = "threads",
     overrides: Mapping[str, Any] | None = None,
-    zero: int = 0,
-    schedule: str = "1f1b",
-    microbatches: int | None = None,
-    stages_per_rank: int | None = None,
-    sequence_parallel: bool | None = None,
-    loss_parallel: bool | None = None,
-    overlap: str | None = None,
-    recompute: str = "off",
-    dtype: str = "float64",
     seed: int = 0,
     full_size: bool = False,
     timeout_s: float = 120.0,
-    ulysses: int = 1,
-    fuse_loss: bool | None = None,
     tell: Callable[[str], None] = lambda text: None,
+    **options: Unpack[OptionKeywords],
 ) -> Verification:
     """Compare one training step on a mesh with the same step of the unsharded model.
 
@@ -61,21 +57,14 @@ def verify(
         mesh: `"pp=2,dp=2,tp=2"`, or the same as a `MeshSpec` or a dict of sizes by axis.
         backend: "threads"; "gloo" starts a process for each rank; "torchrun" uses the processes that torchrun started.
         overrides: fields of the config, or keyword arguments of the function.
-        zero: ZeRO stage, 0 to 3.
-        schedule: the pipeline schedule.
-        microbatches: microbatches of a step. None: twice the size of pp; without pp, one in some runs and two in others
-            (one in all runs with `full_size`).
-        stages_per_rank: stages of each pipeline rank. None: as the schedule requires.
-        sequence_parallel, loss_parallel: the mode to run. None for both: every mode that the plan serves, one after another.
-        overlap: "off", "auto", "chunked" or "symm_mem", as in `parallelize_module`. "auto" is run as "chunked", because
-            at these sizes it would overlap nothing.
-        recompute: "off", "selective" or "full".
-        dtype: "float64", "float32" or "bfloat16": the dtype of weights, compute and gradients.
         seed: seed of weights and batch, 0 or more.
         full_size: whether a config keeps its sizes.
         timeout_s: how long ranks may wait for each other, and how long one mode may take, in seconds.
-        ulysses: ranks of cp that exchange heads; the rest forms a ring.
-        fuse_loss: whether head and loss are fused. None: the plan's default.
+        options: fields of `Options`, as `parallelize_model` takes them; what is left out is what the plan's `defaults:` say.
+            Without `sequence_parallel` and `loss_parallel`, every mode that the plan serves is run, one after another; without
+            `num_microbatches` and pp, one microbatch in some runs and two in others (one in all with `full_size`).
+            overlap="auto" is run as "chunked", because at these sizes it would overlap nothing. dtype: "float64" (the
+            default), "float32" or "bfloat16", of weights, compute and gradients.
         tell: called with a line of text before each mode.
 
     Returns:
@@ -84,7 +73,7 @@ def verify(
 
     Raises:
         ParallelizeError: for a plan, mesh, model or option with which no step can be run: `bad-backend`, `bad-mesh`,
-            `bad-dtype`, `bad-seed`, `bad-inputs`, `factory-failed`, `reference-failed`, `not-deterministic`, `loss-no-sum`,
+            `bad-dtype`, `bad-option`, `unknown-option`, `bad-seed`, `bad-inputs`, `factory-failed`, `reference-failed`, `not-deterministic`, `loss-no-sum`,
             `ranks-timed-out`, ..., and whatever `parallelize_model` raises.
 
     Cost:
@@ -100,22 +89,13 @@ def verify(
         plan,
         _mesh(mesh),
         dict(overrides or {}),
-        zero=zero,
-        schedule=schedule,
-        microbatches=microbatches,
-        stages_per_rank=stages_per_rank,
-        sequence_parallel=sequence_parallel,
-        loss_parallel=loss_parallel,
-        overlap=overlap,
-        recompute=recompute,
-        dtype=dtype,
+        options_of(None, options),
         seed=seed,
         full_size=full_size,
         timeout_s=timeout_s,
-        ulysses=ulysses,
-        fuse_loss=fuse_loss,
     )
-    check(request)
+    with _isolated("threads"):
+        request = checked(request)
     run = {"threads": on_threads, "gloo": on_gloo, "torchrun": on_running_processes}[backend]
     with _isolated(backend):
         result = run(without_weights(request) if backend == "gloo" else request, tell)
@@ -187,7 +167,7 @@ def _verification(request: Request, backend: str, result: RunResult, seconds: fl
         plan=result.plan,
         mesh=str(request.mesh),
         backend=backend,
-        dtype=request.dtype,
+        dtype=request.options.dtype or "float64",
         seconds=seconds,
         sizes=result.sizes,
         rows=rows,
@@ -204,7 +184,7 @@ def _not_compared(request: Request, rows: tuple[Row, ...]) -> tuple[str, ...]:
         names.append("outputs")
     if compared and "input gradients" not in compared:
         names.append("gradients of the input")
-    if request.zero >= 2:
+    if request.options.zero >= 2:
         names.append("gradients before ZeRO summed them")
     if request.full_size:
         names.append("outputs of single modules, which a full-size run does not store")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from parallelize.plan.option_arguments import add_options, options_given
 from parallelize.terminal.console import FINE, PROBLEM_FOUND, add_json, add_quiet, print_json, shows_progress
 
 _ABOUT = """\
@@ -34,19 +35,8 @@ def add_commands(verbs: Any) -> None:
     )
     parser.add_argument("--plan", metavar="PLAN", help="a shipped plan's name or a file (default: chosen by the model)")
     parser.add_argument("--mesh", default="tp=4", help="such as pp=2,dp=2,tp=2 (default: tp=4)")
-    parser.add_argument("--zero", type=int, choices=range(4), default=0, help="ZeRO stage over dp (default: 0)")
-    parser.add_argument("--schedule", default="1f1b", help="of the pipeline (default: 1f1b)")
-    parser.add_argument("--microbatches", type=int, help="of a step (default: twice the pp size)")
-    for name in ("sequence-parallel", "loss-parallel"):
-        parser.add_argument(
-            f"--{name}", action=argparse.BooleanOptionalAction, help="run this mode only (default: every mode)"
-        )
-    parser.add_argument("--ulysses", type=int, default=1, help="ranks of cp that exchange heads; the rest forms a ring")
-    about = "fuse head and loss, a chunk of tokens at a time (default: by the plan)"
-    parser.add_argument("--fuse-loss", action=argparse.BooleanOptionalAction, help=about)
-    parser.add_argument("--overlap", help="auto, chunked or symm_mem: overlap collectives with matmuls")
-    parser.add_argument("--recompute", choices=("off", "selective", "full"), default="off")
-    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float64")
+    modes = dict.fromkeys(("sequence_parallel", "loss_parallel"), "run this mode only (default: every mode)")
+    add_options(parser, **modes, dtype="of weights, compute and gradients (default: float64)")
     parser.add_argument("--backend", choices=("threads", "gloo"), default="threads", help="gloo starts real processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -97,20 +87,11 @@ def _run(options: argparse.Namespace) -> Any:
         options.mesh,
         backend=backend,
         overrides=parse_overrides(options.set),
-        zero=options.zero,
-        schedule=options.schedule,
-        microbatches=options.microbatches,
-        sequence_parallel=options.sequence_parallel,
-        loss_parallel=options.loss_parallel,
-        overlap=options.overlap,
-        ulysses=options.ulysses,
-        fuse_loss=options.fuse_loss,
-        recompute=options.recompute,
-        dtype=options.dtype,
         seed=options.seed,
         full_size=options.full_size,
         timeout_s=options.timeout,
         tell=_progress_printer(shows_progress(options)),
+        **options_given(options),
     )
 
 

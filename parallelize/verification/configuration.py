@@ -9,6 +9,7 @@ import copy
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch import nn
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.models.model_source import ModelSource, read_model, source_of
-from parallelize.pipeline.schedules import build_schedule
+from parallelize.pipeline.schedules import Schedule, build_schedule
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
+from parallelize.plan.options import Options
 from parallelize.plan.pattern import alternatives, matches
 from parallelize.plan.schema import Plan
 from parallelize.verification.batch import Batch, batch_rows, draw_batch
@@ -45,6 +47,12 @@ class Mode:
     loss_parallel: bool | None = None
     microbatches: int = 1
 
+    def over(self, options: Options) -> Options:
+        """The options of a run in this mode."""
+        modes = {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}
+        given: dict[str, Any] = {name: value for name, value in modes.items() if value is not None}
+        return replace(options, **given, num_microbatches=self.microbatches)
+
     def __str__(self) -> str:
         on = [name for name, value in (("sequence", self.sequence_parallel), ("loss", self.loss_parallel)) if value]
         return " + ".join(on) + " parallel" if on else "plain"
@@ -58,49 +66,41 @@ class Request:
     plan: Any = None
     mesh: MeshSpec = field(default_factory=MeshSpec)
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
     _: KW_ONLY
-    zero: int = 0
-    schedule: str = "1f1b"
-    microbatches: int | None = None
-    stages_per_rank: int | None = None
-    sequence_parallel: bool | None = None
-    loss_parallel: bool | None = None
-    overlap: str | None = None
-    recompute: str = "off"
-    dtype: str = "float64"
     seed: int = 0
     full_size: bool = False
     timeout_s: float = 120.0
-    ulysses: int = 1
-    fuse_loss: bool | None = None
 
     def size(self, axis: str) -> int:
-        return self.mesh.size(axis) if axis in self.mesh.names else 1
+        return self.mesh.ranks(axis)
 
     @property
     def data_ranks(self) -> int:
-        count = 1
-        for axis in SAMPLE_AXES:
-            count *= self.size(axis)
-        return count
+        return self.mesh.ranks(*SAMPLE_AXES)
 
     @property
     def num_microbatches(self) -> int:
         """The largest number of microbatches of any mode: each option is run with one microbatch and with several."""
-        if self.microbatches is not None:
-            return self.microbatches
+        if self.options.num_microbatches is not None:
+            return self.options.num_microbatches
         return 2 * self.size("pp") if self.size("pp") > 1 else 1 if self.full_size else 2
 
     @property
     def fewest_microbatches(self) -> int:
-        return self.num_microbatches if self.microbatches is not None or self.size("pp") > 1 else 1
+        is_fixed = self.options.num_microbatches is not None or self.size("pp") > 1
+        return self.num_microbatches if is_fixed else 1
 
     @property
     def num_stages(self) -> int:
         if self.size("pp") == 1:
             return 1
-        schedule = build_schedule(self.schedule, self.size("pp"), self.num_microbatches, self.stages_per_rank)
-        return schedule.num_stages
+        return self.schedule().num_stages
+
+    def schedule(self) -> Schedule:
+        """The schedule of the pipeline. Raises: what `build_schedule` raises."""
+        options = self.options
+        return build_schedule(options.schedule, self.size("pp"), self.num_microbatches, options.stages_per_rank)
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,13 @@ class Configuration:
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.request.dtype]
+        return DTYPES[self.request.options.dtype or "float64"]
 
     def modes(self) -> list[Mode]:
         """The requested mode, or every mode that the plan serves."""
         request = self.request
-        if request.sequence_parallel is not None or request.loss_parallel is not None:
-            return [Mode(request.sequence_parallel, request.loss_parallel)]
+        if request.options.sequence_parallel is not None or request.options.loss_parallel is not None:
+            return [Mode(request.options.sequence_parallel, request.options.loss_parallel)]
         if request.size("tp") == 1 or self.plan is None:
             return [Mode()]
         sequence = self.plan.region is not None
@@ -184,7 +184,7 @@ def build_configurations(request: Request, device: str = "cpu") -> list[list[Con
 
     Raises: ParallelizeError for a model, plan or batch that cannot be read, built or run.
     """
-    check(request)
+    request = checked(request)
     variants = [_configurations_of(request, device, even=False)]
     config = getattr(variants[0][0].model, "config", None)
     if (
@@ -201,7 +201,7 @@ def _configurations_of(request: Request, device: str, even: bool) -> list[Config
     """One model with its batches. All batches but the first have a padding mask, if the model takes one."""
     source, model = _model(request, even)
     plan = plan_or_none(model, request.plan)
-    model = model.to(DTYPES[request.dtype])
+    model = model.to(DTYPES[request.options.dtype or "float64"])
     perturb(model, request.seed)
     disable_dropout(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -221,7 +221,7 @@ def _configurations_of(request: Request, device: str, even: bool) -> list[Config
 def _configuration(
     request: Request, device: str, model: nn.Module, plan: Plan | None, source: ModelSource, batch: Batch
 ) -> Configuration:
-    dtype = DTYPES[request.dtype]
+    dtype = DTYPES[request.options.dtype or "float64"]
     return Configuration(
         request,
         model,
@@ -249,22 +249,35 @@ def _can_split(request: Request, batch: Batch) -> bool:
     raise ModelError(Problem("bad-inputs", what, fix=fix))
 
 
-def check(request: Request) -> None:
-    """Raises: ParallelizeError for options that are wrong for every model."""
-    if request.dtype not in DTYPES:
-        raise ModelError(
-            Problem("bad-dtype", f"cannot verify in {request.dtype!r}", fix=did_you_mean(str(request.dtype), DTYPES))
-        )
+def checked(request: Request) -> Request:
+    """The request with the plan's defaults for options that it leaves open, except for the modes: all of them are run.
+
+    Raises: ParallelizeError for options that are wrong for every model, and what choosing the plan raises.
+    """
+    if request.options.dtype is not None and request.options.dtype not in DTYPES:
+        dtype = request.options.dtype
+        raise ModelError(Problem("bad-dtype", f"cannot verify in {dtype!r}", fix=did_you_mean(dtype, DTYPES)))
     if not request.mesh.axes:
         raise MeshError(Problem("no-axes", "a mesh needs named axes", fix="write `tp=4` or `pp=2,dp=2,tp=2`"))
-    count = request.microbatches
-    if count is not None and (not isinstance(count, int) or count < 1):
-        raise ModelError(Problem("bad-microbatches", f"a step of {count!r} microbatches", fix="1 or more"))
     if not isinstance(request.seed, int) or not 0 <= request.seed < 2**62:
         raise ModelError(Problem("bad-seed", f"{request.seed!r} is no seed", fix="an integer of 0 or more"))
     if not isinstance(request.timeout_s, (int, float)) or not request.timeout_s > 0:
         raise ModelError(Problem("bad-timeout", f"a timeout of {request.timeout_s!r} s", fix="more than 0"))
-    build_schedule(request.schedule, max(request.size("pp"), 1), request.num_microbatches, request.stages_per_rank)
+    options = request.options.complete(_plan_options(request))
+    modes = {name: getattr(request.options, name) for name in ("sequence_parallel", "loss_parallel", "fuse_loss")}
+    request = replace(request, options=replace(options, **modes))
+    request.schedule()
+    return request
+
+
+def _plan_options(request: Request) -> Options | None:
+    """The `defaults:` of the plan that the model will get."""
+    model: Any = None  # whose plan is chosen by its type or class
+    if request.plan is None:
+        source = _source(request)
+        model = SimpleNamespace(config=source.config) if source.config is not None else _model(request, even=False)[1]
+    plan = plan_or_none(model, request.plan)
+    return plan.options if plan is not None else None
 
 
 def _source(request: Request) -> ModelSource:

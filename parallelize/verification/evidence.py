@@ -49,7 +49,7 @@ class Evidence:
         plan, tp = self.configuration.plan, self.configuration.request.size("tp")
         if plan is None or tp == 1:
             return None
-        plan = plan.with_options(sequence_parallel=mode.sequence_parallel, loss_parallel=mode.loss_parallel)
+        plan = plan.with_options(mode.over(self.configuration.request.options))
         try:
             return resolve(plan, self.model, tp)
         except ParallelizeError:

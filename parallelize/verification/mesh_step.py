@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ class _RankModel:
         first_microbatch = self.data_rank * comparison.mode.microbatches
         self.runner = _TracedRunner(self.applied.pipeline.runner, self.tracer, first_microbatch)
         self.applied.pipeline.runner = self.runner
-        if configuration.dtype is torch.float64 and configuration.request.recompute != "off":
+        if configuration.dtype is torch.float64 and configuration.request.options.recompute != "off":
             widen_recompute(self.model)
 
     def compare(self, configuration: Configuration, reference: ReferenceValues, last: bool) -> RankResult:
@@ -181,43 +181,27 @@ def _output_error(actual: list[T], expected: T) -> float:
 def apply(
     configuration: Configuration, mode: Mode, model: nn.Module, mesh: DeviceMesh, loss: Callable[[Any, Any], T]
 ) -> ParallelModel:
-    request = configuration.request
-    return parallelize_model(
-        model,
-        mesh,
-        request.plan,
-        zero=request.zero,
-        schedule=request.schedule,
-        num_microbatches=mode.microbatches,
-        stages_per_rank=request.stages_per_rank,
-        sequence_parallel=mode.sequence_parallel,
-        loss_parallel=mode.loss_parallel,
-        overlap=overlap_of(configuration, mode),
-        fuse_loss=request.fuse_loss,
-        ulysses=request.ulysses,
-        recompute=request.recompute,
-        loss=loss,
-        count=configuration.count,
-    )
+    options = replace(
+        mode.over(configuration.request.options), overlap=overlap_of(configuration, mode), dtype=None
+    )  # the model has the dtype already
+    return parallelize_model(model, mesh, configuration.request.plan, options, loss=loss, count=configuration.count)
 
 
 def is_auto(configuration: Configuration) -> bool:
-    """Whether the overlap is `auto`, by the request or by the plan."""
-    plan_overlap = configuration.plan.overlap if configuration.plan is not None else None
-    return (configuration.request.overlap or plan_overlap) == "auto"
+    """Whether the overlap is `auto`."""
+    return configuration.request.options.overlap == "auto"
 
 
-def overlap_of(configuration: Configuration, mode: Mode) -> str | None:
-    """The requested overlap; `chunked` for `auto`, which would overlap nothing at these sizes, if the plan can overlap."""
-    request = configuration.request
-    if not is_auto(configuration) or configuration.plan is None or request.size("tp") == 1:
-        return request.overlap
-    plan = configuration.plan.with_options(
-        sequence_parallel=mode.sequence_parallel, loss_parallel=mode.loss_parallel, overlap="chunked"
-    )
+def overlap_of(configuration: Configuration, mode: Mode) -> str:
+    """The overlap to run; `chunked` for `auto`, which would overlap nothing at these sizes, if the plan can overlap."""
+    request, plan = configuration.request, configuration.plan
+    if not is_auto(configuration) or plan is None or request.size("tp") == 1:
+        return request.options.overlap
     facts = describe(configuration.model)
-    resolved = resolve(plan, facts, request.size("tp"))
-    return "chunked" if any(True for _ in planned_call_sites(resolved, facts)) else request.overlap
+    resolved = resolve(
+        plan.with_options(replace(mode.over(request.options), overlap="chunked")), facts, request.size("tp")
+    )
+    return "chunked" if any(True for _ in planned_call_sites(resolved, facts)) else request.options.overlap
 
 
 class _OutputRecorder:

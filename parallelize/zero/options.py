@@ -1,4 +1,4 @@
-"""The options of `shard_data`."""
+"""What `shard_data` needs besides the stage: of the options of a run, those of the data axes, with torch dtypes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from parallelize.plan.options import Options
 from parallelize.zero.partition import BUCKET_BYTES
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Options of `shard_data`, which describes them."""
+    """Arguments of `shard_data`, which describes them."""
 
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -21,6 +22,13 @@ class DataOptions:
     defer: bool = False
     bucket_bytes: int = BUCKET_BYTES
     reshard_after_forward: bool = True
+
+    @classmethod
+    def of(cls, options: Options) -> DataOptions:
+        """Those of a run. Units, buckets and resharding are chosen by `shard_data` alone."""
+        names = options.dtype, options.reduce_dtype
+        dtype, reduce_dtype = (None if name is None else getattr(torch, name) for name in names)
+        return cls(dtype, reduce_dtype, defer=options.defer)
 
     @property
     def low_precision(self) -> bool:

@@ -133,7 +133,7 @@ def predicted_messages(
     family: str, sizes: dict[str, int], batch: int, length: int, options: dict[str, Any], model: dict[str, Any]
 ) -> dict[int, dict[tuple, int]]:
     """The prediction for each pp rank."""
-    setting = Setting(MeshSpec(**sizes), batch=batch, sequence=length, transport="gloo", **options)
+    setting = Setting(MeshSpec(**sizes), batch=batch, sequence=length, transport="gloo", **options).complete()
     subject = Subject(source_of(family, model))
     predictions = {}
     for pp_rank in range(setting.size("pp")):
@@ -262,7 +262,7 @@ def predicted_memory(
     options = dict(options)
     if "dtype" in options:
         options["dtype"] = str(options["dtype"]).removeprefix("torch.")
-    setting = Setting(MeshSpec(**sizes), batch=batch, sequence=length, transport="gloo", **options)
+    setting = Setting(MeshSpec(**sizes), batch=batch, sequence=length, transport="gloo", **options).complete()
     subject = Subject(source_of(family, model))
     predictions = {}
     for pp_rank in range(setting.size("pp")):

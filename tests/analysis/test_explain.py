@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ def subject(family: str, **more) -> Subject:
 @pytest.mark.parametrize("recompute", ["off", "full"])
 def test_layers_analysed_once_give_the_figures_of_all_layers(family, recompute):
     modes = dict(sequence_parallel=True, recompute=recompute)
-    setting = Setting(MeshSpec(pp=2, dp=2, tp=2), batch=4, sequence=16, num_microbatches=4, zero=1, **modes)
+    setting = Setting(MeshSpec(pp=2, dp=2, tp=2), batch=4, sequence=16, num_microbatches=4, zero=1, **modes).complete()
     model = subject(family)
     for rank in range(2):
         few, every = (model.rank_step(setting, setting.pipeline(), rank, every_layer) for every_layer in (False, True))
@@ -60,7 +59,7 @@ def test_layers_analysed_once_give_the_figures_of_all_layers(family, recompute):
 
 def test_layers_of_different_kinds_are_not_equal():
     gemma = subject("gemma3_text")
-    setting = Setting(MeshSpec(tp=2), sequence=16)
+    setting = Setting(MeshSpec(tp=2), sequence=16).complete()
     representatives = gemma.trace(setting).representatives
     kinds = gemma.source.config.layer_types
     for unit, other in representatives.items():
@@ -86,7 +85,7 @@ def test_bytes_by_hand():
 def test_flops_by_hand():
     """Matmuls of one layer and the head: 2 m n k each, attention halved."""
     llama = subject("llama")
-    setting = Setting(MeshSpec(dp=1), sequence=16)
+    setting = Setting(MeshSpec(dp=1), sequence=16).complete()
     step = llama.rank_step(setting, setting.pipeline(), 0)
     flops = {segment.unit: segment.flops for segment in step.segments(0, True).forward}
     s, h, kv, f, v = 16, 64, 32, 96, 131
@@ -115,7 +114,7 @@ def test_overlapping_hides_messages():
 @pytest.mark.sweep
 def test_recompute_and_zero_need_less_memory():
     llama, machine = subject("llama", vocab_size=128), load_machine("cpu")
-    plain = Setting(MeshSpec(dp=4, tp=2), batch=2, sequence=32)
+    plain = Setting(MeshSpec(dp=4, tp=2), batch=2, sequence=32).complete()
     settings = [("plain", plain), *changes(plain)]
     explanations = {name: explain_subject(llama, setting, machine) for name, setting in settings}
     assert (
@@ -282,7 +281,7 @@ def test_fit_and_explain_agree():
 @pytest.mark.sweep
 def test_advice_and_explain_agree():
     machine, llama = load_machine("cpu"), subject("llama")
-    now = replace(Setting(MeshSpec(dp=2, tp=2), batch=2, sequence=64))
+    now = Setting(MeshSpec(dp=2, tp=2), batch=2, sequence=64).complete()
     listed = {advice.change: advice for advice in explain_subject(llama, now, machine, advice=True).advice}
     assert listed
     for change, setting in changes(now):

@@ -77,7 +77,7 @@ def test_dtype_and_device_are_given():
     models = [tiny_model("llama") for _ in range(2)]
 
     def body(rank):
-        net = parallelize_module(models[rank], build_mesh("cpu", tp=2), dtype=torch.bfloat16, device="cpu")
+        net = parallelize_module(models[rank], build_mesh("cpu", tp=2), weights_dtype=torch.bfloat16, device="cpu")
         assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
         assert {p.to_local().dtype for p in net.parameters()} == {torch.bfloat16}
         return net(input_ids=tiny_batch()[0]).logits.dtype

@@ -60,6 +60,9 @@ TYPES_ONLY = {
     "analysis.commands": COMMAND,
     "checkpoint.run.checkpointer": "a type of typing_extensions in older versions of Python",
     "checkpoint.tools.commands": COMMAND,
+    "plan.option_keywords": "dtypes of torch, and a plan file is checked without torch",
+    "training": "a type of typing_extensions in older versions of Python",
+    "verification.api": "a type of typing_extensions in older versions of Python",
 }
 
 

@@ -339,7 +339,7 @@ tensor_parallel:
   norm: replicate
 """
     )
-    assert plan.overlap == "chunked"
+    assert plan.options.overlap == "chunked"
     model, x = stack("as usual")
     models = [copy.deepcopy(model) for _ in range(2)]
 

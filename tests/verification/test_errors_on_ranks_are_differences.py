@@ -59,7 +59,7 @@ def test_a_model_that_cannot_be_parallelized_on_one_rank_is_a_difference(monkeyp
     assert "no such thing" in difference_of(verify("llama", mesh="tp=2", sequence_parallel=False))
 
 
-@pytest.mark.parametrize(("mesh", "options"), [("dp=2", {}), ("dp=2", {"zero": 2}), ("tp=2", {"microbatches": 2})])
+@pytest.mark.parametrize(("mesh", "options"), [("dp=2", {}), ("dp=2", {"zero": 2}), ("tp=2", {"num_microbatches": 2})])
 def test_a_model_without_targets(mesh, options):
     def squares():
         made = tower(loss=lambda output, targets: (output**2).sum())

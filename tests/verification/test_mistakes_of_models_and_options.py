@@ -65,7 +65,7 @@ def time_first():
         ("llama", {"overrides": {"hidden_size": "wide"}, "plan": None}, "bad-config", "hidden_size"),
         (tower, {"seed": "one"}, "bad-seed", "no seed"),
         (tower, {"timeout_s": 0}, "bad-timeout", "0"),
-        (tower, {"microbatches": 0}, "bad-microbatches", "0"),
+        (tower, {"num_microbatches": 0}, "bad-option", "0"),
         (lambda: tower(), {"backend": "gloo"}, "not-picklable", "package.module:function"),
     ],
 )

@@ -78,7 +78,7 @@ def test_shipped_plans_are_equal_in_every_mode(model, mesh):
     [
         ("llama-3-8b", "pp=2,dp=2,tp=2", {"zero": 2, "recompute": "full", "sequence_parallel": True}),
         ("gpt2", "dp=2,tp=2", {"zero": 3, "sequence_parallel": True, "loss_parallel": True}),
-        ("qwen3", "pp=2,tp=2", {"schedule": "zbv", "microbatches": 4, "sequence_parallel": True}),
+        ("qwen3", "pp=2,tp=2", {"schedule": "zbv", "num_microbatches": 4, "sequence_parallel": True}),
         ("gemma3_text", "dp_replicate=2,dp=2", {"zero": 1}),
         ("llama", "pp=2", {}),
         ("llama", "tp=2", {"overlap": "chunked", "sequence_parallel": True}),

@@ -9,7 +9,7 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize import overlap_report, verify
+from parallelize import Options, overlap_report, verify
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import read_model
 from parallelize.ops import collectives
@@ -47,7 +47,9 @@ def test_lengths_vocabularies_masks_and_microbatches_are_all_covered():
         "loss parallel",
         "sequence + loss parallel",
     }
-    alone = VerificationRun(Request("llama", mesh=MeshSpec(tp=2), sequence_parallel=True), "cpu").comparisons
+    alone = VerificationRun(
+        Request("llama", mesh=MeshSpec(tp=2), options=Options(sequence_parallel=True)), "cpu"
+    ).comparisons
     assert {trial.mode.microbatches for trial in alone} == {1, 2}
     assert {trial.configurations[0].model.config.vocab_size % 2 for trial in alone} == {0, 1}
 

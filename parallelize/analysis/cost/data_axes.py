@@ -53,7 +53,7 @@ def data_messages(
         scatters = splits and bool(bucket[0].shape)
         messages = _reduce_scatter(bucket, setting) if scatters else _all_reduce(bucket, setting, splits)
         for message in messages:
-            yield message, 1 if once else setting.microbatches
+            yield message, 1 if once else setting.step_microbatches
     if setting.zero in (1, 2) and setting.size(setting.shard_axis) > 1:
         yield from ((message, 1) for message in _gathers(shards, setting))
 
@@ -105,7 +105,7 @@ def _gathers(shards: Sequence[ParameterShard], setting: Setting) -> Iterator[Mes
 def _fsdp_messages(
     shards: Sequence[ParameterShard], setting: Setting, units: Sequence[str]
 ) -> Iterator[tuple[Message, int]]:
-    axis, times = setting.shard_axis, setting.microbatches
+    axis, times = setting.shard_axis, setting.step_microbatches
     ranks = setting.size(axis)
     for unit, group in zero_groups(shards, units).items():
         numel = sum(shard.padded_numel(ranks) for shard in group)

@@ -187,7 +187,7 @@ def parameters_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """Stage 3 stores each rank's part, in the weights' dtype where compute is narrower. Others store what they compute with."""
     if setting.zero == 3:
         ranks = setting.size(setting.shard_axis)
-        item = ITEM_BYTES[setting.weights_dtype] if setting.mixed_precision else setting.compute_bytes
+        item = ITEM_BYTES[setting.weights_dtype] if setting.low_precision else setting.compute_bytes
         return sum(shard.padded_numel(ranks) for shard in shards) * item
     return sum(shard.numel for shard in shards) * setting.compute_bytes
 
@@ -196,9 +196,9 @@ def optimizer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """State of trained parameters, and float32 copies where parameters are narrower."""
     ranks = setting.size(setting.shard_axis) if setting.zero else 1
     numel = sum(shard.largest_numel(ranks) for shard in shards if shard.trained)
-    in_float32 = setting.mixed_precision or setting.zero == 3
+    in_float32 = setting.low_precision or setting.zero == 3
     stepped_item = max(4, setting.compute_bytes) if in_float32 else setting.compute_bytes
-    copy_item = 4 if setting.mixed_precision and setting.zero < 3 else 0
+    copy_item = 4 if setting.low_precision and setting.zero < 3 else 0
     return numel * (STATE_BYTES[setting.optimizer] * stepped_item // 4 + copy_item)
 
 

@@ -3,58 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from math import prod
 from typing import Any
 
-from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
-from parallelize.mesh import AXES, DATA_AXES, SAMPLE_AXES, MeshSpec, axis_order
+from parallelize.errors import MeshError, ModelError, Problem
+from parallelize.mesh import DATA_AXES, SAMPLE_AXES, MeshSpec
 from parallelize.pipeline.schedules import Schedule, build_schedule
 from parallelize.pipeline.timeline import Step, with_messages
-from parallelize.styles.contract import OVERLAPS
+from parallelize.plan.options import DTYPES, Options, refuse_unknown, wrong_choices, wrong_counts
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 0, "sgd_momentum": 4, "adafactor": 0, "lion": 4}
 """Bytes of optimizer state per element, in float32."""
 
+_ONE_PER_MICROBATCH: Any = None
 
-@dataclass(frozen=True)
-class Setting:
-    """One way to train a model. Options that are not listed here are as `parallelize_model` takes them.
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Options):
+    """One way to train a model: the options of a run, the mesh, and the batch.
 
     Attributes:
-        batch: sequences per data rank and step (ranks of cp share them). sequence: tokens of a sequence.
-        dtype: of compute; None: `weights_dtype`. Stored weights have `weights_dtype`.
+        batch: sequences per data rank and step (ranks of cp share them). Default: one per microbatch.
+        sequence: tokens of a sequence.
+        weights_dtype: of stored weights; compute has `dtype`, which is the same by default.
         optimizer: a key of STATE_BYTES.
         transport: "nccl" or "gloo", which use different ops for some collectives.
     """
 
-    mesh: MeshSpec
-    batch: int = 1
+    mesh: MeshSpec = field(kw_only=False)
+    batch: int = _ONE_PER_MICROBATCH
     sequence: int = 2048
-    num_microbatches: int | None = None
-    schedule: str = "1f1b"
-    stages_per_rank: int | None = None
-    zero: int = 0
-    defer: bool = False
-    sequence_parallel: bool | None = None
-    loss_parallel: bool | None = None
-    fuse_loss: bool | None = None
-    overlap: str = "off"
-    ulysses: int = 1
-    recompute: str = "off"
-    recompute_every: int = 1
-    recompute_save: tuple[str, ...] | None = None
     weights_dtype: str = "float32"
-    dtype: str | None = None
     optimizer: str = "adamw"
     transport: str = "nccl"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights_dtype", str(self.weights_dtype).removeprefix("torch."))
+        super().__post_init__()
+        if problems := [*wrong_choices(self, _CHOICES), *wrong_counts(self, ("batch", "sequence"))]:
+            raise ModelError(*problems)
+
+    def complete(self, defaults: Options | None = None) -> Setting:
+        setting = super().complete(defaults)
+        return setting if setting.batch is not None else replace(setting, batch=setting.step_microbatches)
+
     def size(self, *axes: str) -> int:
         """Ranks along the product of axes. Axes that the mesh does not have count 1."""
-        sizes = dict(self.mesh.axes)
-        return prod(sizes.get(axis, 1) for axis in axes)
+        return self.mesh.ranks(*axes)
 
     @property
     def shard_axis(self) -> str:
@@ -72,18 +69,14 @@ class Setting:
         return "world" if is_world else "*".join(names)
 
     @property
-    def microbatches(self) -> int:
-        return self.num_microbatches or (2 * self.size("pp") if self.size("pp") > 1 else 1)
+    def step_microbatches(self) -> int:
+        """Microbatches of a step."""
+        return self.microbatches(self.mesh)
 
     @property
     def microbatch_size(self) -> int:
         """Sequences of one microbatch."""
-        return self.batch // self.microbatches
-
-    @property
-    def mixed_precision(self) -> bool:
-        """Whether compute is narrower than 4 bytes, so that float32 copies and sums are stored."""
-        return self.dtype is not None and ITEM_BYTES[self.dtype] < 4
+        return self.batch // self.step_microbatches
 
     @property
     def compute_bytes(self) -> int:
@@ -93,12 +86,12 @@ class Setting:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of an element of a gradient as it is summed and stored."""
-        return 4 if self.mixed_precision else self.compute_bytes
+        return 4 if self.low_precision else self.compute_bytes
 
     @property
     def uses_reducer(self) -> bool:
         """Whether `zero/reducer.py` stores the gradients in its own buffers."""
-        return self.zero < 3 and (bool(self.data_axes) or self.mixed_precision)
+        return self.zero < 3 and (bool(self.data_axes) or self.low_precision)
 
     @property
     def tokens(self) -> int:
@@ -116,14 +109,14 @@ class Setting:
     def _schedule_arguments(self) -> tuple[str, int, int, int | None]:
         size = self.size("pp")
         name, stages_per_rank = (self.schedule, self.stages_per_rank) if size > 1 else ("1f1b", None)
-        return name, size, self.microbatches, stages_per_rank
+        return name, size, self.step_microbatches, stages_per_rank
 
     def describe(self) -> str:
         """The mesh and the options that matter most, on one line."""
         words = [str(self.mesh), f"zero={self.zero}"]
         if self.size("pp") > 1:
             words.append(f"schedule={self.schedule}")
-        words.append(f"microbatches={self.microbatches}")
+        words.append(f"microbatches={self.step_microbatches}")
         words += [name for name in ("sequence_parallel", "loss_parallel", "fuse_loss") if getattr(self, name)]
         if self.recompute != "off":
             words.append(f"recompute={self.recompute}")
@@ -142,78 +135,27 @@ def _with_messages(name: str, ranks: int, microbatches: int, stages_per_rank: in
     return with_messages(_built(name, ranks, microbatches, stages_per_rank))
 
 
-_CHOICES: dict[str, Sequence[str | None]] = {
-    "dtype": (None, *ITEM_BYTES),
-    "weights_dtype": tuple(ITEM_BYTES),
-    "optimizer": tuple(STATE_BYTES),
-    "overlap": OVERLAPS,
-    "recompute": ("off", "selective", "full"),
-    "transport": ("nccl", "gloo"),
-}
-_COUNTS = ("batch", "sequence", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses")
-
-
-def _check_values(setting: Setting) -> None:
-    """Raises: ModelError `bad-zero-stage`, `bad-option`."""
-    if setting.zero not in (0, 1, 2, 3) or isinstance(setting.zero, bool):
-        raise ModelError(Problem("bad-zero-stage", f"there is no ZeRO stage {setting.zero!r}", fix="0, 1, 2 or 3"))
-    problems = []
-    for name, choices in _CHOICES.items():
-        value = getattr(setting, name)
-        if value not in choices:
-            names = ", ".join(choice for choice in choices if choice is not None)
-            problems.append(Problem("bad-option", f"{name} is {value!r}", fix=f"one of: {names}"))
-    for name in _COUNTS:
-        value = getattr(setting, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            problems.append(Problem("bad-option", f"{name} is {value!r}", fix="an integer, 1 or more"))
-    if problems:
-        raise ModelError(*problems)
+_CHOICES = {"weights_dtype": DTYPES, "optimizer": tuple(STATE_BYTES), "transport": ("nccl", "gloo")}
 
 
 def make_setting(mesh: str | MeshSpec, options: dict[str, Any]) -> Setting:
     """A setting from a caller's options. dtypes may be names or torch dtypes.
 
-    Raises: ModelError `unknown-option`; MeshError `bad-mesh`, or as `MeshSpec.parse`.
+    Raises: ModelError `unknown-option`, `bad-option`, `bad-zero-stage`; MeshError `bad-mesh`, or as `MeshSpec.parse`.
     """
     if not isinstance(mesh, (str, MeshSpec)):
         raise MeshError(Problem("bad-mesh", f"a mesh cannot be a {type(mesh).__name__}", fix='write "pp=2,dp=4,tp=8"'))
-    known = [field.name for field in fields(Setting) if field.name != "mesh"]
-    for name in options:
-        if name not in known:
-            what = f"there is no option {name!r}"
-            raise ModelError(Problem("unknown-option", what, fix=did_you_mean(name, known)))
-    dtypes = {
-        name: str(options[name]).removeprefix("torch.") for name in ("dtype", "weights_dtype") if options.get(name)
-    }
-    return Setting(MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh, **{**options, **dtypes})
+    refuse_unknown(options, tuple(field.name for field in fields(Setting) if field.name != "mesh"))
+    return Setting(MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh, **options)
 
 
 def check_setting(setting: Setting) -> None:
     """Raises: MeshError, ModelError or PlanError with every mistake that the setting alone shows."""
-    _check_values(setting)
-    problems: list[Problem] = axis_order(setting.mesh, setting.zero)
-    names = setting.mesh.names
-    if not names:
-        problems.append(Problem("no-axes", "a mesh needs named axes", fix="--mesh tp=8"))
-    for axis in names:
-        if axis not in AXES or axis == "ep":
-            fix = "name axes pp, dp_replicate, dp (or dp_shard), cp and tp"
-            problems.append(Problem("unknown-axis", f"axis {axis!r} is unknown", fix=fix))
-    if {"dp", "dp_shard"} <= set(names):
-        problems.append(
-            Problem("unknown-axis", "dp and dp_shard are two names of the same axis", fix="use one of them")
-        )
-    if setting.zero > 0 and not {"dp", "dp_shard"} & set(names):
-        what = f"ZeRO {setting.zero} divides state over dp, and the mesh {setting.mesh} has no such axis"
-        problems.append(Problem("no-data-axis", what, fix="--mesh dp=4,..., or --zero 0"))
-    if setting.size("cp") % setting.ulysses:
-        what = f"ulysses is {setting.ulysses}, which does not divide cp (size {setting.size('cp')})"
-        problems.append(Problem("bad-ulysses", what, fix="a divisor of cp"))
-    if problems:
+    problems = [] if setting.mesh.names else [Problem("no-axes", "a mesh needs named axes", fix="--mesh tp=8")]
+    if problems := problems + setting.check_on(setting.mesh):
         raise MeshError(*problems)
     setting.pipeline()
-    if setting.batch % setting.microbatches:
-        count = setting.microbatches
+    if setting.batch % setting.step_microbatches:
+        count = setting.step_microbatches
         what = f"a batch of {setting.batch} sequences per data rank cannot be split into {count} microbatches"
         raise ModelError(Problem("indivisible-batch", what, fix=f"use a batch of {count}, {2 * count}, ..."))

@@ -132,7 +132,7 @@ def step_time(
         data_s=data_s,
         optimizer_s=optimizer_s,
         bubble_fraction=sequential.bubble_fraction,
-        flops=most_flops * setting.microbatches,
+        flops=most_flops * setting.step_microbatches,
         tokens_per_s=setting.tokens / overlapped_s,
         mfu_in_turn=model_flops / (sequential_s * peak_flops),
         mfu_overlapped=model_flops / (overlapped_s * peak_flops),
@@ -177,7 +177,7 @@ def _exposed_reductions_s(setting: Setting, stages: Sequence[StageTime], reducti
     """What compute cannot hide of the reductions. They overlap the last backward of a step; all backwards where ZeRO 2 or 3
     reduces in each."""
     backward_s = max(stage.backward_compute_s for stage in stages)
-    num_backwards = setting.microbatches if setting.zero in (2, 3) and not setting.defer else 1
+    num_backwards = setting.step_microbatches if setting.zero in (2, 3) and not setting.defer else 1
     return max(0.0, reductions_s - backward_s * num_backwards)
 
 

@@ -120,7 +120,7 @@ class RankStep:
         return list(counts.items())
 
     def _all_messages(self) -> Iterator[tuple[Message, int]]:
-        times = self.setting.microbatches
+        times = self.setting.step_microbatches
         for stage in self.local_stages:
             segments = self.segments(stage, later=False)
             for segment in (*segments.forward, *segments.backward):
@@ -160,7 +160,7 @@ class RankStep:
         for (name, ranks), numel in sizes.items():
             size = numel * self.setting.compute_bytes
             message = Message("all_reduce", "tp", len(ranks), size, name, "backward")
-            yield message, self.setting.microbatches if alone else 1
+            yield message, self.setting.step_microbatches if alone else 1
 
     def _ties(self) -> Iterator[Message]:
         for shard in self.shards:

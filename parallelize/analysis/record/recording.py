@@ -36,6 +36,7 @@ from parallelize.pipeline.microbatch_inputs import split_batch
 from parallelize.pipeline.schedules import Action, build_schedule
 from parallelize.pipeline.stage_forward import carried_arguments
 from parallelize.pipeline.step_runner import StepRun
+from parallelize.plan.options import Options
 from parallelize.plan.schema import Plan
 from parallelize.plan.stages import Stages
 from parallelize.recomputation.api import recompute as recompute_units
@@ -45,21 +46,18 @@ from parallelize.zero.apply import cast_parameters
 from parallelize.zero.buckets import to_local
 
 T = torch.Tensor
+RECORDED_OPTIONS = (
+    "sequence_parallel",
+    "loss_parallel",
+    "fuse_loss",
+    "recompute",
+    "recompute_every",
+    "recompute_save",
+    "dtype",
+    "ulysses",
+)
+"""Options that change what a rank does with a microbatch; overlap changes only when."""
 NUM_MICROBATCHES = 2  # the first allocates gradients, the second adds to them
-
-
-@dataclass(frozen=True)
-class Modes:
-    """Options with which the plan is applied, as `parallelize_model` takes them."""
-
-    sequence_parallel: bool | None = None
-    loss_parallel: bool | None = None
-    fuse_loss: bool | None = None
-    recompute: str = "off"
-    recompute_every: int = 1
-    recompute_save: tuple[str, ...] | None = None
-    dtype: torch.dtype | None = None
-    ulysses: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def record(
     plan: Plan | None,
     stages: Stages | None,
     classes: LayerClasses,
-    modes: Modes,
+    options: Options,
     batch: Batch,
     split_backward: bool = False,
 ) -> MicrobatchTrace:
@@ -90,11 +88,12 @@ def record(
         model: on meta, no plan applied, with all of its layers.
         stages: one stage with all units; None where the model has no layers.
         classes: which layers run, in the model's order.
+        options: those of `RECORDED_OPTIONS` are applied.
         split_backward: run dgrad and wgrad apart.
     """
     layers = list(classes.representatives)
     drop_represented(model, classes)
-    _apply(model, mesh, plan, modes, classes)
+    _apply(model, mesh, plan, options, classes)
     unit_of = stages.unit_of if stages is not None else (lambda name: OUTSIDE)
     tracer = Tracer(Scopes(model), unit_of, MeshAxes(mesh_spec(mesh), 0))
     boundaries = _Boundaries(model, stages, tracer)
@@ -111,24 +110,25 @@ def record(
     return MicrobatchTrace(first, later, boundaries.sizes, representatives, is_regular(actions[half:], marks))
 
 
-def _apply(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, modes: Modes, classes: LayerClasses) -> None:
+def _apply(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, options: Options, classes: LayerClasses) -> None:
     if "tp" in mesh_spec(mesh).names:
-        options: dict[str, Any] = {"sequence_parallel": modes.sequence_parallel, "loss_parallel": modes.loss_parallel}
-        options |= {"fuse_loss": modes.fuse_loss, "ulysses": modes.ulysses}
-        parallelize_module(model, mesh, plan, overlap="off", **options)
+        modes = {
+            name: getattr(options, name) for name in ("sequence_parallel", "loss_parallel", "fuse_loss", "ulysses")
+        }
+        parallelize_module(model, mesh, plan, overlap="off", **modes)
     else:
-        if modes.fuse_loss or (modes.fuse_loss is None and plan is not None and plan.fuse_loss):
+        if options.fuse_loss:
             fuse_heads(model, plan)
-        context_parallel(model, mesh, plan, ulysses=modes.ulysses)
-    if modes.recompute != "off":
-        units = None
+        context_parallel(model, mesh, plan, ulysses=options.ulysses)
+    if options.recompute != "off":
+        units, every = None, options.recompute_every
         if plan is None or not plan.recompute_units:  # layers keep their numbers, although some are replaced
             numbers = {name: number for number, name in enumerate(classes.representatives)}
-            units = [name for name in classes.running if numbers[name] % modes.recompute_every == 0] or None
-        every = 1 if units else modes.recompute_every
-        recompute_units(model, modes.recompute, every=every, units=units, save=modes.recompute_save, plan=plan)
-    if modes.dtype is not None:
-        cast_parameters(model, modes.dtype)
+            units = [name for name in classes.running if numbers[name] % every == 0] or None
+        every = 1 if units else every
+        recompute_units(model, options.recompute, every=every, units=units, save=options.recompute_save, plan=plan)
+    if options.dtype is not None:
+        cast_parameters(model, getattr(torch, options.dtype))
 
 
 def _run(

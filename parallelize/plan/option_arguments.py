@@ -1,0 +1,47 @@
+"""The options of a run as arguments of the command line: the same flags for every command. Torch-free."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from parallelize.plan.options import DTYPES, NAMES, RECOMPUTE
+from parallelize.styles.contract import OVERLAPS
+
+_BY_PLAN = " (default: the plan's, else {})"
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "schedule": {"help": "of the pipeline" + _BY_PLAN.format("1f1b")},
+    "num_microbatches": {"type": int, "metavar": "N", "help": "microbatches of a step (default: twice pp)"},
+    "stages_per_rank": {"type": int, "metavar": "N", "help": "pipeline stages of each rank (default: by the schedule)"},
+    "zero": {"type": int, "choices": range(4), "help": "ZeRO stage over dp" + _BY_PLAN.format(0)},
+    "defer": {"help": "ZeRO 2 and 3 reduce gradients once a step"},
+    "sequence_parallel": {"help": "norms and residuals are sequence shards over tp"},
+    "loss_parallel": {"help": "logits stay shards of the vocabulary over tp"},
+    "fuse_loss": {"help": "compute head and loss together, one chunk of tokens at a time"},
+    "overlap": {"choices": OVERLAPS, "help": "collectives beside matmuls" + _BY_PLAN.format("off")},
+    "ulysses": {"type": int, "metavar": "N", "help": "ranks of cp that exchange heads; the rest forms a ring"},
+    "recompute": {"choices": RECOMPUTE, "help": "activations computed again in backward" + _BY_PLAN.format("off")},
+    "recompute_every": {"type": int, "metavar": "N", "help": "of the units, only every N-th"},
+    "recompute_save": {"nargs": "+", "metavar": "KIND", "help": "what selective recompute saves"},
+    "dtype": {"choices": DTYPES, "help": "of compute"},
+    "reduce_dtype": {"choices": DTYPES, "help": "of sums of gradients over data ranks"},
+}
+_SHORT = {"num_microbatches": ("--microbatches",)}
+
+
+def add_options(parser: argparse.ArgumentParser, **help_texts: str) -> None:
+    """Add a flag for each option. Without it the option is None: the plan's default.
+
+    help_texts: by option, where a command says more than the others.
+    """
+    for name in NAMES:
+        arguments = dict(_ARGUMENTS[name])
+        if len(arguments) == 1 and name != "schedule":
+            arguments["action"] = argparse.BooleanOptionalAction
+        arguments["help"] = help_texts.get(name, arguments["help"])
+        parser.add_argument(f"--{name.replace('_', '-')}", *_SHORT.get(name, ()), default=None, **arguments)
+
+
+def options_given(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `add_options` that the command line gives, by name."""
+    return {name: value for name in NAMES if (value := getattr(options, name, None)) is not None}

@@ -1,0 +1,194 @@
+"""The options of a run on a mesh: one class for training, explaining, fitting, verifying, and a plan's `defaults:`.
+
+Floor 2: torch-free. dtypes are names, so that a plan file can hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from parallelize.errors import ModelError, Problem, did_you_mean
+from parallelize.mesh import AXES, MeshSpec, axis_order
+from parallelize.styles.contract import OVERLAPS
+
+AnyOptions = TypeVar("AnyOptions", bound="Options")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+RECOMPUTE = ("off", "selective", "full")
+
+_BY_PLAN: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model runs on a mesh. None: what the plan's `defaults:` say, else the value in `STANDARD`.
+
+    Attributes:
+        schedule: of the pipeline: see `build_schedule`.
+        num_microbatches: of a step. Default: twice the pp size; 1 without `pp`, where they run sequentially.
+        stages_per_rank: pipeline stages of each pp rank. Default: as the schedule requires.
+        zero: the ZeRO stage over dp, 0 to 3: see `shard_data`.
+        defer: ZeRO 2 and 3 reduce gradients once a step instead of in each backward.
+        sequence_parallel: norms and residuals are sequence shards over `tp`.
+        loss_parallel: logits stay shards of the vocabulary over `tp`.
+        fuse_loss: the head returns `DeferredLogits`, and the loss computes logits in chunks of tokens. Needs no `tp`.
+        overlap: "auto", "off", "chunked" or "symm_mem": collectives overlap with matmuls. "auto" measures link and matmuls
+            once, at the first forward, and overlaps where that pays; see `overlap_report`.
+        ulysses: ranks of `cp` that exchange heads, where the rest forms a ring: see `context_parallel`.
+        recompute: "off", "selective" or "full": see `recompute`; so recompute_every and recompute_save.
+        dtype: of compute, a name or a torch dtype; default: that of the weights. Where it is narrower than they are, the
+            optimizer keeps float32 copies, and gradients are summed in float32.
+        reduce_dtype: of the sums of gradients over data axes. Default: float32 where `dtype` is narrower, else the
+            parameters' dtype.
+
+    Raises: ModelError `bad-option`, `bad-zero-stage`.
+    """
+
+    schedule: str = _BY_PLAN
+    num_microbatches: int | None = None
+    stages_per_rank: int | None = None
+    zero: int = _BY_PLAN
+    defer: bool = _BY_PLAN
+    sequence_parallel: bool = _BY_PLAN
+    loss_parallel: bool = _BY_PLAN
+    fuse_loss: bool = _BY_PLAN
+    overlap: str = _BY_PLAN
+    ulysses: int = _BY_PLAN
+    recompute: str = _BY_PLAN
+    recompute_every: int = _BY_PLAN
+    recompute_save: tuple[str, ...] | None = None
+    dtype: str | None = None
+    reduce_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in _DTYPES:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, str(getattr(self, name)).removeprefix("torch."))
+        saved = self.recompute_save
+        if saved is not None:
+            object.__setattr__(self, "recompute_save", (saved,) if isinstance(saved, str) else tuple(saved))
+        if problems := list(_wrong_values(self)):
+            raise ModelError(*problems)
+
+    def over(self: AnyOptions, defaults: Options) -> AnyOptions:
+        """These options; where one is None, that of `defaults`."""
+        absent = {name: getattr(defaults, name) for name in NAMES if getattr(self, name) is None}
+        return replace(self, **absent)
+
+    def complete(self: AnyOptions, defaults: Options | None = None) -> AnyOptions:
+        """These options over a plan's defaults over `STANDARD`: nothing is left to a later choice."""
+        return (self if defaults is None else self.over(defaults)).over(STANDARD)
+
+    def given(self) -> dict[str, Any]:
+        """The options that are not None, by name."""
+        return {name: value for name in NAMES if (value := getattr(self, name)) is not None}
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether compute is narrower than the values that the optimizer steps."""
+        return self.dtype in ("bfloat16", "float16")
+
+    def microbatches(self, mesh: MeshSpec) -> int:
+        """Microbatches of a step on a mesh."""
+        pp = mesh.ranks("pp")
+        return self.num_microbatches or (2 * pp if pp > 1 else 1)
+
+    def check_on(self, mesh: MeshSpec) -> list[Problem]:
+        """What is wrong with these complete options on a mesh, of what needs no model."""
+        return list(_wrong_on_mesh(self, mesh))
+
+
+NAMES = tuple(field.name for field in fields(Options))
+_DTYPES = ("dtype", "reduce_dtype")
+_COUNTS = ("num_microbatches", "stages_per_rank", "recompute_every", "ulysses")
+FLAGS = ("defer", "sequence_parallel", "loss_parallel", "fuse_loss")
+NUMBERS = ("zero", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses")
+
+
+def options_of(options: Options | None, keywords: Mapping[str, Any]) -> Options:
+    """Options from an object and from keywords, which win. Raises: ModelError `unknown-option`, and as `Options`."""
+    if options is not None and not isinstance(options, Options):
+        what = f"options are a {type(options).__name__}"
+        raise ModelError(Problem("bad-option", what, fix="parallelize.Options(zero=2, ...), or keywords"))
+    refuse_unknown(keywords, NAMES)
+    return Options(**keywords) if options is None else Options(**keywords).over(options)
+
+
+def refuse_unknown(keywords: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raises: ModelError `unknown-option` for a keyword that is not one of the known names."""
+    problems = [
+        Problem("unknown-option", f"there is no option {name!r}", fix=did_you_mean(name, known))
+        for name in keywords
+        if name not in known
+    ]
+    if problems:
+        raise ModelError(*problems)
+
+
+# -- checks -------------------------------------------------------------------------------------------------------
+
+
+def _wrong_values(options: Options) -> Iterator[Problem]:
+    """Values that no mesh and no model makes right."""
+    if options.zero is not None and (isinstance(options.zero, bool) or options.zero not in (0, 1, 2, 3)):
+        yield Problem("bad-zero-stage", f"there is no ZeRO stage {options.zero!r}", fix="0, 1, 2 or 3")
+    yield from wrong_choices(options, {"overlap": OVERLAPS, "recompute": RECOMPUTE, **dict.fromkeys(_DTYPES, DTYPES)})
+    if options.schedule is not None and not isinstance(options.schedule, str):
+        yield Problem("bad-option", f"schedule is {options.schedule!r}", fix="the name of a schedule, such as 1f1b")
+    for name in FLAGS:
+        if getattr(options, name) not in (None, False, True):
+            yield Problem(
+                "bad-option", f"{name} is {getattr(options, name)!r}", fix="True, False, or None for the plan's"
+            )
+    yield from wrong_counts(options, _COUNTS)
+
+
+def wrong_choices(options: object, choices: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
+    """Problems of fields that are neither None nor one of their choices."""
+    for name, allowed in choices.items():
+        value = getattr(options, name)
+        if value is not None and value not in allowed:
+            yield Problem("bad-option", f"{name} is {value!r}", fix="one of: " + ", ".join(allowed))
+
+
+def wrong_counts(options: object, names: tuple[str, ...]) -> Iterator[Problem]:
+    """Problems of counts that are neither None nor 1 or more."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            yield Problem("bad-option", f"{name} is {value!r}", fix="an integer, 1 or more")
+
+
+def _wrong_on_mesh(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
+    for axis in mesh.names:
+        if axis not in AXES or axis == "ep":
+            fix = "name axes pp, dp_replicate, dp (or dp_shard), cp and tp"
+            yield Problem("unknown-axis", f"axis {axis!r} is unknown", fix=fix)
+    yield from axis_order(mesh, options.zero)
+    if {"dp", "dp_shard"} <= set(mesh.names):
+        yield Problem("unknown-axis", "dp and dp_shard are two names of one axis", fix="use one of them")
+    if options.zero > 0 and not {"dp", "dp_shard"} & set(mesh.names):
+        what = f"ZeRO {options.zero} divides state over dp, and the mesh {mesh} has no such axis"
+        yield Problem(
+            "no-data-axis", what, fix=f"add an axis: dp=2,{','.join(f'{a}={n}' for a, n in mesh.axes)}; or zero=0"
+        )
+    cp = mesh.ranks("cp")
+    if cp % options.ulysses:
+        what = f"ulysses is {options.ulysses}, which does not divide cp (size {cp})"
+        yield Problem("bad-ulysses", what, fix="a divisor of cp")
+
+
+STANDARD = Options(
+    schedule="1f1b",
+    zero=0,
+    defer=False,
+    sequence_parallel=False,
+    loss_parallel=False,
+    fuse_loss=False,
+    overlap="off",
+    ulysses=1,
+    recompute="off",
+    recompute_every=1,
+)
+"""What holds where neither the caller nor the plan says anything."""

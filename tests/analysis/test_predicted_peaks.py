@@ -22,7 +22,9 @@ def test_the_peak_of_a_pipeline_does_not_grow_with_its_microbatches(family, sche
     source = ModelSource(family, lambda _: tiny_model(family, num_hidden_layers=4))
     subject, peaks = Subject(source), []
     for count in (16, 64):
-        setting = Setting(MeshSpec(pp=2), batch=count, sequence=17, num_microbatches=count, schedule=schedule).complete()
+        setting = Setting(
+            MeshSpec(pp=2), batch=count, sequence=17, num_microbatches=count, schedule=schedule
+        ).complete()
         peaks.append([memory_of(subject.rank_step(setting, setting.pipeline(), rank)).activations for rank in (0, 1)])
     assert all(few <= many <= few * 1.03 for few, many in zip(*peaks, strict=True)), peaks
 

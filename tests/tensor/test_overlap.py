@@ -370,7 +370,7 @@ def test_overlap_that_cannot_be_is_an_error_before_anything_changes():
         linears = {"layers.*.mlp.a": "colwise(output=full)"}
         for words, plan, overlap in (
             ("no-symmetric-memory.*needs CUDA", STACK_PLAN, "symm_mem"),
-            ("bad-overlap.*one of", STACK_PLAN, "fast"),
+            ("bad-option.*one of", STACK_PLAN, "fast"),
             ("no-overlap.*no linear to overlap", only_norms, "chunked"),
         ):
             with pytest.raises(ParallelizeError, match=f"(?s){words}"):

@@ -101,6 +101,15 @@ if TYPE_CHECKING:
     from parallelize.recomputation.api import recompute_cost as recompute_cost
     from parallelize.recomputation.api import recomputed as recomputed
     from parallelize.recomputation.api import set_recompute as set_recompute
+    from parallelize.styles.contract import Contract as Contract
+    from parallelize.styles.contract import Conversion as Conversion
+    from parallelize.styles.contract import Traits as Traits
+    from parallelize.styles.contract import Use as Use
+    from parallelize.styles.style import ModuleFacts as ModuleFacts
+    from parallelize.styles.style import Style as Style
+    from parallelize.styles.style import StyleContext as StyleContext
+    from parallelize.styles.style import StyleText as StyleText
+    from parallelize.styles.style import register_style as register_style
     from parallelize.tensor.overlap_sites import deferred_gradients as deferred_gradients
     from parallelize.tensor.torch_styles.boundary import PrepareModuleInput as PrepareModuleInput
     from parallelize.tensor.torch_styles.boundary import PrepareModuleInputOutput as PrepareModuleInputOutput

@@ -172,7 +172,7 @@ def _resolve_on_all_ranks(
 
 
 def _refuse_ulysses_twice(resolved: ResolvedPlan) -> None:
-    traded = [row for row in resolved.modules.values() if row.contract.compute == "ulysses"]
+    traded = [row for row in resolved.modules.values() if row.contract.trades_heads]
     if traded:
         what = f"{traded[0].fqn} trades its rows for heads over tp, and the mesh cuts rows over cp too"
         raise PlanError(

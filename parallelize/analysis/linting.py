@@ -95,7 +95,7 @@ def modes_of(subject: Subject, plan: Plan | None, setting: Setting) -> list[Sett
     if plan.region is not None:
         modes.append(replace(setting, sequence_parallel=True))
     names = {*subject.model(setting.weights_dtype).aliases}
-    heads = [rule for rule in plan.rules if "vocabulary" in rule.style.options.values()]
+    heads = [rule for rule in plan.rules if rule.style.keeps_vocabulary]
     patterns = [pattern for rule in heads for pattern in alternatives(rule.pattern)]
     if any(matches(pattern, name) for pattern in patterns for name in names):
         modes.append(replace(modes[-1], loss_parallel=True))
@@ -252,7 +252,7 @@ def _suspects(forwards: _Forwards) -> Iterator[tuple[str, str]]:
     for name in planned.calls:
         if name == planned.failed_module and f"{name}.weight" in matrices:
             break
-        if name in resolved.modules and resolved.modules[name].contract.compute == "rowwise":
+        if name in resolved.modules and resolved.modules[name].contract.traits.sums_output:
             recent = []
         elif f"{name}.weight" in matrices and name in forwards.unsharded.calls:
             recent.append(name)
@@ -357,7 +357,7 @@ def _not_reduced(forwards: _Forwards) -> Iterator[Problem]:
         name, owner = generic(row.fqn), row.fqn.rpartition(".")[0]
         if row.layout.dim is not None or row.partial or name in reported or not row.fact.requires_grad:
             continue
-        if owner in resolved.modules and resolved.modules[owner].contract.compute == "rowwise":
+        if owner in resolved.modules and resolved.modules[owner].contract.adds_bias_after_sum:
             continue  # its bias is added after the sum
         pair = forwards.pair(owner)
         if pair is None or not _sees_a_part(*pair):

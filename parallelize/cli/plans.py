@@ -88,8 +88,8 @@ def _list(options: argparse.Namespace) -> int:
 
 def _serves(plan: Plan) -> list[str]:
     """The options of `parallelize_module` and `parallelize_model` that the plan supports."""
-    vocabulary = any(rule.style.options.get("output") == "vocabulary" for rule in plan.rules)
-    matmuls = any(rule.style.word in ("colwise", "rowwise", "gather") for rule in plan.rules)
+    vocabulary = any(rule.style.keeps_vocabulary for rule in plan.rules)
+    matmuls = any("overlap" in rule.style.definition.options for rule in plan.rules)
     supported = {
         "sequence_parallel": plan.region is not None,
         "loss_parallel": vocabulary,

@@ -19,7 +19,8 @@ from parallelize.errors import PlanError, Problem
 from parallelize.plan.load import parse_plan
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.schema import SCHEMA_VERSION, Plan, Rule
-from parallelize.styles.notation import WORDS, StyleText, parse_style, transformers_word
+from parallelize.styles.notation import parse_style, transformers_word
+from parallelize.styles.style import STYLES, StyleText
 
 HEAD = {"lm_head": "colwise_gather_output"}  # the rule that `transformers` classes add for their head
 
@@ -52,7 +53,7 @@ def read_words(words: Mapping[str, Any], about: str) -> dict[str, StyleText]:
             unknown.append((pattern, str(word)))
     if unknown:
         what = f"{about} has a plan with words that have no equivalent style"
-        fix = "write a plan for it; known words: " + ", ".join(WORDS)
+        fix = "write a plan for it; known words: " + ", ".join(STYLES)
         raise PlanError(Problem("untranslatable-plan", what, rows=tuple(unknown), fix=fix))
     return styles
 
@@ -207,9 +208,14 @@ def _has_sharded_siblings(owner: str, styles: Mapping[str, StyleText]) -> bool:
     for parent in filter(None, (owner, owner.rpartition(".")[0])):
         siblings = [style for pattern, style in styles.items() if pattern.rpartition(".")[0] == parent]
         gathered = any(style.options.get("output") == "full" for style in siblings)
-        if {"colwise", "rowwise"} <= {style.word for style in siblings} and not gathered:
+        if _splits_and_sums(siblings) and not gathered:
             return True
     return False
+
+
+def _splits_and_sums(styles: Iterable[StyleText]) -> bool:
+    traits = [style.traits for style in styles]
+    return any(trait.splits_output for trait in traits) and any(trait.sums_output for trait in traits)
 
 
 def _local(foreign: ForeignPlan, units: Mapping[str, str]) -> list[str]:
@@ -259,7 +265,10 @@ def _key(text: str) -> str:
 
 def _is_gathered(style: StyleText) -> bool:
     """Whether activations are full between modules, so that heads and attributes keep their values."""
-    return style.word == "replicate" or "full" in (style.options.get("input"), style.options.get("output"))
+    return (style.traits.replicates and not style.traits.by_token) or "full" in (
+        style.options.get("input"),
+        style.options.get("output"),
+    )
 
 
 def _notes(foreign: ForeignPlan, heads: bool, local: bool, undecided: list[str]) -> Iterator[str]:
@@ -317,14 +326,15 @@ def _word(plan: Plan, rule: Rule, pattern: str) -> tuple[str, str]:
     """(the word, the reason why there is none); both are empty where `transformers` does the same without a rule."""
     style = rule.style
     outside = bool(plan.base) and not pattern.startswith(f"{plan.base}.")
-    if style.word == "gather" or (style.word in ("sequence", "replicate") and _is_implicit(plan, style, pattern)):
+    if style.traits.shares_input or (style.traits.replicates and _is_implicit(plan, style, pattern)):
         return "", ""
     if outside:
-        is_head = pattern in HEAD and style.word == "colwise" and style.options.get("output") in ("full", "vocabulary")
+        is_full = style.keeps_vocabulary or style.options.get("output") == "full"
+        is_head = pattern in HEAD and style.traits.splits_output and is_full
         return "", "" if is_head else "outside the base model the model's class decides"
     if any("*" in part and part != "*" for part in pattern.split(".")):
         return "", "a `*` of `transformers` matches a number only"
-    if style.word == "embedding" and _name_in_base(plan, pattern) == _EMBEDDING:
+    if style.traits.looks_up and _name_in_base(plan, pattern) == _EMBEDDING:
         return "", ""
     if len(style.unit) > 1:
         return "", "no word is for chunks of several sizes in one weight"
@@ -342,7 +352,7 @@ def _bare(style: StyleText) -> StyleText:
     options = {
         key: value for key, value in style.options.items() if key not in ("unit", "overlap") and value != "tokens"
     }
-    return StyleText("replicate" if style.word == "sequence" else style.word, options)
+    return StyleText("replicate" if style.traits.by_token else style.word, options)
 
 
 def _refused_attributes(plan: Plan) -> Iterator[Problem]:
@@ -357,7 +367,7 @@ def _dropped(plan: Plan) -> Iterator[str]:
     """Notes on what `transformers` does by itself or does not have."""
     if any(pattern in HEAD for rule in plan.rules for pattern in alternatives(rule.pattern)):
         yield "lm_head: the classes of `transformers` have a rule for it (_tp_plan): gathered, without loss parallelism"
-    if any(rule.style.word in ("gather", "sequence") for rule in plan.rules) or plan.region:
+    if any(rule.style.traits.shares_input or rule.style.traits.by_token for rule in plan.rules) or plan.region:
         yield "`transformers` has no sequence parallelism; each column linear reduces its input's gradient, `gather` does it once"
     if any(rule.style.unit for rule in plan.rules):
         counts = ", ".join(f"{name} ({size.source})" for name, size in plan.sizes.items())

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parallelize.styles.registry import ModuleFacts
+from parallelize.styles.style import ModuleFacts
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from parallelize.plan.resolved import ModuleRow, ParameterRow, RegionRow, Resolv
 from parallelize.plan.schema import Plan, Region, Rule
 from parallelize.plan.soundness import check_soundness
 from parallelize.styles.contract import Conversion, Use
-from parallelize.styles.notation import StyleText
-from parallelize.styles.registry import StyleContext, contract_of
+from parallelize.styles.style import StyleContext, StyleText, contract_of
 
 
 def resolve(plan: Plan, model: ModelFacts, tp_size: int) -> ResolvedPlan:
@@ -191,7 +190,7 @@ class _Resolver:
         )
 
     def _modules(self, rules: dict[str, Rule], region: RegionRow | None) -> dict[str, ModuleRow]:
-        gathered = {name for name, rule in rules.items() if rule.style.word == "gather"}
+        gathered = {name for name, rule in rules.items() if rule.style.traits.shares_input}
         rows = {}
         for name, rule in rules.items():
             context = StyleContext(
@@ -211,7 +210,9 @@ class _Resolver:
     def _check_replicated_in_region(self, name: str, rule: Rule) -> None:
         """A replicated parameter on sequence shards has a partial gradient, which `replicate` would not sum."""
         partial = rule.style.options.get("gradient") == "partial"
-        if rule.style.word == "replicate" and not partial and self.model.modules[name].shapes:
+        traits = rule.style.traits
+        replicates = traits.replicates and not traits.by_token
+        if replicates and not partial and self.model.modules[name].shapes:
             what = f"{generic(name)} runs on sequence shards, so each rank has only a part of its gradient"
             fix = "use `sequence`, which sums the gradient under sequence parallelism"
             self.problems.append(Problem("replicated-in-region", what, rule.where, fix=fix))
@@ -267,7 +268,7 @@ class _Resolver:
         for name in fact.names:
             owner, _, key = name.rpartition(".")
             row = modules.get(self.model.aliases[owner])
-            if row is not None and row.contract.style != "gather":
+            if row is not None and row.contract.owns_parameters:
                 if name in rules:
                     self._overlap(name, row.rule, rules[name])
                 yield row.rule, row.contract.uses.get(key, Use())
@@ -277,7 +278,7 @@ class _Resolver:
     def _claim_of_parameter(self, rule: Rule, owner: str, shape: tuple[int, ...]) -> Iterator[tuple[Rule, Use]]:
         """The claim of a rule whose pattern is a parameter's name."""
         facts = replace(self.model.modules[self.model.aliases[owner]], shapes={"value": shape})
-        if rule.style.word not in ("replicate", "shard"):
+        if not rule.style.traits.for_parameters:
             what = f"`{rule.style.word}` is for modules, and {rule.pattern!r} names a parameter"
             self.problems.append(Problem("wrong-module-for-style", what, rule.where, fix="`shard` or `replicate`"))
             return
@@ -314,7 +315,8 @@ class _Resolver:
         for parent in filter(None, (owner, owner.rpartition(".")[0])):
             siblings = [row.contract for name, row in modules.items() if name.rpartition(".")[0] == parent]
             gathered = any(contract.leave is Conversion.GATHER_LAST for contract in siblings)
-            if {"colwise", "rowwise"} <= {contract.style for contract in siblings} and not gathered:
+            splits = any(contract.traits.splits_output for contract in siblings)
+            if splits and any(contract.traits.sums_output for contract in siblings) and not gathered:
                 self.problems.append(
                     Problem(
                         "unclaimed-between-shards",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallelize.plan.options import STANDARD, Options, options_of
-from parallelize.styles.notation import StyleText
+from parallelize.styles.style import StyleText
 
 SCHEMA_VERSION = 1
 ATTENTION = ("causal", "bidirectional")

@@ -31,7 +31,7 @@ def check_soundness(
     """All problems for which the resolved rows would compute other numbers than the unsharded model."""
     yield from _unused_sizes(plan, model, modules)
     yield from _unplanned_owners(model, modules, parameters)
-    gathered = [name for name, row in modules.items() if row.contract.style == "gather"]
+    gathered = [name for name, row in modules.items() if row.contract.traits.shares_input]
     for name, row in modules.items():
         yield from _ordered(name, row, model, parameters)
         yield from _stored_once(name, row, model, parameters)
@@ -42,9 +42,14 @@ def check_soundness(
         yield from _counts_not_local(name, row, plan, model)
 
 
-def _siblings(name: str, modules: dict[str, ModuleRow], style: str) -> list[ModuleRow]:
+def _siblings(name: str, modules: dict[str, ModuleRow], trait: str) -> list[ModuleRow]:
+    """Rows of modules with the same parent whose style has this trait."""
     parent = name.rpartition(".")[0]
-    return [row for other, row in modules.items() if row.contract.style == style and other.rpartition(".")[0] == parent]
+    return [
+        row
+        for other, row in modules.items()
+        if getattr(row.contract.traits, trait) and other.rpartition(".")[0] == parent
+    ]
 
 
 def _weight(name: str, model: ModelFacts, parameters: dict[str, ParameterRow]) -> ParameterRow | None:
@@ -64,7 +69,7 @@ def _unused_sizes(plan: Plan, model: ModelFacts, modules: dict[str, ModuleRow]) 
                 for fqn, row in modules.items()
                 if fqn.rpartition(".")[0] in blocks
                 and model.modules[fqn].kind in ("linear", "conv1d")
-                and row.contract.compute != "rowwise"
+                and not row.contract.traits.sums_output
             }
             rows = (("siblings of sharded heads", "; ".join(sorted(siblings))),) if siblings else ()
             yield Problem("unused-size", what, size.where or plan.source, rows, fix)
@@ -104,7 +109,7 @@ def _stored_once(
     name: str, row: ModuleRow, model: ModelFacts, parameters: dict[str, ParameterRow]
 ) -> Iterator[Problem]:
     weight = _weight(name, model, parameters)
-    if row.contract.compute == "rowwise" and weight is not None and weight.layout.shared(0):
+    if row.contract.traits.sums_output and weight is not None and weight.layout.shared(0):
         what = f"{generic(name)} contracts over units that several ranks store, so the sum counts them more than once"
         yield Problem("shared-contraction", what, row.rule.where, fix="shard it by a size that tp divides")
 
@@ -122,9 +127,9 @@ def _replicated_among_shards(
 ) -> Iterator[Problem]:
     """A replicated parameter among sharded projections: only the author of the plan knows what its gradient is."""
     style, facts = row.rule.style, model.modules[name]
-    if row.contract.style not in ("replicate", "sequence") or not facts.shapes:
+    if not row.contract.traits.replicates or not facts.shapes:
         return
-    sharded_siblings = bool(_siblings(name, modules, "colwise") and _siblings(name, modules, "rowwise"))
+    sharded_siblings = bool(_siblings(name, modules, "splits_output") and _siblings(name, modules, "sums_output"))
     gradient = style.options.get("gradient")
     if inside and sharded_siblings and facts.kind == "norm" and gradient is None:
         what = (
@@ -140,8 +145,8 @@ def _replicated_among_shards(
 
 def _matching_splits(name: str, row: ModuleRow, model: ModelFacts, modules: dict[str, ModuleRow]) -> Iterator[Problem]:
     """The column split and the row split of a block must have the same units and the same width."""
-    rows = _siblings(name, modules, "rowwise")
-    if row.contract.style != "colwise" or row.contract.leave is not Conversion.NONE or not rows:
+    rows = _siblings(name, modules, "sums_output")
+    if not row.contract.traits.splits_output or row.contract.leave is not Conversion.NONE or not rows:
         return
     style = row.rule.style
     units = {other.rule.style.unit for other in rows}
@@ -151,9 +156,10 @@ def _matching_splits(name: str, row: ModuleRow, model: ModelFacts, modules: dict
         fix = "shard both factors of a matmul by the same size"
         yield Problem("units-do-not-meet", what, row.rule.where, fix=fix)
     elif not style.unit:
-        columns = {
-            _dim_size(other, model, 0) // other.rule.style.chunks for other in _siblings(name, modules, "colwise")
-        }
+        splitting = _siblings(name, modules, "splits_output")
+        if any("weight" not in model.modules[other.fqn].shapes for other in (*splitting, *rows)):
+            return  # not linears: only the author of their style knows their widths
+        columns = {_dim_size(other, model, 0) // other.rule.style.chunks for other in splitting}
         widths = [_dim_size(other, model, 1) for other in rows if not other.rule.style.unit]
         if not columns & set(widths) and all(not other.rule.style.options for other in rows):
             what = f"{where} do not match: {style} gives {sorted(columns)} columns, and the rows take {widths}"
@@ -172,7 +178,7 @@ def _counts_not_local(name: str, row: ModuleRow, plan: Plan, model: ModelFacts) 
     parent = name.rpartition(".")[0]
     parent_module = model.objects.get(model.aliases.get(parent, parent))
     local = {item.attribute for item in plan.local}
-    for unit in row.rule.style.unit if row.contract.style == "colwise" else ():
+    for unit in row.rule.style.unit if row.contract.traits.splits_output else ():
         source = plan.sizes[unit].source
         if isinstance(source, str) and source not in local and type(vars(parent_module).get(source)) is int and parent:
             what = f"{generic(parent)}.{source} counts the {unit} that {generic(name)} shards, and no `local:` makes it local"

@@ -8,8 +8,10 @@ Floor 1: torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 
 class Conversion(Enum):
@@ -72,11 +74,36 @@ class Use:
 
 
 @dataclass(frozen=True)
+class Traits:
+    """What other modules may ask about a style, so that none of them compares its word.
+
+    Attributes:
+        splits_output: its output features are sharded, before `leave` converts them (column linears).
+        sums_output: each rank computes one summand of the output, from a shard of the input's features (row linears).
+        shares_input: it converts an input once for the modules inside it, and owns no parameters.
+        replicates: all of its parameters are full on each rank.
+        by_token: it runs between blocks, on each token alone: on sequence shards under sequence parallelism.
+        keeps_layout: its output has whatever layout its input has.
+        looks_up: its rows are sharded over the vocabulary, and looked up by id.
+        for_parameters: a rule may give it to a bare parameter, as well as to a module.
+    """
+
+    splits_output: bool = False
+    sums_output: bool = False
+    shares_input: bool = False
+    replicates: bool = False
+    by_token: bool = False
+    keeps_layout: bool = False
+    looks_up: bool = False
+    for_parameters: bool = False
+
+
+@dataclass(frozen=True)
 class Contract:
     """What a style does to one module.
 
     Args:
-        style: the style's word.
+        style: the style's word, for messages. traits: what may be asked about it; `contract_of` sets them.
         enter: the conversion of the input.
         leave: the conversion of the output.
         argument: name of the input that `enter` converts; empty means the first.
@@ -89,6 +116,8 @@ class Contract:
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
         overlap: one of `OVERLAPS`, where the rule names one; empty means the plan's default.
+        forward_factory: for a style of your own: (module, group of tp) -> a forward(module, *args, **kwargs), which replaces the
+            module's own on more than one rank. None: by `compute`.
     """
 
     style: str
@@ -101,3 +130,29 @@ class Contract:
     split: tuple[str, ...] = ()
     local_attributes: dict[str, str] = field(default_factory=dict)
     overlap: str = ""
+    forward_factory: Callable[[Any, Any], Callable] | None = None
+    traits: Traits = field(default_factory=Traits)
+
+    @property
+    def owns_parameters(self) -> bool:
+        """Whether its rule claims the parameters of the module."""
+        return not self.traits.shares_input
+
+    @property
+    def takes_shard(self) -> bool:
+        """Whether the module is called with a shard of features, laid out as its weight."""
+        return self.enter is Conversion.NONE and (self.traits.sums_output or self.compute == "rms_norm")
+
+    @property
+    def adds_bias_after_sum(self) -> bool:
+        return self.compute == "rowwise"
+
+    @property
+    def defers_logits(self) -> bool:
+        """Whether the loss runs its matmul."""
+        return self.compute == "deferred_head"
+
+    @property
+    def trades_heads(self) -> bool:
+        """Whether its attention exchanges a sequence shard for a head shard over tp."""
+        return self.compute == "ulysses"

@@ -1,4 +1,4 @@
-"""Style text: `word`, or `word(argument, key=value)`, as plans write it.
+"""Reads style text: `word`, or `word(argument, key=value)`, as plans write it.
 
 Floor 1: torch-free.
 """
@@ -6,42 +6,13 @@ Floor 1: torch-free.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 
 from parallelize.errors import PlanError, Problem, did_you_mean
-from parallelize.styles.contract import OVERLAPS
+from parallelize.styles import builtin  # noqa: F401, so that its words are known
+from parallelize.styles.style import STYLES, StyleText
 
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\(([^()]*)\))?\s*\Z")
 _SIZES = re.compile(r"[A-Za-z_]\w*(?:\s*\+\s*[A-Za-z_]\w*)*\Z")
-
-# word -> options that it takes -> values allowed (None: free text)
-WORDS: dict[str, dict[str, tuple[str, ...] | None]] = {
-    "colwise": {
-        "unit": None,
-        "chunks": None,
-        "input": ("tokens",),
-        "output": ("shard", "full", "vocabulary"),
-        "overlap": OVERLAPS,
-    },
-    "rowwise": {"unit": None, "input": ("shard", "full"), "output": ("tokens",), "overlap": OVERLAPS},
-    "embedding": {},
-    "embedding_colwise": {},
-    "sequence": {},
-    "replicate": {"gradient": ("full", "partial")},
-    "gather": {"argument": None, "overlap": OVERLAPS},
-    "ulysses": {"split": None},
-    "rms_norm": {"unit": None},
-    "shard": {"dim": None, "unit": None, "chunks": None},
-}
-# word -> the option whose value may be written without its key
-POSITIONAL = {
-    "colwise": "unit",
-    "rowwise": "unit",
-    "gather": "argument",
-    "ulysses": "split",
-    "rms_norm": "unit",
-    "shard": "dim",
-}
 
 # words of `transformers` plans -> the style here; of two words with one meaning, the current one comes first
 TRANSFORMERS_WORDS = {
@@ -56,32 +27,6 @@ TRANSFORMERS_WORDS = {
 }
 # words with the same spelling and meaning in both
 _SHARED_WORDS = ("colwise", "rowwise", "embedding_colwise", "replicate")
-
-
-@dataclass(frozen=True)
-class StyleText:
-    """A style as a plan writes it, checked: the word and its options."""
-
-    word: str
-    options: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        options = ", ".join(
-            value if POSITIONAL.get(self.word) == key else f"{key}={value}" for key, value in self.options.items()
-        )
-        return f"{self.word}({options})" if options else self.word
-
-    def __hash__(self) -> int:
-        return hash(str(self))
-
-    @property
-    def unit(self) -> tuple[str, ...]:
-        text = self.options.get("unit", "")
-        return tuple(part.strip() for part in text.split("+")) if text else ()
-
-    @property
-    def chunks(self) -> int:
-        return int(self.options.get("chunks", "1"))
 
 
 def parse_style(text: str, where: str = "") -> StyleText:
@@ -101,8 +46,8 @@ def parse_style(text: str, where: str = "") -> StyleText:
             Problem("bad-style", f"cannot read {text!r}", where, fix="write `word` or `word(argument, key=value)`")
         )
     word, arguments = call.groups()
-    if word not in WORDS:
-        raise PlanError(Problem("unknown-style", f"no style is called {word!r}", where, fix=did_you_mean(word, WORDS)))
+    if word not in STYLES:
+        raise PlanError(Problem("unknown-style", f"no style is called {word!r}", where, fix=did_you_mean(word, STYLES)))
     options: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in (arguments or "").split(","))):
         key, value = _option(word, part, where)
@@ -123,8 +68,8 @@ def transformers_word(style: StyleText) -> str | None:
 def _option(word: str, part: str, where: str) -> tuple[str, str]:
     key, equals, value = (text.strip() for text in part.partition("="))
     if not equals:
-        key, value = POSITIONAL.get(word, ""), key
-    allowed = WORDS[word]
+        key, value = STYLES[word].positional, key
+    allowed = STYLES[word].options
     if key not in allowed:
         raise PlanError(
             Problem(

@@ -38,7 +38,7 @@ from parallelize.tensor.shared_edge import SharedEdge
 from parallelize.tensor.shared_input import SharedInput
 from parallelize.tensor.ulysses import ulysses_attention
 from parallelize.vocabulary.logits.sharded_logits import mark
-from parallelize.vocabulary.loss.fuse_loss import DEFERRED, deferred_head, mark_deferred
+from parallelize.vocabulary.loss.fuse_loss import deferred_head, mark_deferred
 
 
 class Installer:
@@ -123,8 +123,8 @@ class Installer:
                 planned.argument = argument_of(module, contract.argument)
             planned.enter = self._conversion(contract.enter, row, fused=False)
             planned.leave = self._conversion(contract.leave, row, fused=type(module) is nn.Linear)
-            planned.hide_bias = contract.compute == "rowwise" and planned.leave is not None
-            if contract.compute == DEFERRED:
+            planned.hide_bias = contract.adds_bias_after_sum and planned.leave is not None
+            if contract.defers_logits:
                 planned.leave = None
                 mark_deferred(module)
             forward = self._forward(module, row)
@@ -132,17 +132,19 @@ class Installer:
 
     def _forward(self, module: nn.Module, row: ModuleRow) -> Callable | None:
         """The forward of a style that replaces the module's own; None: `install` selects one."""
-        compute = row.contract.compute
-        if compute == DEFERRED:
+        contract = row.contract
+        if contract.defers_logits:
             return deferred_head(Vocabulary(self._width(row), self.group), self.resolved.plan.options.loss_parallel)
         if self.group.size == 1:
             return None
         forwards: dict[str, Callable[[], Callable]] = {
             "embedding": lambda: vocabulary_embedding(module, self.group),
             "rms_norm": lambda: sharded_rms_norm(self.group),
-            "ulysses": lambda: ulysses_attention(module, self.region, row.contract.split),
+            "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
         }
-        return forwards[compute]() if compute in forwards else None
+        if contract.forward_factory is not None:
+            return contract.forward_factory(module, self.group)
+        return forwards[contract.compute]() if contract.compute in forwards else None
 
     def _conversion(self, conversion: Conversion, row: ModuleRow, fused: bool) -> Callable | None:
         """The op of a boundary conversion, bound to its group; None where there is nothing to do."""

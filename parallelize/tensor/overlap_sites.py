@@ -50,15 +50,15 @@ def planned_call_sites(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Pl
     for fqn, row in resolved.modules.items():
         contract = row.contract
         requested = contract.overlap or resolved.plan.options.overlap
-        if requested == "off" or contract.compute == "deferred_head":
+        if requested == "off" or contract.defers_logits:
             continue
-        if contract.compute == "rowwise" and contract.leave in _ROW_OPS and is_plain_linear(model.objects[fqn]):
+        if contract.traits.sums_output and contract.leave in _ROW_OPS and is_plain_linear(model.objects[fqn]):
             yield PlannedCallSite(fqn, _ROW_OPS[contract.leave], requested)
-        elif contract.style == "colwise" and contract.enter in _COLUMN_OPS and is_plain_linear(model.objects[fqn]):
+        elif contract.traits.splits_output and contract.enter in _COLUMN_OPS and is_plain_linear(model.objects[fqn]):
             if requested == "auto" and _has_siblings(fqn, resolved):
                 continue  # they share one edge, which sends less than a collective matmul of each
             yield PlannedCallSite(fqn, _COLUMN_OPS[contract.enter], requested, (fqn,))
-        elif contract.style == "gather" and contract.enter in _COLUMN_OPS:
+        elif contract.traits.shares_input and contract.enter in _COLUMN_OPS:
             consumers = tuple(_consumers(fqn, resolved, model))
             if consumers:
                 yield PlannedCallSite(fqn, _COLUMN_OPS[contract.enter], requested, consumers)
@@ -71,17 +71,17 @@ def _has_siblings(fqn: str, resolved: ResolvedPlan) -> bool:
         other != fqn
         and other.rpartition(".")[0] == parent
         and row.contract.enter is enter
-        and row.contract.style == "colwise"
+        and row.contract.traits.splits_output
         for other, row in resolved.modules.items()
     )
 
 
 def _consumers(block: str, resolved: ResolvedPlan, model: ModelFacts) -> Iterator[str]:
     """The column linears whose nearest gathered ancestor is this block."""
-    blocks = {fqn for fqn, row in resolved.modules.items() if row.contract.style == "gather"}
+    blocks = {fqn for fqn, row in resolved.modules.items() if row.contract.traits.shares_input}
     for fqn, row in resolved.modules.items():
         if (
-            row.contract.style != "colwise"
+            not row.contract.traits.splits_output
             or row.contract.enter is not Conversion.NONE
             or row.contract.overlap == "off"
         ):
@@ -106,7 +106,6 @@ def check_call_sites(
 
     Raises: ModelError `no-overlap`, MeshError `no-symmetric-memory`.
     """
-    algorithm_of(resolved.plan.options.overlap)
     call_sites = tuple(planned_call_sites(resolved, model))
     if group.size == 1:  # there is no communication to overlap
         return ()
@@ -122,7 +121,8 @@ def check_call_sites(
     }
     missing = requested - {call_site.requested for call_site in call_sites}
     if missing:
-        linears = [fqn for fqn, row in resolved.modules.items() if row.contract.style in ("colwise", "rowwise")]
+        traits = {fqn: row.contract.traits for fqn, row in resolved.modules.items()}
+        linears = [fqn for fqn, trait in traits.items() if trait.splits_output or trait.sums_output]
         kinds = sorted({type(model.objects[fqn]).__name__ for fqn in linears}) or ["no column or row linears"]
         raise ModelError(
             Problem(

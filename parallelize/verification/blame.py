@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from parallelize.layout import Layout
 from parallelize.plan.pattern import generic
+from parallelize.styles.contract import Traits
 from parallelize.verification.compare import Errors
 from parallelize.verification.configuration import Configuration, Mode
 from parallelize.verification.evidence import Evidence
@@ -82,7 +83,7 @@ def _at_call(evidence: Evidence, mode: Mode, call: ModuleCall, kind: str, what: 
 def _suspects(evidence: Evidence, call: ModuleCall, raised: bool) -> list[ModuleCall]:
     """Calls that may have caused a call's wrong output, most likely first. Never empty."""
     row = evidence.row(call.name)
-    if row is not None and row.contract.style != "gather":
+    if row is not None and row.contract.owns_parameters:
         if not _has_expected_input(evidence, call):
             return _producers(evidence, call)
         return [call, *_unusual(evidence, evidence.before(call))]
@@ -104,8 +105,7 @@ def _has_expected_input(evidence: Evidence, call: ModuleCall) -> bool:
     if row is None or relation is None:
         return True
     layout = evidence.weight_layout(call.name)
-    takes_shard = row.contract.style == "rowwise" and row.rule.style.options.get("input") != "full"
-    if layout is not None and (takes_shard or row.contract.style == "rms_norm"):
+    if layout is not None and row.contract.takes_shard:
         if relation.kind == "shard" and relation.dim != 1 and not layout.is_canonical:
             return True  # the input's chunks are in order, so the layout of the weight is wrong
         return evidence.has_layout(call, "input", layout)
@@ -128,7 +128,7 @@ def _may_shard(evidence: Evidence, producer: ModuleCall, call: ModuleCall) -> bo
     """Whether a plan would shard this module's output: not that of a norm between blocks, nor of an embedding."""
     row = evidence.row(producer.name)
     are_siblings = producer.name.rpartition(".")[0] == call.name.rpartition(".")[0]
-    return evidence.is_linear(producer.name) or (are_siblings and row is not None and row.contract.style != "sequence")
+    return evidence.is_linear(producer.name) or (are_siblings and row is not None and not row.contract.traits.by_token)
 
 
 def _differs(layout: Layout | None, other: Layout) -> bool:
@@ -157,10 +157,9 @@ def _unique(calls: Iterable[ModuleCall]) -> list[ModuleCall]:
 def _may_lack_shard(evidence: Evidence, call: ModuleCall) -> bool:
     """Whether the output is full, and not because its rule sums it or because it is a norm between blocks."""
     row = evidence.row(call.name)
-    style = row.contract.style if row is not None else ""
-    return (
-        not _is_shard(evidence, call) and style != "rowwise" and (style != "sequence" or evidence.is_linear(call.name))
-    )
+    traits = row.contract.traits if row is not None else Traits()
+    is_block_norm = traits.by_token and not evidence.is_linear(call.name)
+    return not _is_shard(evidence, call) and not traits.sums_output and not is_block_norm
 
 
 def _is_shard(evidence: Evidence, call: ModuleCall) -> bool:

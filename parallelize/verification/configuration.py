@@ -137,7 +137,7 @@ class Configuration:
         if request.size("tp") == 1 or self.plan is None:
             return [Mode()]
         sequence = self.plan.region is not None
-        loss = any(rule.style.options.get("output") == "vocabulary" for rule in self.plan.rules)
+        loss = any(rule.style.keeps_vocabulary for rule in self.plan.rules)
         modes = [Mode(False, False)]
         modes += [Mode(True, False)] if sequence else []
         if loss and self._has_head():
@@ -148,7 +148,7 @@ class Configuration:
         """Whether the model has the head whose output the plan keeps sharded along the vocabulary."""
         assert self.plan is not None
         names = describe(self.model).aliases
-        rules = [rule for rule in self.plan.rules if rule.style.options.get("output") == "vocabulary"]
+        rules = [rule for rule in self.plan.rules if rule.style.keeps_vocabulary]
         patterns = [pattern for rule in rules for pattern in alternatives(rule.pattern)]
         return any(matches(pattern, name) for pattern in patterns for name in names)
 

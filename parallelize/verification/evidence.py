@@ -80,7 +80,7 @@ class Evidence:
     def rowwise_parents(self) -> set[str]:
         """Modules that contain a rowwise linear, whose input must be a shard."""
         rows = self.resolved.modules.items() if self.resolved else ()
-        return {name.rpartition(".")[0] for name, row in rows if row.contract.style == "rowwise"}
+        return {name.rpartition(".")[0] for name, row in rows if row.contract.traits.sums_output}
 
     # -- calls ------------------------------------------------------------------------------------------------------------
 

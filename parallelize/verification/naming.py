@@ -43,7 +43,7 @@ def _rule_of(evidence: Evidence, module: str) -> tuple[str, str]:
 
 def _fix(evidence: Evidence, module: str, kind: str) -> str:
     row = evidence.row(module)
-    if kind == "raised" and (row is None or row.contract.style == "gather") and not evidence.has_parameters(module):
+    if kind == "raised" and (row is None or row.contract.traits.shares_input) and not evidence.has_parameters(module):
         return "list the head counts and widths that its forward reads under `local:`; see that each colwise meets a rowwise"
     if kind == "permuted-chunks":
         return "name the chunks in the order of the weight: `colwise(heads + kv_heads + kv_heads)`, or `chunks=2`"

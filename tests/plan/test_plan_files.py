@@ -12,7 +12,8 @@ import yaml
 from parallelize import PlanError, load_plan, shipped_plans
 from parallelize.plan.load import parse_plan, plans_folder
 from parallelize.plan.pattern import alternatives, matches
-from parallelize.styles.notation import TRANSFORMERS_WORDS, WORDS, parse_style
+from parallelize.styles.notation import TRANSFORMERS_WORDS, parse_style
+from parallelize.styles.style import STYLES
 
 GOOD = "schema_version: 1\ntensor_parallel: {a: colwise}\n"
 
@@ -35,7 +36,7 @@ def test_the_published_schema_agrees(name):
 def test_the_published_schema_knows_every_style_word():
     pattern = json.loads((plans_folder() / "schema.json").read_text())["$defs"]["style"]["pattern"]
     words = pattern[pattern.index("(") + 1 : pattern.index(")")].split("|")
-    assert set(words) == set(WORDS) | set(TRANSFORMERS_WORDS)
+    assert set(words) == set(STYLES) | set(TRANSFORMERS_WORDS)
 
 
 MISTAKES = [

@@ -20,7 +20,7 @@ from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.resolve import resolve
 from parallelize.plan.schema import LocalAttribute, Plan, Rule
-from parallelize.styles.notation import StyleText
+from parallelize.styles.style import StyleText
 from parallelize.verification.api import verify
 from parallelize.verification.configuration import Request, build_configuration
 from parallelize.verification.result import Verification

@@ -112,11 +112,12 @@ def _layout_changes(record: PlanRecord) -> Iterator[tuple[str, ColumnOutput | No
     owners = {name: row for row in rows.values() for name in row.fact.names}
     for fqn, row in record.resolved.modules.items():
         weight = owners.get(f"{fqn}.weight")
-        style, leave = row.contract.style, row.contract.leave
-        if style == "colwise" and leave is Conversion.NONE and weight is not None and weight.layout.dim is not None:
+        traits, leave = row.contract.traits, row.contract.leave
+        if traits.splits_output and leave is Conversion.NONE and weight is not None and weight.layout.dim is not None:
             sharded[fqn] = weight.layout
-        elif style in ("colwise", "rowwise", "embedding", "embedding_colwise", "sequence", "replicate"):
-            partial_sums = weight is not None and weight.partial and style == "replicate"  # a norm on local heads
+        elif not traits.keeps_layout:
+            norm_of_heads = traits.replicates and not traits.by_token
+            partial_sums = weight is not None and weight.partial and norm_of_heads
             if not partial_sums:
                 unsharded.append(fqn)
     for fqn, layout in sharded.items():

@@ -10,15 +10,15 @@ from torch.distributed.tensor import Placement, Shard
 
 from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.layout import replicated
-from parallelize.styles.registry import ModuleFacts
+from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.planned_forward import install
 from parallelize.tensor.torch_styles.conversions import as_dtensor, convert, local_input
-from parallelize.tensor.torch_styles.style import Style, Target, planned_of
+from parallelize.tensor.torch_styles.style import ModuleStyle, Target, planned_of
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 
 
-class SequenceParallel(Style):
+class SequenceParallel(ModuleStyle):
     """Run a norm (or dropout) on sequence shards. Gradients of its replicated parameters are summed over ranks.
 
     Args:
@@ -54,7 +54,7 @@ class SequenceParallel(Style):
         install(target.module, planned)
 
 
-class PrepareModuleInput(Style):
+class PrepareModuleInput(ModuleStyle):
     """Convert inputs of a module, by position and by keyword, between layouts.
 
     Args:
@@ -114,7 +114,7 @@ class PrepareModuleInput(Style):
         target.module.register_forward_pre_hook(pre, with_kwargs=True)
 
 
-class PrepareModuleOutput(Style):
+class PrepareModuleOutput(ModuleStyle):
     """Convert outputs of a module between layouts.
 
     Args:
@@ -156,7 +156,7 @@ class PrepareModuleOutput(Style):
         target.module.register_forward_hook(post)
 
 
-class PrepareModuleInputOutput(Style):
+class PrepareModuleInputOutput(ModuleStyle):
     """`PrepareModuleInput` and `PrepareModuleOutput` in one style. `use_local_input` is the `use_local_output` of the former."""
 
     def __init__(

@@ -23,7 +23,7 @@ from parallelize.tensor.torch_styles.boundary import (
     SequenceParallel,
 )
 from parallelize.tensor.torch_styles.linear import ColwiseParallel, RowwiseParallel
-from parallelize.tensor.torch_styles.style import ParallelStyle, Style, target_of
+from parallelize.tensor.torch_styles.style import ModuleStyle, ParallelStyle, target_of
 
 
 def is_style(plan: Any) -> bool:
@@ -36,7 +36,7 @@ def is_style_dict(plan: Any) -> bool:
 
 def spelled(style: Any) -> str:
     """A style as text that is the same on every rank, without addresses."""
-    return repr(style) if isinstance(style, Style) else type(style).__qualname__
+    return repr(style) if isinstance(style, ModuleStyle) else type(style).__qualname__
 
 
 def match_styles(module: nn.Module, styles: Any) -> list[tuple[str, nn.Module, Any]]:
@@ -60,7 +60,7 @@ def match_styles(module: nn.Module, styles: Any) -> list[tuple[str, nn.Module, A
         matched += [(name, names[name], from_pytorch(style, names[name])) for name in matches]
     facts = describe(module)
     for name, _, style in matched:
-        if isinstance(style, Style):
+        if isinstance(style, ModuleStyle):
             try:
                 style.check(facts.modules[facts.aliases[name]], names[name])
             except ModelError as error:
@@ -82,7 +82,7 @@ def apply_styles(root: nn.Module, matched: list, mesh: DeviceMesh, source: int |
     edges: dict[Placement, SharedEdge] = {}
     ties = _Ties(root)
     for fqn, module, style in matched:
-        if isinstance(style, Style):
+        if isinstance(style, ModuleStyle):
             style.install(target_of(module, fqn, mesh, pending_reductions, source, edges))
         else:  # a style of PyTorch or of a third party
             copied = copy.copy(style)  # such a style may change itself while it is applied
@@ -117,7 +117,7 @@ def _output_options(style: Any) -> dict[str, Any]:
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_FROM_PYTORCH: dict[type, Callable[[Any], Style]] = {
+_FROM_PYTORCH: dict[type, Callable[[Any], ModuleStyle]] = {
     stock.ColwiseParallel: lambda style: ColwiseParallel(**_linear_options(style)),
     stock.RowwiseParallel: lambda style: RowwiseParallel(**_linear_options(style)),
     stock.SequenceParallel: lambda style: SequenceParallel(

@@ -13,14 +13,14 @@ from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import chunked, replicated
 from parallelize.ops.collectives import gather_dim
-from parallelize.styles.registry import ModuleFacts
+from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.embedding import check_embedding, vocabulary_embedding
 from parallelize.tensor.planned_forward import Planned, install
 from parallelize.tensor.torch_styles.conversions import as_dtensor, convert_output, dim_of, local_input
-from parallelize.tensor.torch_styles.style import Style, Target, planned_of, require_kind
+from parallelize.tensor.torch_styles.style import ModuleStyle, Target, planned_of, require_kind
 
 
-class ColwiseParallel(Style):
+class ColwiseParallel(ModuleStyle):
     """Split a linear's output features, or an embedding's columns.
 
     Weight [out, in] -> Shard(0), bias -> Shard(0), embedding weight -> Shard(1).
@@ -77,7 +77,7 @@ class ColwiseParallel(Style):
         install(target.module, planned)
 
 
-class RowwiseParallel(Style):
+class RowwiseParallel(ModuleStyle):
     """Split a linear's input features, or an embedding's rows; partial outputs are summed, the bias is added once.
 
     Weight [out, in] -> Shard(1), bias -> Replicate, embedding weight -> Shard(0).

@@ -19,7 +19,7 @@ from parallelize.comm.groups import Group, tp_mesh
 from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.layout import Layout
 from parallelize.plan.model_facts import describe
-from parallelize.styles.registry import ModuleFacts
+from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.planned_forward import Planned
 from parallelize.tensor.shared_edge import SharedEdge
 from parallelize.tensor.torch_styles.conversions import local_input
@@ -50,7 +50,7 @@ class Target:
         return self.edges[source]
 
 
-class Style(ParallelStyle):
+class ModuleStyle(ParallelStyle):
     """The base of the styles of this package. `_apply` is what PyTorch's `parallelize_module` calls."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -20,7 +20,6 @@ from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.styles.contract import Conversion
 from parallelize.vocabulary.logits.sharded_logits import ShardedLogits
-from parallelize.vocabulary.loss.fuse_loss import DEFERRED
 
 
 def install_generation(module: nn.Module) -> None:
@@ -71,7 +70,7 @@ def full_logits(module: nn.Module) -> Iterator[None]:
     rows = record.resolved.modules.values() if record is not None else ()
     with ExitStack() as hooks:
         for row in rows:
-            if row.contract.leave is Conversion.VOCABULARY or row.contract.compute == DEFERRED:
+            if row.contract.leave is Conversion.VOCABULARY or row.contract.defers_logits:
                 hooks.callback(module.get_submodule(row.fqn).register_forward_hook(_gather).remove)
         yield
 

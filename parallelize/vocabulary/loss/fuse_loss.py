@@ -21,7 +21,6 @@ from parallelize.vocabulary.logits.deferred_logits import defer, logits_of
 from parallelize.vocabulary.logits.head import Head, autocast_inputs
 
 T = torch.Tensor
-DEFERRED = "deferred_head"  # the `compute` of such a head's contract
 
 
 def deferred_head(vocabulary: Vocabulary, sharded: bool) -> Callable:
@@ -47,7 +46,7 @@ def wrong_heads(resolved: ResolvedPlan, model: ModelFacts) -> list[Problem]:
             fix="apply the plan with fuse_loss=False, and use `parallelize.linear_cross_entropy` in your own loop",
         )
         for fqn, row in resolved.modules.items()
-        if row.contract.compute == DEFERRED and not _is_linear(model.objects[fqn])
+        if row.contract.defers_logits and not _is_linear(model.objects[fqn])
     ]
 
 
@@ -84,7 +83,7 @@ def fuse_heads(module: nn.Module, plan: Plan | None) -> None:
         raise PlanError(*problems)
     for fqn, row in local.modules.items():
         head = local_facts.objects[fqn]
-        if row.contract.compute == DEFERRED and head._parameters.get("weight") is not None:
+        if row.contract.defers_logits and head._parameters.get("weight") is not None:
             head.__dict__["forward"] = MethodType(_plain_head, head)
             mark_deferred(head)
 

@@ -1,61 +1,13 @@
-"""From a style to its contract for one module.
-
-A builder sees the module through `ModuleFacts`, and its surroundings (the sequence-parallel region, a gathered input, the
-modes that are on) through `StyleContext`.
+"""The styles of this package, and how each makes a contract.
 
 Floor 1: torch-free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-
 from parallelize.errors import ModelError, Problem
-from parallelize.styles.contract import Contract, Conversion, Use
-from parallelize.styles.notation import StyleText
-
-
-@dataclass(frozen=True)
-class ModuleFacts:
-    """What a style needs to know of a module.
-
-    Attributes:
-        fqn: the module's name.
-        kind: "linear" (weight [out, in]), "conv1d" (weight [in, out], as GPT-2 stores it), "embedding", "norm", "other".
-        class_name: for messages.
-        shapes: full shapes of its direct parameters, by name.
-    """
-
-    fqn: str
-    kind: str
-    class_name: str
-    shapes: dict[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class StyleContext:
-    """The surroundings of a module, and the modes that are on.
-
-    Attributes:
-        sequence_parallel: the mode is on, and the module is inside the region.
-        loss_parallel, fuse_loss: the modes of the plan.
-        input_gathered: a module that contains this one has a `gather` rule.
-    """
-
-    sequence_parallel: bool = False
-    loss_parallel: bool = False
-    fuse_loss: bool = False
-    input_gathered: bool = False
-
-
-def contract_of(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
-    """The contract of `style` on `module`.
-
-    Raises: ModelError `wrong-module-for-style`.
-    """
-    contract = _BUILDERS[style.word](style, module, context)
-    return replace(contract, overlap=style.options["overlap"]) if "overlap" in style.options else contract
+from parallelize.styles.contract import OVERLAPS, Contract, Conversion, Traits, Use
+from parallelize.styles.style import ModuleFacts, Style, StyleContext, StyleText, register_style
 
 
 def _colwise(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
@@ -137,20 +89,6 @@ def _shard(style: StyleText, module: ModuleFacts, context: StyleContext) -> Cont
     return Contract("shard", uses=dict.fromkeys(module.shapes, use))
 
 
-_BUILDERS: dict[str, Callable[[StyleText, ModuleFacts, StyleContext], Contract]] = {
-    "colwise": _colwise,
-    "rowwise": _rowwise,
-    "embedding": _embedding,
-    "embedding_colwise": _embedding_colwise,
-    "sequence": _sequence,
-    "replicate": _replicate,
-    "gather": _gather,
-    "ulysses": _ulysses,
-    "rms_norm": _rms_norm,
-    "shard": _shard,
-}
-
-
 def _shared_input(context: StyleContext) -> Conversion:
     """How a column linear converts its input: not at all where the block gathers it once for all its projections."""
     if context.input_gathered:
@@ -190,3 +128,48 @@ def _check_kind(style: StyleText, module: ModuleFacts, kind: str) -> None:
 
 def _shapes(module: ModuleFacts) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in module.shapes.items()) or "none"
+
+
+_LINEAR = {"unit": None, "overlap": OVERLAPS}
+for _style in (
+    Style(
+        "colwise",
+        _colwise,
+        {**_LINEAR, "chunks": None, "input": ("tokens",), "output": ("shard", "full", "vocabulary")},
+        "unit",
+        Traits(splits_output=True),
+    ),
+    Style(
+        "rowwise",
+        _rowwise,
+        {**_LINEAR, "input": ("shard", "full"), "output": ("tokens",)},
+        "unit",
+        Traits(sums_output=True),
+    ),
+    Style("embedding", _embedding, traits=Traits(looks_up=True)),
+    Style("embedding_colwise", _embedding_colwise),
+    Style("sequence", _sequence, traits=Traits(replicates=True, by_token=True)),
+    Style(
+        "replicate",
+        _replicate,
+        {"gradient": ("full", "partial")},
+        traits=Traits(replicates=True, for_parameters=True),
+    ),
+    Style(
+        "gather",
+        _gather,
+        {"argument": None, "overlap": OVERLAPS},
+        "argument",
+        Traits(shares_input=True, keeps_layout=True),
+    ),
+    Style("ulysses", _ulysses, {"split": None}, "split", Traits(keeps_layout=True)),
+    Style("rms_norm", _rms_norm, {"unit": None}, "unit", Traits(keeps_layout=True)),
+    Style(
+        "shard",
+        _shard,
+        {"dim": None, "unit": None, "chunks": None},
+        "dim",
+        Traits(keeps_layout=True, for_parameters=True),
+    ),
+):
+    register_style(_style)

@@ -1,0 +1,139 @@
+"""What a style is: its word and options in a plan, the contract that it makes for a module, and what may be asked about it.
+
+A builder sees the module through `ModuleFacts`, and its surroundings (the sequence-parallel region, a gathered input, the
+modes that are on) through `StyleContext`. `builtin.py` has the styles of this package; `register_style` adds one.
+
+Floor 1: torch-free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from parallelize.errors import PlanError, Problem
+from parallelize.styles.contract import Contract, Traits
+
+_WORD = re.compile(r"[A-Za-z_]\w*\Z")
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """What a style needs to know of a module.
+
+    Attributes:
+        fqn: the module's name.
+        kind: "linear" (weight [out, in]), "conv1d" (weight [in, out], as GPT-2 stores it), "embedding", "norm", "other".
+        class_name: for messages.
+        shapes: full shapes of its direct parameters, by name.
+    """
+
+    fqn: str
+    kind: str
+    class_name: str
+    shapes: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class StyleContext:
+    """The surroundings of a module, and the modes that are on.
+
+    Attributes:
+        sequence_parallel: the mode is on, and the module is inside the region.
+        loss_parallel, fuse_loss: the modes of the plan.
+        input_gathered: a module that contains this one has a `gather` rule.
+    """
+
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    fuse_loss: bool = False
+    input_gathered: bool = False
+
+
+@dataclass(frozen=True)
+class Style:
+    """The definition of a style.
+
+    Attributes:
+        word: its name in plans.
+        build: (style text, module, surroundings) -> the contract for that module. It may raise ParallelizeError.
+        options: names of its options to the values allowed; None: any text.
+        positional: the option whose value may be written without its name.
+        traits: what may be asked about it.
+    """
+
+    word: str
+    build: Callable[[StyleText, ModuleFacts, StyleContext], Contract]
+    options: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
+    positional: str = ""
+    traits: Traits = field(default_factory=Traits)
+
+
+STYLES: dict[str, Style] = {}
+
+
+def register_style(style: Style) -> None:
+    """Make a style known by its word, in plan files and dicts. Register it on every rank, before plans are read.
+
+    Args:
+        style: the definition. Its contract says everything that is checked, explained, verified and run.
+
+    Raises: PlanError `bad-style` for a word that is no identifier, `repeated-style` for one that is taken.
+    Cost: no communication.
+    """
+    if not _WORD.match(style.word):
+        raise PlanError(Problem("bad-style", f"{style.word!r} is no word", fix="letters, digits and underscores"))
+    if STYLES.get(style.word, style) is not style:
+        raise PlanError(
+            Problem("repeated-style", f"a style is called {style.word!r} already", fix="choose another word")
+        )
+    STYLES[style.word] = style
+
+
+def contract_of(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
+    """The contract of `style` on `module`.
+
+    Raises: ModelError `wrong-module-for-style`, and what the style's builder raises.
+    """
+    contract = replace(style.definition.build(style, module, context), traits=style.traits)
+    return replace(contract, overlap=style.options["overlap"]) if "overlap" in style.options else contract
+
+
+@dataclass(frozen=True)
+class StyleText:
+    """A style as a plan writes it, checked: the word and its options."""
+
+    word: str
+    options: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        options = ", ".join(
+            value if self.definition.positional == key else f"{key}={value}" for key, value in self.options.items()
+        )
+        return f"{self.word}({options})" if options else self.word
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @property
+    def unit(self) -> tuple[str, ...]:
+        text = self.options.get("unit", "")
+        return tuple(part.strip() for part in text.split("+")) if text else ()
+
+    @property
+    def chunks(self) -> int:
+        return int(self.options.get("chunks", "1"))
+
+    @property
+    def definition(self) -> Style:
+        return STYLES[self.word]
+
+    @property
+    def traits(self) -> Traits:
+        return self.definition.traits
+
+    @property
+    def keeps_vocabulary(self) -> bool:
+        """Whether its output stays sharded over the vocabulary under loss parallelism."""
+        return self.options.get("output") == "vocabulary"

@@ -61,10 +61,10 @@ def gradients_of(model) -> dict[str, torch.Tensor]:
     return full_gradients(model) if planned else {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
-def relative(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+def relative(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Largest difference over the largest value, a tensor at a time (floored at a thousandth of the largest tensor's)."""
-    floor = 1e-3 * max(float(b.abs().max()) for b in want.values())
-    return max(float((got[n] - b).abs().max()) / max(float(b.abs().max()), floor) for n, b in want.items())
+    floor = 1e-3 * max(float(b.abs().max()) for b in expected.values())
+    return max(float((actual[n] - b).abs().max()) / max(float(b.abs().max()), floor) for n, b in expected.items())
 
 
 def main() -> None:

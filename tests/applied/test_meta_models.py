@@ -39,9 +39,9 @@ def test_materialised_and_loaded_equals_unsharded(family):
         planned_loss.backward()
         return planned_loss.detach(), full_gradients(net)
 
-    for planned_loss, got in run_ranks(2, body):
+    for planned_loss, actual in run_ranks(2, body):
         assert abs(planned_loss - loss.detach()) < 5e-6 * loss.detach()
-        assert worst(got, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})[0] < 5e-6
+        assert worst(actual, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})[0] < 5e-6
 
 
 class Table(nn.Module):

@@ -87,14 +87,14 @@ def test_conjugated_and_negated_buffers(tmp_path):
     module = nn.Linear(1, 1)
     module.register_buffer("conjugate", torch.tensor([1 + 2j, 3 - 1j]).conj())
     module.register_buffer("negative", torch._neg_view(torch.tensor([1.0, -2.0])))
-    wanted = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    expected = {name: buffer.clone() for name, buffer in module.named_buffers()}
     saved(tmp_path, module)
     with torch.no_grad():
         for buffer in module.buffers():
             buffer.zero_()
     load_checkpoint(tmp_path, module)
     assert all(
-        torch.equal(buffer.resolve_conj().resolve_neg(), wanted[name]) for name, buffer in module.named_buffers()
+        torch.equal(buffer.resolve_conj().resolve_neg(), expected[name]) for name, buffer in module.named_buffers()
     )
 
 

@@ -19,8 +19,8 @@ def equals_alone(
     inputs = {}
     if packed:
         inputs = {"position_ids": torch.cat([torch.arange(8), torch.arange(11)]).expand(4, -1).contiguous()}
-    want = alone(model, ids, targets, **inputs)
-    return error_of(on_mesh(model, sizes, ids, targets, inputs, **options), want)
+    expected = alone(model, ids, targets, **inputs)
+    return error_of(on_mesh(model, sizes, ids, targets, inputs, **options), expected)
 
 
 def moved_between_meshes(rank: int, folder: str) -> tuple[list[float], list[float]]:

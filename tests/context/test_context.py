@@ -34,10 +34,10 @@ LENGTH = 13
 def check(model, sizes, limit=1e-12, length=LENGTH, inputs=None, batch=2, **options):
     ids, targets = batch_of(length, batch)
     inputs = inputs or {}
-    want = alone(model, ids, targets, **inputs)
+    expected = alone(model, ids, targets, **inputs)
     world = torch.tensor(list(sizes.values())).prod().item()
     for result in run_ranks(world, lambda rank: on_mesh(model, sizes, ids, targets, inputs, **options)):
-        error, name = error_of(result, want)
+        error, name = error_of(result, expected)
         assert error <= limit, name
 
 
@@ -114,10 +114,10 @@ def test_padding(name, ulysses):
     mask[0, -4:] = 0  # padding at the end must not change earlier tokens, and its targets are ignored
     model, (ids, targets) = family(name), batch_of(LENGTH)
     targets[mask == 0] = -100
-    want = alone(model, ids, targets, attention_mask=mask)
+    expected = alone(model, ids, targets, attention_mask=mask)
     inputs = {"attention_mask": mask}
     for result in run_ranks(2, lambda rank: on_mesh(model, {"cp": 2}, ids, targets, inputs, ulysses=ulysses)):
-        error, where = error_of(result, want)
+        error, where = error_of(result, expected)
         assert error <= 1e-12, where
 
 
@@ -181,22 +181,22 @@ def test_a_model_of_ones_own(ulysses):
     reference = copy.deepcopy(model)
     loss = F.cross_entropy(reference(ids, torch.arange(LENGTH)).flatten(0, 1), targets.flatten())
     loss.backward()
-    want = {name: p.grad for name, p in reference.named_parameters()}
+    expected = {name: p.grad for name, p in reference.named_parameters()}
 
     def body(rank):
         sharded = copy.deepcopy(model)
         parallel = parallelize_model(sharded, build_mesh("cpu", cp=2), own_plan(), ulysses=ulysses)
         indices = torch.arange(LENGTH).unsqueeze(0)
-        got = (
+        actual = (
             parallel.step(ids, indices, targets=targets)
             if rank
             else parallel.step(ids, indices=indices, targets=targets)
         )
-        return got, {name: p.grad for name, p in sharded.named_parameters()}
+        return actual, {name: p.grad for name, p in sharded.named_parameters()}
 
-    for got, grads in run_ranks(2, body):
-        assert torch.allclose(got, loss.double(), rtol=1e-12)
-        assert worst(grads, want)[0] <= 1e-12
+    for actual, grads in run_ranks(2, body):
+        assert torch.allclose(actual, loss.double(), rtol=1e-12)
+        assert worst(grads, expected)[0] <= 1e-12
 
 
 def test_the_models_own_loss_counts_all_ranks():
@@ -209,9 +209,9 @@ def test_the_models_own_loss_counts_all_ranks():
     def body(rank):
         sharded = copy.deepcopy(model)
         context_parallel(sharded, build_mesh("cpu", cp=2))
-        got = sharded(input_ids=ids, labels=labels).loss
-        got.backward()
-        return got.detach(), {name: p.grad for name, p in sharded.named_parameters()}
+        actual = sharded(input_ids=ids, labels=labels).loss
+        actual.backward()
+        return actual.detach(), {name: p.grad for name, p in sharded.named_parameters()}
 
     parts = run_ranks(2, body)
     assert torch.allclose(sum(part for part, _ in parts), loss.detach(), rtol=1e-6)  # a loss in float32
@@ -302,15 +302,15 @@ def test_attention_dropout_is_refused():
 
 def test_a_copy_is_independent():
     model, (ids, _) = family("llama"), batch_of(LENGTH)
-    want = model(input_ids=ids).logits
+    expected = model(input_ids=ids).logits
 
     def body(rank):
         sharded = context_parallel(copy.deepcopy(model), build_mesh("cpu", cp=2))
         other = copy.deepcopy(sharded)
         with torch.no_grad():
             sharded.lm_head.weight.zero_()
-            got = gather_sequence(other, other(input_ids=ids).logits)
-        assert torch.allclose(got, want, rtol=1e-9)
+            actual = gather_sequence(other, other(input_ids=ids).logits)
+        assert torch.allclose(actual, expected, rtol=1e-9)
 
     run_ranks(2, body)
 
@@ -322,7 +322,7 @@ def test_in_a_custom_training_loop(zero):
     reference = copy.deepcopy(model)
     logits = reference(input_ids=ids).logits[:, :-1]
     F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()
-    want = {name: p.grad for name, p in reference.named_parameters()}
+    expected = {name: p.grad for name, p in reference.named_parameters()}
 
     def body(rank):
         mesh = build_mesh("cpu", dp=2, cp=2)
@@ -332,17 +332,17 @@ def test_in_a_custom_training_loop(zero):
         return {name: p.grad for name, p in sharded.named_parameters()} if zero == 0 else full_gradients(sharded)
 
     for grads in run_ranks(4, body):
-        assert worst(grads, want)[0] <= 5e-6  # the stock loss is float32
+        assert worst(grads, expected)[0] <= 5e-6  # the stock loss is float32
 
 
 def test_cp_of_one_rank_changes_nothing():
     model, (ids, _) = family("llama"), batch_of(LENGTH)
-    want = model(input_ids=ids).logits
+    expected = model(input_ids=ids).logits
 
     def body(rank):
         mesh = build_mesh("cpu", dp=1, cp=1)
         sharded = context_parallel(copy.deepcopy(model), mesh)
-        assert torch.equal(sharded(input_ids=ids).logits, want)
+        assert torch.equal(sharded(input_ids=ids).logits, expected)
         assert torch.equal(split_sequence(sharded, ids), ids)
         assert torch.equal(gather_sequence(sharded, ids), ids)
 
@@ -353,7 +353,7 @@ def test_cp_of_one_rank_changes_nothing():
 def test_checkpointing_of_transformers(ulysses):
     """Recompute by `torch.utils.checkpoint`, which does not know about cp."""
     model, (ids, targets) = family("llama"), batch_of(LENGTH)
-    want = alone(model, ids, targets)
+    expected = alone(model, ids, targets)
 
     def body(rank):
         sharded = copy.deepcopy(model)
@@ -361,7 +361,7 @@ def test_checkpointing_of_transformers(ulysses):
         return on_mesh(sharded, {"cp": 2}, ids, targets, {}, ulysses=ulysses)
 
     for result in run_ranks(2, body):
-        error, name = error_of(result, want)
+        error, name = error_of(result, expected)
         assert error <= 1e-12, name
 
 

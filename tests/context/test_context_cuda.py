@@ -30,11 +30,11 @@ def test_one_rank(dtype, limit, window):
     full = [torch.randn(2, heads, 300, 64, device="cuda", dtype=dtype).requires_grad_() for heads in (8, 2, 2)]
     grad = torch.randn(2, 8, 300, 64, device="cuda", dtype=dtype)
     out = ring_attention(*full, Group.alone(), (SequenceLayout(300).of_ring_rank(0),), masking)
-    got = [out, *torch.autograd.grad(out, full, grad)]
+    actual = [out, *torch.autograd.grad(out, full, grad)]
     wide = [x.detach().double().requires_grad_() for x in full]
     ref = reference(*wide, masking)
     expected_outputs = [ref, *torch.autograd.grad(ref, wide, grad.double())]
-    for value, expected in zip(got, expected_outputs, strict=True):
+    for value, expected in zip(actual, expected_outputs, strict=True):
         assert (value - expected).abs().max() <= limit * expected.abs().max()
 
 

@@ -20,12 +20,12 @@ from tests.support.threads import run_ranks
 @pytest.mark.parametrize("arguments", [{"num_items_in_batch": 100}, {"shift_labels": (IDS * 5) % 67}])
 def test_loss_arguments_of_the_caller_apply(arguments):
     model = family("llama")
-    want = model(input_ids=IDS, labels=IDS, **arguments).loss.detach()
+    expected = model(input_ids=IDS, labels=IDS, **arguments).loss.detach()
 
     def body(rank):
         return over_cp(model)(input_ids=IDS, labels=IDS, **arguments).loss.detach()
 
-    assert torch.allclose(sum(run_ranks(2, body)), want, rtol=1e-6)
+    assert torch.allclose(sum(run_ranks(2, body)), expected, rtol=1e-6)
 
 
 RESTARTING = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]])
@@ -42,9 +42,9 @@ def test_positions_and_masks_mean_what_they_mean_to_the_stock_model(name, mask):
         inputs["attention_mask"] = torch.ones_like(IDS)
     if mask == "left":
         inputs["attention_mask"][0, :2] = 0
-    got, want = outputs(family(name).eval(), **inputs)
+    actual, expected = outputs(family(name).eval(), **inputs)
     real = inputs["attention_mask"].bool() if mask == "left" else torch.ones_like(IDS).bool()
-    assert (got - want)[real].abs().max() <= 1e-12 * want[real].abs().max()
+    assert (actual - expected)[real].abs().max() <= 1e-12 * expected[real].abs().max()
 
 
 def test_verify_pads_in_front_over_cp():
@@ -71,7 +71,7 @@ positions: places
 """
     model = Own().double()
     x, first, second = torch.randn(3, 2, 6, 8, dtype=torch.float64)
-    want = model(x, first, second, places=torch.arange(6).unsqueeze(0))
+    expected = model(x, first, second, places=torch.arange(6).unsqueeze(0))
 
     def body(rank):
         over_ranks = over_cp(model, plan=parse_plan(text))
@@ -79,7 +79,7 @@ positions: places
             over_ranks(x, nothing=1)
         return gather_sequence(over_ranks, over_ranks(x, first, second))
 
-    assert torch.allclose(run_ranks(2, body)[0], want, rtol=1e-12)
+    assert torch.allclose(run_ranks(2, body)[0], expected, rtol=1e-12)
 
 
 def test_every_stage_has_checked_its_inputs_after_a_step():
@@ -99,7 +99,7 @@ def test_autocast_is_that_of_the_stock_model():
     model = family("llama", torch.float32)
     kinds = []
     with torch.autocast("cpu", torch.bfloat16):
-        want = model(input_ids=IDS).logits
+        expected = model(input_ids=IDS).logits
     exact = model.double()(input_ids=IDS).logits
     model.float()
 
@@ -117,9 +117,9 @@ def test_autocast_is_that_of_the_stock_model():
             with torch.autocast("cpu", torch.bfloat16):
                 return gather_sequence(over_ranks, over_ranks(input_ids=IDS).logits)
 
-    got = run_ranks(2, body)[0]
+    actual = run_ranks(2, body)[0]
     assert all(kind == {torch.bfloat16} for kind in kinds)
-    assert (got - exact).abs().mean() <= 2 * (want - exact).abs().mean()
+    assert (actual - exact).abs().mean() <= 2 * (expected - exact).abs().mean()
 
 
 @pytest.mark.parametrize("ulysses", [1, 2])
@@ -129,7 +129,7 @@ def test_a_recomputed_window_is_that_of_its_own_forward(ulysses):
     long, short = torch.arange(3, 27).view(1, 24), IDS
     reference = copy.deepcopy(model)
     (reference(input_ids=long).logits.sum() + reference(input_ids=short).logits.sum()).backward()
-    want = {name: p.grad for name, p in reference.named_parameters()}
+    expected = {name: p.grad for name, p in reference.named_parameters()}
 
     def body(rank):
         over_ranks = recompute(over_cp(model, ulysses=ulysses), "full", units="model.layers.*")
@@ -138,4 +138,4 @@ def test_a_recomputed_window_is_that_of_its_own_forward(ulysses):
         return {name: p.grad for name, p in over_ranks.named_parameters()}
 
     parts = run_ranks(2, body)
-    assert worst({name: sum(part[name] for part in parts) for name in want}, want)[0] <= 1e-12
+    assert worst({name: sum(part[name] for part in parts) for name in expected}, expected)[0] <= 1e-12

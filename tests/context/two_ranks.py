@@ -30,13 +30,13 @@ def refused(slug, model, *args, kind=ModelError, **inputs):
 
 def outputs(model, **inputs):
     """Logits of both, whole."""
-    want = model(**inputs, **({} if "bert" in type(model).__name__.lower() else {"use_cache": False})).logits
+    expected = model(**inputs, **({} if "bert" in type(model).__name__.lower() else {"use_cache": False})).logits
 
     def body(rank):
         parallel = over_cp(model)
         return gather_sequence(parallel, parallel(**inputs).logits)
 
-    return run_ranks(2, body)[0].detach(), want.detach()
+    return run_ranks(2, body)[0].detach(), expected.detach()
 
 
 def llama_head(name, **config):

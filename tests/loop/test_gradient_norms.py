@@ -22,7 +22,7 @@ def test_half_precision_norms_do_not_overflow():
 def test_norms_count_shared_heads_once_through_wrappers_and_moves():
     model, models = pair("llama", num_key_value_heads=1)
     step(model)
-    want = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
 
     def body(rank):
         net = planned(models, rank)
@@ -33,7 +33,7 @@ def test_norms_count_shared_heads_once_through_wrappers_and_moves():
         return [clip_grad_norm_(wrapper, 1e9), clip_grad_norm_(net, 1e9), clip_grad_norm_(net.parameters(), 1e9)]
 
     for norms in run_ranks(2, body):
-        assert all(abs(norm - want) < 1e-6 * want for norm in norms), (norms, want)
+        assert all(abs(norm - expected) < 1e-6 * expected for norm in norms), (norms, expected)
 
 
 def test_infinity_norm_of_an_empty_shard():

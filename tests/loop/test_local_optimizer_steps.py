@@ -33,8 +33,8 @@ def test_an_optimizer_step_with_a_closure_trains():
             assert optimizer.step(closure(net, optimizer)) > 0
         return {name: full_parameter(net, name).detach() for name, _ in net.named_parameters()}
 
-    for got in run_ranks(2, body):
-        assert worst(got, {n: p.detach() for n, p in model.named_parameters()})[0] < 1e-12
+    for actual in run_ranks(2, body):
+        assert worst(actual, {n: p.detach() for n, p in model.named_parameters()})[0] < 1e-12
 
 
 def test_a_failed_optimizer_step_restores_everything():

@@ -126,12 +126,12 @@ def dtensor_case() -> tuple[list, Any, Any]:
     shapes = ((4, 7, 6), (10, 6), (10,))
     leaves = [torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_() for shape in shapes]
     upstream = torch.randn(4, 7, 10, generator=random, dtype=torch.float64)
-    want = F.linear(*leaves)
-    want.backward(upstream)
-    return leaves, want.detach(), upstream
+    expected = F.linear(*leaves)
+    expected.backward(upstream)
+    return leaves, expected.detach(), upstream
 
 
-def run_on_dtensors(mesh: Any, overlap: str, leaves: list, want: Any, upstream: Any) -> None:
+def run_on_dtensors(mesh: Any, overlap: str, leaves: list, expected: Any, upstream: Any) -> None:
     """Every op on a mesh whose last axis is tp; rows are also sharded over an axis before it."""
     before = mesh.ndim - 1
 
@@ -142,16 +142,16 @@ def run_on_dtensors(mesh: Any, overlap: str, leaves: list, want: Any, upstream: 
             for leaf, placement in zip(leaves, placements, strict=True)
         ]
         out = function(*sharded)
-        assert out.shape == want.shape
+        assert out.shape == expected.shape
         (out * distribute_tensor(upstream, mesh, out.placements, src_data_rank=None)).sum().backward()
         assert not any(
             isinstance(placement, Partial) for leaf in sharded for placement in leaf.grad.placements[before:]
         )
-        pairs = [(out, want), *((shard.grad, leaf.grad) for shard, leaf in zip(sharded, leaves, strict=True))]
-        for got, expected in pairs:
-            full = got.full_tensor()
+        pairs = [(out, expected), *((shard.grad, leaf.grad) for shard, leaf in zip(sharded, leaves, strict=True))]
+        for actual, reference in pairs:
+            full = actual.full_tensor()
             full = full.reconcile() if hasattr(full, "reconcile") else full
-            assert (full - expected).abs().max() < 1e-12
+            assert (full - reference).abs().max() < 1e-12
 
     for save in ("gathered", "shard"):
         check(

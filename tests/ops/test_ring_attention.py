@@ -95,9 +95,9 @@ def check(cp, full, balanced, masking, documents, dtype, limit, width=8):
 
     results = run_ranks(cp, body)
     order = torch.tensor(layout.gathered_order())
-    got = torch.cat([out for out, _ in results], 2)[:, :, order]
+    actual = torch.cat([out for out, _ in results], 2)[:, :, order]
     error, name = worst(
-        {"out": got, **{str(n): torch.cat([g[n] for _, g in results], 2)[:, :, order] for n in range(3)}},
+        {"out": actual, **{str(n): torch.cat([g[n] for _, g in results], 2)[:, :, order] for n in range(3)}},
         {"out": expected.detach(), **{str(n): x for n, x in enumerate(expected_grads)}},
     )
     assert error <= limit, name
@@ -116,8 +116,8 @@ def test_in_half_precision_is_as_near_as_one_rank(dtype):
         shards = [local_tokens(x, layout, rank) for x in full_qkv]
         return ring_attention(*shards, group, tuple(map(layout.of_ring_rank, range(4))), masking)
 
-    got = torch.cat(run_ranks(4, body), 2)[:, :, torch.tensor(layout.gathered_order())]
+    actual = torch.cat(run_ranks(4, body), 2)[:, :, torch.tensor(layout.gathered_order())]
     one_rank = torch.nn.functional.scaled_dot_product_attention(*full_qkv, is_causal=True, scale=0.25)
-    assert got.dtype == dtype
+    assert actual.dtype == dtype
     # outputs of blocks are rounded before they are combined: a little more noise, of the same size
-    assert (got - expected).square().mean() <= 1.5**2 * (one_rank - expected).square().mean()
+    assert (actual - expected).square().mean() <= 1.5**2 * (one_rank - expected).square().mean()

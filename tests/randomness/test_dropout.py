@@ -57,10 +57,10 @@ def two_steps(model: nn.Module, planned: bool, rows: slice = slice(None)) -> Two
     return results
 
 
-def same(got: TwoSteps, want: TwoSteps, bound: float = TOLERANCE[torch.float64]) -> None:
-    for (loss, grads), (want_loss, want_grads) in zip(got, want, strict=True):
-        assert worst({"loss": loss}, {"loss": want_loss})[0] <= bound
-        error, name = worst(grads, want_grads)
+def same(actual: TwoSteps, expected: TwoSteps, bound: float = TOLERANCE[torch.float64]) -> None:
+    for (loss, grads), (expected_loss, expected_grads) in zip(actual, expected, strict=True):
+        assert worst({"loss": loss}, {"loss": expected_loss})[0] <= bound
+        error, name = worst(grads, expected_grads)
         assert error <= bound, f"{name} differs by {error:.1e}"
 
 
@@ -76,7 +76,7 @@ def one_process(family: str, kind: str = "sdpa", overrides: tuple = ()) -> tuple
 
 
 def check(family: str, tp: int, kind: str = "sdpa", sequence_parallel: bool = False, **overrides: Any) -> None:
-    model, want = one_process(family, kind, tuple(overrides.items()))
+    model, expected = one_process(family, kind, tuple(overrides.items()))
     models = [copy.deepcopy(model) for _ in range(tp)]
 
     def body(rank: int) -> TwoSteps:
@@ -84,8 +84,8 @@ def check(family: str, tp: int, kind: str = "sdpa", sequence_parallel: bool = Fa
         install_dropout(models[rank], SEED)
         return two_steps(models[rank], planned=True)
 
-    for got in run_ranks(tp, body):
-        same(got, want)
+    for actual in run_ranks(tp, body):
+        same(actual, expected)
 
 
 @pytest.mark.variants(every=4)
@@ -109,11 +109,11 @@ def test_shared_key_value_heads(kv_heads):
 
 
 def test_dropout_is_there():
-    model, want = one_process("llama")
-    assert worst({"": want[0][0]}, {"": two_steps(copy.deepcopy(model).eval(), False)[0][0]})[0] > 1e-5
+    model, expected = one_process("llama")
+    assert worst({"": expected[0][0]}, {"": two_steps(copy.deepcopy(model).eval(), False)[0][0]})[0] > 1e-5
     other = copy.deepcopy(model)
     install_dropout(other, SEED + 1)
-    assert worst({"": want[0][0]}, {"": two_steps(other, False)[0][0]})[0] > 1e-5
+    assert worst({"": expected[0][0]}, {"": two_steps(other, False)[0][0]})[0] > 1e-5
 
 
 # -- the batch cut in other ways ------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_data_ranks_draw_their_rows_of_the_mask(family):
     model = model_of(family)
     full = copy.deepcopy(model)
     install_dropout(full, SEED)
-    want = full(input_ids=BATCH[0]).logits.detach()
+    expected = full(input_ids=BATCH[0]).logits.detach()
     models = [copy.deepcopy(model) for _ in range(4)]
 
     def body(rank: int) -> torch.Tensor:
@@ -149,8 +149,8 @@ def test_data_ranks_draw_their_rows_of_the_mask(family):
         install_dropout(models[rank], SEED)
         return models[rank](input_ids=BATCH[0].chunk(2)[rank // 2]).logits.detach()
 
-    for rank, got in enumerate(run_ranks(4, body)):
-        assert worst({"": got}, {"": want.chunk(2)[rank // 2]})[0] <= 1e-12
+    for rank, actual in enumerate(run_ranks(4, body)):
+        assert worst({"": actual}, {"": expected.chunk(2)[rank // 2]})[0] <= 1e-12
 
 
 def test_the_clock_is_saved_and_forwards_without_dropout_do_not_count():
@@ -231,15 +231,15 @@ def test_recompute_draws_the_masks_of_its_own_forward(reentrant, order):
             outs.reverse()
         for out in [torch.stack(outs).sum()] if order == "together" else outs:
             out.backward()
-    got, want = gradients(recomputed, False), gradients(plain, False)
-    assert worst(got, want)[0] == 0.0
+    actual, expected = gradients(recomputed, False), gradients(plain, False)
+    assert worst(actual, expected)[0] == 0.0
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_the_toolkits_recompute(mode):
     from parallelize.recomputation.api import recompute
 
-    model, want = one_process("gpt2")
+    model, expected = one_process("gpt2")
     models = [copy.deepcopy(model) for _ in range(2)]
 
     def body(rank: int) -> TwoSteps:
@@ -248,13 +248,13 @@ def test_the_toolkits_recompute(mode):
         install_dropout(models[rank], SEED)
         return two_steps(models[rank], planned=True)
 
-    for got in run_ranks(2, body):
-        same(got, want)
+    for actual in run_ranks(2, body):
+        same(actual, expected)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_gradient_checkpointing_of_transformers(family):
-    model, want = one_process(family)
+    model, expected = one_process(family)
     models = [copy.deepcopy(model) for _ in range(2)]
 
     def body(rank: int) -> TwoSteps:
@@ -263,8 +263,8 @@ def test_gradient_checkpointing_of_transformers(family):
         install_dropout(models[rank], SEED)
         return two_steps(models[rank], planned=True)
 
-    for got in run_ranks(2, body):
-        same(got, want)
+    for actual in run_ranks(2, body):
+        same(actual, expected)
 
 
 class Twice(nn.Module):
@@ -355,8 +355,8 @@ def test_dropout_on_split_features_functions_and_attention(tp, sequence_parallel
     model = blocks(None)
     alone = copy.deepcopy(model)
     install_dropout(alone, SEED)
-    want = alone(inputs(1))
-    want.square().sum().backward()
+    expected = alone(inputs(1))
+    expected.square().sum().backward()
     models = [copy.deepcopy(model) for _ in range(tp)]
 
     def body(rank: int) -> tuple:
@@ -369,7 +369,7 @@ def test_dropout_on_split_features_functions_and_attention(tp, sequence_parallel
         return out.detach(), full_gradients(net)
 
     for out, grads in run_ranks(tp, body):
-        assert worst({"": out}, {"": want.detach()})[0] <= 1e-12
+        assert worst({"": out}, {"": expected.detach()})[0] <= 1e-12
         assert worst(grads, gradients(alone, False))[0] <= 1e-12
 
 
@@ -387,7 +387,7 @@ def test_dropout_on_a_chunk_of_a_packed_projection():
     model = Gated().double()
     alone = copy.deepcopy(model)
     install_dropout(alone, SEED)
-    want = alone(inputs(1)).detach()
+    expected = alone(inputs(1)).detach()
     models = [copy.deepcopy(model) for _ in range(2)]
     plan = "schema_version: 1\ntensor_parallel: {up: colwise(chunks=2), down: rowwise}"
 
@@ -396,8 +396,8 @@ def test_dropout_on_a_chunk_of_a_packed_projection():
         install_dropout(net, SEED)
         return net(inputs(1)).detach()
 
-    for got in run_ranks(2, body):
-        assert worst({"": got}, {"": want})[0] <= 1e-12
+    for actual in run_ranks(2, body):
+        assert worst({"": actual}, {"": expected})[0] <= 1e-12
 
 
 # -- the op itself --------------------------------------------------------------------------------------------------------
@@ -449,10 +449,12 @@ def test_attention_by_weights_is_sdpa(kind, dtype):
         options["scale"] = 0.3
     q, k, v = (part.to(dtype).requires_grad_() for part in (q, k, v))
     keep = torch.ones(2, 4, 5, 5, dtype=torch.bool)
-    got, want = attention(q, k, v, keep, 0.0, **options), F.scaled_dot_product_attention(q, k, v, **options)
+    actual, expected = attention(q, k, v, keep, 0.0, **options), F.scaled_dot_product_attention(q, k, v, **options)
     bound = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 0.03}[dtype]
-    assert got.dtype == dtype and worst({"": got}, {"": want})[0] < bound
-    for a, b in zip(torch.autograd.grad(got.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v)), strict=True):
+    assert actual.dtype == dtype and worst({"": actual}, {"": expected})[0] < bound
+    for a, b in zip(
+        torch.autograd.grad(actual.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True
+    ):
         assert float((a - b).abs().max()) < bound * 4
 
 

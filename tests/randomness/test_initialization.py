@@ -51,14 +51,14 @@ def stock_model(family: str, **overrides: Any) -> nn.Module:
     return cls(config)
 
 
-def differing(got: dict[str, torch.Tensor], want: nn.Module) -> list[str]:
+def differing(actual: dict[str, torch.Tensor], model: nn.Module) -> list[str]:
     """Names whose bits differ."""
-    expected = dict(want.named_parameters())
-    assert expected.keys() <= got.keys()
-    return [name for name, value in expected.items() if not torch.equal(got[name], value)]
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() <= actual.keys()
+    return [name for name, value in parameters.items() if not torch.equal(actual[name], value)]
 
 
-def check_planned(make: Any, want: nn.Module, tp: int, **options: Any) -> None:
+def check_planned(make: Any, unsharded: nn.Module, tp: int, **options: Any) -> None:
     """Every rank's part, put together, is the whole model."""
     plan = options.pop("plan", None)
     sequence_parallel = options.pop("sequence_parallel", None)
@@ -71,7 +71,7 @@ def check_planned(make: Any, want: nn.Module, tp: int, **options: Any) -> None:
         return full_state_dict(models[rank], every_rank=True)
 
     for state in run_ranks(tp, body):
-        assert not differing(state, want)
+        assert not differing(state, unsharded)
 
 
 # -- the toolkit's own generator ------------------------------------------------------------------------------------------
@@ -82,10 +82,10 @@ def check_planned(make: Any, want: nn.Module, tp: int, **options: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_mesh_gets_the_same_weights(family, tp):
     """From a meta model, whatever made it; from a model with weights; planned."""
-    want = initialize(on_meta(family), SEED)
+    expected = initialize(on_meta(family), SEED)
     for model in (built(family), stock_model(family)):
-        assert not differing(dict(initialize(model, SEED).named_parameters()), want)
-    check_planned(lambda: on_meta(family), want, tp, sequence_parallel=tp == 4)
+        assert not differing(dict(initialize(model, SEED).named_parameters()), expected)
+    check_planned(lambda: on_meta(family), expected, tp, sequence_parallel=tp == 4)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -119,9 +119,9 @@ def test_padding_of_stored_shards_is_zero():
 
 
 def test_bfloat16_weights_are_the_float32_ones_rounded():
-    want = initialize(on_meta("llama"), SEED)
+    expected = initialize(on_meta("llama"), SEED)
     half = initialize(on_meta("llama").to(torch.bfloat16), SEED)
-    for (name, a), (_, b) in zip(want.named_parameters(), half.named_parameters(), strict=True):
+    for (name, a), (_, b) in zip(expected.named_parameters(), half.named_parameters(), strict=True):
         assert torch.equal(a.to(torch.bfloat16), b), name
 
 
@@ -132,7 +132,7 @@ def test_data_axes_cut_what_tensor_parallelism_left(family, planned):
     """`fully_shard` over dp on top of tp (strided shards), and by itself."""
     from torch.distributed.fsdp import fully_shard
 
-    want = initialize(on_meta(family), SEED)
+    expected = initialize(on_meta(family), SEED)
     models = [on_meta(family) for _ in range(4)]
     sizes = {"dp": 2, "tp": 2} if planned else {"dp": 4}
 
@@ -144,9 +144,9 @@ def test_data_axes_cut_what_tensor_parallelism_left(family, planned):
             fully_shard(block, mesh=mesh["dp"])
         fully_shard(net, mesh=mesh["dp"])
         initialize(net, SEED)
-        for name, value in want.named_parameters():
-            got = full_parameter(net, name) if planned else net.get_parameter(name).full_tensor()
-            assert torch.equal(got, value), name
+        for name, value in expected.named_parameters():
+            actual = full_parameter(net, name) if planned else net.get_parameter(name).full_tensor()
+            assert torch.equal(actual, value), name
 
     run_ranks(4, body)
 
@@ -158,7 +158,7 @@ def test_pipeline_stages_get_their_part(family, stock):
     from parallelize.pipeline.cut import cut_pipeline
 
     sizes = {"tie_word_embeddings": True}
-    want = stock_model(family, **sizes) if stock else initialize(on_meta(family, **sizes), SEED)
+    expected = stock_model(family, **sizes) if stock else initialize(on_meta(family, **sizes), SEED)
     models = [(built if stock else on_meta)(family, **sizes) for _ in range(4)]
 
     def body(rank: int) -> set[str]:
@@ -167,12 +167,12 @@ def test_pipeline_stages_get_their_part(family, stock):
         parallelize_module(net, mesh["tp"])
         initialize(net, SEED, stock=stock)
         for name, _ in net.named_parameters():
-            assert torch.equal(full_parameter(net, name), want.get_parameter(name)), name
+            assert torch.equal(full_parameter(net, name), expected.get_parameter(name)), name
         return {name for name, _ in net.named_parameters()}
 
     first, _, last, _ = run_ranks(4, body)
     assert "model.embed_tokens.weight" in first and "lm_head.weight" in last
-    assert first | last == {name for name, _ in want.named_parameters(remove_duplicate=False)}
+    assert first | last == {name for name, _ in expected.named_parameters(remove_duplicate=False)}
 
 
 class Zoo(nn.Module):
@@ -226,15 +226,15 @@ class Orthogonal(nn.Module):
 
 
 def test_modules_of_torch_with_and_without_a_recording():
-    want = initialize(build_on_meta(Zoo), SEED)
+    expected = initialize(build_on_meta(Zoo), SEED)
     with torch.device("meta"):
         plain = Zoo()
-    got = initialize(plain, SEED)
-    assert plain.head.weight is plain.embed.weight and want.head.weight is want.embed.weight
-    assert not differing(dict(got.named_parameters()), want)
+    actual = initialize(plain, SEED)
+    assert plain.head.weight is plain.embed.weight and expected.head.weight is expected.embed.weight
+    assert not differing(dict(actual.named_parameters()), expected)
     for name, buffer in Zoo().named_buffers():
-        assert torch.equal(got.get_buffer(name), buffer) and torch.equal(want.get_buffer(name), buffer), name
-    assert not got.embed.weight[3].any() and got.embed.weight[2].any()
+        assert torch.equal(actual.get_buffer(name), buffer) and torch.equal(expected.get_buffer(name), buffer), name
+    assert not actual.embed.weight[3].any() and actual.embed.weight[2].any()
 
 
 def test_distributions_are_those_of_the_stock_model():
@@ -342,11 +342,11 @@ def test_seeds_and_names_give_other_numbers():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stock_numbers_of_whole_models(family):
-    want = stock_model(family)
-    got = initialize(built(family), SEED, stock=True)
-    assert not differing(dict(got.named_parameters()), want)
-    for name, buffer in want.named_buffers():
-        assert torch.equal(got.get_buffer(name), buffer), name
+    expected = stock_model(family)
+    actual = initialize(built(family), SEED, stock=True)
+    assert not differing(dict(actual.named_parameters()), expected)
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(actual.get_buffer(name), buffer), name
 
 
 @pytest.mark.variants(every=3)
@@ -365,17 +365,17 @@ def test_stock_numbers_of_plain_modules(tp):
         return nn.Sequential(nn.Embedding(31, 12), nn.LayerNorm(12), nn.Linear(12, 27), nn.Linear(27, 12))
 
     torch.manual_seed(SEED)
-    want = sequential()
-    check_planned(lambda: build_on_meta(sequential), want, tp, stock=True, plan=parse_plan(PLAN))
+    expected = sequential()
+    check_planned(lambda: build_on_meta(sequential), expected, tp, stock=True, plan=parse_plan(PLAN))
 
 
 @pytest.mark.parametrize("build", [Zoo, Own, Orthogonal])
 def test_stock_numbers_of_initialisers_of_every_kind(build):
     """Those too that look at what they drew, draw in parts with others between, or factorise."""
     torch.manual_seed(SEED)
-    want = build()
-    got = initialize(build_on_meta(build), SEED, stock=True)
-    assert not differing(dict(got.named_parameters()), want)
+    expected = build()
+    actual = initialize(build_on_meta(build), SEED, stock=True)
+    assert not differing(dict(actual.named_parameters()), expected)
 
 
 class Interleaved(nn.Module):
@@ -391,7 +391,7 @@ class Interleaved(nn.Module):
 
 def test_no_more_than_one_tensor_is_whole_while_stock_numbers_are_drawn(monkeypatch):
     torch.manual_seed(SEED)
-    want = Interleaved()
+    expected = Interleaved()
     alive: list[int] = []
     play = stock_numbers._Replayer._run_ops
 
@@ -401,8 +401,8 @@ def test_no_more_than_one_tensor_is_whole_while_stock_numbers_are_drawn(monkeypa
         return storages
 
     monkeypatch.setattr(stock_numbers._Replayer, "_run_ops", counted)
-    got = initialize(build_on_meta(Interleaved), SEED, stock=True)
-    assert not differing(dict(got.named_parameters()), want)
+    actual = initialize(build_on_meta(Interleaved), SEED, stock=True)
+    assert not differing(dict(actual.named_parameters()), expected)
     assert max(alive) == 1
 
 

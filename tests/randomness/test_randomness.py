@@ -165,8 +165,8 @@ def test_blocks_cover_everything_once_whatever_their_size(size, monkeypatch):
 def test_inverse_normal_is_accurate_to_the_last_bits():
     edges = torch.tensor([2.0**-53, 1e-15, 1e-10, 0.075, 0.425, 0.5, 0.925], dtype=torch.float64)
     u = torch.cat([open_uniform(KEYS[0], indices()), edges])
-    want = torch.special.ndtri(u)
-    assert float((inverse_normal(u) - want).abs().max()) < 1e-14
+    expected = torch.special.ndtri(u)
+    assert float((inverse_normal(u) - expected).abs().max()) < 1e-14
     assert torch.equal(inverse_normal(1.0 - u[: COUNT // 4]), -inverse_normal(u[: COUNT // 4]))  # symmetric
 
 
@@ -205,8 +205,8 @@ def test_inverse_normal_has_the_bits_of_plain_floats():
     """On any machine: nothing is fused, and no library is asked for a logarithm or a root."""
     edges = torch.tensor([2.0**-53, 1e-15, 3e-12, 0.07, 0.0751, 0.9, 1 - 2.0**-40], dtype=torch.float64)
     u = torch.cat([open_uniform(KEYS[0], indices(20_000)), edges])
-    want = torch.tensor([reference(x) for x in u.tolist()], dtype=torch.float64)
-    assert torch.equal(inverse_normal(u), want)
+    expected = torch.tensor([reference(x) for x in u.tolist()], dtype=torch.float64)
+    assert torch.equal(inverse_normal(u), expected)
 
 
 def test_log_is_accurate():
@@ -248,9 +248,11 @@ def moments(drawn: torch.Tensor) -> list[float]:
 )
 def test_distributions_have_their_moments(distribution, mean, std, kurtosis):
     drawn = distribution.draw(KEYS[0], indices())
-    got = moments(drawn) if std else [float(drawn.mean()), float(drawn.std()), 0.0, 0.0]
-    assert abs(got[0] - mean) < 5 * max(std, 1e-9) / math.sqrt(COUNT) and abs(got[1] - std) < 0.005 * max(std, 1e-9)
-    assert kurtosis is None or (abs(got[2]) < 0.03 and abs(got[3] - kurtosis) < 0.06)
+    actual = moments(drawn) if std else [float(drawn.mean()), float(drawn.std()), 0.0, 0.0]
+    assert abs(actual[0] - mean) < 5 * max(std, 1e-9) / math.sqrt(COUNT) and abs(actual[1] - std) < 0.005 * max(
+        std, 1e-9
+    )
+    assert kurtosis is None or (abs(actual[2]) < 0.03 and abs(actual[3] - kurtosis) < 0.06)
 
 
 def test_truncation_holds_and_scaling_is_that_of_the_numbers():
@@ -318,40 +320,40 @@ def test_what_is_outside_a_stream_does_not_notice_it():
         torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
 
     seeded()
-    want = [draws() for _ in range(3)]
+    expected = [draws() for _ in range(3)]
     seeded()
     here = streams()
-    got = [draws()]
+    actual = [draws()]
     with here("shared"):
         draws()
-    got.append(draws())
+    actual.append(draws())
     with pytest.raises(ZeroDivisionError), here("augment"):
         draws()
         raise ZeroDivisionError
-    got.append(draws())
-    assert got == want
+    actual.append(draws())
+    assert actual == expected
 
 
 def test_streams_nest_in_any_order_and_each_goes_on_where_it_was():
     plain, nested = streams(), streams()
-    want = {}
+    expected = {}
     for name in ("shared", "augment"):
         with plain(name):
-            want[name] = [draws() for _ in range(4)]
-    got: dict[str, list] = {"shared": [], "augment": []}
+            expected[name] = [draws() for _ in range(4)]
+    actual: dict[str, list] = {"shared": [], "augment": []}
     with nested("shared"):
-        got["shared"].append(draws())
+        actual["shared"].append(draws())
         with nested("augment"):
-            got["augment"].append(draws())
+            actual["augment"].append(draws())
             with nested("shared"):
-                got["shared"].append(draws())
-            got["augment"].append(draws())
-        got["shared"].append(draws())
+                actual["shared"].append(draws())
+            actual["augment"].append(draws())
+        actual["shared"].append(draws())
     with nested("augment"):
-        got["augment"] += [draws(), draws()]
+        actual["augment"] += [draws(), draws()]
     with nested("shared"):
-        got["shared"].append(draws())
-    assert got == want
+        actual["shared"].append(draws())
+    assert actual == expected
 
 
 def test_streams_are_saved_and_go_on():
@@ -362,14 +364,14 @@ def test_streams_are_saved_and_go_on():
     torch.save(here.state_dict(), file)
     assert file.tell() < 50_000
     with here("augment"):
-        want = draws()
+        expected = draws()
     with here("shared"):
         fresh = draws()
     file.seek(0)
     again = Streams(99, Mesh(dp=0, tp=1))
     again.load_state_dict(torch.load(file, weights_only=True))
     with again("augment"):
-        assert draws() == want
+        assert draws() == expected
     with again("shared"):
         assert draws() == fresh
     file.seek(0)
@@ -378,9 +380,9 @@ def test_streams_are_saved_and_go_on():
     with moved("augment"), streams(dp=1)("augment"):
         pass
     with moved("augment"):
-        got = draws()
+        actual = draws()
     with streams(dp=1)("augment"):
-        assert got == draws()
+        assert actual == draws()
 
 
 @pytest.mark.processes

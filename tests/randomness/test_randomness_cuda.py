@@ -84,11 +84,11 @@ def test_streams_keep_the_state_of_cuda():
     streams = Streams(1)
     streams.declare("a")
     torch.cuda.manual_seed(5)
-    want = torch.rand(4, device="cuda")
+    expected = torch.rand(4, device="cuda")
     torch.cuda.manual_seed(5)
     with streams("a"):
         first = torch.rand(4, device="cuda")
-    assert torch.equal(torch.rand(4, device="cuda"), want)
+    assert torch.equal(torch.rand(4, device="cuda"), expected)
     state = copy.deepcopy(streams.state_dict())
     with streams("a"):
         second = torch.rand(4, device="cuda")

@@ -38,9 +38,9 @@ def run(net: nn.Module, steps: int = 2, seed: int = 0) -> list[torch.Tensor]:
     return results
 
 
-def differing(got: list[torch.Tensor], want: list[torch.Tensor]) -> int:
-    assert len(got) == len(want)
-    return sum(not torch.equal(a, b) for a, b in zip(got, want, strict=True))
+def differing(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
+    assert len(actual) == len(expected)
+    return sum(not torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def dropout(rank: int, sequence_parallel: bool) -> list[int]:
@@ -48,8 +48,8 @@ def dropout(rank: int, sequence_parallel: bool) -> list[int]:
     model = tiny_model("gpt2", resid_pdrop=0.2, attn_pdrop=0.3, embd_pdrop=0.1)
     parallelize_module(model, build_mesh("cpu", tp=2), sequence_parallel=sequence_parallel)
     nets = [recompute(copy.deepcopy(model), **how) for how in CONFIGURATIONS]
-    want = run(model, seed=rank)
-    return [differing(run(net, seed=rank), want) for net in nets]
+    expected = run(model, seed=rank)
+    return [differing(run(net, seed=rank), expected) for net in nets]
 
 
 def fully_sharded(rank: int, when: str, mixed: bool, inner: bool) -> list[tuple[int, int, int]]:
@@ -76,10 +76,10 @@ def fully_sharded(rank: int, when: str, mixed: bool, inner: bool) -> list[tuple[
         return net
 
     seed = mesh.get_local_rank("dp")
-    want, results = run(made(None), seed=seed), []
+    expected, results = run(made(None), seed=seed), []
     for how in CONFIGURATIONS:
         net = made(how)
-        differs = differing(run(net, seed=seed), want)
+        differs = differing(run(net, seed=seed), expected)
         costs = recompute_cost(net).values()
         results.append((differs, sum(cost.forwards for cost in costs), sum(cost.replays for cost in costs)))
     return results
@@ -157,7 +157,7 @@ def compiled(rank: int, fullgraph: bool) -> list[tuple[float, dict[str, int], bo
         net, sent, graphs = copy.deepcopy(model), Counter(), []
         if how is not None:
             recompute(net, **how)
-        want = run(copy.deepcopy(net), 1)
+        expected = run(copy.deepcopy(net), 1)
 
         def count(graph, inputs, sent=sent):
             names = [str(node.target) for node in graph.graph.nodes]
@@ -171,9 +171,9 @@ def compiled(rank: int, fullgraph: bool) -> list[tuple[float, dict[str, int], bo
         torch._dynamo.reset()
         with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=fullgraph):
             net.model.layers[1].compile(fullgraph=fullgraph, backend=aot_autograd(fw_compiler=note, bw_compiler=count))
-            got = run(net, 1)
+            actual = run(net, 1)
         largest = max(
-            float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in zip(got, want, strict=True)
+            float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in zip(actual, expected, strict=True)
         )
         results.append((largest, dict(sent), bool(graphs)))
     torch._dynamo.reset()

@@ -73,11 +73,11 @@ def train(net: nn.Module, steps: int = 2, **options) -> list:
     return results
 
 
-def same(got: list, want: list) -> None:
-    for (loss, results), (want_loss, want_grads) in zip(got, want, strict=True):
-        assert torch.equal(loss, want_loss)
-        assert results.keys() == want_grads.keys()
-        assert not [name for name in want_grads if not torch.equal(results[name], want_grads[name])]
+def same(actual: list, expected: list) -> None:
+    for (loss, results), (expected_loss, expected_grads) in zip(actual, expected, strict=True):
+        assert torch.equal(loss, expected_loss)
+        assert results.keys() == expected_grads.keys()
+        assert not [name for name in expected_grads if not torch.equal(results[name], expected_grads[name])]
 
 
 def on_ranks(size: int, body, family: str = "llama", dtype: torch.dtype = torch.float32, **overrides) -> list:
@@ -103,10 +103,10 @@ def on_ranks(size: int, body, family: str = "llama", dtype: torch.dtype = torch.
 def test_bit_equal(family, dtype, size, sequence_parallel):
     def body(rank, planned):
         nets = [copy.deepcopy(planned) for _ in CONFIGURATIONS]
-        want = train(planned)
+        expected = train(planned)
         for net, how in zip(nets, CONFIGURATIONS, strict=True):
             recompute(net, **how)
-            same(train(net), want)
+            same(train(net), expected)
             assert all(cost.replays == 2 for cost in recompute_cost(net).values())
 
     on_ranks(size, body, family, dtype, num_key_value_heads=1, options={"sequence_parallel": sequence_parallel})
@@ -210,9 +210,9 @@ def test_overlapped_linears(sequence_parallel, how):
         net = recompute(copy.deepcopy(planned), **how)
         group = Group(dist.group.WORLD)
         with group.recording() as plain:
-            want = train(planned)
+            expected = train(planned)
         with group.recording() as sent:
-            same(train(net), want)
+            same(train(net), expected)
         extra = sum(size for _, size in sent) - sum(size for _, size in plain)
         assert extra > 0 if not how else extra == 0
 
@@ -387,9 +387,9 @@ def test_results_that_are_written_to(monkeypatch):
             planned = parallelize_module(models[rank], build_mesh("cpu", tp=2), parse_plan(BLOCK))
             net = recompute(copy.deepcopy(planned), "selective", save="collectives")
             for seed in range(3):
-                want, plain = count(run_block, planned, seed=seed)
+                expected, plain = count(run_block, planned, seed=seed)
                 results, again = count(run_block, net, seed=seed)
-                same(results, want)
+                same(results, expected)
                 assert (again - plain).total() == (2 if seed == 0 else 0)
 
         run_ranks(2, body)
@@ -478,12 +478,12 @@ def test_switched_while_running():
     model = tiny_model("llama")
     net = recompute(copy.deepcopy(model), "off", plan="llama")
     layers = net.model.layers
-    want = train(copy.deepcopy(model), 1)
+    expected = train(copy.deepcopy(model), 1)
 
     def replays() -> list[int]:
         net.load_state_dict(model.state_dict())
         before = [cost.replays for cost in recompute_cost(net).values()]
-        same(train(net, 1), want)
+        same(train(net, 1), expected)
         return [cost.replays - n for cost, n in zip(recompute_cost(net).values(), before, strict=True)]
 
     assert recomputed(net)["model.layers.0"] == "off" and replays() == [0, 0]
@@ -521,9 +521,9 @@ def test_hooks_run_once_and_copies_are_independent():
         recompute(planned, **COLLECTIVES)
         twin = copy.deepcopy(planned)
         set_recompute(twin, False)
-        want = train(twin, 1)
+        expected = train(twin, 1)
         assert recomputed(planned)["model.layers.0"] == "selective" and len(calls) == 2
-        same(train(planned, 1), want)
+        same(train(planned, 1), expected)
         assert len(calls) == 4
         assert [cost.replays for cost in recompute_cost(twin).values()] == [0, 0]
 

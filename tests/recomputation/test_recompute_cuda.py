@@ -56,12 +56,12 @@ def run(net: nn.Module, rate: float) -> tuple[torch.Tensor, dict[str, torch.Tens
 def test_replays_are_the_same_and_smaller(rate):
     """A wrong mask would change gradients by tens of percent; fused backward kernels sum in any order."""
     model = Layers(6).to("cuda", torch.bfloat16)
-    want, grads, plain = run(copy.deepcopy(model), rate)
+    expected, grads, plain = run(copy.deepcopy(model), rate)
     saved = {}
     for name, how in {"full": {}, "selective": {"mode": "selective"}}.items():
         net = recompute(copy.deepcopy(model), units="layers.*", **how)
-        out, got, saved[name] = run(net, rate)
-        assert torch.equal(out, want)
-        assert worst(got, grads)[0] < 0.03
+        out, actual, saved[name] = run(net, rate)
+        assert torch.equal(out, expected)
+        assert worst(actual, grads)[0] < 0.03
         assert all(cost.replays == 1 for cost in recompute_cost(net).values())
     assert saved["full"] < 0.3 * plain and saved["full"] < saved["selective"] < plain

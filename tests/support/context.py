@@ -79,13 +79,13 @@ def on_mesh(
     return results | {f"weight {name}": full_parameter(parallel.module, name) for name in local_names}
 
 
-def error_of(results: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
+def error_of(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
     """The worst relative error of losses, gradients and weights, each among its own kind."""
     errors = []
     for kind in ("loss", "grad", "weight"):
         of_kind = {name: value for name, value in results.items() if name.startswith(kind)}
         if of_kind:
-            errors.append(worst(of_kind, {name: want[name] for name in of_kind}))
+            errors.append(worst(of_kind, {name: expected[name] for name in of_kind}))
     return max(errors)
 
 

@@ -99,9 +99,9 @@ class ReferenceLinear:
             *map(self.local_weight, self.expected_grads[1 : n + 1]),
             *map(self.local_bias, self.expected_grads[n + 1 :]),
         ]
-        pairs = [(out, self.local_output(want.detach())) for out, want in zip(outs, self.outs, strict=True)]
-        for got, want in [*pairs, *zip(grads, expected, strict=True)]:
-            assert got.shape == want.shape, (self.op, got.shape, want.shape)
-            if got.numel():
-                error = (got - want).abs().max() / max(float(want.abs().max()), 1e-3)
+        pairs = [(out, self.local_output(reference.detach())) for out, reference in zip(outs, self.outs, strict=True)]
+        for actual, reference in [*pairs, *zip(grads, expected, strict=True)]:
+            assert actual.shape == reference.shape, (self.op, actual.shape, reference.shape)
+            if actual.numel():
+                error = (actual - reference).abs().max() / max(float(reference.abs().max()), 1e-3)
                 assert error <= bound, f"{self.op}: {float(error):.1e}"

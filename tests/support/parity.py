@@ -15,13 +15,13 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}
 LEARNING_RATE = 0.05
 
 
-def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
+def worst(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
     """Largest relative error and its name: max |a - b| over max |b|, floored at 1e-3 of the largest tensor's."""
-    assert got.keys() == want.keys(), got.keys() ^ want.keys()
-    floor = 1e-3 * max((float(b.abs().max()) for b in want.values() if b.numel()), default=0.0)
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    floor = 1e-3 * max((float(b.abs().max()) for b in expected.values() if b.numel()), default=0.0)
     errors = {
-        name: float((got[name] - b).abs().max()) / max(float(b.abs().max()), floor, 1e-30)
-        for name, b in want.items()
+        name: float((actual[name] - b).abs().max()) / max(float(b.abs().max()), floor, 1e-30)
+        for name, b in expected.items()
         if b.numel()
     }
     name = max(errors, key=errors.__getitem__)
@@ -106,12 +106,12 @@ def _grads(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def compare(got: dict[str, Any], want: dict[str, Any], dtype: torch.dtype) -> None:
+def compare(actual: dict[str, Any], expected: dict[str, Any], dtype: torch.dtype) -> None:
     """Assert that everything is equal to rounding."""
     bound = TOLERANCE[dtype]
     for key in ("inference", "logits", "loss", "inputs"):
-        error, _ = worst({key: got[key]}, {key: want[key]})
+        error, _ = worst({key: actual[key]}, {key: expected[key]})
         assert error <= bound, f"{key} differs by {error:.2e}"
     for key in ("grads", "grads twice", "weights"):
-        error, name = worst(got[key], want[key])
+        error, name = worst(actual[key], expected[key])
         assert error <= bound, f"{key}: {name} differs by {error:.2e}"

@@ -76,12 +76,12 @@ def odd_model(rank: int, schedule: str, stages_per_rank: int) -> float:
         y = torch.randn(4, length, 3, generator=generator, dtype=torch.float64)
         loss = pipeline.step(x, targets=y)
         parts = [unsharded(part) for part in x.split(2)]  # its control flow looks at a microbatch
-        want = (torch.cat(parts) - y).pow(2).mean()
-        want.backward()
-        errors.append(float((loss - want).abs()))
-    got = {n: p.grad for n, p in model.named_parameters()}
+        reference_loss = (torch.cat(parts) - y).pow(2).mean()
+        reference_loss.backward()
+        errors.append(float((loss - reference_loss).abs()))
+    actual = {n: p.grad for n, p in model.named_parameters()}
     expected = {n: p.grad for n, p in unsharded.named_parameters()}
-    errors.append(worst(got, {n: expected[n] for n in got})[0])
+    errors.append(worst(actual, {n: expected[n] for n in actual})[0])
     return max(errors)
 
 
@@ -104,8 +104,8 @@ def inputs_reach_every_stage(rank: int, first_stage_only: bool) -> float:
         pipeline.step()
     else:
         pipeline.step(input_ids=ids, targets=labels, **inputs)
-    got = {n: p.grad for n, p in model.named_parameters()}
-    return worst(got, {n: expected[n] for n in got})[0]
+    actual = {n: p.grad for n, p in model.named_parameters()}
+    return worst(actual, {n: expected[n] for n in actual})[0]
 
 
 class WithLoss(nn.Module):
@@ -132,8 +132,8 @@ def explicit_assignment(rank: int) -> float:
     loss = Pipeline(model, mesh, num_microbatches=2, loss=lambda out, _: out, count=lambda y: y.numel())
     loss.step(x, y, targets=y)
     expected = {n: p.grad for n, p in unsharded.named_parameters()}
-    got = {n: p.grad for n, p in model.named_parameters()}
-    return worst(got, {n: expected[n] for n in got})[0]
+    actual = {n: p.grad for n, p in model.named_parameters()}
+    return worst(actual, {n: expected[n] for n in actual})[0]
 
 
 class _Bomb(nn.Module):
@@ -163,8 +163,8 @@ def a_stage_fails(
     world = dist.get_world_size()
     model = build("blocks", torch.float64, world * stages_per_rank)
     ids, labels = tiny_batch(batch=8, length=5)
-    want_loss, want = reference(model, ids, labels)
-    want = {n.replace(f"blocks.{layer}.", f"blocks.{layer}.inner."): g for n, g in want.items()}
+    want_loss, expected = reference(model, ids, labels)
+    expected = {n.replace(f"blocks.{layer}.", f"blocks.{layer}.inner."): g for n, g in expected.items()}
     at = at if first else at + 4
     model.blocks[layer] = _Bomb(model.blocks[layer], at, backward)
     mesh = build_mesh("cpu", pp=world)
@@ -180,8 +180,8 @@ def a_stage_fails(
     assert raised is not None and raised.slugs == ("stage-failed",), raised
     assert all(p.grad is None for p in model.parameters())
     loss = pipeline.step(ids, targets=labels)
-    got = {n: p.grad for n, p in model.named_parameters()}
-    error = max(worst(got, {n: want[n] for n in got})[0], float((loss - want_loss).abs()))
+    actual = {n: p.grad for n, p in model.named_parameters()}
+    error = max(worst(actual, {n: expected[n] for n in actual})[0], float((loss - want_loss).abs()))
     return {"rows": dict(raised.problems[0].rows), "error": error, "cause": repr(raised.__cause__)}
 
 
@@ -300,14 +300,14 @@ def ties_in_the_plan(rank: int, members: tuple[str, ...]) -> float:
         owner, _, key = name.rpartition(".")
         setattr(unsharded.get_submodule(owner), key, first)
     ids, labels = tiny_batch(batch=8, length=5)
-    _, want = reference(unsharded, ids, labels)
+    _, expected = reference(unsharded, ids, labels)
     mesh = build_mesh("cpu", pp=dist.get_world_size())
     plan = Plan("tied", (), cuts=BLOCKS, ties=(Tie("one", members),))
     cut_pipeline(model, mesh, plan)
     ties = tie_parameters(model, plan)
     pipeline = Pipeline(model, mesh, num_microbatches=4)
     pipeline.step(ids, targets=labels)
-    got = {n: full_value(model, n, p.grad).clone() for n, p in model.named_parameters()}
+    actual = {n: full_value(model, n, p.grad).clone() for n, p in model.named_parameters()}
     pipeline.step(ids, targets=labels)  # on top of gradients that were summed
     twice = {n: full_value(model, n, p.grad) / 2 for n, p in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -321,7 +321,7 @@ def ties_in_the_plan(rank: int, members: tuple[str, ...]) -> float:
             return 1.0
         except ParallelizeError as error:
             assert error.slugs == ("ties-differ",)
-    return max(worst(grads, {n: want[n] for n in got})[0] for grads in (got, twice))
+    return max(worst(grads, {n: expected[n] for n in actual})[0] for grads in (actual, twice))
 
 
 class Ragged(nn.Module):

@@ -85,7 +85,7 @@ def largest_error(rank: int, family: str, options: dict[str, Any], broken: tuple
     reference = copy.deepcopy(model)
     loss = loss_of(reference(input_ids=ids).logits, labels)
     loss.backward()
-    want = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     mesh = build_mesh("cpu", tp=dist.get_world_size())
     parallelize_module(model, mesh, **options)
     context = Broken(*broken) if broken else _Nothing()
@@ -93,7 +93,7 @@ def largest_error(rank: int, family: str, options: dict[str, Any], broken: tuple
         ours = loss_of(model(input_ids=ids).logits, labels)
         ours.backward()
     grads = full_gradients(model)
-    return max(worst(grads, want)[0], worst({"": ours.detach()}, {"": loss.detach()})[0])
+    return max(worst(grads, expected)[0], worst({"": ours.detach()}, {"": loss.detach()})[0])
 
 
 def wrong_axis(rank: int) -> float:
@@ -203,10 +203,10 @@ def fully_sharded(rank: int, family: str, options: dict[str, Any], mixed: bool, 
             total = labels.numel()
             loss = loss_sum(model(input_ids=ids[local]).logits, labels[local]) / total
             (loss * mesh.size(0)).backward()  # fully_shard, used by hand, averages over dp
-            want = loss_sum(reference(input_ids=ids).logits, labels) / total
-            want.backward()
-        got = {n: full_parameter(model, n, model.get_parameter(n).grad) for n in names}
-        errors[f"grads {step}"] = worst(got, {n: p.grad for n, p in reference.named_parameters()})[0]
+            expected = loss_sum(reference(input_ids=ids).logits, labels) / total
+            expected.backward()
+        actual = {n: full_parameter(model, n, model.get_parameter(n).grad) for n in names}
+        errors[f"grads {step}"] = worst(actual, {n: p.grad for n, p in reference.named_parameters()})[0]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -255,7 +255,7 @@ def compiled(rank: int, backend: str, sequence_parallel: bool, overlap: str = "o
     def run() -> tuple:
         return step(), full_gradients(model)
 
-    want = run()
+    expected = run()
     torch._dynamo.reset()
     chosen: Any = backend
     if backend == "counting":
@@ -274,13 +274,13 @@ def compiled(rank: int, backend: str, sequence_parallel: bool, overlap: str = "o
         layer.compile(fullgraph=True, backend=chosen)
         run()
         sent.clear()
-        got = step(), full_gradients(model)
+        actual = step(), full_gradients(model)
     finally:
         Group.all_reduce = real
     torch._dynamo.reset()
     return {
-        "output": worst({"": got[0]}, {"": want[0]})[0],
-        "gradients": worst(got[1], want[1])[0],
+        "output": worst({"": actual[0]}, {"": expected[0]})[0],
+        "gradients": worst(actual[1], expected[1])[0],
         "compiled": dict(counts),
         "step": sent,
         "eager step": eager_sent,
@@ -305,11 +305,11 @@ def tied_state_and_reload(rank: int) -> None:
             again = copy.deepcopy(model.state_dict())
             model.load_state_dict(again)
             ids, labels = tiny_batch()
-            got = loss_of(model(input_ids=ids).logits, labels)
-            got.backward()
-            want = loss_of(other(input_ids=ids).logits, labels)
-            want.backward()
-            assert worst({"": got.detach()}, {"": want.detach()})[0] < 1e-12
+            actual = loss_of(model(input_ids=ids).logits, labels)
+            actual.backward()
+            expected = loss_of(other(input_ids=ids).logits, labels)
+            expected.backward()
+            assert worst({"": actual.detach()}, {"": expected.detach()})[0] < 1e-12
             if not assign:  # assigning breaks ties by identity in plain PyTorch too
                 grads = full_gradients(model)
                 assert worst(grads, {n: p.grad for n, p in other.named_parameters()})[0] < 1e-12
@@ -352,12 +352,12 @@ def tutorial(rank: int, kind: str, whose: str) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
     total = sum(counts.get_comm_counts().values())
-    want = nn.functional.cross_entropy(reference(ids).flatten(0, 1), ids.flatten())
-    want.backward()
+    expected = nn.functional.cross_entropy(reference(ids).flatten(0, 1), ids.flatten())
+    expected.backward()
     full = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in model.named_parameters()}
     value = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
     return {
-        "loss": abs(float(value) - float(want)) / float(want),
+        "loss": abs(float(value) - float(expected)) / float(expected),
         "grads": worst(full, {n: p.grad for n, p in reference.named_parameters()})[0],
         "collectives": total,
         "kinds": {str(op): count for op, count in counts.get_comm_counts().items()},
@@ -404,15 +404,15 @@ def dict_details(rank: int) -> None:
         local_x = x.chunk(2)[rank].clone() if cut == 0 else x.clone()
         local_x.requires_grad_()
         full_x = x.clone().requires_grad_()
-        got, want = planned(input=local_x), plain(full_x)
+        actual, expected = planned(input=local_x), plain(full_x)
         if cut == "out":
-            want_here = want.chunk(2)[rank]
+            want_here = expected.chunk(2)[rank]
         else:
-            want_here = want
-        assert worst({"": got}, {"": want_here})[0] < 1e-12
+            want_here = expected
+        assert worst({"": actual}, {"": want_here})[0] < 1e-12
         scale = torch.arange(10, dtype=torch.float64)
-        (got * scale).sum().backward()
-        (want * scale).sum().backward()
+        (actual * scale).sum().backward()
+        (expected * scale).sum().backward()
         if cut == 0:
             assert worst({"": local_x.grad}, {"": full_x.grad.chunk(2)[rank]})[0] < 1e-12
         else:
@@ -431,10 +431,10 @@ def dict_details(rank: int) -> None:
     parallelize_module(planned, mesh, gather)
     local_x = x.chunk(2)[rank].clone().requires_grad_()
     full_x = x.clone().requires_grad_()
-    got, want = planned(local_x), plain(full_x)
-    got.square().sum().backward()
-    want.square().sum().backward()
-    assert worst({"": got}, {"": want})[0] < 1e-12
+    actual, expected = planned(local_x), plain(full_x)
+    actual.square().sum().backward()
+    expected.square().sum().backward()
+    assert worst({"": actual}, {"": expected})[0] < 1e-12
     assert worst({"": local_x.grad}, {"": full_x.grad.chunk(2)[rank]})[0] < 1e-12
     assert worst({"": planned.weight.grad}, {"": plain.weight.grad})[0] < 1e-12
 
@@ -451,10 +451,10 @@ def dict_details(rank: int) -> None:
     ids = torch.tensor([[0, 3, 6], [1, 1, 5]])
     out = model["head"](model["embed"](ids))
     assert isinstance(out, DTensor) and tuple(out.shape) == (2, 3, 7)
-    want = plain["head"](plain["embed"](ids))
-    assert worst({"": out.full_tensor()}, {"": want})[0] < 1e-12
+    expected = plain["head"](plain["embed"](ids))
+    assert worst({"": out.full_tensor()}, {"": expected})[0] < 1e-12
     out.full_tensor().square().sum().backward()
-    want.square().sum().backward()
+    expected.square().sum().backward()
     assert worst({"": model["embed"].weight.grad.full_tensor()}, {"": plain["embed"].weight.grad})[0] < 1e-12
     from parallelize import shard_info
 
@@ -502,9 +502,9 @@ def dict_details(rank: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
     for name, parameter in plain.named_parameters():
-        got = odd.get_parameter(name)
-        got = got.full_tensor() if isinstance(got, DTensor) else got
-        assert worst({"": got.detach()}, {"": parameter.detach()})[0] < 1e-8, name
+        actual = odd.get_parameter(name)
+        actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
+        assert worst({"": actual.detach()}, {"": parameter.detach()})[0] < 1e-8, name
 
     # nothing is half applied, and mistakes are errors
     for plan, slug in (
@@ -728,8 +728,8 @@ def compiled_then_changed(rank: int) -> list[float]:
     def error() -> float:
         step(model)
         step(reference)
-        want = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-        return worst(full_gradients(model), want)[0]
+        expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+        return worst(full_gradients(model), expected)[0]
 
     step(model)
     model.load_state_dict(other.state_dict(), assign=True)

@@ -71,7 +71,7 @@ def bits(rank: int, op: str, dtype: torch.dtype, rows: int, features: int) -> di
         size = group.size
         parts = [half for part in left.chunk(size) for half in (part, *part.chunk(4))]
         of_full = [half for part in (left @ right).chunk(size) for half in (part, *part.chunk(4))]
-        return float(all(torch.equal(part @ right, want) for part, want in zip(parts, of_full, strict=True)))
+        return float(all(torch.equal(part @ right, expected) for part, expected in zip(parts, of_full, strict=True)))
 
     sync, chunked, again = run("off"), run("chunked"), run("chunked")
     full = torch.randn(rows, x.shape[-1], generator=random).to(dtype)
@@ -301,11 +301,11 @@ def auto_on_a_mesh(rank: int) -> dict[str, Any]:
     ids, labels = tiny_batch(length=9)
     loss_of(model(input_ids=ids).logits, labels).backward()
     loss_of(reference(input_ids=ids).logits, labels).backward()
-    want = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
     return {
         "profile": profile.as_dict(),
         "again": calibrate(mesh, torch.float64) is profile,
-        "error": worst(full_gradients(model), want)[0],
+        "error": worst(full_gradients(model), expected)[0],
         "report": overlap_report(model),
         "calls": overlap_counts(model),
     }

@@ -51,8 +51,8 @@ def test_functional_call_differentiates_through():
         losses(net).backward()
         return full_gradients(net)
 
-    for got in run_ranks(2, body):
-        assert worst(got, grads(model))[0] < 1e-12
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
 
 
 def test_a_second_derivative_is_refused():
@@ -78,6 +78,6 @@ def test_a_learned_logit_scale_gets_its_full_gradient():
         cross_entropy(net(input_ids=ids).logits * scale, labels).backward()
         return scale.grad
 
-    want = run(model)
-    for got in run_ranks(2, lambda rank: run(planned(models, rank))):
-        assert abs(got - want) < 1e-12
+    expected = run(model)
+    for actual in run_ranks(2, lambda rank: run(planned(models, rank))):
+        assert abs(actual - expected) < 1e-12

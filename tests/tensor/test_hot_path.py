@@ -57,8 +57,8 @@ def test_gradients_are_finished_dtensors_right_after_backward():
             assert parameter.grad.placements == parameter.placements, name
         return full_gradients(models[rank])
 
-    for got in run_ranks(2, body):
-        assert worst(got, grads(model))[0] < 1e-12
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
 
 
 def test_accumulation_pays_owed_gradients_once():
@@ -73,8 +73,8 @@ def test_accumulation_pays_owed_gradients_once():
                 step(models[rank], seed)
         return full_gradients(models[rank])
 
-    for got in run_ranks(2, body):
-        assert worst(got, grads(model))[0] < 1e-12
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
 
 
 def test_a_failed_backward_leaves_nothing_behind():
@@ -92,8 +92,8 @@ def test_a_failed_backward_leaves_nothing_behind():
         step(models[rank], 2)
         return full_gradients(models[rank])
 
-    for got in run_ranks(2, body):
-        assert worst(got, grads(model))[0] < 1e-12
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -110,8 +110,8 @@ def test_recompute(reentrant, length):
         step(models[rank], length=length)
         return full_gradients(models[rank])
 
-    for got in run_ranks(2, body):
-        assert worst(got, grads(model))[0] < 1e-12
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
 
 
 def test_recompute_with_two_lengths_alive():
@@ -138,8 +138,8 @@ def test_recompute_with_two_lengths_alive():
         assert error.value.slugs == ("ambiguous-sequence",)
         return gradients
 
-    for got in run_ranks(2, body):
-        assert worst(got, grads(model))[0] < 1e-12
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
 
 
 def test_to_another_dtype_and_back_and_freezing_later():
@@ -164,8 +164,8 @@ def test_to_another_dtype_and_back_and_freezing_later():
         assert all(isinstance(p, DTensor) for p in models[rank].parameters())
         return full_gradients(models[rank])
 
-    for got in run_ranks(2, body):
-        assert worst(got, grads(model))[0] < 1e-12
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
 
 
 def test_a_copy_is_independent():
@@ -183,8 +183,8 @@ def test_a_copy_is_independent():
         step(twin)
         return full_gradients(twin)
 
-    for got in run_ranks(2, body):
-        assert worst(got, grads(model))[0] < 1e-12
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
 
 
 def test_hooks_flags_buffers_and_attributes_are_kept():
@@ -292,9 +292,9 @@ def test_local_optimizer(kind, options):
             optimizer.zero_grad()
         return {name: full_parameter(net, name).detach() for name, _ in net.named_parameters()}
 
-    want = {n: p.detach() for n, p in model.named_parameters()}
-    for got in run_ranks(2, body):
-        assert worst(got, want)[0] < 1e-12
+    expected = {n: p.detach() for n, p in model.named_parameters()}
+    for actual in run_ranks(2, body):
+        assert worst(actual, expected)[0] < 1e-12
 
 
 def test_optimisers_that_mix_elements_are_refused():
@@ -308,7 +308,7 @@ def test_optimisers_that_mix_elements_are_refused():
 def test_clipping_counts_every_element_once(family, norm_type):
     model, models = pair(family, num_key_value_heads=1)
     step(model)
-    want = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
 
     def body(rank):
         parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
@@ -318,10 +318,10 @@ def test_clipping_counts_every_element_once(family, norm_type):
         again = clip_grad_norm_(models[rank], 1e9, norm_type)
         return norm, again, full_gradients(models[rank])
 
-    for norm, again, got in run_ranks(2, body):
-        assert abs(norm - want) < 1e-12 * want
-        assert abs(again - min(want, 0.5)) < 1e-5
-        assert worst(got, grads(model))[0] < 1e-12
+    for norm, again, actual in run_ranks(2, body):
+        assert abs(norm - expected) < 1e-12 * expected
+        assert abs(again - min(expected, 0.5)) < 1e-5
+        assert worst(actual, grads(model))[0] < 1e-12
 
 
 def test_clipping_refuses_what_is_not_finite():
@@ -368,8 +368,8 @@ def test_a_model_nobody_planned_for(tp):
     models = [copy.deepcopy(model) for _ in range(tp)]
     x = torch.randn(5, 6, dtype=torch.float64)
     want_x = x.clone().requires_grad_()
-    want = model(x=want_x)
-    want[0].square().sum().backward()
+    expected = model(x=want_x)
+    expected[0].square().sum().backward()
 
     def body(rank):
         net = models[rank]
@@ -380,10 +380,10 @@ def test_a_model_nobody_planned_for(tp):
         assert net.twice[0] is net.shared and out[2][0] == 3
         return out[0].detach(), planned_x.grad, full_gradients(net), shard_info(net)["scale"].slices(rank)
 
-    for out, grad, got, _ in run_ranks(tp, body):
-        assert worst({"": out}, {"": want[0].detach()})[0] < 1e-12
+    for out, grad, actual, _ in run_ranks(tp, body):
+        assert worst({"": out}, {"": expected[0].detach()})[0] < 1e-12
         assert worst({"": grad}, {"": want_x.grad})[0] < 1e-12
-        assert worst(got, grads(model))[0] < 1e-12
+        assert worst(actual, grads(model))[0] < 1e-12
 
 
 def test_checkpoint_of_a_plain_block():
@@ -397,8 +397,8 @@ def test_checkpoint_of_a_plain_block():
         checkpoint(lambda y: models[rank](x=y)[0], x.detach().requires_grad_(), use_reentrant=False).sum().backward()
         return full_gradients(models[rank])
 
-    for got in run_ranks(2, body):
-        assert worst(got, grads(model))[0] < 1e-12
+    for actual in run_ranks(2, body):
+        assert worst(actual, grads(model))[0] < 1e-12
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
@@ -416,14 +416,14 @@ def test_decoding_with_a_cache(family):
                 logits.append(out.logits[:, -1])
         return torch.stack(logits), cache.layers[0].keys.shape[1]
 
-    want, heads = decode(model)
+    expected, heads = decode(model)
 
     def body(rank):
         parallelize_module(models[rank], build_mesh("cpu", tp=2), sequence_parallel=True)
         return decode(models[rank])
 
-    for got, local_heads in run_ranks(2, body):
-        assert worst({"": got}, {"": want})[0] < 1e-12 and local_heads == heads // 2
+    for actual, local_heads in run_ranks(2, body):
+        assert worst({"": actual}, {"": expected})[0] < 1e-12 and local_heads == heads // 2
 
 
 def test_hidden_states_inside_the_region_are_refused():

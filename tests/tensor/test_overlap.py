@@ -37,12 +37,12 @@ from tests.tensor.test_planned_equals_unsharded import MODE_IDS, MODES, prepared
 
 
 def check(family: str, tp: int, mode: tuple[bool, bool], overlap: str, dtype: torch.dtype, **overrides: Any) -> list:
-    model, want, data = prepared(family, dtype, tuple(sorted(overrides.items())))
+    model, expected, data = prepared(family, dtype, tuple(sorted(overrides.items())))
     models = [copy.deepcopy(model) for _ in range(tp)]
     options = {"sequence_parallel": mode[0], "loss_parallel": mode[1], "overlap": overlap}
 
     def body(rank: int) -> dict:
-        compare(planned_run(models[rank], tp, data, **options), want, dtype)
+        compare(planned_run(models[rank], tp, data, **options), expected, dtype)
         return overlap_counts(models[rank])
 
     return run_ranks(tp, body)
@@ -156,16 +156,16 @@ HOWS = [
 def test_a_block_that(how, sequence_parallel):
     model, x = stack(how)
     models = [copy.deepcopy(model) for _ in range(2)]
-    out, want = gradients(model, x, 3)
+    out, expected = gradients(model, x, 3)
 
     def body(rank: int) -> None:
         overlap = "auto" if how == "derives another input" else "chunked"
         calibrate(build_mesh("cpu", tp=2), torch.float64, FAST)
         options = {"sequence_parallel": sequence_parallel, "overlap": overlap}
         parallelize_module(models[rank], build_mesh("cpu", tp=2), STACK_PLAN, **options)
-        got, _ = gradients(models[rank], x, 3)
-        assert worst({"": got}, {"": out})[0] < 1e-12
-        assert worst(full_gradients(models[rank]), want)[0] < 1e-12
+        actual, _ = gradients(models[rank], x, 3)
+        assert worst({"": actual}, {"": out})[0] < 1e-12
+        assert worst(full_gradients(models[rank]), expected)[0] < 1e-12
 
     run_ranks(2, body)
 
@@ -181,13 +181,13 @@ def test_a_block_that_writes_to_its_input(sequence_parallel, inference):
     model, x = stack("writes to its input")
     models = [copy.deepcopy(model) for _ in range(2)]
     with torch.no_grad():
-        want = model(x)
+        expected = model(x)
 
     def body(rank: int) -> None:
         options = {"sequence_parallel": sequence_parallel, "overlap": "chunked"}
         parallelize_module(models[rank], build_mesh("cpu", tp=2), STACK_PLAN, **options)
         with inference():
-            assert (models[rank](x) - want).abs().max() < 1e-12
+            assert (models[rank](x) - expected).abs().max() < 1e-12
 
     run_ranks(2, body)
 
@@ -229,15 +229,15 @@ def test_auto_with_uneven_widths(tp):
     """Ranks with other widths choose alike: 9 over 4 leaves the last rank nothing."""
     model, x = stack("as usual", inner=9)
     models = [copy.deepcopy(model) for _ in range(tp)]
-    out, want = gradients(model, x)
+    out, expected = gradients(model, x)
 
     def body(rank: int) -> None:
         mesh = build_mesh("cpu", tp=tp)
         calibrate(mesh, torch.float64, FAST)
         parallelize_module(models[rank], mesh, STACK_PLAN, sequence_parallel=True, overlap="auto")
-        got, _ = gradients(models[rank], x)
-        assert worst({"": got}, {"": out})[0] < 1e-12
-        assert worst(full_gradients(models[rank]), want)[0] < 1e-12
+        actual, _ = gradients(models[rank], x)
+        assert worst({"": actual}, {"": out})[0] < 1e-12
+        assert worst(full_gradients(models[rank]), expected)[0] < 1e-12
         assert all(fused == calls for calls, fused in overlap_counts(models[rank]).values())
 
     run_ranks(tp, body)
@@ -260,7 +260,7 @@ def test_auto_of_a_call_with_uneven_widths():
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_deferred_weight_gradients(sequence_parallel, recompute):
     """Every overlapped weight gets its gradient when asked for, key/value heads that ranks share too."""
-    model, want, data = prepared("llama", torch.float64, (("num_key_value_heads", 1),))
+    model, expected, data = prepared("llama", torch.float64, (("num_key_value_heads", 1),))
     models = [copy.deepcopy(model) for _ in range(2)]
     ids, labels = data[0]
 
@@ -279,7 +279,7 @@ def test_deferred_weight_gradients(sequence_parallel, recompute):
         assert len(deferred) > 0 and planned.model.layers[0].self_attn.k_proj.weight.grad is None
         deferred.compute()
         assert len(deferred) == 0
-        assert worst(full_gradients(planned), want["grads"])[0] < 1e-12
+        assert worst(full_gradients(planned), expected["grads"])[0] < 1e-12
 
     run_ranks(2, body)
 
@@ -287,7 +287,7 @@ def test_deferred_weight_gradients(sequence_parallel, recompute):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_recompute(sequence_parallel, reentrant):
-    model, want, data = prepared("llama", torch.float64)
+    model, expected, data = prepared("llama", torch.float64)
     models = [copy.deepcopy(model) for _ in range(2)]
     ids, labels = data[0]
 
@@ -299,13 +299,13 @@ def test_recompute(sequence_parallel, reentrant):
         if reentrant:
             planned.enable_input_require_grads()
         loss_of(planned(input_ids=ids).logits, labels).backward()
-        assert worst(full_gradients(planned), want["grads"])[0] < 1e-12
+        assert worst(full_gradients(planned), expected["grads"])[0] < 1e-12
 
     run_ranks(2, body)
 
 
 def test_a_failure_in_a_forward_and_then_a_step():
-    model, want, data = prepared("llama", torch.float64)
+    model, expected, data = prepared("llama", torch.float64)
     models = [copy.deepcopy(model) for _ in range(2)]
     ids, labels = data[0]
 
@@ -317,7 +317,7 @@ def test_a_failure_in_a_forward_and_then_a_step():
         handle.remove()
         assert planned.model.layers[0].self_attn._applied.planned.overlap.depth == 0
         loss_of(planned(input_ids=ids).logits, labels).backward()
-        assert worst(full_gradients(planned), want["grads"])[0] < 1e-12
+        assert worst(full_gradients(planned), expected["grads"])[0] < 1e-12
 
     run_ranks(2, body)
 
@@ -386,9 +386,9 @@ def test_overlap_that_cannot_be_is_an_error_before_anything_changes():
 def test_one_rank_has_nothing_to_overlap():
     def body(rank: int) -> None:
         model, x = stack("as usual")
-        want = model(x)
+        expected = model(x)
         parallelize_module(model, build_mesh("cpu", tp=1), STACK_PLAN, sequence_parallel=True, overlap="chunked")
-        assert torch.equal(model(x), want)
+        assert torch.equal(model(x), expected)
 
     run_ranks(1, body)
 
@@ -442,14 +442,14 @@ def test_a_weight_that_a_hook_changes_before_its_linear_runs(sequence_parallel):
     models = [copy.deepcopy(model) for _ in range(2)]
     model.layers[0].mlp.a.register_forward_pre_hook(halve)
     with torch.no_grad():
-        want = model(x)
+        expected = model(x)
 
     def body(rank: int) -> None:
         options = {"sequence_parallel": sequence_parallel, "overlap": "chunked"}
         planned = parallelize_module(models[rank], build_mesh("cpu", tp=2), STACK_PLAN, **options)
         planned.layers[0].mlp.a.register_forward_pre_hook(halve)
         with torch.no_grad():
-            assert (planned(x) - want).abs().max() < 1e-12
+            assert (planned(x) - expected).abs().max() < 1e-12
 
     run_ranks(2, body)
 
@@ -458,14 +458,14 @@ def test_training_a_block_that_writes_to_its_input():
     """No product is taken, so none of what was saved for them is needed."""
     model, x = stack("writes to its input")
     models = [copy.deepcopy(model) for _ in range(2)]
-    out, want = gradients(model, x, 1)
+    out, expected = gradients(model, x, 1)
 
     def body(rank: int) -> None:
         options = {"sequence_parallel": True, "overlap": "chunked"}
         planned = parallelize_module(models[rank], build_mesh("cpu", tp=2), STACK_PLAN, **options)
-        got, _ = gradients(planned, x, 1)
-        assert worst({"": got}, {"": out})[0] < 1e-12
-        assert worst(full_gradients(planned), want)[0] < 1e-12
+        actual, _ = gradients(planned, x, 1)
+        assert worst({"": actual}, {"": out})[0] < 1e-12
+        assert worst(full_gradients(planned), expected)[0] < 1e-12
 
     run_ranks(2, body)
 

@@ -43,11 +43,11 @@ def _rank(rank: int, port: int, overlap: str, backend: str) -> None:
     torch.testing.assert_close(x.grad, dx.chunk(2)[rank], rtol=1e-3, atol=1e-2)  # type: ignore[union-attr]
     part = full.chunk(2, dim=1)[rank].contiguous()
     columns = weights[0].chunk(2, dim=1)[rank].contiguous()
-    want = full @ weights[0].t()
+    expected = full @ weights[0].t()
     own = linear_reduce_scatter(part, columns, group=group, overlap=overlap)
-    torch.testing.assert_close(own, want.chunk(2)[rank], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(own, expected.chunk(2)[rank], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(
-        linear_all_reduce(part, columns, group=group, overlap=overlap), want, rtol=1e-3, atol=1e-3
+        linear_all_reduce(part, columns, group=group, overlap=overlap), expected, rtol=1e-3, atol=1e-3
     )
     dist.destroy_process_group()
 

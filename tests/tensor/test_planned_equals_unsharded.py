@@ -34,11 +34,11 @@ def prepared(family: str, dtype: torch.dtype, overrides: tuple = ()) -> tuple[An
 
 
 def check(family: str, tp: int, mode: tuple[bool, bool], dtype: torch.dtype = torch.float64, **overrides: Any) -> None:
-    model, want, data = prepared(family, dtype, tuple(sorted(overrides.items())))
+    model, expected, data = prepared(family, dtype, tuple(sorted(overrides.items())))
     models = [copy.deepcopy(model) for _ in range(tp)]
     options = {"sequence_parallel": mode[0], "loss_parallel": mode[1]}
-    for got in run_ranks(tp, lambda rank: planned_run(models[rank], tp, data, **options)):
-        compare(got, want, dtype)
+    for actual in run_ranks(tp, lambda rank: planned_run(models[rank], tp, data, **options)):
+        compare(actual, expected, dtype)
 
 
 @pytest.mark.variants(every=10)
@@ -96,14 +96,14 @@ def test_eight_ranks(mode):
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_bfloat16_stays_within_its_epsilon(family):
     """Both runs round at every op; they may differ by a few epsilons of the largest value, times the depth."""
-    model, want, data = prepared(family, torch.bfloat16)
+    model, expected, data = prepared(family, torch.bfloat16)
     models = [copy.deepcopy(model) for _ in range(2)]
     epsilon, roundings = 2.0**-8, 16
-    for got in run_ranks(2, lambda r: planned_run(models[r], 2, data, steps=0, sequence_parallel=True)):
-        assert worst({"": got["logits"].float()}, {"": want["logits"].float()})[0] <= roundings * epsilon
+    for actual in run_ranks(2, lambda r: planned_run(models[r], 2, data, steps=0, sequence_parallel=True)):
+        assert worst({"": actual["logits"].float()}, {"": expected["logits"].float()})[0] <= roundings * epsilon
         exact = {n: g.float() for n, g in prepared(family, torch.float32)[1]["grads"].items()}
-        ours = worst({n: g.float() for n, g in got["grads"].items()}, exact)[0]
-        theirs = worst({n: g.float() for n, g in want["grads"].items()}, exact)[0]
+        ours = worst({n: g.float() for n, g in actual["grads"].items()}, exact)[0]
+        theirs = worst({n: g.float() for n, g in expected["grads"].items()}, exact)[0]
         assert ours <= 2 * theirs + roundings * epsilon
 
 
@@ -115,7 +115,7 @@ def test_frozen_base_with_a_few_trained_parameters(family, sequence_parallel):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     data = batches()
-    want = reference_run(model, data)
+    expected = reference_run(model, data)
     models = [copy.deepcopy(model) for _ in range(2)]
 
     def body(rank: int) -> dict:
@@ -123,5 +123,5 @@ def test_frozen_base_with_a_few_trained_parameters(family, sequence_parallel):
         assert [n for n, p in models[rank].named_parameters() if p.requires_grad] == trained
         return results
 
-    for got in run_ranks(2, body):
-        compare(got, want, torch.float64)
+    for actual in run_ranks(2, body):
+        compare(actual, expected, torch.float64)

@@ -18,7 +18,7 @@ def test_prompts_of_one_token_per_rank(tp):
     """gpt2's Conv1D takes a view of what was gathered."""
     model = lively_model("gpt2")
     ids = torch.randint(3, 67, (3, tp), generator=torch.Generator().manual_seed(1))
-    want = model(input_ids=ids).logits
+    expected = model(input_ids=ids).logits
     models = [copy.deepcopy(model) for _ in range(tp)]
 
     def body(rank):
@@ -26,4 +26,4 @@ def test_prompts_of_one_token_per_rank(tp):
         return net(input_ids=ids).logits
 
     for actual in run_ranks(tp, body):
-        assert worst({"": actual}, {"": want})[0] < 1e-12
+        assert worst({"": actual}, {"": expected})[0] < 1e-12

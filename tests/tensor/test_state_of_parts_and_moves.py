@@ -19,16 +19,18 @@ from tests.tensor.test_hot_path import BOTH, pair, step
 
 def test_parts_of_a_model_give_their_state_in_original_order():
     model, models = pair("gpt2")
-    want = model.transformer.state_dict()
+    expected = model.transformer.state_dict()
 
     def body(rank):
         net = planned(models, rank)
         state = net.transformer.state_dict()
         for name, value in state.items():
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
-            assert torch.equal(value, want[name]), name
-        net.transformer.load_state_dict(copy.deepcopy(dict(want)))
-        assert torch.equal(full_parameter(net, "transformer.h.0.attn.c_attn.weight"), want["h.0.attn.c_attn.weight"])
+            assert torch.equal(value, expected[name]), name
+        net.transformer.load_state_dict(copy.deepcopy(dict(expected)))
+        assert torch.equal(
+            full_parameter(net, "transformer.h.0.attn.c_attn.weight"), expected["h.0.attn.c_attn.weight"]
+        )
 
     run_ranks(2, body)
 
@@ -64,13 +66,13 @@ def test_moving_a_model_frees_old_storage():
 @pytest.mark.parametrize("family", ["phi3", "gpt2"])
 def test_the_full_state_dict_is_on_rank_0(family):
     model, models = pair(family)
-    want = model.state_dict()
+    expected = model.state_dict()
 
     def body(rank):
         parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
         return full_state_dict(models[rank])
 
     first, second = run_ranks(2, body)
-    assert second == {} and first.keys() == want.keys()
-    assert all(torch.equal(first[name], value) for name, value in want.items())
+    assert second == {} and first.keys() == expected.keys()
+    assert all(torch.equal(first[name], value) for name, value in expected.items())
     copy.deepcopy(model).load_state_dict(first)

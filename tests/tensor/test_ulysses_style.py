@@ -60,10 +60,10 @@ def test_heads_that_do_not_divide():
 def check(family, tp, dtype, overrides=None, **options):
     model = tiny_model(family, dtype, **(overrides or {}))
     batches = [tiny_batch(seed=1), tiny_batch(seed=2)]
-    want, plan = reference_run(model, batches), plan_of(family)
+    expected, plan = reference_run(model, batches), plan_of(family)
     models = [copy.deepcopy(model) for _ in range(tp)]
-    for got in run_ranks(tp, lambda rank: planned_run(models[rank], tp, batches, plan=plan, **options)):
-        compare(got, want, dtype)
+    for actual in run_ranks(tp, lambda rank: planned_run(models[rank], tp, batches, plan=plan, **options)):
+        compare(actual, expected, dtype)
 
 
 def test_attention_by_hand_is_refused():

@@ -28,8 +28,8 @@ def fails_then_works(
     """A microbatch fails on every rank of a stage, or on one: every rank is told, and the next step is right."""
     model = build("blocks", torch.float64, 4)
     ids, labels = tiny_batch(batch=8, length=5)
-    _, want = reference(model, ids, labels)
-    want = {n.replace("blocks.2.", "blocks.2.inner."): g for n, g in want.items()}
+    _, expected = reference(model, ids, labels)
+    expected = {n.replace("blocks.2.", "blocks.2.inner."): g for n, g in expected.items()}
     armed = everywhere or rank == dist.get_world_size() - 1
     model.blocks[2] = _Bomb(model.blocks[2], 1 if armed else 10**9, backward)
     mesh = build_mesh("cpu", **axes)
@@ -44,8 +44,8 @@ def fails_then_works(
     for _ in range(2):
         model.zero_grad()
         parallel.step(ids[half], targets=labels[half])
-        got = {n: full_value(model, n, p.grad) for n, p in model.named_parameters()}
-        errors.append(worst(got, {n: want[n] for n in got})[0])
+        actual = {n: full_value(model, n, p.grad) for n, p in model.named_parameters()}
+        errors.append(worst(actual, {n: expected[n] for n in actual})[0])
     return max(errors)
 
 
@@ -65,8 +65,8 @@ def _backward(model: nn.Module, unsharded: nn.Module, step: int) -> None:
 
 
 def _gradient_error(model: nn.Module, unsharded: nn.Module) -> float:
-    got = {n: full_value(model, n, p.grad) for n, p in model.named_parameters()}
-    return worst(got, {n: p.grad for n, p in unsharded.named_parameters()})[0]
+    actual = {n: full_value(model, n, p.grad) for n, p in model.named_parameters()}
+    return worst(actual, {n: p.grad for n, p in unsharded.named_parameters()})[0]
 
 
 def an_exception_in_a_loop_by_hand(rank: int, zero: int) -> float:
@@ -112,8 +112,8 @@ def two_optimizers(rank: int, zero: int) -> float:
             for either in pair:
                 either.step()
                 either.zero_grad()
-    got = {n: full_value(model, n, p) for n, p in model.named_parameters()}
-    return worst(got, {n: p.detach() for n, p in unsharded.named_parameters()})[0]
+    actual = {n: full_value(model, n, p) for n, p in model.named_parameters()}
+    return worst(actual, {n: p.detach() for n, p in unsharded.named_parameters()})[0]
 
 
 class OddShapes(nn.Module):
@@ -148,8 +148,8 @@ def odd_shapes(rank: int, zero: int, fused: bool) -> float:
         for either in (optimizer, reference):
             either.step()
             either.zero_grad()
-    got = {n: full_value(model, n, p) for n, p in model.named_parameters()}
-    return max(*errors, worst(got, {n: p.detach() for n, p in unsharded.named_parameters()})[0])
+    actual = {n: full_value(model, n, p) for n, p in model.named_parameters()}
+    return max(*errors, worst(actual, {n: p.detach() for n, p in unsharded.named_parameters()})[0])
 
 
 def clipping_by_groups(rank: int, zero: int) -> float:
@@ -161,12 +161,12 @@ def clipping_by_groups(rank: int, zero: int) -> float:
     optimizer = build_optimizer(model, torch.optim.SGD, lr=0.1)
     _backward(model, unsharded, 0)
     norm = clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
-    wanted = nn.utils.clip_grad_norm_(unsharded.parameters(), 0.1)
+    expected = nn.utils.clip_grad_norm_(unsharded.parameters(), 0.1)
     optimizer.step()
     torch.optim.SGD(unsharded.parameters(), 0.1).step()
-    got = {n: full_value(model, n, p) for n, p in model.named_parameters()}
-    error, _ = worst(got, {n: p.detach() for n, p in unsharded.named_parameters()})
-    return max(float((norm - wanted).abs()), error)
+    actual = {n: full_value(model, n, p) for n, p in model.named_parameters()}
+    error, _ = worst(actual, {n: p.detach() for n, p in unsharded.named_parameters()})
+    return max(float((norm - expected).abs()), error)
 
 
 def many_narrow_microbatches(rank: int, zero: int) -> float:
@@ -198,9 +198,9 @@ def halves_beside_overlap(rank: int) -> float:
     ids, labels = tiny_batch(batch=8, length=7)
     parallel.step(ids, targets=labels)
     loss_of(unsharded(ids).logits, labels).backward()
-    wanted = dict(unsharded.named_parameters())
-    got = {n: full_value(model, n, p.grad) for n, p in model.named_parameters()}
-    return worst(got, {n: wanted[n].grad for n in got})[0]
+    expected = dict(unsharded.named_parameters())
+    actual = {n: full_value(model, n, p.grad) for n, p in model.named_parameters()}
+    return worst(actual, {n: expected[n].grad for n in actual})[0]
 
 
 def lengths_of_their_own(rank: int) -> float:
@@ -219,9 +219,9 @@ def lengths_of_their_own(rank: int) -> float:
         total = sum(int((labels != -100).sum()) for _, labels in batches)
         for ids, labels in batches:
             (loss_of(unsharded(ids), labels) * (labels != -100).sum() / total).backward()
-        got = {n: p.grad for n, p in model.named_parameters()}
-        wanted = dict(unsharded.named_parameters())
-        errors.append(worst(got, {n: wanted[n].grad for n in got})[0])
+        actual = {n: p.grad for n, p in model.named_parameters()}
+        expected = dict(unsharded.named_parameters())
+        errors.append(worst(actual, {n: expected[n].grad for n in actual})[0])
     return max(errors)
 
 
@@ -238,5 +238,5 @@ def large_parameters(rank: int, zero: int) -> float:
         for either in (optimizer, reference):
             either.step()
             either.zero_grad()
-    got = {n: full_value(model, n, p) for n, p in model.named_parameters()}
-    return worst(got, {n: p.detach() for n, p in unsharded.named_parameters()})[0]
+    actual = {n: full_value(model, n, p) for n, p in model.named_parameters()}
+    return worst(actual, {n: p.detach() for n, p in unsharded.named_parameters()})[0]

@@ -37,16 +37,16 @@ def _rank(rank: int, port: int, axes: dict[str, int], options: dict[str, Any]) -
     optimizer = parallel.optimizer(torch.optim.SGD, lr=0.05)
     for _ in range(2):
         loss = parallel.step(ids[local_rows], targets=labels[local_rows])
-        want = loss_of(unsharded(ids).logits, labels)
-        assert float((loss - want).abs()) < 1e-3
+        expected = loss_of(unsharded(ids).logits, labels)
+        assert float((loss - expected).abs()) < 1e-3
         optimizer.step()
         optimizer.zero_grad()
-        want.backward()
+        expected.backward()
         torch.optim.SGD(unsharded.parameters(), 0.05).step()
         unsharded.zero_grad()
-    wanted = dict(unsharded.named_parameters())
-    got = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in model.named_parameters()}
-    assert worst(got, {n: wanted[n].detach() for n in got})[0] < 1e-3
+    stepped = dict(unsharded.named_parameters())
+    actual = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in model.named_parameters()}
+    assert worst(actual, {n: stepped[n].detach() for n in actual})[0] < 1e-3
     dist.destroy_process_group()
 
 

@@ -78,9 +78,9 @@ def tokens_differ(rank: int, family: str, tp: int, options: dict[str, Any]) -> l
         "ours, greedy": lambda net, seed: ours(net, family, temperature=0.0),
         "ours, sampled": lambda net, seed: ours(net, family, seed=5, **SAMPLED),
     }.items():
-        want, got = run(model, 100), run(planned, 100 + rank)
-        wrong += [] if torch.equal(want, got) else [name]
-        wrong += [] if len(want[:, 7:].unique()) > 3 else [f"{name}: dull tokens"]
+        expected, actual = run(model, 100), run(planned, 100 + rank)
+        wrong += [] if torch.equal(expected, actual) else [name]
+        wrong += [] if len(expected[:, 7:].unique()) > 3 else [f"{name}: dull tokens"]
     return wrong
 
 
@@ -89,9 +89,9 @@ def generators_after(rank: int) -> tuple[bool, bool]:
     model = lively_model("llama")
     planned = parallelize_module(copy.deepcopy(model), build_mesh("cpu", tp=2))
     seeded(7, model, "llama")
-    want = torch.rand(3)
+    expected = torch.rand(3)
     seeded(7, planned, "llama")
-    alike = torch.equal(torch.rand(3), want)
+    alike = torch.equal(torch.rand(3), expected)
     torch.manual_seed(50 + rank)
     own = torch.rand(3)
     seeded(50 + rank, planned, "llama")

@@ -38,7 +38,7 @@ def test_a_metric_before_the_loss_leaves_the_loss_its_gradients(sharded):
         "made": lambda z: F.cross_entropy(z.made(), targets),
     }
     F.cross_entropy(net(x), targets).backward()
-    want = {name: p.grad for name, p in net.named_parameters()}
+    expected = {name: p.grad for name, p in net.named_parameters()}
     highest = net(x).argmax(-1)
 
     def metric(z):
@@ -61,7 +61,7 @@ def test_a_metric_before_the_loss_leaves_the_loss_its_gradients(sharded):
 
     for results in on_two(net, body, loss_parallel=sharded):
         for name, gradients in zip(losses, results, strict=True):
-            assert worst(gradients, want)[0] < 1e-12, name
+            assert worst(gradients, expected)[0] < 1e-12, name
 
 
 def test_writes_into_deferred_logits_are_refused():
@@ -88,7 +88,7 @@ def test_what_is_taken_under_no_grad_has_no_graph():
 def test_reentrant_checkpoints_are_refused_by_name(of):
     net, x, targets = small()
     F.cross_entropy(net(x), targets).backward()
-    want = {name: p.grad for name, p in net.named_parameters()}
+    expected = {name: p.grad for name, p in net.named_parameters()}
 
     def body(ours):
         part = ours if of == "model" else lambda x: ours.head(ours.first(x)).float() / 2
@@ -109,7 +109,7 @@ def test_reentrant_checkpoints_are_refused_by_name(of):
 
     net.zero_grad()
     for results in on_two(net, body):
-        assert worst(results, want)[0] < 1e-12
+        assert worst(results, expected)[0] < 1e-12
 
 
 STEPS = {
@@ -134,7 +134,7 @@ def test_elementwise_functions_before_the_loss(name):
     step = STEPS[name]
     net, x, targets = small()
     F.cross_entropy(step(net(x)), targets).backward()
-    want = {n: p.grad for n, p in net.named_parameters()}
+    expected = {n: p.grad for n, p in net.named_parameters()}
     net.zero_grad()
 
     def body(ours):
@@ -146,7 +146,7 @@ def test_elementwise_functions_before_the_loss(name):
     bound = 1e-12 if name not in ("type_as", "to") else 5e-6
     for options in ({}, {"fuse_loss": False, "loss_parallel": True}):
         for results in on_two(net, body, **options):
-            assert worst(results, want)[0] < bound
+            assert worst(results, expected)[0] < bound
 
 
 def test_metadata_needs_no_logits():
@@ -171,9 +171,9 @@ def test_widened_logits_with_smoothing_and_class_weights(weighted):
         loss.backward()
         return {"loss": loss.detach(), "hidden": hidden.grad, "weight": weight.grad}
 
-    want, got = run(F.linear(hidden, weight)), run(alone(hidden, weight))
-    assert got["loss"].dtype == torch.float64 and abs(got["loss"] - want["loss"]) < 1e-12
-    assert worst(got, want)[0] < 5e-6
+    expected, actual = run(F.linear(hidden, weight)), run(alone(hidden, weight))
+    assert actual["loss"].dtype == torch.float64 and abs(actual["loss"] - expected["loss"]) < 1e-12
+    assert worst(actual, expected)[0] < 5e-6
 
 
 def test_logits_after_backward_under_zero_3_say_when_to_take_them():

@@ -104,7 +104,7 @@ def test_equals_torch(tp, vocab, dtype, soft, weighted, smoothing, z_loss, reduc
     leaves = {"hidden": hidden.clone(), "weight": weight.clone(), "bias": bias.clone()}
     leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
     z = softcapped(F.linear(*leaves.values()), softcap)
-    want = gradients(torch_loss(z, targets, class_weight, smoothing, z_loss, reduction), leaves)
+    expected = gradients(torch_loss(z, targets, class_weight, smoothing, z_loss, reduction), leaves)
     options = dict(label_smoothing=smoothing, z_loss=z_loss, reduction=reduction)
     cap = {} if softcap is None else dict(softcap=softcap, scale=0.7)
 
@@ -140,20 +140,20 @@ def test_equals_torch(tp, vocab, dtype, soft, weighted, smoothing, z_loss, reduc
 
     bound = 1e-12 if dtype == torch.float64 else 5e-6
     for result in run_ranks(tp, fused):
-        error, name = worst(result, want)
+        error, name = worst(result, expected)
         assert error <= bound, f"{name} differs by {error:.2e}"
     leaf = z.detach().requires_grad_()
-    want = gradients(torch_loss(leaf, targets, class_weight, smoothing, z_loss, reduction), {"": leaf})
+    expected = gradients(torch_loss(leaf, targets, class_weight, smoothing, z_loss, reduction), {"": leaf})
     result = run_ranks(tp, unfused)
-    assert worst({"": result[0]["loss"]}, {"": want["loss"]})[0] <= bound
-    assert worst({"": torch.cat([values[""] for values in result], -1)}, {"": want[""]})[0] <= bound
+    assert worst({"": result[0]["loss"]}, {"": expected["loss"]})[0] <= bound
+    assert worst({"": torch.cat([values[""] for values in result], -1)}, {"": expected[""]})[0] <= bound
 
 
 def test_plain_tensors_without_processes():
     hidden, weight, _, targets, _ = case(11, torch.float64, False, False)
-    want = F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten())
+    expected = F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten())
     for chunk in (None, 1, 100):
-        assert abs(linear_cross_entropy(hidden, weight, targets, chunk=chunk) - want) < 1e-12
+        assert abs(linear_cross_entropy(hidden, weight, targets, chunk=chunk) - expected) < 1e-12
     transposed = weight.T.contiguous().T.requires_grad_()  # as GPT-2's Conv1D would have it
     linear_cross_entropy(hidden.transpose(0, 1), transposed, targets.T).backward()
     leaf = weight.clone().requires_grad_()
@@ -223,7 +223,7 @@ def test_backward_twice_and_in_halves():
     hidden, weight, _, targets, _ = case(11, torch.float64, False, False)
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     F.cross_entropy((h @ w.T).flatten(0, 1), targets.flatten()).backward()
-    want = {"h": h.grad, "w": w.grad}
+    expected = {"h": h.grad, "w": w.grad}
     again = []
     real = op._recomputed_gradients
     try:
@@ -238,8 +238,8 @@ def test_backward_twice_and_in_halves():
         assert len(again) == 1
     finally:
         op._recomputed_gradients = real
-    assert worst(halves, want)[0] < 1e-12
-    assert worst({"h": h.grad, "w": w.grad}, {name: 2 * x for name, x in want.items()})[0] < 1e-12
+    assert worst(halves, expected)[0] < 1e-12
+    assert worst({"h": h.grad, "w": w.grad}, {name: 2 * x for name, x in expected.items()})[0] < 1e-12
     with pytest.raises(ModelError) as error:
         linear_cross_entropy(h, w, targets).backward(create_graph=True)
     assert error.value.slugs == ("double-backward",)
@@ -330,15 +330,15 @@ def test_planned_models_equal_the_unsharded(family, tp):
         pytest.skip("time: the others cover it")
     model = tiny_model(family, torch.float64)
     data = [tiny_batch(seed=1), tiny_batch(seed=2)]
-    want = reference_run(model, data)
+    expected = reference_run(model, data)
     models = [copy.deepcopy(model) for _ in range(tp)]
     sharded = tp == 2
 
     def body(rank):
         return _run(models[rank], tp, data, fuse_loss=True, loss_parallel=sharded, sequence_parallel=tp == 4)
 
-    for got in run_ranks(tp, body):
-        compare(got, want, torch.float64)
+    for actual in run_ranks(tp, body):
+        compare(actual, expected, torch.float64)
 
 
 def _run(model, tp, data, **options):
@@ -351,7 +351,7 @@ def test_models_that_compute_their_own_loss(family):
     ids, labels = tiny_batch()
     loss = model(input_ids=ids, labels=labels).loss
     loss.backward()
-    want = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     models = [copy.deepcopy(model) for _ in range(2)]
 
     def body(rank):
@@ -368,9 +368,9 @@ def test_models_that_compute_their_own_loss(family):
         return out.loss.detach(), full_gradients(net), counted.detach()
 
     counted = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(7)).loss.detach()
-    for got, grads, ours in run_ranks(2, body):
-        assert abs(got - loss.detach()) < 5e-6 * loss.detach() and abs(ours - counted) < 5e-6 * counted
-        assert worst(grads, want)[0] < 5e-6
+    for actual, grads, ours in run_ranks(2, body):
+        assert abs(actual - loss.detach()) < 5e-6 * loss.detach() and abs(ours - counted) < 5e-6 * counted
+        assert worst(grads, expected)[0] < 5e-6
 
 
 @pytest.mark.parametrize(
@@ -392,11 +392,11 @@ def test_whole_meshes(family, mesh, options):
     world = 1
     for size in mesh.values():
         world *= size
-    want = copy.deepcopy(model)
-    loss = F.cross_entropy(want(input_ids=ids).logits.flatten(0, 1), labels.flatten())
+    expected = copy.deepcopy(model)
+    loss = F.cross_entropy(expected(input_ids=ids).logits.flatten(0, 1), labels.flatten())
     loss.backward()
-    torch.optim.SGD(want.parameters(), 0.05).step()
-    states = want.state_dict()
+    torch.optim.SGD(expected.parameters(), 0.05).step()
+    states = expected.state_dict()
     models = [copy.deepcopy(model) for _ in range(world)]
 
     def body(rank):
@@ -406,18 +406,18 @@ def test_whole_meshes(family, mesh, options):
         rows = slice(data * 4 // mesh.get("dp", 1), (data + 1) * 4 // mesh.get("dp", 1))
         optimizer = parallel.optimizer(torch.optim.SGD, lr=0.05)
         quiet = parallel.evaluate(input_ids=ids[rows], targets=labels[rows])
-        got = parallel.step(input_ids=ids[rows], targets=labels[rows])
+        actual = parallel.step(input_ids=ids[rows], targets=labels[rows])
         optimizer.step()
         logits = [out.logits.argmax(-1) for out in parallel.forward(input_ids=ids[rows])] if "tp" not in mesh else []
         net = parallel.module
         state = net.state_dict() if "tp" not in mesh else {n: full_parameter(net, n) for n, _ in net.named_parameters()}
-        return float(quiet), float(got), state, logits
+        return float(quiet), float(actual), state, logits
 
     loaded: dict[str, torch.Tensor] = {}
-    for quiet, got, state, _ in run_ranks(world, body):
-        assert abs(got - loss.item()) < 5e-6 * loss.item() and abs(quiet - got) < 1e-6
+    for quiet, actual, state, _ in run_ranks(world, body):
+        assert abs(actual - loss.item()) < 5e-6 * loss.item() and abs(quiet - actual) < 1e-6
         loaded |= {name: value for name, value in state.items() if value is not None}
-    assert loaded.keys() >= {name for name, _ in want.named_parameters()}
+    assert loaded.keys() >= {name for name, _ in expected.named_parameters()}
     assert worst(loaded, {name: states[name] for name in loaded})[0] < 5e-6
 
 
@@ -425,7 +425,7 @@ def test_logits_are_there_when_somebody_looks_at_them():
     model = tiny_model("llama")
     ids, labels = tiny_batch()
     with torch.no_grad():
-        want = model(input_ids=ids).logits
+        expected = model(input_ids=ids).logits
         generated = model.generate(ids[:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0)
     models = [copy.deepcopy(model) for _ in range(2)]
 
@@ -434,26 +434,26 @@ def test_logits_are_there_when_somebody_looks_at_them():
         parallelize_module(net, build_mesh("cpu", tp=2), fuse_loss=True, loss_parallel=False)
         with torch.no_grad():
             logits = net(input_ids=ids).logits
-            assert logits.shape == want.shape and logits.dtype == want.dtype and "deferred)" in repr(logits)
+            assert logits.shape == expected.shape and logits.dtype == expected.dtype and "deferred)" in repr(logits)
             last = logits[:, -1].float() / 2
             assert (
                 last.deferred is not None
-                and worst({"": last.softmax(-1)}, {"": (want[:, -1] / 2).softmax(-1)})[0] < 5e-6
+                and worst({"": last.softmax(-1)}, {"": (expected[:, -1] / 2).softmax(-1)})[0] < 5e-6
             )
-            assert torch.equal(logits.argmax(-1), want.argmax(-1)) and logits.deferred is None
-            assert torch.allclose(logits[0, 0, :3], want[0, 0, :3], atol=1e-5)
+            assert torch.equal(logits.argmax(-1), expected.argmax(-1)) and logits.deferred is None
+            assert torch.allclose(logits[0, 0, :3], expected[0, 0, :3], atol=1e-5)
             logits[..., 3] = -torch.inf  # in what was made
             assert logits.softmax(-1)[..., 3].sum() == 0 and not (logits / 1).argmax(-1).eq(3).any()
             again = F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=4).flatten())
-            masked = want.clone()
+            masked = expected.clone()
             masked[..., 3] = -torch.inf
             assert abs(again - F.cross_entropy(masked.flatten(0, 1), labels.clamp(min=4).flatten())) < 1e-5
             assert torch.equal(net.generate(ids[:, :4], max_new_tokens=3, do_sample=False, pad_token_id=0), generated)
         logits = net(input_ids=ids).logits
-        assert worst({"": logits.detach().argmax(-1).float()}, {"": want.argmax(-1).float()})[0] == 0
+        assert worst({"": logits.detach().argmax(-1).float()}, {"": expected.argmax(-1).float()})[0] == 0
         made = logits.made()
         assert not isinstance(made, ShardedLogits) and made.requires_grad
-        assert torch.allclose(logits.full_tensor(), want, atol=1e-5) and logits.to_local().shape[-1] in (34, 33)
+        assert torch.allclose(logits.full_tensor(), expected, atol=1e-5) and logits.to_local().shape[-1] in (34, 33)
 
     run_ranks(2, body)
 
@@ -514,7 +514,7 @@ def test_recomputed_with_its_loss_inside():
     net = Net().double()
     x, targets = torch.randn(9, 5, dtype=torch.float64), torch.randint(0, 11, (9,))
     net(x, targets).backward()
-    want = {name: p.grad for name, p in net.named_parameters()}
+    expected = {name: p.grad for name, p in net.named_parameters()}
     plan = {"first": "replicate", "tail.norm": "replicate", "tail.head": "colwise(output=vocabulary)"}
     from parallelize.plan.choose import plan_of
 
@@ -540,7 +540,7 @@ def test_recomputed_with_its_loss_inside():
 
         with patch.object(Group, "all_gather", counted):
             for result in run_ranks(2, body):
-                assert worst(result, want)[0] < 1e-12
+                assert worst(result, expected)[0] < 1e-12
         gathered = 4 if save is None else 2  # of two ranks
         assert (sent.count((4, 9)), len(runs)) == (gathered, 4), save
 

@@ -65,20 +65,20 @@ OPTIONS = {
 def test_stock_generate_in_every_way(tp, options):
     model = lively_model("llama", num_key_value_heads=2)  # fewer than 4 ranks
     for name, how in HOW.items():
-        want = stock(model, **how)
-        for got in on_ranks(model, tp, OPTIONS[options], lambda net, how=how: stock(net, **how)):
-            assert torch.equal(got, want), name
+        expected = stock(model, **how)
+        for actual in on_ranks(model, tp, OPTIONS[options], lambda net, how=how: stock(net, **how)):
+            assert torch.equal(actual, expected), name
 
 
 @pytest.mark.variants(every=4)
 @pytest.mark.parametrize("family", DECODERS)
 def test_stock_generate_of_every_family(family):
     model = lively_model(family)
-    want = stock(model, family)
-    assert len(want[:, 7:].unique()) > 3  # else it would tell little
+    expected = stock(model, family)
+    assert len(expected[:, 7:].unique()) > 3  # else it would tell little
     for tp, how in ((2, {}), (4, {"cache_implementation": "static"})):
-        for got in on_ranks(model, tp, BOTH, lambda net, how=how: stock(net, family, **how)):
-            assert torch.equal(got, want)
+        for actual in on_ranks(model, tp, BOTH, lambda net, how=how: stock(net, family, **how)):
+            assert torch.equal(actual, expected)
 
 
 @pytest.mark.variants(every=10)
@@ -97,9 +97,9 @@ def test_ours_on_sharded_logits(family):
 @pytest.mark.parametrize("options", [{}, {"loss_parallel": True, "fuse_loss": True}], ids=["whole", "fused"])
 def test_ours_on_other_logits(options):
     model = lively_model("gemma2")
-    want = ours(model, "gemma2", top_p=0.8)
+    expected = ours(model, "gemma2", top_p=0.8)
     results = on_ranks(model, 2, options, lambda net: ours(net, "gemma2", top_p=0.8))
-    assert all(torch.equal(got, want) for got in results)
+    assert all(torch.equal(actual, expected) for actual in results)
 
 
 def test_rows_end_each_by_itself():
@@ -107,24 +107,24 @@ def test_rows_end_each_by_itself():
     free = ours(model, max_new_tokens=8, temperature=0.0)
     new = free[:, 7:]
     stops = [int(new[0, 2]), int(new[1, 4]), int(new[2, 1])]
-    want = stock(model, max_new_tokens=8, eos_token_id=stops)
-    assert want.shape[1] < free.shape[1] and (want == 0).any()  # all rows ended early, some before others
+    expected = stock(model, max_new_tokens=8, eos_token_id=stops)
+    assert expected.shape[1] < free.shape[1] and (expected == 0).any()  # all rows ended early, some before others
     arguments = {"max_new_tokens": 8, "temperature": 0.0, "eos_token_id": stops}
-    assert all(torch.equal(got, want) for got in on_ranks(model, 2, BOTH, lambda net: ours(net, **arguments)))
+    assert all(torch.equal(actual, expected) for actual in on_ranks(model, 2, BOTH, lambda net: ours(net, **arguments)))
     model.generation_config.eos_token_id = stops
-    assert torch.equal(ours(model, max_new_tokens=8, temperature=0.0, eos_token_id=None), want)
+    assert torch.equal(ours(model, max_new_tokens=8, temperature=0.0, eos_token_id=None), expected)
 
 
 def test_tokens_are_those_of_forwards_without_a_cache():
     """The n-th new token is `sample` of the last logits, at position n."""
     model = lively_model("qwen3")
     ids, _ = prompts("gemma2")
-    want = ids
+    expected = ids
     for position in range(4):
-        logits = model(input_ids=want, use_cache=False).logits[:, -1]
-        want = torch.cat([want, sample(logits, seed=9, position=position, top_p=0.95)[:, None]], dim=1)
+        logits = model(input_ids=expected, use_cache=False).logits[:, -1]
+        expected = torch.cat([expected, sample(logits, seed=9, position=position, top_p=0.95)[:, None]], dim=1)
     run = lambda net: generate(net, ids, max_new_tokens=4, seed=9, top_p=0.95, eos_token_id=[])  # noqa: E731
-    assert all(torch.equal(got, want) for got in on_ranks(model, 2, BOTH, run))
+    assert all(torch.equal(actual, expected) for actual in on_ranks(model, 2, BOTH, run))
 
 
 def test_a_row_draws_the_same_wherever_it_stands():
@@ -189,7 +189,7 @@ def test_logits_are_whole_only_inside():
 
 def test_copies_generate_by_themselves():
     model = lively_model("llama")
-    want = stock(model)
+    expected = stock(model)
 
     def run(net):
         twin = copy.deepcopy(net)
@@ -198,7 +198,7 @@ def test_copies_generate_by_themselves():
                 parameter.zero_()
         return stock(twin)
 
-    assert all(torch.equal(got, want) for got in on_ranks(model, 2, BOTH, run))
+    assert all(torch.equal(actual, expected) for actual in on_ranks(model, 2, BOTH, run))
 
 
 def test_generators_go_on_where_they_were():
@@ -207,9 +207,9 @@ def test_generators_go_on_where_they_were():
             return torch.rand(3)
 
     torch.manual_seed(0)
-    want = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(0)
-    assert torch.equal(body(0), want)
+    assert torch.equal(body(0), expected)
 
 
 class Plain(nn.Module):

@@ -78,8 +78,8 @@ def test_equals_torch(tp, vocab, dtype, temperature, entropy, form):
     logits.retain_grad()
     log_probs, entropies = reference(logits, ids, temperature)
     policy_loss(log_probs, entropies if entropy else None).backward()
-    want = {"log_probs": log_probs.detach(), "logits": logits.grad}
-    want |= {"entropies": entropies.detach()} if entropy else {}
+    expected = {"log_probs": log_probs.detach(), "logits": logits.grad}
+    expected |= {"entropies": entropies.detach()} if entropy else {}
 
     def of_logits(rank):
         mesh = build_mesh("cpu", tp=tp)
@@ -116,14 +116,14 @@ def test_equals_torch(tp, vocab, dtype, temperature, entropy, form):
         return result | ({"entropies": ours[1].detach()} if entropy else {})
 
     if form == "linear":
-        want |= {"hidden": leaves[0].grad, "weight": leaves[1].grad, "bias": leaves[2].grad}
-        del want["logits"]
+        expected |= {"hidden": leaves[0].grad, "weight": leaves[1].grad, "bias": leaves[2].grad}
+        del expected["logits"]
         for result in run_ranks(tp, of_linear):
-            assert worst(result, want)[0] <= BOUND[dtype]
+            assert worst(result, expected)[0] <= BOUND[dtype]
         return
     result = run_ranks(tp, of_logits)
     result[0]["logits"] = torch.cat([values["logits"] for values in result], -1)
-    assert worst(result[0], want)[0] <= BOUND[dtype]
+    assert worst(result[0], expected)[0] <= BOUND[dtype]
 
 
 def test_whole_logits_and_masked_ones():
@@ -133,9 +133,9 @@ def test_whole_logits_and_masked_ones():
     entropies = token_entropy(leaf, temperature=0.5)
     entropies.sum().backward()
     unmasked = torch.cat([logits[:, :2], logits[:, 3:]], -1).requires_grad_()
-    want = torch.distributions.Categorical(logits=unmasked / 0.5).entropy()
-    want.sum().backward()
-    assert torch.allclose(entropies, want, rtol=1e-12, atol=1e-13)
+    expected = torch.distributions.Categorical(logits=unmasked / 0.5).entropy()
+    expected.sum().backward()
+    assert torch.allclose(entropies, expected, rtol=1e-12, atol=1e-13)
     assert (leaf.grad[:, 2] == 0).all() and torch.allclose(
         leaf.grad[:, 3:], unmasked.grad[:, 2:], rtol=1e-11, atol=1e-13
     )
@@ -201,7 +201,7 @@ def test_preferences_by_a_planned_model():
     log_probs, entropies = reference(model(input_ids=ids).logits, labels, 0.8)
     loss = preference(log_probs) - 0.01 * entropies.mean()
     loss.backward()
-    want = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     models = [copy.deepcopy(model) for _ in range(2)]
 
     def body(rank):
@@ -217,7 +217,7 @@ def test_preferences_by_a_planned_model():
         return full_gradients(net), full
 
     for grads, full in run_ranks(2, body):
-        assert worst(grads, want)[0] < 1e-12
+        assert worst(grads, expected)[0] < 1e-12
         valid = labels != -100
         assert worst({"": full[valid]}, {"": entropies.detach()[valid]})[0] < 1e-12
 

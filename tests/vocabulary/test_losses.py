@@ -47,19 +47,21 @@ def test_equals_torch(tp, vocab, z_loss, smoothing, reduction):
     targets[1, :2] = -100
     full = logits.clone().requires_grad_()
     flat = full.view(-1, vocab)
-    want = F.cross_entropy(flat, targets.view(-1), label_smoothing=smoothing, reduction="none")
-    want = want + z_loss * torch.logsumexp(flat, -1).square() * (targets.view(-1) != -100)
-    want = {"mean": want.sum() / (targets != -100).sum(), "sum": want.sum(), "none": want.view(3, 5)}[reduction]
-    want.square().sum().backward()
+    expected = F.cross_entropy(flat, targets.view(-1), label_smoothing=smoothing, reduction="none")
+    expected = expected + z_loss * torch.logsumexp(flat, -1).square() * (targets.view(-1) != -100)
+    expected = {"mean": expected.sum() / (targets != -100).sum(), "sum": expected.sum(), "none": expected.view(3, 5)}[
+        reduction
+    ]
+    expected.square().sum().backward()
 
     def body(rank):
         leaf, marked = sharded(logits, tp)
-        got = cross_entropy(marked, targets, label_smoothing=smoothing, z_loss=z_loss, reduction=reduction)
-        got.square().sum().backward()
-        return got.detach(), leaf.grad
+        actual = cross_entropy(marked, targets, label_smoothing=smoothing, z_loss=z_loss, reduction=reduction)
+        actual.square().sum().backward()
+        return actual.detach(), leaf.grad
 
-    for rank, (got, grad) in enumerate(run_ranks(tp, body)):
-        assert worst({"": got}, {"": want.detach()})[0] < 1e-12
+    for rank, (actual, grad) in enumerate(run_ranks(tp, body)):
+        assert worst({"": actual}, {"": expected.detach()})[0] < 1e-12
         start, stop = even_interval(vocab, tp, rank)
         if stop > start:
             assert (grad - full.grad[..., start:stop]).abs().max() <= 1e-12 * full.grad.abs().max()
@@ -101,7 +103,7 @@ def test_data_axes_share_one_count():
     torch.manual_seed(0)
     logits, targets = torch.randn(4, 6, 9, dtype=torch.float64), torch.randint(0, 9, (4, 6))
     targets[0, :4] = -100
-    want = F.cross_entropy(logits.view(-1, 9), targets.view(-1))
+    expected = F.cross_entropy(logits.view(-1, 9), targets.view(-1))
 
     def body(rank):
         mesh = build_mesh("cpu", dp=2, tp=2)
@@ -112,7 +114,7 @@ def test_data_axes_share_one_count():
         return cross_entropy(marked, targets[local_rows], mesh=mesh)
 
     values = run_ranks(4, body)
-    assert abs(values[0] + values[2] - want) < 1e-12 and values[0] == values[1]
+    assert abs(values[0] + values[2] - expected) < 1e-12 and values[0] == values[1]
 
 
 FROM_LABELS = [
@@ -144,7 +146,7 @@ def test_models_that_compute_their_own_loss(family, cls):
         ids, labels, extra = ids[None], labels[None], {"mc_token_ids": torch.tensor([[8, 8]])}
     loss = model(input_ids=ids, labels=labels, **extra).loss
     loss.backward()
-    want = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     models = [copy.deepcopy(model) for _ in range(2)]
     for net in models:
         net.zero_grad()
@@ -152,13 +154,13 @@ def test_models_that_compute_their_own_loss(family, cls):
     def body(rank):
         net = models[rank]
         parallelize_module(net, build_mesh("cpu", tp=2), loss_parallel=True)
-        got = net(input_ids=ids, labels=labels, **extra).loss
-        got.backward()
-        return got.detach(), full_gradients(net)
+        actual = net(input_ids=ids, labels=labels, **extra).loss
+        actual.backward()
+        return actual.detach(), full_gradients(net)
 
-    for got, grads in run_ranks(2, body):
-        assert abs(got - loss.detach()) < 5e-6 * loss.detach()
-        assert worst(grads, want)[0] < 5e-6
+    for actual, grads in run_ranks(2, body):
+        assert abs(actual - loss.detach()) < 5e-6 * loss.detach()
+        assert worst(grads, expected)[0] < 5e-6
 
 
 def test_what_would_misread_a_shard_is_refused():

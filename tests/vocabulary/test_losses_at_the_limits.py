@@ -45,10 +45,10 @@ def test_entropy_of_masked_logits_under_large_gradients(masked, scale):
     bias[7:] = masked
     ids = torch.zeros(TOKENS, dtype=torch.long)
     _, entropies = linear_token_log_probs(hidden, weight, ids, bias=bias, entropy=True)
-    (got,) = torch.autograd.grad((entropies * scale).sum(), hidden)
+    (actual,) = torch.autograd.grad((entropies * scale).sum(), hidden)
     log_p = F.linear(hidden, weight[:7]).log_softmax(-1)
-    (want,) = torch.autograd.grad(-(log_p.exp() * log_p).sum() * scale, hidden)
-    assert worst({"": got}, {"": want})[0] < 1e-5
+    (expected,) = torch.autograd.grad(-(log_p.exp() * log_p).sum() * scale, hidden)
+    assert worst({"": actual}, {"": expected})[0] < 1e-5
 
 
 def test_a_temperature_divides_in_float32():
@@ -57,7 +57,7 @@ def test_a_temperature_divides_in_float32():
     hidden, weight = torch.randn(64, 64).bfloat16(), torch.randn(500, 64).bfloat16()
     ids = torch.randint(0, 500, (64,))
     logits = F.linear(hidden, weight)
-    want = (logits.double() / 0.7).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    expected = (logits.double() / 0.7).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     forms = {
         "whole": lambda: token_log_probs(logits, ids, temperature=0.7),
         "linear": lambda: linear_token_log_probs(hidden, weight, ids, temperature=0.7)[0],
@@ -65,8 +65,8 @@ def test_a_temperature_divides_in_float32():
         "widened": lambda: token_log_probs(alone(hidden, weight).float(), ids, temperature=0.7),
     }
     for name, form in forms.items():
-        assert (form() - want).abs().max() < 2e-5, name
+        assert (form() - expected).abs().max() < 2e-5, name
     capped = 3 * torch.tanh(logits.double() / 3)
-    want = capped.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    got = linear_token_log_probs(hidden, weight, ids, softcap=3.0)[0]
-    assert (got - want).abs().max() < 2e-5
+    expected = capped.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    actual = linear_token_log_probs(hidden, weight, ids, softcap=3.0)[0]
+    assert (actual - expected).abs().max() < 2e-5

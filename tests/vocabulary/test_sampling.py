@@ -68,15 +68,15 @@ def kinds_of_logits(vocab: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("tp", "vocab"), [(1, 67), (2, 5), (2, 1001), (4, 5), (4, 67), (4, 1001), (8, 5), (8, 67)])
 def test_tokens_are_those_of_one_rank(tp, vocab):
     kinds = kinds_of_logits(vocab)
-    want = {(name, n): sample(z, **options) for name, z in kinds.items() for n, options in enumerate(OPTIONS)}
+    expected = {(name, n): sample(z, **options) for name, z in kinds.items() for n, options in enumerate(OPTIONS)}
 
     def body(rank):
         shards = {name: shard(z, tp) for name, z in kinds.items()}
-        return {(name, n): sample(shards[name], **OPTIONS[n]) for name, n in want}
+        return {(name, n): sample(shards[name], **OPTIONS[n]) for name, n in expected}
 
-    for got in run_ranks(tp, body):
-        for case, tokens in want.items():
-            assert torch.equal(got[case], tokens), (case, OPTIONS[case[1]])
+    for actual in run_ranks(tp, body):
+        for case, tokens in expected.items():
+            assert torch.equal(actual[case], tokens), (case, OPTIONS[case[1]])
             logits = kinds[case[0]].gather(1, tokens[:, None])
             assert tokens.dtype == torch.int64 and logits.isfinite().all()
 
@@ -122,12 +122,12 @@ def test_the_sets_are_those_of_transformers(options, temperature, dtype):
         *([hf.TopPLogitsWarper(options["top_p"])] if "top_p" in options else []),
         *([hf.MinPLogitsWarper(options["min_p"])] if "min_p" in options else []),
     ]
-    want = hf.LogitsProcessorList(warpers)(None, z.clone()) > -torch.inf
-    got = allowed(Candidates.of(z, Vocabulary(211, Group.alone())), temperature=temperature, **options)
-    assert torch.equal(got, want)
+    expected = hf.LogitsProcessorList(warpers)(None, z.clone()) > -torch.inf
+    actual = allowed(Candidates.of(z, Vocabulary(211, Group.alone())), temperature=temperature, **options)
+    assert torch.equal(actual, expected)
     for position in range(20):
         tokens = sample(z, temperature=temperature, position=position, **options)
-        assert got.gather(1, tokens[:, None]).all()
+        assert actual.gather(1, tokens[:, None]).all()
 
 
 def test_of_equal_logits_the_lowest_are_kept():
@@ -216,9 +216,9 @@ def test_traffic_is_of_k_and_not_of_the_vocabulary():
 
 def test_other_forms_of_logits():
     z = torch.randn(2, 3, 40, dtype=torch.float64, requires_grad=True)
-    want = sample(z, top_p=0.9)
-    assert want.shape == (2, 3) and not want.requires_grad
-    assert torch.equal(want.view(-1), sample(z.view(6, 40), top_p=0.9))
+    expected = sample(z, top_p=0.9)
+    assert expected.shape == (2, 3) and not expected.requires_grad
+    assert torch.equal(expected.view(-1), sample(z.view(6, 40), top_p=0.9))
     assert sample(z[0, 0]).shape == () and sample(z[:0]).shape == (0, 3)
     assert torch.equal(sample(z[0, 0]), sample(z[0])[0])
 
@@ -229,7 +229,7 @@ def test_other_forms_of_logits():
         return sample(spread, top_p=0.9), sample(shard(z, 4), top_p=0.9)
 
     for spread, marked in run_ranks(4, body):
-        assert torch.equal(spread, want) and torch.equal(marked, want)
+        assert torch.equal(spread, expected) and torch.equal(marked, expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)

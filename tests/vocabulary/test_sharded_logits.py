@@ -14,7 +14,7 @@ from tests.tensor.test_hot_path import BOTH, pair
 def test_the_tutorial_flatten_works_on_sharded_logits():
     model, models = pair("llama")
     ids, labels = tiny_batch()
-    want = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten())
+    expected = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten())
 
     def body(rank):
         parallelize_module(models[rank], build_mesh("cpu", tp=2), **BOTH)
@@ -23,5 +23,5 @@ def test_the_tutorial_flatten_works_on_sharded_logits():
             logits.flatten()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()).detach()
 
-    for got in run_ranks(2, body):
-        assert abs(got - want) < 1e-12
+    for actual in run_ranks(2, body):
+        assert abs(actual - expected) < 1e-12

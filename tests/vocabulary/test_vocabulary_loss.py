@@ -58,26 +58,26 @@ def test_four_ranks_plan(four_processes):
     ids=str,
 )
 def test_whole_meshes_step_as_without_it(four_processes, mesh, options):
-    want = four_processes.run(jobs.steps, mesh, options)[0]
+    expected = four_processes.run(jobs.steps, mesh, options)[0]
     for result in four_processes.run(jobs.steps, mesh, {**options, "fuse_loss": True}):
-        assert result == pytest.approx(want, rel=2e-5)
+        assert result == pytest.approx(expected, rel=2e-5)
 
 
 @pytest.mark.parametrize("look", ["evaluate", "forward", "no backward", "generate"])
 def test_zero_3_forgets_weights_of_before_a_step(two_processes, look):
     """A head that owes its logits stays gathered where no backward lets it go; the step's weights are gathered all the same."""
-    want = two_processes.run(jobs.steps_with_looks, {"dp": 2}, {"zero": 1}, "")[0]
+    expected = two_processes.run(jobs.steps_with_looks, {"dp": 2}, {"zero": 1}, "")[0]
     for result in two_processes.run(jobs.steps_with_looks, {"dp": 2}, {"zero": 3}, look):
-        assert result == pytest.approx(want, rel=2e-6)
+        assert result == pytest.approx(expected, rel=2e-6)
 
 
 @pytest.mark.parametrize("recompute", ["off", "full"])
 def test_zero_3_in_a_pipeline_forgets_them_too(four_processes, recompute):
     """Several forwards are in flight when the head's unit is gathered again."""
     mesh, options = {"pp": 2, "dp": 2}, {"schedule": "1f1b", "num_microbatches": 2, "recompute": recompute}
-    want = four_processes.run(jobs.steps_with_looks, mesh, {**options, "zero": 1}, "")[0]
+    expected = four_processes.run(jobs.steps_with_looks, mesh, {**options, "zero": 1}, "")[0]
     for result in four_processes.run(jobs.steps_with_looks, mesh, {**options, "zero": 3}, "evaluate"):
-        assert result == pytest.approx(want, rel=2e-6)
+        assert result == pytest.approx(expected, rel=2e-6)
 
 
 def test_logits_of_before_a_step_are_refused_under_zero_3(two_processes):

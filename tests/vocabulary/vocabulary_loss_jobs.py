@@ -57,22 +57,22 @@ def losses(rank: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
         flat = expected_targets.flatten(0, 1) if expected_targets is soft else expected_targets.flatten()
         loss = F.cross_entropy(z.flatten(0, 1), flat, **options)
         loss.square().sum().backward()
-        want = {"hidden": leaves[0].grad, "weight": leaves[1].grad, "bias": leaves[2].grad}
-        want["loss"] = loss.detach().reshape(-1)
+        expected = {"hidden": leaves[0].grad, "weight": leaves[1].grad, "bias": leaves[2].grad}
+        expected["loss"] = loss.detach().reshape(-1)
         ours = {"hidden": hidden.clone().requires_grad_()}
         ours |= {n: _sharded(x, mesh, start, stop) for n, x in (("weight", weight), ("bias", bias))}
         fused = {"class_weight" if key == "weight" else key: value for key, value in options.items()}
-        got = linear_cross_entropy(
+        actual = linear_cross_entropy(
             ours["hidden"], ours["weight"], expected_targets, bias=ours["bias"], softcap=3.0, chunk=4, **fused
         )
-        got.square().sum().backward()
+        actual.square().sum().backward()
         grads = {n: x.grad.full_tensor() if isinstance(x, DTensor) else x.grad for n, x in ours.items()}
-        results[f"fused {name}"] = worst(grads | {"loss": got.detach().reshape(-1)}, want)[0]
+        results[f"fused {name}"] = worst(grads | {"loss": actual.detach().reshape(-1)}, expected)[0]
         leaf = z.detach()[..., start:stop].clone().requires_grad_()
-        got = cross_entropy(mark(leaf * 1, Vocabulary(vocab, group)), expected_targets, **options)
-        got.square().sum().backward()
+        actual = cross_entropy(mark(leaf * 1, Vocabulary(vocab, group)), expected_targets, **options)
+        actual.square().sum().backward()
         results[f"unfused {name}"] = worst({"": leaf.grad}, {"": z.grad[..., start:stop]})[0] if stop > start else 0.0
-        results[f"unfused {name} loss"] = worst({"": got.detach().reshape(-1)}, {"": want["loss"]})[0]
+        results[f"unfused {name} loss"] = worst({"": actual.detach().reshape(-1)}, {"": expected["loss"]})[0]
     return results
 
 
@@ -89,19 +89,19 @@ def log_probs(rank: int, vocab: int, dtype: torch.dtype) -> dict[str, float]:
     log_p = (logits / 0.7).log_softmax(-1)
     chosen, entropy = log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
     (chosen.square().sum() + entropy.square().sum()).backward()
-    want = {"chosen": chosen.detach(), "entropy": entropy.detach()}
+    expected = {"chosen": chosen.detach(), "entropy": entropy.detach()}
     ours = hidden.clone().requires_grad_()
     a, b = linear_token_log_probs(
         ours, _sharded(weight, mesh, start, stop), ids, entropy=True, temperature=0.7, chunk=4
     )
     (a.square().sum() + b.square().sum()).backward()
-    got = {"chosen": a.detach(), "entropy": b.detach(), "hidden": ours.grad}
-    results = {"linear": worst(got, want | {"hidden": leaf.grad})[0]}
+    actual = {"chosen": a.detach(), "entropy": b.detach(), "hidden": ours.grad}
+    results = {"linear": worst(actual, expected | {"hidden": leaf.grad})[0]}
     part = logits.detach()[..., start:stop].clone().requires_grad_()
     marked = mark(part * 1, Vocabulary(vocab, Group(mesh.get_group())))
     a, b = token_log_probs_and_entropy(marked, ids, temperature=0.7)
     (a.square().sum() + b.square().sum()).backward()
-    results["values"] = worst({"chosen": a.detach(), "entropy": b.detach()}, want)[0]
+    results["values"] = worst({"chosen": a.detach(), "entropy": b.detach()}, expected)[0]
     results["logits"] = worst({"": part.grad}, {"": logits.grad[..., start:stop]})[0] if stop > start else 0.0
     return results
 
@@ -129,13 +129,13 @@ def own_loss(rank: int, family: str) -> tuple[float, float, bool]:
     """(error of the loss, of the gradients, whether logits were left unmade) of a model that computes its own loss."""
     model = tiny_model(family)
     ids, labels = tiny_batch()
-    want = copy.deepcopy(model)
-    loss = want(input_ids=ids, labels=labels).loss
+    expected = copy.deepcopy(model)
+    loss = expected(input_ids=ids, labels=labels).loss
     loss.backward()
     parallelize_module(model, build_mesh("cpu", tp=dist.get_world_size()), fuse_loss=True)
     out = model(input_ids=ids, labels=labels)
     out.loss.backward()
-    grads = {name: p.grad for name, p in want.named_parameters() if p.grad is not None}
+    grads = {name: p.grad for name, p in expected.named_parameters() if p.grad is not None}
     unmade = isinstance(out.logits, DeferredLogits) and out.logits.deferred is not None
     error = abs(float(out.loss) - float(loss)) / float(loss)
     return error, worst(full_gradients(model), grads)[0], unmade
@@ -147,14 +147,14 @@ def compiled(rank: int, loss_parallel: bool) -> tuple[float, str]:
     net = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Linear(6, 11)).double()
     x, targets = torch.randn(9, 5, dtype=torch.float64), torch.randint(0, 11, (9,))
     F.cross_entropy(net(x), targets).backward()
-    want = {name: p.grad for name, p in net.named_parameters()}
+    expected = {name: p.grad for name, p in net.named_parameters()}
     net.zero_grad()
     plan = plan_of(net, {"0": "replicate", "1": "colwise(output=vocabulary)"})
     parallelize_module(net, build_mesh("cpu", tp=2), plan, fuse_loss=True, loss_parallel=loss_parallel)
     torch._dynamo.reset()
     logits = torch.compile(net, backend="aot_eager", fullgraph=True)(x)
     F.cross_entropy(logits, targets).backward()
-    return worst(full_gradients(net), want)[0], type(logits).__name__
+    return worst(full_gradients(net), expected)[0], type(logits).__name__
 
 
 def steps_with_looks(rank: int, mesh: dict[str, int], options: dict, look: str) -> list[float]:

@@ -100,7 +100,7 @@ def parallelize_model(
     if chosen_options.recompute != "off":
         every, saved = chosen_options.recompute_every, chosen_options.recompute_save
         recompute_units(module, chosen_options.recompute, every=every, save=saved, plan=chosen)
-    _apply_data_axes(module, mesh, chosen_options, device, initialize)
+    _apply_data_axes(module, mesh, chosen, chosen_options, device, initialize)
     _tie(module, chosen)
     mark_stages(module)
     clock = install_dropout(module, dropout_seed, mesh) if drops(module) else None
@@ -135,11 +135,13 @@ def _apply_tensor_axes(module: nn.Module, mesh: DeviceMesh, plan: Any, chosen: P
     context_parallel(module, mesh, plan, ulysses=options.ulysses)
 
 
-def _apply_data_axes(module: nn.Module, mesh: DeviceMesh, options: Options, device: Any, initialize: Any) -> None:
+def _apply_data_axes(
+    module: nn.Module, mesh: DeviceMesh, plan: Plan | None, options: Options, device: Any, initialize: Any
+) -> None:
     """The data axes, and values for a model on meta: of ZeRO 3 it is sharded before anything is allocated."""
     data_options = DataOptions.of(options)
     if options.zero == 3:
-        apply_data_axes(module, mesh, options.zero, data_options)
+        apply_data_axes(module, mesh, options.zero, data_options, plan)
     if any(parameter.is_meta for parameter in module.parameters()):
         _fill(module, mesh, device, initialize)
     if options.zero < 3 and (options.dtype is not None or set(DATA_AXES) & set(mesh_spec(mesh).names)):

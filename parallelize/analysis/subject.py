@@ -27,11 +27,11 @@ from parallelize.plan.choose import plan_of, plan_or_none
 from parallelize.plan.model_facts import ModelFacts, describe
 from parallelize.plan.options import NAMES as OPTION_NAMES
 from parallelize.plan.options import Options
-from parallelize.plan.pattern import matches
 from parallelize.plan.resolve import for_base_model, resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.plan.stages import Stages, cut_stages
+from parallelize.plan.units import zero_units
 
 
 @dataclass
@@ -201,13 +201,11 @@ class Subject:
         return self._shards[key]
 
     def zero_units(self, setting: Setting) -> Sequence[str]:
-        """Modules that ZeRO 3 gathers as one: the plan's FSDP units, else its layers."""
+        """Modules that ZeRO 3 gathers as one, as `shard_data` chooses them."""
         plan, model = self.plan_for(setting), self.model(setting.weights_dtype)
-        if plan is None:
-            return self.layers(setting) if setting.size("pp") > 1 else ()
-        if plan.zero_units:
-            return [name for name in model.modules if any(matches(pattern, name) for pattern in plan.zero_units)]
-        return self.layers(setting)
+        base = for_base_model(plan, model) if plan is not None else None
+        stages = self.stages(setting) if setting.size("pp") > 1 else None
+        return zero_units(base, model.modules, layers=stages.cuts.layers if stages is not None else "")
 
 
 def _splits_backward(setting: Setting, schedule: Schedule) -> bool:

@@ -33,6 +33,7 @@ from parallelize.ops.replay_cache import in_recompute, remembered, replay_key
 from parallelize.plan.load import load_plan
 from parallelize.plan.pattern import alternatives, check_pattern, matches
 from parallelize.plan.schema import Plan
+from parallelize.plan.units import layers_of
 from parallelize.recomputation.saving import DEFAULT, kinds_and_ops
 from parallelize.recomputation.unit import (
     RecomputeUnit,
@@ -196,7 +197,7 @@ def _planned_units(model: nn.Module, modules: dict[str, nn.Module], plan: Plan |
         plan = load_plan(plan)
     if plan is None and record is not None:
         plan = record.resolved.plan
-    layers = plan and ((plan.cuts and plan.cuts.layers) or (plan.region and plan.region.layers))
+    layers = layers_of(plan)
     patterns = list(plan.recompute_units) if plan else []
     if not patterns and layers:
         patterns = [f"{layers}.*"]

@@ -28,6 +28,7 @@ from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.errors import MeshError, ModelError, Problem, short_list
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.resolved import ParameterRow
+from parallelize.plan.schema import Plan
 from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.fsdp import apply_fsdp
 from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
@@ -109,22 +110,24 @@ def shard_data(
     return apply_data_axes(module, mesh, zero, options)
 
 
-def apply_data_axes(module: nn.Module, mesh: DeviceMesh, zero: int, options: DataOptions) -> nn.Module:
-    """`shard_data` for a model that nothing but its modules refers to."""
+def apply_data_axes(
+    module: nn.Module, mesh: DeviceMesh, zero: int, options: DataOptions, plan: Plan | None = None
+) -> nn.Module:
+    """`shard_data` for a model that nothing but its modules refers to. plan: names ZeRO units; default: the model's."""
     _check(module, mesh_spec(mesh), zero)
     make_contiguous(module)
     if zero == 3:
-        _shard_parameters(module, mesh, options)
+        _shard_parameters(module, mesh, options, plan)
     else:
         _reduce_gradients(module, mesh, zero, options)
     return module
 
 
-def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions) -> None:
+def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions, plan: Plan | None) -> None:
     """ZeRO 3."""
     if options.dtype is not None and not options.low_precision:  # `fully_shard` is only told a dtype of compute
         cast_parameters(module, options.dtype)
-    engine = apply_fsdp(module, mesh, _shard_axis(mesh_spec(mesh)), options)
+    engine = apply_fsdp(module, mesh, _shard_axis(mesh_spec(mesh)), options, plan)
     compute = options.dtype if options.low_precision else None
     mark_applied(module, data=DataRecord(3, mesh, engine, compute=compute))
 

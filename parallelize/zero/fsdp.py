@@ -15,9 +15,12 @@ from parallelize import _torch_private as private
 from parallelize.applied.records import Cut, cut_of, mark_parameter, record_of
 from parallelize.applied.sharding import shared_of_parameters
 from parallelize.comm.groups import axis_group, mesh_spec
-from parallelize.errors import ModelError, Problem, did_you_mean
+from parallelize.errors import ModelError, Problem
 from parallelize.plan.choose import plan_or_none
-from parallelize.plan.pattern import matches
+from parallelize.plan.model_facts import describe
+from parallelize.plan.resolve import for_base_model
+from parallelize.plan.schema import Plan
+from parallelize.plan.units import zero_units
 from parallelize.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
 from parallelize.zero.options import DataOptions
 
@@ -64,14 +67,16 @@ class FsdpEngine:
             unit.reshard()
 
 
-def apply_fsdp(module: nn.Module, mesh: DeviceMesh, axis: str, options: DataOptions) -> FsdpEngine:
+def apply_fsdp(
+    module: nn.Module, mesh: DeviceMesh, axis: str, options: DataOptions, plan: Plan | None = None
+) -> FsdpEngine:
     """Apply `fully_shard` to each unit and to the rest. `dp_replicate` x `axis` is hybrid sharding.
 
     Raises: ModelError `scalar-parameter`, `unmatched-unit`.
     """
     spec = mesh_spec(mesh)
     cut = cut_of(module)
-    names = _units(module, options.units, cut)
+    names = _units(module, options.units, cut, plan)
     scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if scalars:
         what = f"{scalars[0]} is a scalar, which `fully_shard` cannot shard"
@@ -124,30 +129,14 @@ def _unit_of(name: str, units: Sequence[str]) -> str:
     return max((unit for unit in units if name == unit or name.startswith(unit + ".")), key=len, default="")
 
 
-def _units(module: nn.Module, patterns: Sequence[str] | None, cut: Cut | None) -> list[str]:
-    """The modules whose parameters are gathered together: those of `patterns`, of the plan, or the layers."""
+def _units(module: nn.Module, patterns: Sequence[str] | None, cut: Cut | None, plan: Plan | None) -> list[str]:
+    """The modules of this pipeline stage whose parameters are gathered together."""
     record = record_of(module)
-    plan = record.resolved.plan if record is not None else plan_or_none(module, None)
-    names = [name for name, _ in module.named_modules() if name]
-    if patterns is None:
-        patterns = plan.zero_units if plan is not None else ()
-    if patterns:
-        for pattern in patterns:
-            if not any(matches(pattern, name) for name in names):
-                what = f"no module matches the ZeRO unit {pattern!r}"
-                raise ModelError(Problem("unmatched-unit", what, fix=did_you_mean(pattern, names)))
-        units = [name for name in names if any(matches(pattern, name) for pattern in patterns)]
+    if record is not None:
+        plan = record.resolved.plan
     else:
-        layers = _layers(plan, cut)
-        units = [name for name in names if layers is not None and name.rpartition(".")[0] == layers]
+        plan = plan if plan is not None else plan_or_none(module, None)
+        plan = plan and for_base_model(plan, describe(module) if cut is None else cut.facts)
+    names = [name for name, _ in module.named_modules()]
+    units = zero_units(plan, names, patterns=patterns, layers=cut.stages.cuts.layers if cut is not None else "")
     return [name for name in units if cut is None or cut.present(name)]
-
-
-def _layers(plan: Any, cut: Cut | None) -> str | None:
-    """The fqn of the module that contains the layers."""
-    if cut is not None:
-        return cut.stages.cuts.layers
-    if plan is None:
-        return None
-    source = plan.cuts or plan.region
-    return source.layers if source is not None else None

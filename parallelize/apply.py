@@ -58,7 +58,7 @@ def parallelize_module(
     loss_parallel: bool | None = None,
     fuse_loss: bool | None = None,
     overlap: str | None = None,
-    ulysses: int = 1,
+    ulysses: int | None = None,
     weights_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     check_replicated: bool = False,
@@ -78,7 +78,7 @@ def parallelize_module(
         overlap: "auto", "off", "chunked" or "symm_mem"; overrides the plan's default. Collectives overlap with matmuls.
             "auto" measures link and matmuls once, at the first forward, and overlaps where that pays; see
             `overlap_report`.
-        ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too.
+        ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too. Overrides the plan's default.
         weights_dtype, device: of the stored parameters. Default: as they are.
         check_replicated: compare replicated parameters now, and the inputs at each forward, over `tp` by digest.
         handshake_timeout_s: how long ranks wait for each other before the missing ones are named.
@@ -98,14 +98,13 @@ def parallelize_module(
         _refuse_fused_styles(fuse_loss)
         return _apply_styles(module, mesh, parallelize_plan, src_data_rank, handshake_timeout_s)
     switches: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
-    switches |= {"overlap": overlap, "fuse_loss": fuse_loss}
+    switches |= {"overlap": overlap, "fuse_loss": fuse_loss, "ulysses": ulysses}
     storage = _Storage(src_data_rank, weights_dtype, device, check_replicated)
-    resolution = _resolve_on_all_ranks(
-        module, mesh, parallelize_plan, switches, storage, ulysses=ulysses, timeout_s=handshake_timeout_s
-    )
+    resolution = _resolve_on_all_ranks(module, mesh, parallelize_plan, switches, storage, handshake_timeout_s)
     with Transaction(module):
         _apply(module, mesh, resolution, storage)
-        context_parallel(module, mesh, resolution.model_plan.plan, ulysses=ulysses)
+        chosen = resolution.model_plan.plan
+        context_parallel(module, mesh, chosen, ulysses=chosen.options.ulysses)
     return module
 
 
@@ -148,21 +147,21 @@ def _resolve_on_all_ranks(
     plan: Any,
     switches: dict[str, Any],
     storage: _Storage,
-    *,
-    ulysses: int,
     timeout_s: float,
 ) -> _Resolution:
     """Resolve and check the plan, and compare what it depends on over ranks; or raise the same error on every rank."""
     tp, cut = tp_mesh(mesh), cut_of(module)
     model = describe(module) if cut is None else cut.facts
     with agree_on(mesh, timeout_s) as facts:
-        facts |= storage.facts() | {"option ulysses": str(ulysses)}
+        facts |= storage.facts()
         facts |= {f"parameter {key}": value for key, value in model.structure().items()}
         _refuse_twice(model.root)
         resolved = resolve(plan_of(model.root, plan).with_options(**switches), model, tp.size())
+        options = resolved.plan.options
         facts |= {f"plan {key}": value for key, value in resolved.plan.facts().items()}
+        facts["option ulysses"] = str(options.ulysses)
         if on_context(mesh_spec(mesh)):
-            check_context(for_base_model(resolved.plan, model), model, mesh_spec(mesh), ulysses)
+            check_context(for_base_model(resolved.plan, model), model, mesh_spec(mesh), options.ulysses)
             _refuse_ulysses_twice(resolved)
         local_model = part_of(model)
         local_plan = resolved.restricted(local_model)

@@ -7,9 +7,11 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from parallelize import ModelError, Options, explain, load_plan, parallelize_model, verify
+from parallelize import ModelError, Options, explain, load_plan, parallelize_model, parallelize_module, verify
 from parallelize.analysis.record.fake_world import fake_mesh
+from parallelize.applied.records import record_of
 from parallelize.cli.parser import build_parser
+from parallelize.context.forward_state import context_of
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource
 from parallelize.plan.load import parse_plan
@@ -106,6 +108,19 @@ def test_defaults_of_a_plan_hold_for_explain_verify_and_training():
     with fake_mesh(MeshSpec(dp=1, tp=2)) as mesh:
         parallel = parallelize_model(tiny_model("llama", torch.float32), mesh, plan)
         assert parallel.pipeline.schedule.num_microbatches == 4
+
+
+def test_defaults_hold_for_parallelize_module_too():
+    plan = replace(load_plan("llama"), options=Options(ulysses=2, sequence_parallel=True))
+    sizes = {}
+    for ulysses in (None, 1):
+        with fake_mesh(MeshSpec(cp=2, tp=2)) as mesh:
+            model = parallelize_module(
+                tiny_model("llama", torch.float32), mesh, plan, src_data_rank=None, ulysses=ulysses
+            )
+            sizes[ulysses] = context_of(model).ulysses.size
+            assert record_of(model).region is not None
+    assert sizes == {None: 2, 1: 1}
 
 
 @pytest.mark.parametrize(

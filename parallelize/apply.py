@@ -159,7 +159,7 @@ def _resolve_on_all_ranks(
         resolved = resolve(plan_of(model.root, plan).with_options(**switches), model, tp.size())
         options = resolved.plan.options
         facts |= {f"plan {key}": value for key, value in resolved.plan.facts().items()}
-        facts["option ulysses"] = str(options.ulysses)
+        facts |= {f"option {name}": str(value) for name, value in options.given().items()}
         if on_context(mesh_spec(mesh)):
             check_context(for_base_model(resolved.plan, model), model, mesh_spec(mesh), options.ulysses)
             _refuse_ulysses_twice(resolved)

@@ -107,11 +107,12 @@ def fit(
     )
     check_setting(base)
     rejections, tried = _Rejections(), 0
+    fixed = frozenset(name for name, value in options.items() if value is not None)
     best: dict[MeshSpec, Candidate] = {}
     layers = len(subject.layers(base))
     for mesh in meshes(gpus, machine.node_ranks, max(layers, 1)):
         tell(str(mesh))
-        for setting in candidates(replace(base, mesh=mesh), global_batch, rejections.add, frozenset(options)):
+        for setting in candidates(replace(base, mesh=mesh), global_batch, rejections.add, fixed):
             tried += 1
             if lower_bound_s(subject, setting, machine) > _time_to_beat(best, mesh, most):
                 rejections.add("even at the matmuls' full speed slower than what is shown", setting)

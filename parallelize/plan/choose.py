@@ -32,6 +32,11 @@ def _index() -> tuple[dict[str, Plan], dict[str, Plan]]:
     return by_type, by_class
 
 
+def shipped_plan_of(config: Any) -> Plan | None:
+    """The shipped plan for a config's model type, without a model."""
+    return _index()[0].get(str(getattr(config, "model_type", None)))
+
+
 def choose_plan(model: Any) -> tuple[Plan, str]:
     """(the plan for this model, by what it was chosen).
 

@@ -174,7 +174,7 @@ def _wrong_on_mesh(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
             "no-data-axis", what, fix=f"add an axis: dp=2,{','.join(f'{a}={n}' for a, n in mesh.axes)}; or zero=0"
         )
     cp = mesh.ranks("cp")
-    if cp % options.ulysses:
+    if cp > 1 and cp % options.ulysses:
         what = f"ulysses is {options.ulysses}, which does not divide cp (size {cp})"
         yield Problem("bad-ulysses", what, fix="a divisor of cp")
 

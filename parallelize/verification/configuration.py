@@ -9,7 +9,6 @@ import copy
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.models.model_source import ModelSource, read_model, source_of
 from parallelize.pipeline.schedules import Schedule, build_schedule
-from parallelize.plan.choose import plan_or_none
+from parallelize.plan.choose import plan_or_none, shipped_plan_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.pattern import alternatives, matches
@@ -264,19 +263,20 @@ def checked(request: Request) -> Request:
     if not isinstance(request.timeout_s, (int, float)) or not request.timeout_s > 0:
         raise ModelError(Problem("bad-timeout", f"a timeout of {request.timeout_s!r} s", fix="more than 0"))
     options = request.options.complete(_plan_options(request))
-    modes = {name: getattr(request.options, name) for name in ("sequence_parallel", "loss_parallel", "fuse_loss")}
-    request = replace(request, options=replace(options, **modes))
+    own = ("sequence_parallel", "loss_parallel", "fuse_loss", "dtype")  # the dtype to verify in is not that of training
+    request = replace(request, options=replace(options, **{name: getattr(request.options, name) for name in own}))
     request.schedule()
     return request
 
 
 def _plan_options(request: Request) -> Options | None:
     """The `defaults:` of the plan that the model will get."""
-    model: Any = None  # whose plan is chosen by its type or class
-    if request.plan is None:
+    if request.plan is not None:
+        plan = plan_or_none(None, request.plan)
+    else:
         source = _source(request)
-        model = SimpleNamespace(config=source.config) if source.config is not None else _model(request, even=False)[1]
-    plan = plan_or_none(model, request.plan)
+        by_type = source.config is not None  # a plan that is translated for other types has no defaults
+        plan = shipped_plan_of(source.config) if by_type else plan_or_none(_model(request, even=False)[1], None)
     return plan.options if plan is not None else None
 
 

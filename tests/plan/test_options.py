@@ -110,6 +110,12 @@ def test_defaults_of_a_plan_hold_for_explain_verify_and_training():
         assert parallel.pipeline.schedule.num_microbatches == 4
 
 
+@pytest.mark.parametrize("model", ["cohere", "starcoder2"])
+def test_models_without_a_shipped_plan_can_be_verified(model):
+    """Their own plans are translated, and have no defaults."""
+    assert checked(Request(model, None, MeshSpec(tp=2))).options.zero == 0
+
+
 def test_defaults_hold_for_parallelize_module_too():
     plan = replace(load_plan("llama"), options=Options(ulysses=2, sequence_parallel=True))
     sizes = {}

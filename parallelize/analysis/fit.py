@@ -97,10 +97,12 @@ def fit(
         dtype: of compute; None: that of the weights. optimizer: a key of `STATE_BYTES`.
         most: how many meshes to return.
         tell: is called with the name of each mesh before it is tried.
-        options: further fields of `Options` and `Setting`. What is given here is not searched.
+        options: further fields of `Options` and `Setting`, except `batch`. What is given here is not searched.
 
     Raises: ModelError `nothing-fits` where no setting fits, with the reasons; as `check_setting`.
     """
+    if "batch" in options:
+        raise ModelError(Problem("bad-option", "batch follows from global_batch and the mesh", fix="global_batch=..."))
     memory_limit = memory_bytes or machine.memory_bytes
     base = subject.complete(
         make_setting(MeshSpec(dp=1), {"sequence": sequence, "dtype": dtype, "optimizer": optimizer, **options})

@@ -181,10 +181,12 @@ def _output_error(actual: list[T], expected: T) -> float:
 def apply(
     configuration: Configuration, mode: Mode, model: nn.Module, mesh: DeviceMesh, loss: Callable[[Any, Any], T]
 ) -> ParallelModel:
-    options = replace(
-        mode.over(configuration.request.options), overlap=overlap_of(configuration, mode), dtype=None
-    )  # the model has the dtype already
-    return parallelize_model(model, mesh, configuration.request.plan, options, loss=loss, count=configuration.count)
+    run, plan = configuration.request.options, configuration.plan
+    options = replace(mode.over(run), overlap=overlap_of(configuration, mode), dtype=None)
+    if plan is not None:  # the model has the dtype to verify in already, whatever that of training is
+        plan = replace(plan, options=replace(plan.options, dtype=None))
+    applied_plan = configuration.request.plan if plan is None else plan
+    return parallelize_model(model, mesh, applied_plan, options, loss=loss, count=configuration.count)
 
 
 def is_auto(configuration: Configuration) -> bool:

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from parallelize import ModelError, Options, explain, load_plan, parallelize_model, parallelize_module, verify
+from parallelize.analysis.cost.machine import load_machine
+from parallelize.analysis.fit import fit
 from parallelize.analysis.record.fake_world import fake_mesh
+from parallelize.analysis.subject import Subject
 from parallelize.applied.records import record_of
 from parallelize.cli.parser import build_parser
 from parallelize.context.forward_state import context_of
@@ -114,6 +117,20 @@ def test_defaults_of_a_plan_hold_for_explain_verify_and_training():
 def test_models_without_a_shipped_plan_can_be_verified(model):
     """Their own plans are translated, and have no defaults."""
     assert checked(Request(model, None, MeshSpec(tp=2))).options.zero == 0
+
+
+def test_what_a_prediction_leaves_out_is_refused():
+    source = ModelSource("llama", lambda _: tiny_model("llama"))
+    with pytest.raises(ModelError, match="bad-option: reduce_dtype"):
+        explain(source, None, "dp=2", sequence=16, dtype="bfloat16", reduce_dtype="bfloat16")
+    explain(source, None, "dp=2", sequence=16, dtype="bfloat16", reduce_dtype="float32")
+    with pytest.raises(ModelError, match="bad-option: batch"):
+        fit(Subject(source), 2, load_machine("cpu"), batch=2)
+
+
+def test_verify_is_exact_whatever_dtype_a_plan_trains_in():
+    plan = replace(load_plan("llama"), options=Options(dtype="bfloat16"))
+    assert verify("llama", plan, "dp=1,tp=2", sequence_parallel=False, loss_parallel=False).ok
 
 
 def test_defaults_hold_for_parallelize_module_too():

@@ -26,10 +26,12 @@ from parallelize import (
     verify,
 )
 from parallelize.analysis.record.fake_world import fake_mesh
+from parallelize.applied.records import record_of
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource
 from parallelize.ops.collectives import sum_both
 from parallelize.plan.load import parse_plan
+from parallelize.randomness.dropout.install import _layout_changes
 from parallelize.styles.style import STYLES
 
 HIDDEN, WIDTH, VOCAB = 12, 16, 31
@@ -149,6 +151,13 @@ def test_it_is_explained_linted_and_described(styles):
     with fake_mesh(MeshSpec(tp=2)) as mesh:
         text = describe_plan(parallelize_module(Block(), mesh, plan(), src_data_rank=None))
     assert re.search(r"unit\.up\s.*gated", text)
+
+
+def test_dropout_behind_it_draws_the_masks_of_its_shard(styles):
+    with fake_mesh(MeshSpec(tp=2)) as mesh:
+        record = record_of(parallelize_module(Block(), mesh, plan(), src_data_rank=None))
+    changes = dict(_layout_changes(record))
+    assert changes["unit"] is not None and changes["unit"].layout.shape[0] == WIDTH and changes["down"] is None
 
 
 def test_mistakes_with_it_have_places(styles):

@@ -152,6 +152,9 @@ def make_setting(mesh: str | MeshSpec, options: dict[str, Any]) -> Setting:
 def check_setting(setting: Setting) -> None:
     """Raises: MeshError, ModelError or PlanError with every mistake that the setting alone shows."""
     problems = [] if setting.mesh.names else [Problem("no-axes", "a mesh needs named axes", fix="--mesh tp=8")]
+    if setting.reduce_dtype is not None and ITEM_BYTES[setting.reduce_dtype] != setting.gradient_bytes:
+        what = f"sums of gradients in {setting.reduce_dtype} are not predicted, only those of {setting.gradient_bytes} bytes"
+        raise ModelError(Problem("bad-option", f"reduce_dtype: {what}", fix="leave reduce_dtype out"))
     if problems := problems + setting.check_on(setting.mesh):
         raise MeshError(*problems)
     setting.pipeline()

@@ -113,8 +113,10 @@ def _layout_changes(record: PlanRecord) -> Iterator[tuple[str, ColumnOutput | No
     for fqn, row in record.resolved.modules.items():
         weight = owners.get(f"{fqn}.weight")
         traits, leave = row.contract.traits, row.contract.leave
-        if traits.splits_output and leave is Conversion.NONE and weight is not None and weight.layout.dim is not None:
-            sharded[fqn] = weight.layout
+        used = [owners[name] for key in ("weight", *row.contract.uses) if (name := f"{fqn}.{key}") in owners]
+        layout = next((parameter.layout for parameter in used if parameter.layout.dim is not None), None)
+        if traits.splits_output and leave is Conversion.NONE and layout is not None:
+            sharded[fqn] = layout
         elif not traits.keeps_layout:
             norm_of_heads = traits.replicates and not traits.by_token
             partial_sums = weight is not None and weight.partial and norm_of_heads

@@ -25,9 +25,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import Pipeline, build_mesh, cut_pipeline, destroy_groups, simulate
 from parallelize.pipeline.schedule_chart import draw
-from parallelize.pipeline.schedules import SCHEDULES
 from parallelize.pipeline.timeline import Costs
 from parallelize.plan.schema import Cuts
+from parallelize.plan.stage_ranks import SCHEDULES
 
 LAYERS = Cuts("layers", first=("start",))
 WARM, ROUNDS = 1, 3

@@ -7,7 +7,7 @@ after that point restores the module.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +20,19 @@ from parallelize import _torch_private as private
 from parallelize.applied.meta_buffers import guard_buffers
 from parallelize.applied.module_moves import guard_moves, refuse_ddp
 from parallelize.applied.pending_reductions import PendingReductions
-from parallelize.applied.records import PlanRecord, cut_of, mark_applied, part_of, record_of
+from parallelize.applied.records import PlanRecord, facts_of, mark_applied, part_of, record_of, resolution_of
 from parallelize.applied.sharding import Sharder
 from parallelize.applied.state_dict import install_state_hooks
 from parallelize.applied.transaction import Transaction
 from parallelize.comm.groups import Group, mesh_spec, tp_mesh
 from parallelize.comm.handshake import TIMEOUT_S, agree_on, check_replicas, watch_inputs
-from parallelize.context.apply import check_context, context_parallel, on_context
+from parallelize.context.apply import apply_context, check_context, on_context
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
+from parallelize.mesh import MeshSpec
 from parallelize.plan.choose import plan_of
 from parallelize.plan.model_facts import ModelFacts, describe
-from parallelize.plan.resolve import for_base_model, resolve
+from parallelize.plan.options import Options
+from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.styles.contract import Conversion
@@ -93,29 +95,47 @@ def parallelize_module(
         what = "no device_mesh was given" if mesh is None else f"device_mesh is a {type(mesh).__name__}"
         fix = 'parallelize_module(model, build_mesh("cuda", tp=8), plan), after init_process_group'
         raise MeshError(Problem("no-mesh", what, fix=fix))
-    if dicts.is_style(parallelize_plan) or dicts.is_style_dict(parallelize_plan):
+    if dicts.is_styles(parallelize_plan):
         _refuse_overlap_of_styles(overlap)
         _refuse_fused_styles(fuse_loss)
         return _apply_styles(module, mesh, parallelize_plan, src_data_rank, handshake_timeout_s)
     switches: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
-    switches |= {"overlap": overlap, "fuse_loss": fuse_loss, "ulysses": ulysses}
-    storage = _Storage(src_data_rank, weights_dtype, device, check_replicated)
-    resolution = _resolve_on_all_ranks(module, mesh, parallelize_plan, switches, storage, handshake_timeout_s)
+    switches |= {"fuse_loss": fuse_loss, "overlap": overlap, "ulysses": ulysses}
+
+    def decide() -> ResolvedPlan:
+        spec = mesh_spec(mesh).only("cp")
+        axes = MeshSpec([*spec.axes, ("tp", tp_mesh(mesh).size())])
+        plan = plan_of(module, parallelize_plan)
+        return resolve(plan, facts_of(module), axes, Options(**switches), earlier=resolution_of(module))
+
+    storage = Storage(src_data_rank, weights_dtype, device, check_replicated)
+    return apply_plan(module, mesh, decide, storage, handshake_timeout_s)
+
+
+def apply_plan(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    decide: Callable[[], ResolvedPlan],
+    storage: Storage | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> nn.Module:
+    """`parallelize_module` by a resolved plan. decide: returns it; what it raises is raised on every rank."""
+    storage = storage or Storage()
+    agreed = _agree_on_plan(module, mesh, decide, storage, timeout_s)
     with Transaction(module):
-        _apply(module, mesh, resolution, storage)
-        chosen = resolution.model_plan.plan
-        context_parallel(module, mesh, chosen, ulysses=chosen.options.ulysses)
+        _apply(module, mesh, agreed, storage)
+        apply_context(module, mesh, lambda: agreed.resolved)
     return module
 
 
 @dataclass(frozen=True)
-class _Storage:
+class Storage:
     """How parameters are stored; see `parallelize_module`."""
 
-    src_data_rank: int | None
-    weights_dtype: torch.dtype | None
-    device: torch.device | str | None
-    check_replicated: bool
+    src_data_rank: int | None = 0
+    weights_dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+    check_replicated: bool = False
 
     def facts(self) -> dict[str, str]:
         """What every rank must have been given alike."""
@@ -127,47 +147,38 @@ class _Storage:
 
 
 @dataclass(frozen=True)
-class _Resolution:
+class _Agreed:
     """What all ranks have agreed on, before anything is changed.
 
     Attributes:
-        model: the facts of this rank's part of the model. plan: of that part. model_plan: of the whole model.
+        resolved: the plan of the full model. model, plan: the facts and the plan of this rank's part of it.
         overlapped: call sites whose collective overlaps with its matmul.
     """
 
+    resolved: ResolvedPlan
     model: ModelFacts
     plan: ResolvedPlan
-    model_plan: ResolvedPlan
     overlapped: tuple[PlannedCallSite, ...]
 
 
-def _resolve_on_all_ranks(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    plan: Any,
-    switches: dict[str, Any],
-    storage: _Storage,
-    timeout_s: float,
-) -> _Resolution:
+def _agree_on_plan(
+    module: nn.Module, mesh: DeviceMesh, decide: Callable[[], ResolvedPlan], storage: Storage, timeout_s: float
+) -> _Agreed:
     """Resolve and check the plan, and compare what it depends on over ranks; or raise the same error on every rank."""
-    tp, cut = tp_mesh(mesh), cut_of(module)
-    model = describe(module) if cut is None else cut.facts
+    tp = tp_mesh(mesh)
     with agree_on(mesh, timeout_s) as facts:
         facts |= storage.facts()
-        facts |= {f"parameter {key}": value for key, value in model.structure().items()}
-        _refuse_twice(model.root)
-        resolved = resolve(plan_of(model.root, plan).with_options(**switches), model, tp.size())
-        options = resolved.plan.options
-        facts |= {f"plan {key}": value for key, value in resolved.plan.facts().items()}
-        facts |= {f"option {name}": str(value) for name, value in options.given().items()}
+        _refuse_twice(module)
+        resolved = decide()
+        facts |= resolved.structure()
         if on_context(mesh_spec(mesh)):
-            check_context(for_base_model(resolved.plan, model), model, mesh_spec(mesh), options.ulysses)
+            check_context(resolved)
             _refuse_ulysses_twice(resolved)
-        local_model = part_of(model)
+        local_model = part_of(module, resolved.facts)
         local_plan = resolved.restricted(local_model)
         _check_modules(local_plan, local_model)
         overlapped = check_call_sites(local_plan, local_model, Group(tp.get_group()), torch.device(mesh.device_type))
-    return _Resolution(local_model, local_plan, resolved, overlapped)
+    return _Agreed(resolved, local_model, local_plan, overlapped)
 
 
 def _refuse_ulysses_twice(resolved: ResolvedPlan) -> None:
@@ -251,15 +262,15 @@ def _wrong_with_parameter(name: str, parameter: Any) -> Iterator[Problem]:
         yield Problem("hook-on-parameter", f"parameter {name} has a hook, which would be lost", fix=fix)
 
 
-def _apply(module: nn.Module, mesh: DeviceMesh, resolution: _Resolution, storage: _Storage) -> None:
-    tp, plan = tp_mesh(mesh), resolution.plan
+def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storage) -> None:
+    tp, plan = tp_mesh(mesh), agreed.plan
     group = Group(tp.get_group())
     if storage.check_replicated:
         replicated = [row.fqn for row in plan.parameters.values() if row.layout.dim is None]
         check_replicas(group, {fqn: module.get_parameter(fqn) for fqn in replicated}, "replicated parameters")
     Sharder(tp, group, storage.src_data_rank, storage.weights_dtype, storage.device).shard(module, plan)
     pending_reductions = PendingReductions()
-    installer = Installer(group, resolution.model, plan, pending_reductions, resolution.overlapped)
+    installer = Installer(group, agreed.model, plan, pending_reductions, agreed.overlapped)
     installer.run()
     record = PlanRecord(
         plan,
@@ -269,9 +280,8 @@ def _apply(module: nn.Module, mesh: DeviceMesh, resolution: _Resolution, storage
         pending_reductions,
         overlap=installer.overlap,
         region=installer.region if plan.region else None,
-        model_plan=resolution.model_plan,
     )
-    mark_applied(module, plan=record)
+    mark_applied(module, plan=record, resolved=agreed.resolved)
     install_state_hooks(module)
     install_generation(module)
     guard_buffers(module)

@@ -81,6 +81,24 @@ class MeshSpec:
         sizes = dict(self.axes)
         return math.prod(sizes.get(axis, 1) for axis in axes)
 
+    @property
+    def shard_axis(self) -> str:
+        """The axis over which ZeRO shards."""
+        return "dp_shard" if "dp_shard" in self.names else "dp"
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The data axes with more than one rank, over which gradients are summed."""
+        return tuple(axis for axis in DATA_AXES if self.ranks(axis) > 1)
+
+    def with_axes(self, other: MeshSpec) -> MeshSpec:
+        """The axes of both; where they share one, the size is that of `other`."""
+        return MeshSpec([*((name, size) for name, size in self.axes if name not in other.names), *other.axes])
+
+    def only(self, *axes: str) -> MeshSpec:
+        """The mesh of some of its axes; those that it lacks are left out."""
+        return MeshSpec([(name, size) for name, size in self.axes if name in axes])
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Axis name -> index of `rank` along that axis. Raises: MeshError `bad-rank`."""
         if not 0 <= rank < self.world_size:
@@ -133,9 +151,8 @@ class MeshSpec:
 
 def axis_order(spec: MeshSpec, zero: int) -> list[Problem]:
     """What is wrong with the order of axes for a ZeRO stage, whose axes must be slower than `tp`."""
-    shard_axis = "dp_shard" if "dp_shard" in spec.names else "dp"
-    pairs = [(shard_axis, "tp")] if zero > 0 else []
-    pairs += [("dp_replicate", shard_axis)] if zero == 3 else []
+    pairs = [(spec.shard_axis, "tp")] if zero > 0 else []
+    pairs += [("dp_replicate", spec.shard_axis)] if zero == 3 else []
     return [
         Problem(
             "axis-order",

@@ -14,26 +14,30 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.records import cut_of
-from parallelize.apply import parallelize_module
+from parallelize.apply import apply_plan, parallelize_module
 from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.groups import mesh_spec
-from parallelize.context.apply import context_parallel, dropout_refused
+from parallelize.comm.handshake import agree_on
+from parallelize.context.apply import apply_context, dropout_refused
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import DATA_AXES, MeshSpec
-from parallelize.pipeline.cut import cut_pipeline
+from parallelize.pipeline.cut import check_uncut, cut_to_stages, with_cuts
 from parallelize.pipeline.engine import Pipeline
 from parallelize.pipeline.parallel_model import ParallelModel
 from parallelize.pipeline.schedules import build_schedule
-from parallelize.pipeline.ties import check_declared, mark_stages, tie_parameters
-from parallelize.plan.choose import plan_or_none
+from parallelize.pipeline.ties import mark_stages, tie_parameters
+from parallelize.plan.choose import plan_of, plan_or_none
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options, options_of
+from parallelize.plan.resolve import resolve
+from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stages import Assignment, Costs
 from parallelize.randomness.dropout.call_sites import refused_modules
 from parallelize.randomness.dropout.install import drops, install_dropout
 from parallelize.randomness.init.initialize import initialize as draw
-from parallelize.recomputation.api import recompute as recompute_units
+from parallelize.recomputation.api import apply_recompute
+from parallelize.tensor.torch_styles import dicts
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
 from parallelize.zero.apply import apply_data_axes, data_of
 from parallelize.zero.early_optimizers import refuse_early_optimizers
@@ -87,21 +91,21 @@ def parallelize_model(
     Cost: of the call itself: one exchange of digests, the broadcast of `parallelize_module`, and of tied copies. Of a step:
         see `explain`.
     """
-    spec = mesh_spec(mesh)
-    chosen = plan_or_none(module, plan)
-    chosen_options = options_of(options, keywords).complete(chosen.options if chosen is not None else None)
-    _check(module, spec, chosen_options, initialize)
-    check_declared(describe(module), chosen)
+    spec, given = mesh_spec(mesh), options_of(options, keywords)
+    with agree_on(mesh) as agreed:
+        chosen = with_cuts(_plan(module, spec, plan), cuts)
+        complete = given.complete(chosen.options if chosen is not None else None)
+        _check(module, spec, complete, initialize)
+        resolved = resolve(chosen, describe(module), spec, complete, costs=costs, assignment=assignment)
+        agreed |= resolved.structure()
 
     if spec.ranks("pp") > 1:
-        order: dict[str, Any] = {"schedule": chosen_options.schedule, "stages_per_rank": chosen_options.stages_per_rank}
-        cut_pipeline(module, mesh, plan, costs=costs, assignment=assignment, cuts=cuts, **order)
-    _apply_tensor_axes(module, mesh, plan, chosen, chosen_options)
-    if chosen_options.recompute != "off":
-        every, saved = chosen_options.recompute_every, chosen_options.recompute_save
-        recompute_units(module, chosen_options.recompute, every=every, save=saved, plan=chosen)
-    _apply_data_axes(module, mesh, chosen, chosen_options, device, initialize)
-    _tie(module, chosen)
+        cut_to_stages(module, mesh, resolved)
+    _apply_tensor_axes(module, mesh, plan, resolved)
+    if complete.recompute != "off":
+        apply_recompute(module, lambda: resolved)
+    _apply_data_axes(module, mesh, resolved, device, initialize)
+    _tie(module)
     mark_stages(module)
     clock = install_dropout(module, dropout_seed, mesh) if drops(module) else None
 
@@ -109,9 +113,9 @@ def parallelize_model(
     pipeline = Pipeline(
         module,
         mesh,
-        schedule=chosen_options.schedule,
-        stages_per_rank=chosen_options.stages_per_rank if spec.ranks("pp") > 1 else None,
-        num_microbatches=chosen_options.microbatches(spec),
+        schedule=complete.schedule,
+        stages_per_rank=complete.stages_per_rank if spec.ranks("pp") > 1 else None,
+        num_microbatches=complete.microbatches(spec),
         loss=loss,
         count=count,
         whole=whole,
@@ -122,34 +126,40 @@ def parallelize_model(
     return ParallelModel(module, mesh, pipeline)
 
 
-def _apply_tensor_axes(module: nn.Module, mesh: DeviceMesh, plan: Any, chosen: Plan | None, options: Options) -> None:
+def _plan(module: nn.Module, spec: MeshSpec, plan: Any) -> Plan | None:
+    """The plan; None for style objects, and on a mesh without `tp` and `cp` for a model that has none."""
+    needed = "tp" in spec.names or spec.ranks("cp") > 1
+    return plan_of(module, plan) if needed and not dicts.is_styles(plan) else plan_or_none(module, plan)
+
+
+def _apply_tensor_axes(module: nn.Module, mesh: DeviceMesh, plan: Any, resolved: ResolvedPlan) -> None:
     """The axes `tp` and `cp`."""
-    if "tp" in mesh_spec(mesh).names:
-        modes = {
-            name: getattr(options, name) for name in ("sequence_parallel", "loss_parallel", "fuse_loss", "overlap")
-        }
-        parallelize_module(module, mesh, plan, ulysses=options.ulysses, **modes)
+    if "tp" in resolved.mesh.names and dicts.is_styles(plan):
+        options = resolved.options
+        parallelize_module(module, mesh, plan, overlap=options.overlap, fuse_loss=options.fuse_loss)
         return
-    if options.fuse_loss:
-        fuse_heads(module, chosen)
-    context_parallel(module, mesh, plan, ulysses=options.ulysses)
+    if "tp" in resolved.mesh.names:
+        apply_plan(module, mesh, lambda: resolved)
+        return
+    if resolved.options.fuse_loss:
+        fuse_heads(module, resolved)
+    apply_context(module, mesh, lambda: resolved)
 
 
-def _apply_data_axes(
-    module: nn.Module, mesh: DeviceMesh, plan: Plan | None, options: Options, device: Any, initialize: Any
-) -> None:
+def _apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, device: Any, initialize: Any) -> None:
     """The data axes, and values for a model on meta: of ZeRO 3 it is sharded before anything is allocated."""
+    options = resolved.options
     data_options = DataOptions.of(options)
     if options.zero == 3:
-        apply_data_axes(module, mesh, options.zero, data_options, plan)
+        apply_data_axes(module, mesh, resolved, data_options)
     if any(parameter.is_meta for parameter in module.parameters()):
         _fill(module, mesh, device, initialize)
-    if options.zero < 3 and (options.dtype is not None or set(DATA_AXES) & set(mesh_spec(mesh).names)):
-        apply_data_axes(module, mesh, options.zero, data_options)
+    if options.zero < 3 and (options.dtype is not None or set(DATA_AXES) & set(resolved.mesh.names)):
+        apply_data_axes(module, mesh, resolved, data_options)
 
 
-def _tie(module: nn.Module, plan: Plan | None) -> None:
-    ties, data = tie_parameters(module, plan), data_of(module)
+def _tie(module: nn.Module) -> None:
+    ties, data = tie_parameters(module), data_of(module)
     if ties is not None and data is not None:
         for shard in data.shards:  # float32 copies follow the values of the tied copies
             shard.reload()
@@ -167,6 +177,8 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
     if cut_of(module) is not None or data_of(module) is not None:
         what = "a part of this work has been done on the model already"
         raise ModelError(Problem("wrong-order", what, fix="call parallelize_model alone, or each part by itself"))
+    if spec.ranks("pp") > 1:
+        check_uncut(module)
     if drops(module) and spec.ranks("cp") > 1:
         raise dropout_refused()
     if drops(module):

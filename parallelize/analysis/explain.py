@@ -24,9 +24,9 @@ from parallelize.applied.report import layout_text
 from parallelize.errors import ModelError
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource, source_of
-from parallelize.plan.model_facts import ParameterFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.rows import ParameterRow
 
 
 def explain(
@@ -75,11 +75,11 @@ def explain_subject(
     check(subject, setting)
     steps, memories, time = measure(subject, setting, machine, every_layer=every_layer)
     reports = [_report(step, memory, machine) for step, memory in zip(steps, memories, strict=True)]
-    plan, model = subject.plan_for(setting), subject.model(setting.weights_dtype)
+    plan, model = subject.resolved(setting).plan, subject.model(setting.weights_dtype)
     explanation = Explanation(
         model=f"{subject.source.text} ({type(model.root).__name__})",
-        plan=plan.name if plan is not None else "none",
-        plan_source=os.path.basename(plan.source) if plan is not None else "",
+        plan=plan.name,
+        plan_source=os.path.basename(plan.source),
         setting=setting.describe(),
         mesh=dict(setting.mesh.axes),
         options={key: value for key, value in asdict(setting).items() if key != "mesh"},
@@ -119,11 +119,11 @@ MAX_DRAWN_RANKS = 16  # tp ranks whose intervals are in the explanation
 
 def _parameter_lines(subject: Subject, setting: Setting) -> Iterable[ParameterLine]:
     """One line for all parameters with equal generic names, styles, shapes and layouts."""
-    model, resolved, stages = subject.model(setting.weights_dtype), subject.resolved(setting), subject.stages(setting)
+    resolved = subject.resolved(setting)
     lines: dict[tuple, ParameterLine] = {}
-    for fact in model.parameters.values():
-        owners = stages.owners.get(fact.fqn, (0,)) if stages is not None else (0,)
-        line = _parameter_line(resolved, fact, (owners[0], owners[-1]))
+    for row in resolved.parameters.values():
+        owners = sorted(resolved.stage_of(name) for name in row.fact.names)
+        line = _parameter_line(resolved, row, (owners[0], owners[-1]))
         key = (line.name, line.style, line.rule, line.full, line.local, line.lies)
         if key in lines:
             same = lines[key]
@@ -133,26 +133,24 @@ def _parameter_lines(subject: Subject, setting: Setting) -> Iterable[ParameterLi
     return lines.values()
 
 
-def _parameter_line(resolved: ResolvedPlan | None, fact: ParameterFacts, stages: tuple[int, int]) -> ParameterLine:
+def _parameter_line(resolved: ResolvedPlan, row: ParameterRow, stages: tuple[int, int]) -> ParameterLine:
     line = ParameterLine(
-        name=" = ".join(generic(name) for name in fact.names),
+        name=" = ".join(generic(name) for name in row.fact.names),
         count=1,
         style="",
         rule="",
-        full=fact.shape,
-        local=fact.shape,
+        full=row.fact.shape,
+        local=row.layout.local_shape(0),
         lies="full",
         stages=stages,
-        numel=prod(fact.shape),
+        numel=prod(row.fact.shape),
     )
-    if resolved is None:
+    if "tp" not in resolved.mesh.names:
         return line
-    row = resolved.parameters[fact.fqn]
     return replace(
         line,
         style=str(row.rule.style),
         rule=os.path.basename(row.rule.where),
-        local=row.layout.local_shape(0),
         lies=layout_text(row.layout, row.partial),
         dim=row.layout.dim,
         owned=row.layout.owned[:MAX_DRAWN_RANKS],

@@ -24,7 +24,8 @@ from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import source_of
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import alternatives, generic, matches
-from parallelize.plan.resolved import ModuleRow, ResolvedPlan
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.rows import ModuleRow
 from parallelize.plan.schema import Plan
 from parallelize.styles.contract import Conversion
 
@@ -110,8 +111,6 @@ def lint_setting(subject: Subject, setting: Setting, world_size: int | None = No
         fix = f"change a size, or start {setting.mesh.world_size} processes"
         results.append(Finding("error", Problem("wrong-world-size", what, fix=fix)))
     results += _errors_raised_by(lambda: subject.resolved(setting))
-    if not results:
-        results += _errors_raised_by(lambda: subject.stages(setting))
     resolved = None if results else subject.resolved(setting)
     if resolved is not None and resolved.tp_size > 1:
         results += _uneven(resolved)

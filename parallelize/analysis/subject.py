@@ -6,32 +6,30 @@ set of modes. Meshes that differ only in other axes share the recording.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from parallelize.analysis.cost.parameter_shards import ParameterShard, shards_of
 from parallelize.analysis.cost.setting import Setting, check_setting
 from parallelize.analysis.cost.training_step import RankStep
 from parallelize.analysis.record.fake_world import fake_mesh
 from parallelize.analysis.record.layer_dedup import LayerClasses, consistent, layer_classes
 from parallelize.analysis.record.recording import RECORDED_OPTIONS, Batch, record
 from parallelize.analysis.record.trace_data import MicrobatchTrace
-from parallelize.errors import ModelError, PlanError, Problem
+from parallelize.errors import ModelError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource
-from parallelize.pipeline.schedules import Schedule, ranks_of_stages
+from parallelize.pipeline.schedules import Schedule
 from parallelize.plan.choose import plan_of, plan_or_none
 from parallelize.plan.model_facts import ModelFacts, describe
 from parallelize.plan.options import NAMES as OPTION_NAMES
 from parallelize.plan.options import Options
-from parallelize.plan.resolve import for_base_model, resolve
+from parallelize.plan.parameter_shards import ParameterShard, shards_of
+from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
-from parallelize.plan.stages import Stages, cut_stages
-from parallelize.plan.units import zero_units
+from parallelize.plan.stages import Stages
 
 
 @dataclass
@@ -47,9 +45,9 @@ class Subject:
     plan: Any = None
     irregular: bool = False
     _facts: dict[str, ModelFacts] = field(default_factory=dict)
+    _plans: dict[bool, Plan | None] = field(default_factory=dict)
     _traces: dict[tuple, MicrobatchTrace] = field(default_factory=dict)
     _resolved: dict[tuple, ResolvedPlan] = field(default_factory=dict)
-    _stages: dict[tuple, Stages | None] = field(default_factory=dict)
     _shards: dict[tuple, list[ParameterShard]] = field(default_factory=dict)
 
     def model(self, weights_dtype: str) -> ModelFacts:
@@ -59,58 +57,30 @@ class Subject:
         return self._facts[weights_dtype]
 
     def plan_for(self, setting: Setting) -> Plan | None:
-        """The plan with the setting's options; None where there is none and the mesh does not need one (no `tp`, no `cp`).
-
-        Raises: PlanError.
-        """
-        root = self.model(setting.weights_dtype).root
+        """The plan; None where there is none and the mesh does not need one (no `tp`, no `cp`). Raises: PlanError."""
         needed = "tp" in setting.mesh.names or setting.size("cp") > 1
-        plan = plan_of(root, self.plan) if needed else plan_or_none(root, self.plan)
-        if plan is None:
-            return None
-        return plan.with_options(_options_of(setting))
+        if needed not in self._plans:
+            root = self.model(setting.weights_dtype).root
+            self._plans[needed] = plan_of(root, self.plan) if needed else plan_or_none(root, self.plan)
+        return self._plans[needed]
 
     def complete(self, setting: Setting) -> Setting:
         """The setting with the plan's defaults, and the package's, for options that it leaves open. Raises: PlanError."""
         plan = plan_or_none(self.model(setting.weights_dtype).root, self.plan)
         return setting.complete(plan.options if plan is not None else None)
 
-    def resolved(self, setting: Setting) -> ResolvedPlan | None:
-        """The resolved plan that would be applied; None without `tp`. Raises: PlanError with every problem."""
-        plan = self.plan_for(setting)
-        if plan is None or "tp" not in setting.mesh.names:
-            return None
-        key = (setting.weights_dtype, setting.size("tp"), plan.digest())
+    def resolved(self, setting: Setting) -> ResolvedPlan:
+        """The plan as `parallelize_model` would apply it. Raises: PlanError and ModelError, with every problem."""
+        options = Options(**{name: getattr(setting, name) for name in OPTION_NAMES})
+        key = (setting.weights_dtype, setting.mesh, options)
         if key not in self._resolved:
-            self._resolved[key] = resolve(plan, self.model(setting.weights_dtype), setting.size("tp"))
+            model = self.model(setting.weights_dtype)
+            self._resolved[key] = resolve(self.plan_for(setting), model, setting.mesh, options)
         return self._resolved[key]
-
-    def stages(self, setting: Setting) -> Stages | None:
-        """The model's stages; None where it has no layers and there is one stage.
-
-        Raises: PlanError where the model cannot be split into so many stages.
-        """
-        count = len(self.stage_ranks(setting))
-        key = (setting.weights_dtype, count)
-        if key not in self._stages:
-            model, plan = self.model(setting.weights_dtype), self.plan_for(setting)
-            base = for_base_model(plan, model) if plan is not None else None
-            try:
-                self._stages[key] = cut_stages(base, model, count)
-            except PlanError:
-                if count > 1:
-                    raise
-                self._stages[key] = None
-        return self._stages[key]
-
-    def stage_ranks(self, setting: Setting) -> tuple[int, ...]:
-        """The pp rank of each stage."""
-        size = setting.size("pp")
-        return (0,) if size == 1 else ranks_of_stages(setting.schedule, size, setting.stages_per_rank)
 
     def layers(self, setting: Setting) -> list[str]:
         """Names of the layers, without units before and after them."""
-        stages = self.stages(setting)
+        stages = self.resolved(setting).stages
         if stages is None:
             return []
         prefix = stages.cuts.layers + "." if stages.cuts.layers else ""
@@ -164,7 +134,7 @@ class Subject:
             return record(
                 model,
                 mesh,
-                plan=self.plan_for(setting),
+                resolved=self.resolved(setting),
                 stages=self._one_stage(setting),
                 classes=classes,
                 options=options,
@@ -174,7 +144,7 @@ class Subject:
 
     def _one_stage(self, setting: Setting) -> Stages | None:
         """All units of the model as one stage."""
-        stages = self.stages(setting)
+        stages = self.resolved(setting).stages
         return replace(stages, starts=(0,)) if stages is not None and stages.num_stages > 1 else stages
 
     def rank_step(self, setting: Setting, schedule: Schedule, pp_rank: int, every_layer: bool = False) -> RankStep:
@@ -182,30 +152,21 @@ class Subject:
         splits = _splits_backward(setting, schedule)
         return RankStep(
             self.trace(setting, every_layer),
-            self.stages(setting),
+            self.resolved(setting).stages,
             setting,
             schedule,
             pp_rank,
             shards=self.shards(setting, pp_rank),
-            zero_units=self.zero_units(setting) if setting.zero == 3 else (),
             split_trace=self.trace(setting, every_layer, split_backward=True) if splits else None,
         )
 
     def shards(self, setting: Setting, pp_rank: int) -> list[ParameterShard]:
         """The parameters that one pp rank stores."""
-        stage_ranks, resolved = self.stage_ranks(setting), self.resolved(setting)
-        key = (setting.weights_dtype, stage_ranks, pp_rank, id(resolved))
+        resolved = self.resolved(setting)
+        key = (id(resolved), pp_rank)  # resolved plans are kept, so that ids stay theirs
         if key not in self._shards:
-            model = self.model(setting.weights_dtype)
-            self._shards[key] = shards_of(model, resolved, self.stages(setting), stage_ranks, pp_rank)
+            self._shards[key] = shards_of(resolved, pp_rank)
         return self._shards[key]
-
-    def zero_units(self, setting: Setting) -> Sequence[str]:
-        """Modules that ZeRO 3 gathers as one, as `shard_data` chooses them."""
-        plan, model = self.plan_for(setting), self.model(setting.weights_dtype)
-        base = for_base_model(plan, model) if plan is not None else None
-        stages = self.stages(setting) if setting.size("pp") > 1 else None
-        return zero_units(base, model.modules, layers=stages.cuts.layers if stages is not None else "")
 
 
 def _splits_backward(setting: Setting, schedule: Schedule) -> bool:
@@ -214,16 +175,10 @@ def _splits_backward(setting: Setting, schedule: Schedule) -> bool:
     return scheduled and setting.recompute == "off" and setting.overlap == "off" and setting.zero < 3
 
 
-def _options_of(setting: Setting) -> Options:
-    """The options alone, without mesh and batch."""
-    return Options(**{name: getattr(setting, name) for name in OPTION_NAMES})
-
-
 def check(subject: Subject, setting: Setting) -> None:
     """All checks that need no recording. Raises: ParallelizeError."""
     check_setting(setting)
     subject.resolved(setting)
-    subject.stages(setting)
     scalars = [fact.fqn for fact in subject.model(setting.weights_dtype).parameters.values() if not fact.shape]
     if setting.zero == 3 and scalars:
         what = f"{scalars[0]} is a scalar, which `fully_shard` cannot split"

@@ -17,8 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.applied.pending_reductions import PendingReductions
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
-from parallelize.plan.model_facts import ModelFacts
-from parallelize.plan.resolved import ParameterRow, ResolvedPlan
+from parallelize.mesh import MeshSpec
+from parallelize.plan.model_facts import ModelFacts, describe
+from parallelize.plan.resolve import resolve
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.rows import ParameterRow
 from parallelize.plan.stages import Stages
 
 KEY = "_applied"
@@ -30,7 +33,7 @@ class PlanRecord:
     """What `parallelize_module` did; on the model's root.
 
     Attributes:
-        resolved: the plan of this rank's part of the model. model_plan: of the full model.
+        resolved: the plan of this rank's part of the model; `resolution_of` has that of the full model.
         mesh, tp: the mesh of the job, and its axis `tp`. group: the process group of `tp`.
         overlap: a tensor.overlap_sites.Overlap. region: a tensor.region.Region, under sequence parallelism.
     """
@@ -42,7 +45,6 @@ class PlanRecord:
     pending_reductions: PendingReductions
     overlap: Any = None
     region: Any = None
-    model_plan: ResolvedPlan | None = None
 
     def __deepcopy__(self, memo: dict) -> PlanRecord:
         return self
@@ -53,16 +55,29 @@ class Cut:
     """What `cut_pipeline` did; on the model's root.
 
     Attributes:
-        stages: of the full model. stage_ranks: the pp rank of each stage. local_stages: of this rank, in order.
-        facts: names, shapes and ties of the full model, before it was cut.
+        resolved: the plan of the full model. local_stages: of this rank, in order.
     """
 
-    stages: Stages
-    stage_ranks: tuple[int, ...]
+    resolved: ResolvedPlan
     local_stages: tuple[int, ...]
-    facts: ModelFacts
     group: Group
     mesh: DeviceMesh
+
+    @property
+    def stages(self) -> Stages:
+        """Of the full model."""
+        assert self.resolved.stages is not None
+        return self.resolved.stages
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The pp rank of each stage."""
+        return self.resolved.stage_ranks
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Names, shapes and ties of the full model, before it was cut."""
+        return self.resolved.facts
 
     def present(self, fqn: str) -> bool:
         """Whether a module or parameter (by any of its names) is on this rank."""
@@ -78,6 +93,7 @@ class Applied:
     """What was applied to one module. A field is None, or empty, until its step has run.
 
     Attributes, of the root of a model:
+        resolved: the plan of the full model, over the axes that were applied.
         recipe: the initialization that `build_on_meta` recorded.
         cut: its pipeline stages. plan: its tensor-parallel plan.
         context: a context.forward_state.Context. context_call: how its forward is called over `cp`.
@@ -93,6 +109,7 @@ class Applied:
             writes to under `fully_shard`, of such a head.
     """
 
+    resolved: ResolvedPlan | None = None
     recipe: Any = None
     cut: Cut | None = None
     plan: PlanRecord | None = None
@@ -130,6 +147,27 @@ def record_of(module: nn.Module) -> PlanRecord | None:
     return applied(module).plan
 
 
+def resolution_of(module: nn.Module) -> ResolvedPlan | None:
+    """The resolved plan of the full model, over the axes that were applied, or None."""
+    return applied(module).resolved
+
+
+def resolution_so_far(module: nn.Module) -> ResolvedPlan:
+    """`resolution_of`; of a model to which nothing was applied, that of a mesh without axes."""
+    return resolution_of(module) or resolve(None, describe(module), MeshSpec())
+
+
+def facts_of(module: nn.Module) -> ModelFacts:
+    """Names, shapes and ties of the full model, as they were before anything was applied."""
+    resolved = resolution_of(module)
+    if resolved is None:
+        return describe(module)
+    if resolved.facts.root is module:
+        return resolved.facts
+    modules = dict(module.named_modules())  # a copy of the model
+    return replace(resolved.facts, root=module, objects={fqn: modules[fqn] for fqn in resolved.facts.objects})
+
+
 def require_record(module: nn.Module) -> PlanRecord:
     """Raises: ModelError `not-parallelized`."""
     record = record_of(module)
@@ -149,9 +187,9 @@ def cut_of(module: nn.Module) -> Cut | None:
     return applied(module).cut
 
 
-def part_of(model: ModelFacts) -> ModelFacts:
+def part_of(module: nn.Module, model: ModelFacts) -> ModelFacts:
     """The facts of this rank's part of the model."""
-    cut = cut_of(model.root)
+    cut = cut_of(module)
     return model if cut is None else model.restricted(cut.present, model.objects)
 
 

@@ -22,7 +22,8 @@ from parallelize.applied.records import PlanRecord, Shared, applied, mark_parame
 from parallelize.comm.groups import Group
 from parallelize.layout import Layout, SlicePair, chunked, even_interval, replicated
 from parallelize.ops.collectives import gather_dim, pad_to
-from parallelize.plan.resolved import ParameterRow, ResolvedPlan
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.rows import ParameterRow
 
 
 @dataclass(frozen=True)

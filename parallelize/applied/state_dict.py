@@ -18,7 +18,7 @@ from parallelize.applied.records import applied, mark_applied, require_record
 from parallelize.applied.sharding import PlanRecord, from_local, reshard_like, rows_by_name, store, unshard
 from parallelize.errors import Problem, ShapeError
 from parallelize.layout import chunked
-from parallelize.plan.resolved import ParameterRow
+from parallelize.plan.rows import ParameterRow
 
 
 def install_state_hooks(module: nn.Module) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -14,20 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize import _torch_private as private
 from parallelize.applied.local_config import LocalConfig
 from parallelize.applied.module_moves import refuse_ddp
-from parallelize.applied.records import applied, cut_of, mark_applied
+from parallelize.applied.records import applied, cut_of, facts_of, mark_applied, resolution_of
 from parallelize.applied.transaction import Transaction
 from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on, check_replicas
 from parallelize.context.forward_state import Context, ContextAttention, context_of
 from parallelize.context.inputs import ContextInputs, is_registered
 from parallelize.context.stock_attention import NAME, RefuseUnplannedAttention, forward_over_context, register
-from parallelize.errors import MeshError, ModelError, PlanError, Problem
+from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.choose import plan_of
-from parallelize.plan.model_facts import ModelFacts, describe
-from parallelize.plan.pattern import alternatives, matches
-from parallelize.plan.resolve import for_base_model
-from parallelize.plan.schema import Plan
+from parallelize.plan.options import Options, wrong_ulysses
+from parallelize.plan.resolve import resolve
+from parallelize.plan.resolved import ResolvedPlan
 from parallelize.randomness.dropout.install import drops
 from parallelize.tensor.installer import refuse_attentions
 from parallelize.vocabulary.generation.transformers_generate import install_generation
@@ -60,19 +60,32 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, u
     Source: Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
     """
     spec = mesh_spec(mesh)
-    if not on_context(spec):
+
+    def decide() -> ResolvedPlan:
+        if ulysses < 1 or spec.ranks("cp") % ulysses:
+            raise MeshError(wrong_ulysses(ulysses, spec.ranks("cp")))
+        earlier, options = resolution_of(module), Options(ulysses=ulysses)
+        if earlier is not None:
+            options = replace(earlier.options, ulysses=ulysses)
+        return resolve(plan_of(module, plan), facts_of(module), spec.only("cp"), options, earlier=earlier)
+
+    return apply_context(module, mesh, decide)
+
+
+def apply_context(module: nn.Module, mesh: DeviceMesh, decide: Callable[[], ResolvedPlan]) -> nn.Module:
+    """`context_parallel` by a resolved plan. decide: returns it; what it raises is raised on every rank."""
+    if not on_context(mesh_spec(mesh)):
         return module
-    cut = cut_of(module)
     with agree_on(mesh) as agreed:
-        facts = cut.facts if cut is not None else describe(module)
-        chosen = for_base_model(plan_of(module, plan), facts)
-        agreed |= {f"plan {key}": value for key, value in chosen.facts().items()} | {"ulysses": str(ulysses)}
-        attention = check_context(chosen, facts, spec, ulysses)
+        resolved = decide()
+        agreed |= resolved.structure()
+        check_context(resolved)
         if context_of(module) is not None:
             raise ModelError(Problem("already-parallelized", f"{type(module).__name__} is on cp", fix="apply it once"))
-        inputs = ContextInputs(module, chosen)
+        inputs = ContextInputs(module, resolved.plan)
     with Transaction(module):
-        _install(module, Context(mesh, attention, ulysses), inputs)
+        mark_applied(module, resolved=resolved)
+        _install(module, Context(mesh, dict(resolved.attention), resolved.options.ulysses), inputs)
         refuse_ddp(module)
     install_generation(module)
     return module
@@ -83,14 +96,9 @@ def on_context(spec: MeshSpec) -> bool:
     return "cp" in spec.names and spec.size("cp") > 1
 
 
-def check_context(plan: Plan, model: ModelFacts, spec: MeshSpec, ulysses: int) -> dict[str, str]:
-    """Module name -> kind of its attention. Raises: as `context_parallel`, except what needs the module itself."""
-    size = spec.size("cp")
-    if ulysses < 1 or size % ulysses:
-        fix = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        what = f"ulysses is {ulysses}, which does not divide cp (size {size})"
-        raise MeshError(Problem("bad-ulysses", what, fix=f"one of: {fix}"))
-    attention = dict(_attention(plan, model))
+def check_context(resolved: ResolvedPlan) -> None:
+    """Raises: ModelError `unplanned-attention`, `length-dependent-rotary` for a model that cannot run over `cp`."""
+    model = resolved.facts
     unsupported = [fqn for fqn, inner in model.objects.items() if isinstance(inner, _ATTENDS)]
     if unsupported:
         kind = type(model.objects[unsupported[0]]).__name__
@@ -100,23 +108,9 @@ def check_context(plan: Plan, model: ModelFacts, spec: MeshSpec, ulysses: int) -
     if rotary:
         what = f"the rotary table is {rotary}: it changes with the largest position on a rank"
         raise ModelError(Problem("length-dependent-rotary", what, fix="leave this model off cp"))
-    return attention
 
 
 _ATTENDS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-
-
-def _attention(plan: Plan, model: ModelFacts) -> Iterator[tuple[str, str]]:
-    if not plan.attention:
-        what = f"the plan {plan.name} does not name the attention modules"
-        raise PlanError(Problem("no-attention", what, plan.source, fix="attention: {model.layers.*.self_attn: causal}"))
-    for pattern, kind in plan.attention:
-        for alternative in alternatives(pattern):
-            names = [name for name in model.modules if matches(alternative, name)]
-            if not names:
-                what = f"`attention: {alternative}` names no module of {type(model.root).__name__}"
-                raise PlanError(Problem("unmatched-attention", what, plan.source, fix="see model.named_modules()"))
-            yield from ((name, kind) for name in names)
 
 
 def _changing_rotary(config: Any) -> str:

@@ -18,12 +18,14 @@ from parallelize.applied.records import Cut, StageMark, cut_of, mark_applied, ma
 from parallelize.comm.groups import Group, mesh_spec
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.errors import MeshError, ModelError, Problem
-from parallelize.pipeline.schedules import ranks_of_stages
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
-from parallelize.plan.resolve import for_base_model
+from parallelize.plan.options import Options
+from parallelize.plan.resolve import NO_PLAN, resolve
+from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Cuts, Plan
-from parallelize.plan.stages import Assignment, Costs, cut_stages
+from parallelize.plan.stage_ranks import ranks_of_stages
+from parallelize.plan.stages import Assignment, Costs
 
 
 def cut_pipeline(
@@ -67,41 +69,47 @@ def cut_pipeline(
 
     Cost: one handshake over the mesh. No tensor is sent.
     """
-    group = Group(_pp_group(mesh))
-    stage_ranks = ranks_of_stages(schedule, group.size, stages_per_rank)
-    with agree_on(mesh, handshake_timeout_s) as facts_of_ranks:
-        _check_order(module)
-        facts = describe(module)
-        chosen = plan_or_none(module, plan)
-        chosen = chosen and for_base_model(chosen, facts)
-        if cuts is not None:
-            chosen = replace(chosen or Plan("cuts", ()), cuts=cuts)
-        stages = cut_stages(chosen, facts, len(stage_ranks), costs=costs, assignment=assignment)
-        facts_of_ranks |= {
-            "stages": str(stages.starts),
-            "units": str(stages.units),
-            "ranks of stages": str(stage_ranks),
-        }
-        facts_of_ranks |= {f"parameter {key}": value for key, value in facts.structure().items()}
-    local_stages = tuple(stage for stage, rank in enumerate(stage_ranks) if rank == group.rank)
-    cut = Cut(stages, stage_ranks, local_stages, facts, group, mesh)
-    for unit in stages.units:
-        if stages.stage_of_unit(unit) not in local_stages:
+    ranks = ranks_of_stages(schedule, pp_group(mesh).size(), stages_per_rank)
+    with agree_on(mesh, handshake_timeout_s) as agreed:
+        check_uncut(module)
+        chosen = with_cuts(plan_or_none(module, plan), cuts)
+        spec, options = mesh_spec(mesh).only("pp"), Options(schedule=schedule, stages_per_rank=stages_per_rank)
+        resolved = resolve(
+            chosen, describe(module), spec, options, costs=costs, assignment=assignment, stage_ranks=ranks
+        )
+        agreed |= resolved.structure()
+    return cut_to_stages(module, mesh, resolved)
+
+
+def cut_to_stages(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -> nn.Module:
+    """Keep only the stages of this rank, in place, of a model that `check_uncut` accepts."""
+    group = Group(pp_group(mesh))
+    local_stages = tuple(stage for stage, rank in enumerate(resolved.stage_ranks) if rank == group.rank)
+    cut = Cut(resolved, local_stages, group, mesh)
+    for unit in cut.stages.units:
+        if cut.stages.stage_of_unit(unit) not in local_stages:
             _empty(module, unit)
-    mark_applied(module, cut=cut)
+    mark_applied(module, cut=cut, resolved=resolved)
     for parameter in module.parameters():
         mark_parameter(parameter, stage=StageMark(group))
     return module
 
 
-def _pp_group(mesh: DeviceMesh) -> Any:
+def with_cuts(plan: Plan | None, cuts: Cuts | None) -> Plan | None:
+    """The plan with the caller's section `pipeline:`."""
+    return plan if cuts is None else replace(plan or NO_PLAN, cuts=cuts)
+
+
+def pp_group(mesh: DeviceMesh) -> Any:
+    """The process group of `pp`. Raises: MeshError `no-pp-axis`."""
     if "pp" not in mesh_spec(mesh).names:
         fix = 'name one: build_mesh("cuda", pp=2, dp=4)'
         raise MeshError(Problem("no-pp-axis", f"the mesh {mesh_spec(mesh)} has no axis named pp", fix=fix))
     return mesh.get_group("pp")
 
 
-def _check_order(module: nn.Module) -> None:
+def check_uncut(module: nn.Module) -> None:
+    """Raises: ModelError `already-cut`, `wrong-order`, `foreign-recompute`."""
     if cut_of(module) is not None:
         raise ModelError(
             Problem(

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallelize.errors import MeshError, PlanError, Problem, did_you_mean
+from parallelize.errors import MeshError, PlanError, Problem
+from parallelize.plan.stage_ranks import SCHEDULES, ranks_of_stages, schedule_name, stages_problem
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -62,55 +63,6 @@ class Schedule:
     orders: tuple[tuple[Action, ...], ...]
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """The requirements of a schedule.
-
-    Attributes:
-        torch_name: its name in PyTorch.
-        stages_per_rank: the default, and the only value allowed unless `more_stages`.
-        more_stages: any larger number of stages per rank is allowed too.
-        in_rounds: microbatches run in equal rounds of about one per rank.
-        v_shape: rank s has the stages s and 2P-1-s of P ranks; else stage s is on rank s % P.
-        least_per_rank: at least so many microbatches per rank.
-    """
-
-    torch_name: str
-    stages_per_rank: int
-    more_stages: bool = False
-    in_rounds: bool = False
-    v_shape: bool = False
-    least_per_rank: int = 0
-
-
-SCHEDULES = {
-    "gpipe": _Kind("GPipe", 1),
-    "1f1b": _Kind("1F1B", 1),
-    "interleaved_1f1b": _Kind("Interleaved1F1B", 2, more_stages=True, in_rounds=True),
-    "looped_bfs": _Kind("LoopedBFS", 2, more_stages=True),
-    "interleaved_zero_bubble": _Kind("InterleavedZeroBubble", 2, more_stages=True, in_rounds=True),
-    "zbv": _Kind("ZBVZeroBubble", 2, v_shape=True),
-    "dualpipe_v": _Kind("DualPipeV", 2, v_shape=True, least_per_rank=2),
-}
-"""All schedules. PyTorch's class names are accepted as well."""
-
-
-def schedule_name(name: str) -> str:
-    """The key of `SCHEDULES` for a name; case, underscores, hyphens and a leading "Schedule" are ignored.
-
-    Raises: PlanError `unknown-schedule`.
-    """
-    known = {_plain(alias): key for key, kind in SCHEDULES.items() for alias in (key, kind.torch_name)}
-    if _plain(name) not in known:
-        fix = did_you_mean(name, SCHEDULES)
-        raise PlanError(Problem("unknown-schedule", f"there is no pipeline schedule {name!r}", fix=fix))
-    return known[_plain(name)]
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]", "", str(name).lower()).removeprefix("schedule")
-
-
 def build_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
     """Build the order of actions of every rank.
 
@@ -148,45 +100,13 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_
     return schedule
 
 
-def ranks_of_stages(name: str, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
-    """The rank of each stage.
-
-    Args: as for `build_schedule`.
-    Raises: PlanError `unknown-schedule`, `bad-stages-per-rank`.
-    """
-    kind = SCHEDULES[schedule_name(name)]
-    stages_per_rank = kind.stages_per_rank if stages_per_rank is None else stages_per_rank
-    problem = _stages_problem(schedule_name(name), stages_per_rank)
-    if problem is not None:
-        raise PlanError(problem)
-    stages = num_ranks * stages_per_rank
-    return tuple(min(s, stages - 1 - s) if kind.v_shape else s % num_ranks for s in range(stages))
-
-
 def _check_requirements(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> None:
     if not isinstance(ranks, int) or ranks < 1:
         raise MeshError(Problem("bad-num-ranks", f"a pipeline cannot run on {ranks} ranks", fix="use 1 or more"))
-    checks = (_stages_problem(name, stages_per_rank), _microbatches_problem(name, ranks, microbatches))
+    checks = (stages_problem(name, stages_per_rank), _microbatches_problem(name, ranks, microbatches))
     problems = [problem for problem in checks if problem is not None]
     if problems:
         raise PlanError(*problems)
-
-
-def _stages_problem(name: str, stages_per_rank: int) -> Problem | None:
-    kind = SCHEDULES[name]
-    if _takes(kind, stages_per_rank):
-        return None
-    fix = f"use {kind.stages_per_rank}" + (" or more" if kind.more_stages else "")
-    others = [other for other, other_kind in SCHEDULES.items() if _takes(other_kind, stages_per_rank)]
-    if others:
-        fix += f", or a schedule that takes {stages_per_rank}: " + ", ".join(others)
-    return Problem("bad-stages-per-rank", f"{name} cannot run {stages_per_rank} stages on a rank", fix=fix)
-
-
-def _takes(kind: _Kind, stages_per_rank: int) -> bool:
-    if not isinstance(stages_per_rank, int):
-        return False
-    return stages_per_rank == kind.stages_per_rank or (kind.more_stages and stages_per_rank > kind.stages_per_rank)
 
 
 def _microbatches_problem(name: str, ranks: int, microbatches: int) -> Problem | None:

@@ -8,21 +8,27 @@ so that 1/dp of the bytes are sent where gradients are sharded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallelize import _torch_private as private
-from parallelize.applied.records import Cut, StageMark, applied, cut_of, mark_applied, mark_parameter, record_of
+from parallelize.applied.records import (
+    Cut,
+    StageMark,
+    applied,
+    cut_of,
+    mark_applied,
+    mark_parameter,
+    resolution_so_far,
+)
 from parallelize.comm.groups import Group, group_for
 from parallelize.comm.handshake import digest
-from parallelize.errors import HandshakeError, PlanError, Problem, did_you_mean
-from parallelize.plan.model_facts import ModelFacts
-from parallelize.plan.resolved import ResolvedPlan
+from parallelize.errors import HandshakeError, Problem
 from parallelize.plan.schema import Plan, Tie
+from parallelize.plan.tied_parameters import tied_parameters
 from parallelize.zero.buckets import to_local, wrap_like
 
 T = torch.Tensor
@@ -163,7 +169,7 @@ def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:
 
     Args:
         module: after `cut_pipeline`, and after `parallelize_module` where the model has a plan.
-        plan: for its `ties:`. None: only parameters that were one object.
+        plan: for its `ties:`. None: those of the plan that was applied.
 
     Returns: the ties, or None where no tie has members on two stages.
 
@@ -173,29 +179,18 @@ def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:
     Cost: a broadcast of each tied parameter's local shard over the pp ranks that have it. A collective over `pp`: all its
         ranks must call it.
     """
-    cut, record = cut_of(module), record_of(module)
-    declared = () if plan is None else plan.ties
-    if cut is None and not declared:
-        return None
-    if record is not None and record.model_plan is not None:
-        _check_layouts(record.model_plan, declared)
-    if cut is None:
-        groups = [TieGroup(tie.name, tie.members, tie.members, Group.alone(), tie.reduce) for tie in declared]
-    else:
-        check_declared(cut.facts, plan)
-        declared_names = {name for tie in declared for name in tie.members}
-        shared = [
-            Tie(fact.fqn, fact.names)
-            for fact in cut.facts.parameters.values()
-            if len(_ranks(cut, fact.names)) > 1 and not declared_names & set(fact.names)
-        ]
-        groups = [group for tie in [*declared, *shared] if (group := _group(cut, tie)) is not None]
+    resolved, cut = resolution_so_far(module), cut_of(module)
+    if plan is not None:
+        chosen = replace(resolved.plan, ties=plan.ties)
+        tied = tied_parameters(chosen, resolved.facts, resolved.parameters, resolved.pp_ranks)
+        resolved = replace(resolved, ties=tied)
+    groups = [group for tie in resolved.ties if (group := _group(cut, tie, resolved.pp_ranks(tie.members))) is not None]
     if not groups:
         return None
-    ties = Ties(module, groups)
-    mark_applied(module, ties=ties)
-    ties.equalize()
-    return ties
+    local_ties = Ties(module, groups)
+    mark_applied(module, ties=local_ties)
+    local_ties.equalize()
+    return local_ties
 
 
 def mark_stages(module: nn.Module) -> None:
@@ -210,46 +205,15 @@ def mark_stages(module: nn.Module) -> None:
             mark_parameter(parameter, stage=StageMark(cut.group, id(parameter) not in copies))
 
 
-def _ranks(cut: Cut, names: tuple[str, ...]) -> list[int]:
-    """The pp ranks that have any of these parameters, in order of their stages."""
-    stages = sorted({stage for name in names if (stage := cut.stages.stage_of(name)) is not None})
-    return list(dict.fromkeys(cut.stage_ranks[stage] for stage in stages))
+def _group(cut: Cut | None, tie: Tie, ranks: tuple[int, ...]) -> TieGroup | None:
+    """The tie on this rank, or None where it has no member. Every rank of the tie must call it: it makes a group.
 
-
-def _group(cut: Cut, tie: Tie) -> TieGroup | None:
-    """The tie on this rank, or None where it has no member. Every rank of the tie must call it: it makes a group."""
-    ranks = _ranks(cut, tie.members)
+    ranks: of the pipeline, that have a copy.
+    """
+    if cut is None:
+        return TieGroup(tie.name, tie.members, tie.members, Group.alone(), tie.reduce)
     if cut.group.rank not in ranks:
         return None
     local = tuple(member for member in tie.members if cut.present(member))
     group = Group.alone() if len(ranks) == 1 else Group(group_for([cut.group.ranks[rank] for rank in ranks]))
     return TieGroup(tie.name, tie.members, local, group, tie.reduce)
-
-
-def _check_layouts(resolved: ResolvedPlan, declared: Sequence[Tie]) -> None:
-    """Gradients of copies can be summed only where the copies have the same layout over tp."""
-    parameters = {name: row for row in resolved.parameters.values() for name in row.fact.names}
-    for tie in declared:
-        members = {name: parameters[name] for name in tie.members if name in parameters}
-        if len({(row.layout.dim, row.layout.owned) for row in members.values()}) > 1:
-            what = f"members of {tie.name} are sharded differently over tp"
-            rows = tuple((name, f"{row.rule.style}: dim {row.layout.dim}") for name, row in members.items())
-            fix = "give them styles that shard the same dim: `embedding` and `colwise(output=vocabulary)`"
-            raise PlanError(Problem("tie-layouts-differ", what, rows=rows, fix=fix))
-
-
-def check_declared(facts: ModelFacts, plan: Plan | None) -> None:
-    """Raises: PlanError `unknown-parameter`, `tie-shapes-differ` for the ties that a plan declares."""
-    problems = []
-    for tie in () if plan is None else plan.ties:
-        unknown = [name for name in tie.members if name not in facts.owners]
-        for name in unknown:
-            what = f"tie {tie.name} names {name!r}, which is not a parameter"
-            problems.append(Problem("unknown-parameter", what, fix=did_you_mean(name, facts.owners)))
-        known = [name for name in tie.members if name not in unknown]
-        shapes = {facts.parameters[facts.owners[name]].shape for name in known}
-        if len(shapes) > 1:
-            what = f"tie {tie.name} joins parameters of shapes {sorted(map(list, shapes))}"
-            problems.append(Problem("tie-shapes-differ", what, fix="tie parameters of one shape"))
-    if problems:
-        raise PlanError(*problems)

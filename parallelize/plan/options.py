@@ -173,10 +173,15 @@ def _wrong_on_mesh(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
         yield Problem(
             "no-data-axis", what, fix=f"add an axis: dp=2,{','.join(f'{a}={n}' for a, n in mesh.axes)}; or zero=0"
         )
-    cp = mesh.ranks("cp")
-    if cp > 1 and cp % options.ulysses:
-        what = f"ulysses is {options.ulysses}, which does not divide cp (size {cp})"
-        yield Problem("bad-ulysses", what, fix="a divisor of cp")
+    if mesh.ranks("cp") % options.ulysses and mesh.ranks("cp") > 1:
+        yield wrong_ulysses(options.ulysses, mesh.ranks("cp"))
+
+
+def wrong_ulysses(ulysses: int, cp: int) -> Problem:
+    divisors = ", ".join(str(n) for n in range(1, cp + 1) if cp % n == 0)
+    return Problem(
+        "bad-ulysses", f"ulysses is {ulysses}, which does not divide cp (size {cp})", fix=f"one of: {divisors}"
+    )
 
 
 STANDARD = Options(

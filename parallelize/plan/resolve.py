@@ -1,39 +1,123 @@
-"""Resolves a plan on the names and shapes of a model: one row for each module and parameter. Nothing is changed.
+"""Resolves a plan on the names and shapes of a model, a mesh and options: the one place where they become decisions.
 
-`apply`, `explain`, `verify` and `checkpoint` all read these rows, so that `explain` shows what runs.
+`parallelize_model` and its steps, `explain`, `fit`, `lint`, `verify`, `describe_plan` and checkpoints read the result, so
+that `explain` shows what runs. Nothing is changed, and no process group is needed.
 
 Floor 2: torch-free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mean, near, short_list
-from parallelize.plan.local_attributes import local_attributes
-from parallelize.plan.model_facts import ModelFacts, ParameterFacts
-from parallelize.plan.parameter_layouts import LayoutMaker
-from parallelize.plan.pattern import alternatives, generic, matches
-from parallelize.plan.resolved import ModuleRow, ParameterRow, RegionRow, ResolvedPlan
-from parallelize.plan.schema import Plan, Region, Rule
-from parallelize.plan.soundness import check_soundness
-from parallelize.styles.contract import Conversion, Use
-from parallelize.styles.style import StyleContext, StyleText, contract_of
+from parallelize.errors import PlanError, Problem
+from parallelize.mesh import MeshSpec
+from parallelize.plan.attention_kinds import attention_kinds
+from parallelize.plan.model_facts import ModelFacts
+from parallelize.plan.options import Options
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.schema import Plan
+from parallelize.plan.stage_ranks import ranks_of_stages
+from parallelize.plan.stages import Assignment, Costs, Stages, cut_stages
+from parallelize.plan.tensor_rows import TensorRows, tensor_rows
+from parallelize.plan.tied_parameters import tied_parameters
+from parallelize.plan.units import recompute_units, zero_units
+
+NO_PLAN = Plan("none", (), unclaimed="replicate")
+"""The plan of a model without one: every parameter is replicated over `tp`."""
 
 
-def resolve(plan: Plan, model: ModelFacts, tp_size: int) -> ResolvedPlan:
-    """Match every rule, assign a rule to every parameter, and make all layouts.
+def resolve(
+    plan: Plan | None,
+    model: ModelFacts,
+    mesh: MeshSpec,
+    options: Options | None = None,
+    *,
+    costs: Costs | None = None,
+    assignment: Assignment | None = None,
+    stage_ranks: tuple[int, ...] | None = None,
+    earlier: ResolvedPlan | None = None,
+) -> ResolvedPlan:
+    """Decide everything about a model on a mesh.
 
     Args:
-        plan: with the options of the caller (`Plan.with_options`).
-        model: names, shapes and ties, of a model on any device.
-        tp_size: ranks of the axis `tp`.
+        plan: None for a model without one.
+        model: names, shapes and ties of the full model, on any device.
+        mesh: its axes say what is decided.
+        options: of the run; None, or what they leave open: the plan's `defaults:`.
+        costs, assignment: of pipeline stages: see `cut_stages`.
+        stage_ranks: the pp rank of each stage. Default: by the schedule; one stage where `pp` has one rank.
+        earlier: what steps of application before this one have resolved; it stays for the axes that `mesh` lacks.
 
     Raises:
-        PlanError: all problems at once, in the order of the file.
+        PlanError: all problems of the rules at once, in the order of the file; those of `cut_stages`; `no-attention`,
+            `unmatched-attention`, `unknown-parameter`, `tie-shapes-differ`, `tie-layouts-differ`.
+        ModelError: `unmatched-unit`, `no-recompute-units`.
     """
-    return _Resolver(for_base_model(plan, model), model, tp_size).run()
+    plan = for_base_model(plan or NO_PLAN, model).with_options(options)
+    rows = _tensor_rows(plan, model, mesh, earlier)
+    stages, ranks = _stages(plan, model, mesh, costs, assignment, stage_ranks, earlier)
+    resolved = ResolvedPlan(
+        plan,
+        model,
+        earlier.mesh.with_axes(mesh) if earlier is not None else mesh,
+        rows.modules,
+        rows.parameters,
+        rows.region,
+        rows.attributes,
+        stages,
+        ranks,
+        attention=attention_kinds(plan, model) if mesh.ranks("cp") > 1 else earlier.attention if earlier else {},
+        recompute_units=recompute_units(plan, model) if plan.options.recompute != "off" else (),
+    )
+    return replace(
+        resolved,
+        ties=tied_parameters(plan, model, rows.parameters, resolved.pp_ranks),
+        zero_units=zero_units(plan, model, layers=resolved.cut_layers) if plan.options.zero == 3 else (),
+    )
+
+
+def _tensor_rows(
+    plan: Plan, model: ModelFacts, mesh: MeshSpec, earlier: ResolvedPlan | None
+) -> TensorRows | ResolvedPlan:
+    """What holds over `tp`. On a mesh without it the rules matter only for the head whose matmul is left to the loss."""
+    if "tp" in mesh.names:
+        return tensor_rows(plan, model, mesh.size("tp"))
+    if earlier is not None and "tp" in earlier.mesh.names:
+        return earlier
+    full = plan.options.over(Options())
+    options = replace(full, sequence_parallel=False, loss_parallel=False, fuse_loss=False)
+    rows = tensor_rows(replace(NO_PLAN, options=options), model, 1)
+    if not plan.options.fuse_loss:
+        return rows
+    if plan.name == NO_PLAN.name and not plan.rules:
+        what = "fuse_loss needs a plan that names the head, and this model has none"
+        raise PlanError(Problem("no-vocabulary-output", what, fix="a plan with `lm_head: colwise(output=vocabulary)`"))
+    fused = tensor_rows(replace(plan, options=replace(options, fuse_loss=True)), model, 1)
+    return replace(rows, modules={fqn: row for fqn, row in fused.modules.items() if row.contract.defers_logits})
+
+
+def _stages(
+    plan: Plan,
+    model: ModelFacts,
+    mesh: MeshSpec,
+    costs: Costs | None,
+    assignment: Assignment | None,
+    ranks: tuple[int, ...] | None,
+    earlier: ResolvedPlan | None,
+) -> tuple[Stages | None, tuple[int, ...]]:
+    """The stages and the pp rank of each. A model that cannot be cut has no stages, where it need not be."""
+    if "pp" not in mesh.names and earlier is not None:
+        return earlier.stages, earlier.stage_ranks
+    size, options = mesh.ranks("pp"), plan.options
+    if ranks is None:
+        ranks = ranks_of_stages(options.schedule, size, options.stages_per_rank) if size > 1 else (0,)
+    try:
+        return cut_stages(plan, model, len(ranks), costs=costs, assignment=assignment), ranks
+    except PlanError:
+        if len(ranks) > 1 or assignment is not None or costs is not None:
+            raise
+        return None, ranks
 
 
 def for_base_model(plan: Plan, model: ModelFacts) -> Plan:
@@ -72,277 +156,3 @@ def for_base_model(plan: Plan, model: ModelFacts) -> Plan:
         ),
         region=region,
     )
-
-
-class _Resolver:
-    """Makes the rows, and collects problems on the way."""
-
-    def __init__(self, plan: Plan, model: ModelFacts, tp_size: int):
-        self.plan, self.model, self.tp_size = plan, model, tp_size
-        self.problems: list[Problem] = []
-        self.layouts = LayoutMaker(plan, model, tp_size)
-
-    def run(self) -> ResolvedPlan:
-        module_rules, parameter_rules = self._match()
-        region = self._region()
-        modules = self._modules(module_rules, region)
-        self._check_region(region, modules)
-        self._check_vocabulary(modules)
-        parameters = self._parameters(modules, parameter_rules)
-        attributes, problems = local_attributes(self.plan, self.model, self.layouts)
-        self.problems += problems
-        if not self.problems:
-            self.problems += check_soundness(self.plan, self.model, modules, parameters)
-        if self.problems:
-            raise PlanError(*self._reported())
-        return ResolvedPlan(self.plan, self.tp_size, modules, parameters, region, attributes)
-
-    def _reported(self) -> list[Problem]:
-        """The problems without repetition, or a single one where the plan is for another model."""
-        unmatched = [problem for problem in self.problems if problem.slug == "unmatched-rule"]
-        needed = [rule for rule in self.plan.rules if not rule.optional]
-        if len(unmatched) >= max(3, len(needed)):
-            return [self._wrong_plan(len(unmatched))]
-        return list({(p.slug, p.where, p.what): p for p in self.problems}.values())
-
-    def _wrong_plan(self, count: int) -> Problem:
-        model = self.model
-        names = short_list(list(dict.fromkeys(generic(name) for name in model.aliases if name)), 8)
-        return Problem(
-            "wrong-plan",
-            f"plan {self.plan.name} is for another model: {count} of its patterns match nothing",
-            self.plan.source,
-            (
-                ("serves", short_list([*self.plan.model_types, *self.plan.classes]) or "no model type in particular"),
-                ("model", f"{type(model.root).__name__}, model type {getattr(model.config, 'model_type', None)!r}"),
-                ("modules", names),
-            ),
-            "choose another plan, or None to choose by the model; `parallelize plans` lists them",
-        )
-
-    # -- rules and names ------------------------------------------------------------------------------------------
-
-    def _match(self) -> tuple[dict[str, Rule], dict[str, Rule]]:
-        modules: dict[str, Rule] = {}
-        parameters: dict[str, Rule] = {}
-        for rule in self.plan.rules:
-            for name in self._names_of(rule):
-                is_parameter = name in self.model.owners
-                rules, name = (parameters, name) if is_parameter else (modules, self.model.aliases[name])
-                other = rules.setdefault(name, rule)
-                if other is not rule and str(other.style) != str(rule.style):
-                    self._overlap(name, other, rule)
-        return modules, parameters
-
-    def _names_of(self, rule: Rule) -> Iterator[str]:
-        names = [*self.model.aliases, *self.model.owners]
-        for pattern in alternatives(rule.pattern):
-            matching = [name for name in names if matches(pattern, name)]
-            if not matching and not rule.optional:
-                self._unmatched(rule, pattern, names)
-            yield from matching
-
-    def _unmatched(self, rule: Rule, pattern: str, names: Iterable[str]) -> None:
-        known = {generic(name) for name in names}
-        close = near(pattern, known)
-        self.problems.append(
-            Problem(
-                "unmatched-rule",
-                f"{pattern!r} matches no module and no parameter",
-                rule.where,
-                fix="did you mean " + " or ".join(close) + "?" if close else "remove it, or mark it optional: `name?`",
-            )
-        )
-
-    def _overlap(self, name: str, first: Rule, second: Rule) -> None:
-        rows = (
-            (first.where or "rule", f"{first.pattern}: {first.style}"),
-            (second.where or "and rule", f"{second.pattern}: {second.style}"),
-        )
-        self.problems.append(
-            Problem("overlapping-rules", f"two rules claim {generic(name)}", second.where, rows, "keep one of them")
-        )
-
-    # -- modules --------------------------------------------------------------------------------------------------
-
-    def _region(self) -> RegionRow | None:
-        region = self.plan.region
-        if not self.plan.options.sequence_parallel:
-            return None
-        if region is None:
-            self._no_region("the plan names no `sequence_parallel` region", "")
-            return None
-        layers = sorted(
-            (name for name in self.model.modules if name.rpartition(".")[0] == region.layers),
-            key=lambda name: int(name.rpartition(".")[2]) if name.rpartition(".")[2].isdigit() else 0,
-        )
-        if not layers:
-            lists = {name.rpartition(".")[0] for name in self.model.modules if name.rpartition(".")[2].isdigit()}
-            fix = did_you_mean(region.layers, lists) if lists else "name the list of layers"
-            self._no_region(f"{region.layers!r} contains no layers in this model", region.where, fix)
-            return None
-        leave = region.leave if region.leave and region.leave in self.model.modules else layers[-1]
-        return RegionRow(layers[0], leave, region.argument)
-
-    def _no_region(self, what: str, where: str, fix: str = "") -> None:
-        self.problems.append(
-            Problem("no-region", what, where, fix=fix or "add `sequence_parallel: {layers: ...}`, or turn it off")
-        )
-
-    def _modules(self, rules: dict[str, Rule], region: RegionRow | None) -> dict[str, ModuleRow]:
-        gathered = {name for name, rule in rules.items() if rule.style.traits.shares_input}
-        rows = {}
-        for name, rule in rules.items():
-            context = StyleContext(
-                sequence_parallel=region is not None and self._inside(name, region, self.plan.region),
-                loss_parallel=self.plan.options.loss_parallel,
-                fuse_loss=self.plan.options.fuse_loss,
-                input_gathered=any(parent in gathered for parent in _parents(name)),
-            )
-            if context.sequence_parallel and not context.input_gathered:
-                self._check_replicated_in_region(name, rule)
-            try:
-                rows[name] = ModuleRow(name, rule, contract_of(rule.style, self.model.modules[name], context))
-            except ParallelizeError as error:
-                self.problems += [replace(problem, where=rule.where) for problem in error.problems]
-        return rows
-
-    def _check_replicated_in_region(self, name: str, rule: Rule) -> None:
-        """A replicated parameter on sequence shards has a partial gradient, which `replicate` would not sum."""
-        partial = rule.style.options.get("gradient") == "partial"
-        traits = rule.style.traits
-        replicates = traits.replicates and not traits.by_token
-        if replicates and not partial and self.model.modules[name].shapes:
-            what = f"{generic(name)} runs on sequence shards, so each rank has only a part of its gradient"
-            fix = "use `sequence`, which sums the gradient under sequence parallelism"
-            self.problems.append(Problem("replicated-in-region", what, rule.where, fix=fix))
-
-    def _check_vocabulary(self, modules: dict[str, ModuleRow]) -> None:
-        """Loss parallelism needs a head whose logits stay sharded."""
-        if any(row.contract.leave is Conversion.VOCABULARY for row in modules.values()):
-            return
-        for choice in ("loss_parallel", "fuse_loss"):
-            if getattr(self.plan.options, choice):
-                fix = f"give the head `colwise(output=vocabulary)`, or turn {choice} off"
-                what = f"{choice} is on, and no rule keeps logits sharded over the vocabulary"
-                self.problems.append(Problem("no-vocabulary-output", what, self.plan.source, fix=fix))
-
-    def _check_region(self, region: RegionRow | None, modules: dict[str, ModuleRow]) -> None:
-        """The modules at the region's boundaries must have no conversion of their own there."""
-        for name, side in ((region.enter, "enter"), (region.leave, "leave")) if region else ():
-            row = modules.get(name)
-            if row is not None and getattr(row.contract, side) is not Conversion.NONE:
-                side_name = {"enter": "input", "leave": "output"}[side]
-                what = f"{generic(name)} converts its own {side_name}, where sequence parallelism begins or ends"
-                fix = "give the style to a module inside it, or move the boundaries of `sequence_parallel`"
-                self.problems.append(Problem("region-on-edge", what, row.rule.where, fix=fix))
-
-    def _inside(self, name: str, row: RegionRow, region: Region | None) -> bool:
-        return region is not None and (name == row.leave or name.startswith(region.layers + "."))
-
-    # -- parameters -----------------------------------------------------------------------------------------------
-
-    def _parameters(self, modules: dict[str, ModuleRow], rules: dict[str, Rule]) -> dict[str, ParameterRow]:
-        rows: dict[str, ParameterRow] = {}
-        unclaimed: list[ParameterFacts] = []
-        for fact in self.model.parameters.values():
-            claims = list(self._claims(fact, modules, rules))
-            if not claims and self.plan.unclaimed == "replicate":
-                self._check_replicable(fact, modules)
-                claims = [(Rule(fact.fqn, StyleText("replicate")), Use())]
-            if not claims:
-                unclaimed.append(fact)
-                continue
-            candidates = [row for rule, use in claims if (row := self._row(fact, rule, use)) is not None]
-            if candidates:
-                rows[fact.fqn] = candidates[0]
-                self._check_tie(candidates)
-        if unclaimed:
-            self._unclaimed(unclaimed)
-        return rows
-
-    def _claims(
-        self, fact: ParameterFacts, modules: dict[str, ModuleRow], rules: dict[str, Rule]
-    ) -> Iterator[tuple[Rule, Use]]:
-        """Every rule for the parameter under any of its names; rules for several names of one parameter must agree."""
-        for name in fact.names:
-            owner, _, key = name.rpartition(".")
-            row = modules.get(self.model.aliases[owner])
-            if row is not None and row.contract.owns_parameters:
-                if name in rules:
-                    self._overlap(name, row.rule, rules[name])
-                yield row.rule, row.contract.uses.get(key, Use())
-            if name in rules:
-                yield from self._claim_of_parameter(rules[name], owner, fact.shape)
-
-    def _claim_of_parameter(self, rule: Rule, owner: str, shape: tuple[int, ...]) -> Iterator[tuple[Rule, Use]]:
-        """The claim of a rule whose pattern is a parameter's name."""
-        facts = replace(self.model.modules[self.model.aliases[owner]], shapes={"value": shape})
-        if not rule.style.traits.for_parameters:
-            what = f"`{rule.style.word}` is for modules, and {rule.pattern!r} names a parameter"
-            self.problems.append(Problem("wrong-module-for-style", what, rule.where, fix="`shard` or `replicate`"))
-            return
-        yield rule, contract_of(rule.style, facts, StyleContext()).uses["value"]
-
-    def _row(self, fact: ParameterFacts, rule: Rule, use: Use) -> ParameterRow | None:
-        layout, problem = self.layouts.layout(fact, use, rule)
-        if problem is not None:
-            self.problems.append(problem)
-            return None
-        assert layout is not None
-        return ParameterRow(fact, rule, layout, use.partial)
-
-    def _check_tie(self, rows: list[ParameterRow]) -> None:
-        first = rows[0]
-        for other in rows[1:]:
-            if other.layout != first.layout or other.partial != first.partial:
-                names = short_list(first.fact.names)
-                lines = ((first.rule.pattern, str(first.rule.style)), (other.rule.pattern, str(other.rule.style)))
-                self.problems.append(
-                    Problem(
-                        "broken-tie",
-                        f"{names} are one parameter, and its rules shard it differently",
-                        other.rule.where,
-                        lines,
-                        "give both a style that shards the same dim, such as `embedding` and `colwise`",
-                    )
-                )
-                return
-
-    def _check_replicable(self, fact: ParameterFacts, modules: dict[str, ModuleRow]) -> None:
-        """A parameter without a rule, between sharded siblings, most likely runs on sharded activations."""
-        owner = fact.fqn.rpartition(".")[0]
-        for parent in filter(None, (owner, owner.rpartition(".")[0])):
-            siblings = [row.contract for name, row in modules.items() if name.rpartition(".")[0] == parent]
-            gathered = any(contract.leave is Conversion.GATHER_LAST for contract in siblings)
-            splits = any(contract.traits.splits_output for contract in siblings)
-            if splits and any(contract.traits.sums_output for contract in siblings) and not gathered:
-                self.problems.append(
-                    Problem(
-                        "unclaimed-between-shards",
-                        f"no rule claims {generic(fact.fqn)}, a sibling of sharded linears",
-                        fix="write a plan with `replicate`, `replicate(gradient=partial)` or `shard` for it",
-                    )
-                )
-                return
-
-    def _unclaimed(self, facts: list[ParameterFacts]) -> None:
-        counts: dict[str, int] = {}
-        for fact in facts:
-            counts[generic(fact.fqn)] = counts.get(generic(fact.fqn), 0) + 1
-        rows = tuple((name, f"{count} parameters" if count > 1 else "1 parameter") for name, count in counts.items())
-        self.problems.append(
-            Problem(
-                "unclaimed-parameter",
-                f"{len(facts)} parameters are claimed by no rule",
-                self.plan.source,
-                rows[:12],
-                "give each a style: `sequence` for norms between blocks, `replicate` for what is not sharded",
-            )
-        )
-
-
-def _parents(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name

@@ -1,70 +1,84 @@
-"""A resolved plan: one row for each module and parameter. Frozen data that `apply`, `explain`, `verify` and checkpoints read."""
+"""A resolved plan: every decision about a model on a mesh, over every axis, in one place. Frozen data.
+
+Training, `explain`, `fit`, `lint`, `verify`, `describe_plan` and checkpoints read it, so that they cannot disagree.
+
+Floor 2: torch-free.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from parallelize.layout import Layout
-from parallelize.plan.model_facts import ModelFacts, ParameterFacts
-from parallelize.plan.schema import Plan, Rule
-from parallelize.styles.contract import Contract
-
-
-@dataclass(frozen=True)
-class ModuleRow:
-    """What is applied to one module. `attributes`: local values, by (dotted) attribute name."""
-
-    fqn: str
-    rule: Rule
-    contract: Contract
-    attributes: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ParameterRow:
-    """The layout of one parameter, under its first name; `fact.names` are all its names (ties).
-
-    Attributes:
-        partial: each rank has only a part of its gradient.
-    """
-
-    fact: ParameterFacts
-    rule: Rule
-    layout: Layout
-    partial: bool
-
-    @property
-    def fqn(self) -> str:
-        return self.fact.fqn
-
-
-@dataclass(frozen=True)
-class RegionRow:
-    """The sequence-parallel region: entered at the input of `enter`, left at the output of `leave`."""
-
-    enter: str
-    leave: str
-    argument: str = ""
+from parallelize.mesh import MeshSpec
+from parallelize.plan.model_facts import ModelFacts
+from parallelize.plan.options import Options
+from parallelize.plan.rows import ModuleRow, ParameterRow, RegionRow
+from parallelize.plan.schema import Plan, Tie
+from parallelize.plan.stages import Stages
 
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A plan resolved for one model and mesh.
+    """A plan resolved for one model, mesh and set of options.
 
     Attributes:
-        plan: with the options of the caller.
-        modules: by fqn, of modules that a rule matches.
-        parameters: by first name, all of them.
+        plan: for this model, with complete options. Without rules where the model has no plan.
+        facts: names, shapes and ties of the full model.
+        mesh: the axes for which it is resolved.
+        modules: over `tp`: by fqn, of modules that a rule matches.
+        parameters: over `tp`: by first name, all of them. On a mesh without `tp` all are replicated.
         region: None without sequence parallelism.
-        attributes: module fqn to attribute to local value.
+        attributes: over `tp`: module fqn to attribute to local value.
+        stages: over `pp`: which modules each stage owns. None where the model has no layers, and one stage.
+        stage_ranks: the pp rank of each stage.
+        ties: parameters with copies on several pp ranks, and those that the plan declares.
+        attention: over `cp`: fqn of each module that attends to all tokens, to the kind of its attention.
+        zero_units: of ZeRO 3: modules whose parameters are gathered together.
+        recompute_units: modules that run again in backward, before `recompute_every` leaves some out.
     """
 
     plan: Plan
-    tp_size: int
+    facts: ModelFacts = field(repr=False)
+    mesh: MeshSpec
     modules: dict[str, ModuleRow]
     parameters: dict[str, ParameterRow]
     region: RegionRow | None
     attributes: dict[str, dict[str, int]]
+    stages: Stages | None = None
+    stage_ranks: tuple[int, ...] = (0,)
+    ties: tuple[Tie, ...] = ()
+    attention: Mapping[str, str] = field(default_factory=dict)
+    zero_units: tuple[str, ...] = ()
+    recompute_units: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> Options:
+        """The complete options of the run."""
+        return self.plan.options
+
+    @property
+    def tp_size(self) -> int:
+        return self.mesh.ranks("tp")
+
+    @property
+    def cut_layers(self) -> str:
+        """The fqn of the layers between which stages are cut; empty for one stage."""
+        return self.stages.cuts.layers if self.stages is not None and len(self.stage_ranks) > 1 else ""
+
+    def stage_of(self, fqn: str) -> int:
+        """The stage that owns a module or parameter; 0 for what every stage has."""
+        return (self.stages.stage_of(fqn) or 0) if self.stages is not None else 0
+
+    def pp_ranks(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """The pp ranks that store any of these parameters, in the order of their stages."""
+        stages = sorted({self.stage_of(name) for name in names})
+        return tuple(dict.fromkeys(self.stage_ranks[stage] for stage in stages))
+
+    def zero_unit_of(self, fqn: str) -> str:
+        """The innermost ZeRO unit that contains a module or parameter; "" for the rest of the model."""
+        within = (unit for unit in self.zero_units if fqn == unit or fqn.startswith(unit + "."))
+        return max(within, key=len, default="")
 
     def restricted(self, model: ModelFacts) -> ResolvedPlan:
         """The rows of the modules and parameters of `model`, which is a part of the resolved one (a pipeline stage)."""
@@ -80,3 +94,18 @@ class ResolvedPlan:
             parameters=rows,
             attributes={name: values for name, values in self.attributes.items() if name in model.modules},
         )
+
+    def structure(self) -> dict[str, str]:
+        """What must be equal on every rank, as text by key."""
+        facts = {f"parameter {key}": value for key, value in self.facts.structure().items()}
+        facts |= {f"plan {key}": value for key, value in self.plan.facts().items()}
+        facts |= {f"option {name}": str(value) for name, value in self.options.given().items()}
+        if self.stages is not None:
+            facts |= {"stages": str(self.stages.starts), "pipeline units": " ".join(self.stages.units)}
+        facts |= {f"attention of {fqn}": kind for fqn, kind in self.attention.items()}
+        facts |= {"ranks of stages": str(self.stage_ranks), "ties": str([tie.members for tie in self.ties])}
+        facts |= {"ZeRO units": " ".join(self.zero_units), "recompute units": " ".join(self.recompute_units)}
+        return facts
+
+    def __deepcopy__(self, memo: dict) -> ResolvedPlan:
+        return self

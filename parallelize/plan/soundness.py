@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from parallelize.errors import Problem
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import generic
-from parallelize.plan.resolved import ModuleRow, ParameterRow
+from parallelize.plan.rows import ModuleRow, ParameterRow
 from parallelize.plan.schema import Plan
 from parallelize.styles.contract import Conversion
 

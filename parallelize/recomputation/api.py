@@ -20,20 +20,23 @@ Source: Chen et al., arXiv:1604.06174; Korthikanti et al., arXiv:2205.05198 (sel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from parallelize.applied.records import cut_of, record_of
+from parallelize.applied.records import cut_of, mark_applied, record_of, resolution_so_far
 from parallelize.comm.handshake import agree_on
 from parallelize.errors import ModelError, PlanError, Problem, did_you_mean
 from parallelize.ops.replay_cache import in_recompute, remembered, replay_key
 from parallelize.plan.load import load_plan
-from parallelize.plan.pattern import alternatives, check_pattern, matches
+from parallelize.plan.options import Options
+from parallelize.plan.resolve import for_base_model
+from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
-from parallelize.plan.units import layers_of
+from parallelize.plan.units import recompute_units
 from parallelize.recomputation.saving import DEFAULT, kinds_and_ops
 from parallelize.recomputation.unit import (
     RecomputeUnit,
@@ -83,18 +86,43 @@ def recompute(
     Cost: the handshake of the tp ranks. Each step, a full unit runs its forward once more, with its collectives; "selective"
         does not repeat what `save` names.
     """
+
+    def decide() -> ResolvedPlan:
+        _check_mode(mode, every)
+        earlier = resolution_so_far(model)
+        chosen = load_plan(plan) if isinstance(plan, str) else plan
+        names = recompute_units(
+            earlier.plan if chosen is None else for_base_model(chosen, earlier.facts),
+            earlier.facts,
+            [units] if isinstance(units, str) else units,
+        )
+        options = replace(earlier.options, recompute=mode, recompute_every=every, recompute_save=_saved(save))
+        return replace(earlier, plan=replace(earlier.plan, options=options), recompute_units=names)
+
+    return apply_recompute(model, decide)
+
+
+def apply_recompute(model: nn.Module, decide: Callable[[], ResolvedPlan]) -> nn.Module:
+    """`recompute` by a resolved plan. decide: returns it; what it raises is raised on every rank of `tp`."""
     record = record_of(model)
     handshake: AbstractContextManager[Any] = nullcontext({}) if record is None else agree_on(record.tp)
-    with handshake as facts:
-        names = _names(mode, every, save)
-        kinds, ops = kinds_and_ops(names)
+    with handshake as agreed:
         _refuse_others(model)
-        modules = _units(model, units, plan)
-        facts |= {"recompute": f"{mode} every {every}, save {' '.join(names)}", "units": " ".join(modules)}
-    cut: Any = cut_of(model)
-    for fqn in list(modules)[::every]:
+        resolved = decide()
+        options = resolved.options
+        _check_saved(options)
+        names: tuple[str, ...] = DEFAULT if options.recompute == "selective" else ()
+        names = names if options.recompute_save is None else options.recompute_save
+        kinds, ops = kinds_and_ops(names)
+        modules = {fqn: model.get_submodule(fqn) for fqn in resolved.recompute_units}
+        _check_called(modules)
+        agreed |= {"recompute": f"{options.recompute} every {options.recompute_every}, save {' '.join(names)}"}
+        agreed |= {"units": " ".join(modules)}
+    cut = cut_of(model)
+    for fqn in resolved.recompute_units[:: options.recompute_every]:
         if cut is None or cut.present(fqn):
-            install(modules[fqn], RecomputeUnit(modules[fqn], kinds, ops, names, on=mode != "off"))
+            install(modules[fqn], RecomputeUnit(modules[fqn], kinds, ops, names, on=options.recompute != "off"))
+    mark_applied(model, resolved=resolved)
     install_on_root(model)
     return model
 
@@ -140,74 +168,33 @@ def recompute_cost(model: nn.Module) -> dict[str, UnitCost]:
     return {fqn: unit.cost() for fqn, unit in recompute_units_in(model)}
 
 
-# -- which units -------------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _names(mode: str, every: int, save: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The names of what is saved.
-
-    Raises: PlanError `bad-recompute`.
-    """
+def _check_mode(mode: str, every: int) -> None:
+    """Raises: PlanError `bad-recompute`."""
     if mode not in MODES:
         raise PlanError(Problem("bad-recompute", f"mode is {mode!r}", fix=did_you_mean(str(mode), MODES)))
     if type(every) is not int or every < 1:
         raise PlanError(Problem("bad-recompute", f"every is {every!r}", fix="1 for each unit, 2 for every second one"))
-    if save is not None and mode == "full":
-        fix = 'mode="selective", or no save'
-        raise PlanError(Problem("bad-recompute", f"a full unit saves nothing, and save is {save!r}", fix=fix))
-    if save is None:
-        return DEFAULT if mode == "selective" else ()
-    return (save,) if isinstance(save, str) else tuple(save)
 
 
-def _units(model: nn.Module, units: str | Sequence[str] | None, plan: Plan | str | None) -> dict[str, nn.Module]:
-    """Unit name -> module, in the model's order.
+def _check_saved(options: Options) -> None:
+    """Raises: PlanError `bad-recompute`."""
+    if options.recompute_save is not None and options.recompute == "full":
+        what = f"a full unit saves nothing, and save is {options.recompute_save!r}"
+        raise PlanError(Problem("bad-recompute", what, fix='mode="selective", or no save'))
 
-    Raises: ModelError `no-recompute-units`, `nested-units`; PlanError of patterns and plans.
-    """
-    modules = dict(model.named_modules())
-    patterns = [units] if isinstance(units, str) else units
-    if patterns is None:
-        patterns = _planned_units(model, modules, plan)
-    chosen: set[str] = set()
-    for pattern in patterns:
-        check_pattern(pattern, "recompute units")
-        for alternative in alternatives(pattern):
-            matched = {name for name in modules if name and matches(alternative, name)}
-            if not matched:
-                what = f"no module is called {alternative!r}"
-                raise ModelError(Problem("no-recompute-units", what, fix=did_you_mean(alternative, modules)))
-            chosen |= matched
-    chosen_modules = {name: module for name, module in modules.items() if name in chosen}
-    for name, module in chosen_modules.items():
+
+def _saved(save: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    return (save,) if isinstance(save, str) else None if save is None else tuple(save)
+
+
+def _check_called(modules: Mapping[str, nn.Module]) -> None:
+    for name, module in modules.items():
         if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
             what = f"{name} is a {type(module).__name__}, which is never called"
             raise ModelError(Problem("no-recompute-units", what, fix=f"name the modules in it: {name}.*"))
-        parent = next((other for other in chosen_modules if name.startswith(other + ".")), None)
-        if parent is not None:
-            what = f"{name} is inside {parent}, and both are to be recomputed"
-            raise ModelError(Problem("nested-units", what, fix="name one of them"))
-    return chosen_modules
-
-
-def _planned_units(model: nn.Module, modules: dict[str, nn.Module], plan: Plan | str | None) -> list[str]:
-    """Patterns of the units that a plan names, or of its layers. Also works for a base model without its head."""
-    record = record_of(model)
-    if isinstance(plan, str):
-        plan = load_plan(plan)
-    if plan is None and record is not None:
-        plan = record.resolved.plan
-    layers = layers_of(plan)
-    patterns = list(plan.recompute_units) if plan else []
-    if not patterns and layers:
-        patterns = [f"{layers}.*"]
-    if plan is None or not patterns:
-        what = "no plan" if plan is None else f"plan {plan.name}, which names neither units nor layers"
-        fix = 'recompute(model, units="model.layers.*"), or `recompute: {units: [...]}` in the plan'
-        raise ModelError(Problem("no-recompute-units", f"{type(model).__name__} has {what}", fix=fix))
-    if plan.base and plan.base not in modules:
-        patterns = [pattern.removeprefix(plan.base + ".") for pattern in patterns]
-    return patterns
 
 
 def _refuse_others(model: nn.Module) -> None:

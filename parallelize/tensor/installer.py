@@ -17,7 +17,8 @@ from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 from parallelize.plan.model_facts import ModelFacts
-from parallelize.plan.resolved import ModuleRow, ResolvedPlan
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.rows import ModuleRow
 from parallelize.styles.contract import Conversion
 from parallelize.tensor.embedding import vocabulary_embedding
 from parallelize.tensor.overlap_sites import Overlap, PlannedCallSite

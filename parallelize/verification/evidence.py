@@ -11,7 +11,8 @@ from parallelize.errors import ParallelizeError
 from parallelize.layout import Layout
 from parallelize.plan.model_facts import describe
 from parallelize.plan.resolve import resolve
-from parallelize.plan.resolved import ModuleRow, ParameterRow, ResolvedPlan
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.rows import ModuleRow, ParameterRow
 from parallelize.verification.compare import FLOOR
 from parallelize.verification.configuration import Configuration, Mode
 from parallelize.verification.module_trace import ModuleCall, ModuleTrace
@@ -46,12 +47,11 @@ class Evidence:
         self._relations: dict[tuple, Relation | None] = {}
 
     def _resolve(self, mode: Mode) -> ResolvedPlan | None:
-        plan, tp = self.configuration.plan, self.configuration.request.size("tp")
-        if plan is None or tp == 1:
+        plan, request = self.configuration.plan, self.configuration.request
+        if plan is None or request.size("tp") == 1:
             return None
-        plan = plan.with_options(mode.over(self.configuration.request.options))
         try:
-            return resolve(plan, self.model, tp)
+            return resolve(plan, self.model, request.mesh.only("tp"), mode.over(request.options))
         except ParallelizeError:
             return None
 

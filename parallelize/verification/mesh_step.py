@@ -200,9 +200,7 @@ def overlap_of(configuration: Configuration, mode: Mode) -> str:
     if not is_auto(configuration) or plan is None or request.size("tp") == 1:
         return request.options.overlap
     facts = describe(configuration.model)
-    resolved = resolve(
-        plan.with_options(replace(mode.over(request.options), overlap="chunked")), facts, request.size("tp")
-    )
+    resolved = resolve(plan, facts, request.mesh.only("tp"), replace(mode.over(request.options), overlap="chunked"))
     return "chunked" if any(True for _ in planned_call_sites(resolved, facts)) else request.options.overlap
 
 

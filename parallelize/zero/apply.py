@@ -15,7 +15,7 @@ Source: ZeRO, arXiv:1910.02054.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.applied.records import applied, cut_of, mark_applied, record_of
+from parallelize.applied.records import applied, cut_of, mark_applied, record_of, resolution_so_far
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.errors import MeshError, ModelError, Problem, short_list
 from parallelize.mesh import DATA_AXES, MeshSpec
-from parallelize.plan.resolved import ParameterRow
-from parallelize.plan.schema import Plan
+from parallelize.plan.choose import plan_or_none
+from parallelize.plan.parameter_shards import shards_of, splits_of
+from parallelize.plan.resolve import for_base_model
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.units import zero_units
 from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.fsdp import apply_fsdp
 from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
@@ -104,48 +107,64 @@ def shard_data(
         reduce-scatter of P.
     Source: ZeRO, arXiv:1910.02054.
     """
-    _check(module, mesh_spec(mesh), zero)
+    spec = mesh_spec(mesh)
+    _check(module, spec, zero)
     refuse_early_optimizers(module)
-    options = DataOptions(dtype, reduce_dtype, units, defer, bucket_bytes, reshard_after_forward)
-    return apply_data_axes(module, mesh, zero, options)
+    earlier = resolution_so_far(module)
+    dtypes: dict[str, Any] = {"dtype": dtype, "reduce_dtype": reduce_dtype}
+    options = replace(earlier.options, zero=zero, defer=defer, **dtypes)
+    resolved = replace(
+        earlier,
+        plan=replace(earlier.plan, options=options),
+        mesh=earlier.mesh.with_axes(spec.only(*DATA_AXES)),
+        zero_units=_units(module, earlier, units) if zero == 3 else (),
+    )
+    return apply_data_axes(module, mesh, resolved, DataOptions.of(options, bucket_bytes, reshard_after_forward))
 
 
-def apply_data_axes(
-    module: nn.Module, mesh: DeviceMesh, zero: int, options: DataOptions, plan: Plan | None = None
-) -> nn.Module:
-    """`shard_data` for a model that nothing but its modules refers to. plan: names ZeRO units; default: the model's."""
-    _check(module, mesh_spec(mesh), zero)
+def _units(module: nn.Module, earlier: ResolvedPlan, patterns: Sequence[str] | None) -> tuple[str, ...]:
+    """The units of ZeRO 3 by the caller's patterns, the applied plan, or that of the model's type."""
+    plan = earlier.plan
+    if not plan.rules:
+        plan = for_base_model(plan_or_none(module, None) or plan, earlier.facts)
+    return zero_units(plan, earlier.facts, patterns=patterns, layers=earlier.cut_layers)
+
+
+def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, options: DataOptions) -> nn.Module:
+    """`shard_data` by a resolved plan, for a model that nothing but its modules refers to."""
+    _check(module, mesh_spec(mesh), resolved.options.zero)
     make_contiguous(module)
-    if zero == 3:
-        _shard_parameters(module, mesh, options, plan)
+    if resolved.options.zero == 3:
+        _shard_parameters(module, mesh, options, resolved)
     else:
-        _reduce_gradients(module, mesh, zero, options)
+        _reduce_gradients(module, mesh, options, resolved)
+    mark_applied(module, resolved=resolved)
     return module
 
 
-def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions, plan: Plan | None) -> None:
+def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolved: ResolvedPlan) -> None:
     """ZeRO 3."""
     if options.dtype is not None and not options.low_precision:  # `fully_shard` is only told a dtype of compute
         cast_parameters(module, options.dtype)
-    engine = apply_fsdp(module, mesh, _shard_axis(mesh_spec(mesh)), options, plan)
+    engine = apply_fsdp(module, mesh, options, resolved)
     compute = options.dtype if options.low_precision else None
     mark_applied(module, data=DataRecord(3, mesh, engine, compute=compute))
 
 
-def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, zero: int, options: DataOptions) -> None:
+def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolved: ResolvedPlan) -> None:
     """ZeRO 0 to 2."""
     masters = options.low_precision or _sums_are_wider(module, options.dtype, options.reduce_dtype)
-    shard_axis = _shard_axis(mesh_spec(mesh)) if zero else None
+    zero, spec = resolved.options.zero, mesh_spec(mesh)
+    shard_axis = spec.shard_axis if zero else None
     shard_group = Group(axis_group(mesh, shard_axis)) if shard_axis is not None else Group.alone()
     master_dtype = torch.float32 if masters else None
-    shards = [_shard(parameter, mesh, shard_axis, shard_group, master_dtype) for parameter in _managed(module)]
+    parameters = list(_reduced_parameters(module, resolved))
+    shards = [_shard(parameter, mesh, shard_axis, shard_group, master_dtype) for parameter in parameters]
     if options.dtype is not None:
         cast_parameters(module, options.dtype)
-    sum_dtype, bucket_bytes = options.reduce_dtype or master_dtype, options.bucket_bytes
-    if zero == 2 and shard_group.size > 1:
-        reducer = _reducer(module, mesh, shards, sum_dtype, bucket_bytes, split_axis=shard_axis, defer=options.defer)
-    else:
-        reducer = _reducer(module, mesh, shards, sum_dtype, bucket_bytes)
+        parameters = list(_reduced_parameters(module, resolved))
+    splits = splits_of(zero, spec).gradient > 1
+    reducer = _reducer(mesh, parameters, shards, options, options.reduce_dtype or master_dtype, splits)
     record = DataRecord(zero, mesh, reducer, shards, masters)
     mark_applied(module, data=record)
     for name, owner in module.named_modules():
@@ -162,32 +181,28 @@ def _sums_are_wider(module: nn.Module, dtype: torch.dtype | None, reduce_dtype: 
 
 
 def _reducer(
-    module: nn.Module,
     mesh: DeviceMesh,
+    parameters: Sequence[ReducedParameter],
     shards: list[OptimizerShard],
+    options: DataOptions,
     dtype: torch.dtype | None,
-    bucket_bytes: int,
-    *,
-    split_axis: str | None = None,
-    defer: bool = False,
+    splits: bool,
 ) -> Reducer | None:
-    """What sums gradients over the data axes, and splits them over `split_axis`; None where there is nothing to do."""
+    """What sums gradients over the data axes, and `splits` them over the shard axis; None where there is nothing to do."""
     spec = mesh_spec(mesh)
-    axes = [axis for axis in DATA_AXES if axis in spec.names and spec.size(axis) > 1]
-    if not axes and dtype is None:
+    if not spec.data_axes and dtype is None:
         return None
-    full_axes = [axis for axis in axes if axis != split_axis]
-    parameters = list(_managed(module))
+    full_axes = [axis for axis in spec.data_axes if not (splits and axis == spec.shard_axis)]
     return Reducer(
         [parameter for parameter in parameters if parameter.param.requires_grad],
         [Group(axis_group(mesh, *full_axes))] if full_axes else [],
         dtype,
         frozen=[parameter for parameter in parameters if not parameter.param.requires_grad],
         after=partial(_refresh, shards),
-        shard=Group(axis_group(mesh, split_axis)) if split_axis is not None else None,
+        shard=Group(axis_group(mesh, spec.shard_axis)) if splits else None,
         specs={id(shard.param): shard.spec for shard in shards},
-        bucket_bytes=bucket_bytes,
-        defer=defer,
+        bucket_bytes=options.bucket_bytes,
+        defer=options.defer and splits,
     )
 
 
@@ -221,30 +236,23 @@ def _check(module: nn.Module, spec: MeshSpec, zero: int) -> None:
         raise ModelError(Problem("data-axes-taken", what, fix="apply it once"))
 
 
-def _shard_axis(spec: MeshSpec) -> str:
-    return "dp_shard" if "dp_shard" in spec.names else "dp"
-
-
-def _managed(module: nn.Module) -> Iterator[ReducedParameter]:
+def _reduced_parameters(module: nn.Module, resolved: ResolvedPlan) -> Iterator[ReducedParameter]:
     """Every parameter once, with the pipeline stage that its gradient comes from."""
-    cut, record = cut_of(module), record_of(module)
-    resolved = record.resolved.parameters if record is not None else {}
+    cut, planned = cut_of(module), record_of(module) is not None
+    local = {
+        name: shard for shard in shards_of(resolved, cut.group.rank if cut is not None else 0) for name in shard.names
+    }
     names_of: dict[int, list[str]] = {}
     params: dict[int, Any] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(param), []).append(name)
         params[id(param)] = param
     for key, names in names_of.items():
-        stages = {cut.stages.stage_of(name) or 0 for name in names} if cut is not None else {0}
-        planned = next((resolved[name] for name in names if name in resolved), None)
-        pending = planned is not None and record is not None and record.group.size > 1 and _is_summed_over_tp(planned)
-        uses = len(names) if planned is not None else 1
-        yield ReducedParameter(names[0], params[key], max(stages), pending or len(stages) > 1, uses)
-
-
-def _is_summed_over_tp(planned: ParameterRow) -> bool:
-    """Whether a gradient is summed over tp ranks once per step, so that it is known only then."""
-    return planned.partial or any(planned.layout.shared(rank) for rank in range(planned.layout.num_ranks))
+        shard = next((local[name] for name in names if name in local), None)
+        if shard is None:  # added after the plan was applied
+            yield ReducedParameter(names[0], params[key], resolved.stage_of(names[0]))
+        else:
+            yield ReducedParameter(names[0], params[key], shard.stage, shard.late, len(names) if planned else 1)
 
 
 def _shard(

@@ -12,15 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from parallelize import _torch_private as private
-from parallelize.applied.records import Cut, cut_of, mark_parameter, record_of
+from parallelize.applied.records import cut_of, mark_parameter
 from parallelize.applied.sharding import shared_of_parameters
 from parallelize.comm.groups import axis_group, mesh_spec
 from parallelize.errors import ModelError, Problem
-from parallelize.plan.choose import plan_or_none
-from parallelize.plan.model_facts import describe
-from parallelize.plan.resolve import for_base_model
-from parallelize.plan.schema import Plan
-from parallelize.plan.units import zero_units
+from parallelize.plan.resolved import ResolvedPlan
 from parallelize.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
 from parallelize.zero.options import DataOptions
 
@@ -67,16 +63,14 @@ class FsdpEngine:
             unit.reshard()
 
 
-def apply_fsdp(
-    module: nn.Module, mesh: DeviceMesh, axis: str, options: DataOptions, plan: Plan | None = None
-) -> FsdpEngine:
-    """Apply `fully_shard` to each unit and to the rest. `dp_replicate` x `axis` is hybrid sharding.
+def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolved: ResolvedPlan) -> FsdpEngine:
+    """Apply `fully_shard` to each ZeRO unit and to the rest. With `dp_replicate`, sharding is hybrid.
 
-    Raises: ModelError `scalar-parameter`, `unmatched-unit`.
+    Raises: ModelError `scalar-parameter`.
     """
     spec = mesh_spec(mesh)
     cut = cut_of(module)
-    names = _units(module, options.units, cut, plan)
+    names = [name for name in resolved.zero_units if cut is None or cut.present(name)]
     scalars = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     if scalars:
         what = f"{scalars[0]} is a scalar, which `fully_shard` cannot shard"
@@ -85,7 +79,7 @@ def apply_fsdp(
     marks = {name: shared[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if id(p) in shared}
     units = [module.get_submodule(name) for name in names]
     deferring = {_unit_of(head, names) for head in deferred_heads(module)}
-    data_mesh = mesh["dp_replicate", axis] if "dp_replicate" in spec.names else mesh[axis]
+    data_mesh = mesh["dp_replicate", spec.shard_axis] if "dp_replicate" in spec.names else mesh[spec.shard_axis]
     for name, unit in [*zip(names, units, strict=True), ("", module)]:
         if any(True for _ in unit.parameters()) or unit is module:
             # a deferred head is needed after its forward has ended
@@ -127,16 +121,3 @@ def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:
 def _unit_of(name: str, units: Sequence[str]) -> str:
     """The innermost unit that contains a module; "" is the rest."""
     return max((unit for unit in units if name == unit or name.startswith(unit + ".")), key=len, default="")
-
-
-def _units(module: nn.Module, patterns: Sequence[str] | None, cut: Cut | None, plan: Plan | None) -> list[str]:
-    """The modules of this pipeline stage whose parameters are gathered together."""
-    record = record_of(module)
-    if record is not None:
-        plan = record.resolved.plan
-    else:
-        plan = plan if plan is not None else plan_or_none(module, None)
-        plan = plan and for_base_model(plan, describe(module) if cut is None else cut.facts)
-    names = [name for name, _ in module.named_modules()]
-    units = zero_units(plan, names, patterns=patterns, layers=cut.stages.cuts.layers if cut is not None else "")
-    return [name for name in units if cut is None or cut.present(name)]

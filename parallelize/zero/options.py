@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,17 +17,16 @@ class DataOptions:
 
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    units: Sequence[str] | None = None
     defer: bool = False
     bucket_bytes: int = BUCKET_BYTES
     reshard_after_forward: bool = True
 
     @classmethod
-    def of(cls, options: Options) -> DataOptions:
-        """Those of a run. Units, buckets and resharding are chosen by `shard_data` alone."""
+    def of(cls, options: Options, bucket_bytes: int = BUCKET_BYTES, reshard_after_forward: bool = True) -> DataOptions:
+        """Those of a run. Buckets and resharding are chosen by `shard_data` alone."""
         names = options.dtype, options.reduce_dtype
         dtype, reduce_dtype = (None if name is None else getattr(torch, name) for name in names)
-        return cls(dtype, reduce_dtype, defer=options.defer)
+        return cls(dtype, reduce_dtype, options.defer, bucket_bytes, reshard_after_forward)
 
     @property
     def low_precision(self) -> bool:

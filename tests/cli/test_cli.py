@@ -21,6 +21,7 @@ from parallelize.cli.environment import absent_features, environment
 from parallelize.cli.parser import build_parser
 from parallelize.cli.transformers_plans import read_source
 from parallelize.errors import Problem
+from parallelize.mesh import MeshSpec
 from parallelize.plan.hf_plans import ForeignPlan, export_plan, import_plan
 from parallelize.plan.load import parse_plan
 from parallelize.plan.model_facts import describe
@@ -279,8 +280,8 @@ def test_an_imported_plan_serves_its_model_as_it_stands(model_type):
 
     model = tiny_model(model_type)
     plan = parse_plan(import_plan(read_source(model.config.model_type)).text)
-    imported = resolve(plan, describe(model), 2).parameters
-    shipped = resolve(load_plan(model_type), describe(model), 2).parameters
+    imported = resolve(plan, describe(model), MeshSpec(tp=2)).parameters
+    shipped = resolve(load_plan(model_type), describe(model), MeshSpec(tp=2)).parameters
     if model_type not in ("phi3", "olmo2"):  # which transformers gathers to full size
         assert {name: row.layout for name, row in imported.items()} == {
             name: row.layout for name, row in shipped.items()
@@ -288,7 +289,8 @@ def test_an_imported_plan_serves_its_model_as_it_stands(model_type):
     assert imported.keys() == shipped.keys()
     if model_type == "qwen3":  # fewer key/value heads than ranks are replicated
         assert (
-            resolve(plan, describe(model), 8).attributes == resolve(load_plan("qwen3"), describe(model), 8).attributes
+            resolve(plan, describe(model), MeshSpec(tp=8)).attributes
+            == resolve(load_plan("qwen3"), describe(model), MeshSpec(tp=8)).attributes
         )
 
 
@@ -456,7 +458,7 @@ def test_a_schedule_as_json(capsys):
 
 def test_the_names_of_schedules_are_complete():
     from parallelize.cli.schedule import NAMES
-    from parallelize.pipeline.schedules import SCHEDULES
+    from parallelize.plan.stage_ranks import SCHEDULES
 
     assert set(NAMES) == set(SCHEDULES)
 

@@ -14,8 +14,9 @@ import pytest
 from parallelize.errors import MeshError, ParallelizeError, PlanError
 from parallelize.pipeline import schedule_chart as gantt
 from parallelize.pipeline.schedule_chart import describe_schedule, draw, table
-from parallelize.pipeline.schedules import SCHEDULES, Action, Schedule, build_schedule, check_schedule, schedule_name
+from parallelize.pipeline.schedules import Action, Schedule, build_schedule, check_schedule
 from parallelize.pipeline.timeline import Costs, Receive, Send, Timeline, simulate, with_messages
+from parallelize.plan.stage_ranks import SCHEDULES, schedule_name
 
 SINGLE = ["gpipe", "1f1b"]
 MULTI = [name for name in SCHEDULES if name not in SINGLE]

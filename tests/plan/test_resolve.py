@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from parallelize import PlanError
+from parallelize.mesh import MeshSpec
 from parallelize.plan.choose import choose_plan
 from parallelize.plan.load import load_plan, parse_plan, shipped_plans
 from parallelize.plan.model_facts import describe
@@ -31,7 +32,7 @@ def plan(rules: str, more: str = ""):
 def slugs(text: str, model: nn.Module | None = None, tp: int = 2, more: str = "", **options) -> list[str]:
     with pytest.raises(PlanError) as error:
         chosen = plan(text, more).with_options(**{"sequence_parallel": None, "loss_parallel": None, **options})
-        resolve(chosen, describe(model or Net()), tp)
+        resolve(chosen, describe(model or Net()), MeshSpec(tp=tp))
     assert all(problem.what for problem in error.value.problems)
     return sorted(set(error.value.slugs))
 
@@ -70,18 +71,18 @@ def test_a_rule_without_heads_must_not_split_a_head():
 
 def test_misspelt_rules_suggest_the_right_name():
     with pytest.raises(PlanError, match=r"did you mean norm"):
-        resolve(plan(ALL.replace("norm:", "nrom:")), describe(Net()), 2)
+        resolve(plan(ALL.replace("norm:", "nrom:")), describe(Net()), MeshSpec(tp=2))
 
 
 def test_optional_rules_may_match_nothing():
-    resolve(plan(ALL + "  p?: colwise"), describe(Net()), 2)
+    resolve(plan(ALL + "  p?: colwise"), describe(Net()), MeshSpec(tp=2))
 
 
 def test_rules_of_tied_parameters_must_agree():
     model = nn.ModuleDict({"embed": nn.Embedding(10, 4), "head": nn.Linear(4, 10, bias=False)})
     model["head"].weight = model["embed"].weight
     assert slugs("  embed: embedding_colwise\n  head: colwise", model) == ["broken-tie"]
-    rows = resolve(plan("  embed: embedding\n  head: colwise"), describe(model), 3).parameters
+    rows = resolve(plan("  embed: embedding\n  head: colwise"), describe(model), MeshSpec(tp=3)).parameters
     assert rows["embed.weight"].fact.names == ("embed.weight", "head.weight")
 
 
@@ -90,7 +91,9 @@ def test_rules_of_tied_parameters_must_agree():
 def test_shipped_plans_resolve_on_meta_models(family, tp):
     with torch.device("meta"):
         model = tiny_model(family)
-    resolved = resolve(load_plan(family).with_options(sequence_parallel=True, loss_parallel=True), describe(model), tp)
+    resolved = resolve(
+        load_plan(family).with_options(sequence_parallel=True, loss_parallel=True), describe(model), MeshSpec(tp=tp)
+    )
     assert set(resolved.parameters) == {name for name, _ in model.named_parameters()}
     sharded = sum(p.numel() for n, p in model.named_parameters() if resolved.parameters[n].layout.dim is not None)
     assert sharded > 0.8 * sum(p.numel() for p in model.parameters())
@@ -100,7 +103,7 @@ def test_shipped_plans_resolve_on_meta_models(family, tp):
 def test_the_bare_base_model_is_served_too(family):
     model = tiny_model(family)
     base = getattr(model, model.base_model_prefix)
-    resolve(load_plan(family), describe(base), 2)
+    resolve(load_plan(family), describe(base), MeshSpec(tp=2))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,11 +113,11 @@ def test_every_rule_dropped_is_noticed(family):
 
     model = describe(tiny_model(family, num_key_value_heads=2) if family in ("llama", "phi3") else tiny_model(family))
     plan = load_plan(family).with_options(sequence_parallel=True, loss_parallel=None)
-    expected = resolve(plan, model, 4)
+    expected = resolve(plan, model, MeshSpec(tp=4))
     for rule in plan.rules:
         fewer = replace(plan, rules=tuple(r for r in plan.rules if r is not rule))
         try:
-            actual = resolve(fewer, model, 4)
+            actual = resolve(fewer, model, MeshSpec(tp=4))
         except PlanError:
             continue
         assert rule.optional or {n: r.contract for n, r in actual.modules.items()} != {
@@ -144,5 +147,5 @@ def test_every_model_type_has_one_plan():
 def test_resolving_changes_nothing():
     model = tiny_model("phi3")
     before = copy.deepcopy({k: v for k, v in vars(model.model.layers[0].self_attn).items() if isinstance(v, int)})
-    resolve(load_plan("phi3"), describe(model), 2)
+    resolve(load_plan("phi3"), describe(model), MeshSpec(tp=2))
     assert before == {k: v for k, v in vars(model.model.layers[0].self_attn).items() if isinstance(v, int)}

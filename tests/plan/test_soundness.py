@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from parallelize import ModelError, ParallelizeError, PlanError, load_plan
+from parallelize.mesh import MeshSpec
 from parallelize.plan.load import parse_plan
 from parallelize.plan.model_facts import describe
 from parallelize.plan.resolve import resolve
@@ -53,14 +54,14 @@ def test_a_swapped_style_is_named(family, pattern, style, slug):
         sequence_parallel=slug != "partial-without-shards", loss_parallel=True
     )
     with pytest.raises(ParallelizeError) as error:
-        resolve(chosen, describe(tiny_model(family)), 2)
+        resolve(chosen, describe(tiny_model(family)), MeshSpec(tp=2))
     assert slug in error.value.slugs, error.value
 
 
 def test_a_count_that_does_not_become_local():
     plan = replace(load_plan("bert"), local=())
     with pytest.raises(PlanError) as error:
-        resolve(plan, describe(tiny_model("bert")), 2)
+        resolve(plan, describe(tiny_model("bert")), MeshSpec(tp=2))
     assert set(error.value.slugs) == {"count-left-whole"} and "num_attention_heads: heads" in str(error.value)
 
 
@@ -77,14 +78,18 @@ class Block(nn.Module):
 def slugs(text: str, model: nn.Module, tp: int = 2, **options) -> set[str]:
     plan = parse_plan("schema_version: 1\n" + text, "p.yaml")
     with pytest.raises(ParallelizeError) as error:
-        resolve(plan.with_options(**{"sequence_parallel": None, "loss_parallel": None, **options}), describe(model), tp)
+        resolve(
+            plan.with_options(**{"sequence_parallel": None, "loss_parallel": None, **options}),
+            describe(model),
+            MeshSpec(tp=tp),
+        )
     return set(error.value.slugs)
 
 
 def test_contraction_over_shared_units():
     text = "sizes: {kv: {from: 2, below_tp: replicate}}\ntensor_parallel: {up: colwise(kv), down: rowwise(kv), scale: 'shard(0, unit=kv)'}"
     assert slugs(text, Block(), tp=4) == {"shared-contraction"}
-    resolve(parse_plan("schema_version: 1\n" + text), describe(Block()), 2)
+    resolve(parse_plan("schema_version: 1\n" + text), describe(Block()), MeshSpec(tp=2))
 
 
 def test_an_attribute_that_does_not_divide():
@@ -108,7 +113,7 @@ def test_a_parameter_among_sharded_siblings_without_a_rule_in_a_translated_plan(
     model.b = Block()
     plan = replace(plan, rules=tuple(replace(r, pattern="b." + r.pattern) for r in plan.rules))
     with pytest.raises(PlanError) as error:
-        resolve(plan, describe(model), 2)
+        resolve(plan, describe(model), MeshSpec(tp=2))
     assert error.value.slugs == ("unclaimed-between-shards",)
 
 

@@ -189,7 +189,7 @@ def _lint(mutant: Mutant, model: Any, mesh: str, overrides: Mapping[str, Any], s
     for mode in configuration.modes():
         choices = {"sequence_parallel": mode.sequence_parallel, "loss_parallel": mode.loss_parallel}
         try:
-            resolve(mutant.plan.with_options(**choices), facts, request.size("tp"))
+            resolve(mutant.plan.with_options(**choices), facts, request.mesh.only("tp"))
         except PlanError as error:
             return _of_problems(mutant, error)
     return None

@@ -20,6 +20,7 @@ from parallelize import (
     load_plan,
     parallelize_module,
 )
+from parallelize.mesh import MeshSpec
 from parallelize.plan.model_facts import describe
 from parallelize.plan.resolve import resolve
 from parallelize.styles.notation import parse_style
@@ -91,7 +92,7 @@ def with_style(plan, pattern, style):
 
 def slugs(plan, model=None) -> tuple[str, ...]:
     with pytest.raises(PlanError) as error:
-        resolve(plan, describe(model or tiny_model("llama")), 2)
+        resolve(plan, describe(model or tiny_model("llama")), MeshSpec(tp=2))
     return error.value.slugs
 
 
@@ -106,7 +107,7 @@ def test_loss_parallelism_needs_a_head_that_keeps_its_shard():
 
 def test_the_plan_of_another_model_is_one_problem():
     with pytest.raises(PlanError) as error:
-        resolve(load_plan("gpt2"), describe(tiny_model("llama")), 2)
+        resolve(load_plan("gpt2"), describe(tiny_model("llama")), MeshSpec(tp=2))
     assert error.value.slugs == ("wrong-plan",)
     assert "serves" in str(error.value) and "LlamaForCausalLM" in str(error.value)
 

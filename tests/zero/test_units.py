@@ -32,7 +32,7 @@ def test_units_of_a_plan(plan, axes):
     wrapped = [name for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]
     setting = Setting(MeshSpec(**axes), zero=3).complete()
     subject = Subject(ModelSource("llama", lambda _: tiny_model("llama")), PLANS[plan])
-    predicted = subject.zero_units(setting)
+    predicted = subject.resolved(setting).zero_units
     assert wrapped == [name for name in predicted if name in wrapped] and wrapped
     if "pp" not in axes:
         assert wrapped == list(predicted)
@@ -46,4 +46,4 @@ def test_a_pattern_without_a_match_is_an_error_in_both():
     wrong = replace(load_plan("llama"), zero_units=("model.layers.*.mpl",))
     subject = Subject(ModelSource("llama", lambda _: tiny_model("llama")), wrong)
     with pytest.raises(ModelError, match="unmatched-unit"):
-        subject.zero_units(Setting(MeshSpec(dp=2), zero=3).complete())
+        subject.resolved(Setting(MeshSpec(dp=2), zero=3).complete())

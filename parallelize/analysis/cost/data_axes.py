@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from parallelize.analysis.cost.parameter_shards import ParameterShard, zero_groups
 from parallelize.analysis.cost.setting import Setting
 from parallelize.analysis.record.trace_data import Message
+from parallelize.plan.parameter_shards import ParameterShard, splits_of, zero_groups
 from parallelize.zero.optimizer_shards import GATHER_BYTES
 from parallelize.zero.partition import GradientSize, partition
 
@@ -27,7 +27,7 @@ def buckets_of(shards: Sequence[ParameterShard], setting: Setting) -> list[list[
 
 def _splits_gradients(setting: Setting) -> bool:
     """Whether each data rank keeps only its part of the gradients, apart from scalars."""
-    return setting.zero == 2 and setting.size(setting.shard_axis) > 1
+    return splits_of(setting.zero, setting.mesh).gradient > 1
 
 
 def _is_late(shard: ParameterShard, setting: Setting) -> bool:
@@ -35,17 +35,12 @@ def _is_late(shard: ParameterShard, setting: Setting) -> bool:
     return shard.late or (_splits_gradients(setting) and not shard.shape)
 
 
-def data_messages(
-    shards: Sequence[ParameterShard], setting: Setting, units: Sequence[str]
-) -> Iterator[tuple[Message, int]]:
-    """(message, how often a step sends it) of this rank over its data axes, except for the loss and the token count.
-
-    units: FSDP units.
-    """
+def data_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterator[tuple[Message, int]]:
+    """(message, how often a step sends it) of this rank over its data axes, except for the loss and the token count."""
     if not setting.data_axes:
         return
     if setting.zero == 3:
-        yield from _fsdp_messages(shards, setting, units)
+        yield from _fsdp_messages(shards, setting)
         return
     splits = _splits_gradients(setting)
     for bucket in buckets_of(shards, setting):
@@ -102,12 +97,10 @@ def _gathers(shards: Sequence[ParameterShard], setting: Setting) -> Iterator[Mes
         yield Message("all_gather", axis, ranks, ranks * small_bytes, f"{num_small} small parameters", "step")
 
 
-def _fsdp_messages(
-    shards: Sequence[ParameterShard], setting: Setting, units: Sequence[str]
-) -> Iterator[tuple[Message, int]]:
+def _fsdp_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterator[tuple[Message, int]]:
     axis, times = setting.shard_axis, setting.step_microbatches
     ranks = setting.size(axis)
-    for unit, group in zero_groups(shards, units).items():
+    for unit, group in zero_groups(shards).items():
         numel = sum(shard.padded_numel(ranks) for shard in group)
         trained = sum(shard.padded_numel(ranks) for shard in group if shard.trained)
         if ranks > 1:

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parallelize.analysis.cost.data_axes import buckets_of
-from parallelize.analysis.cost.parameter_shards import ParameterShard, zero_groups
 from parallelize.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
 from parallelize.analysis.cost.training_step import RankStep, receives_early
 from parallelize.analysis.record.trace_data import Segment
 from parallelize.pipeline.schedules import Action
 from parallelize.pipeline.step_runner import AHEAD
 from parallelize.pipeline.timeline import Receive, Send
+from parallelize.plan.parameter_shards import ParameterShard, zero_groups
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ def memory_of(step: RankStep, by_segment: bool = True) -> RankMemory:
     """The memory of the rank of `step`. by_segment: one moment per segment; else one per action."""
     setting, shards = step.setting, step.shards
     parameters, optimizer = parameters_bytes(shards, setting), optimizer_bytes(shards, setting)
-    gradients, buffers = gradients_bytes(shards, setting), buffer_bytes(shards, setting, step.zero_units)
+    gradients, buffers = gradients_bytes(shards, setting), buffer_bytes(shards, setting)
     preallocated = gradients - (0 if _preallocates_gradients(setting) else _new_gradients(step))
     walk = _MemoryWalk(step, by_segment)
     moments = tuple(walk.moments())
     top = max(moments, key=lambda moment: moment.peak, default=Moment("", "", 0, 0, 0))
     base = parameters + optimizer + preallocated
-    end_of_backward = _end_of_backward(shards, setting, step.zero_units)
+    end_of_backward = _end_of_backward(shards, setting)
     return RankMemory(
         parameters,
         gradients,
@@ -185,17 +185,14 @@ class _MemoryWalk:
 
 def parameters_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """Stage 3 stores each rank's part, in the weights' dtype where compute is narrower. Others store what they compute with."""
-    if setting.zero == 3:
-        ranks = setting.size(setting.shard_axis)
-        item = ITEM_BYTES[setting.weights_dtype] if setting.low_precision else setting.compute_bytes
-        return sum(shard.padded_numel(ranks) for shard in shards) * item
-    return sum(shard.numel for shard in shards) * setting.compute_bytes
+    narrows = setting.zero == 3 and setting.low_precision
+    item = ITEM_BYTES[setting.weights_dtype] if narrows else setting.compute_bytes
+    return sum(shard.padded_numel(shard.splits.parameter) for shard in shards) * item
 
 
 def optimizer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """State of trained parameters, and float32 copies where parameters are narrower."""
-    ranks = setting.size(setting.shard_axis) if setting.zero else 1
-    numel = sum(shard.largest_numel(ranks) for shard in shards if shard.trained)
+    numel = sum(shard.largest_numel(shard.splits.optimizer) for shard in shards if shard.trained)
     in_float32 = setting.low_precision or setting.zero == 3
     stepped_item = max(4, setting.compute_bytes) if in_float32 else setting.compute_bytes
     copy_item = 4 if setting.low_precision and setting.zero < 3 else 0
@@ -206,15 +203,14 @@ def gradients_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """Gradients as they are stored until the optimizer has stepped."""
     trained = [shard for shard in shards if shard.trained]
     item = setting.gradient_bytes
-    ranks = setting.size(setting.shard_axis)
-    if setting.zero == 3 or (setting.zero == 2 and ranks > 1):
-        scalars = sum(shard.numel + 1 for shard in trained if not shard.shape)
-        return (sum(shard.padded_numel(ranks) for shard in trained if shard.shape) + scalars) * item
+    if setting.zero == 3 or any(shard.splits.gradient > 1 for shard in trained):
+        counts = sum(not shard.shape for shard in trained)  # of a scalar, the number of ranks that had a gradient
+        return (sum(shard.padded_numel(shard.splits.gradient) for shard in trained) + counts) * item
     counts = len(trained) if setting.uses_reducer else 0  # per parameter, the number of ranks that had a gradient
     return (sum(shard.numel for shard in trained) + counts) * item
 
 
-def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting, units: Sequence[str]) -> int:
+def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """Communication buffers.
 
     ZeRO 2 has flat buckets for two reductions at once. ZeRO 3 has, where activations peak, the parameters outside of FSDP
@@ -230,18 +226,18 @@ def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting, units: Sequ
         copies = 2 * ranks + 1 if setting.transport == "gloo" else ranks + 1  # sent, (received with gloo), summed
         return sum(numels[-2:]) * copies * setting.gradient_bytes + deferred
     if setting.zero == 3:
-        groups = zero_groups(shards, units)
+        groups = zero_groups(shards)
         sizes = {unit: sum(shard.padded_numel(ranks) for shard in group) for unit, group in groups.items()}
         outside = sizes.pop("", 0)
         return (outside + sum(sorted(sizes.values())[-2:])) * ranks * setting.compute_bytes + deferred
     return 0
 
 
-def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting, units: Sequence[str]) -> int:
+def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """ZeRO 3, when activations are freed: a gathered group, its full gradients, and the buffer of their reduce-scatter."""
     ranks = setting.size(setting.shard_axis)
     if setting.zero != 3 or ranks == 1:
         return 0
-    groups = zero_groups(shards, units).values()
+    groups = zero_groups(shards).values()
     largest = max((sum(shard.padded_numel(ranks) for shard in group) * ranks for group in groups), default=0)
     return largest * (2 * setting.compute_bytes + setting.gradient_bytes)

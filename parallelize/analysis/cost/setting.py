@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from parallelize.errors import MeshError, ModelError, Problem
-from parallelize.mesh import DATA_AXES, SAMPLE_AXES, MeshSpec
+from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.pipeline.schedules import Schedule, build_schedule
 from parallelize.pipeline.timeline import Step, with_messages
 from parallelize.plan.options import DTYPES, Options, refuse_unknown, wrong_choices, wrong_counts
@@ -55,12 +55,13 @@ class Setting(Options):
 
     @property
     def shard_axis(self) -> str:
-        return "dp_shard" if "dp_shard" in self.mesh.names else "dp"
+        """The axis over which ZeRO shards."""
+        return self.mesh.shard_axis
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Data axes that have more than one rank, in mesh order."""
-        return tuple(axis for axis in DATA_AXES if self.size(axis) > 1)
+        """The data axes with more than one rank."""
+        return self.mesh.data_axes
 
     def group_name(self, axes: Sequence[str]) -> str:
         """The name of a group along several axes: "dp*tp", without axes of size 1; "world" if it contains all ranks."""

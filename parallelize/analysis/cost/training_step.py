@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parallelize.analysis.cost.data_axes import data_messages
-from parallelize.analysis.cost.parameter_shards import ParameterShard
 from parallelize.analysis.cost.setting import Setting
 from parallelize.analysis.record.segmenting import ABSENT
 from parallelize.analysis.record.trace_data import (
@@ -27,6 +26,7 @@ from parallelize.analysis.record.trace_data import (
 )
 from parallelize.pipeline.schedules import Action, Schedule
 from parallelize.pipeline.timeline import Receive, Send, Step
+from parallelize.plan.parameter_shards import ParameterShard
 from parallelize.plan.stages import Stages
 
 COUNT_BYTES = 8  # of the token count, an int64
@@ -53,7 +53,6 @@ class RankStep:
     Args:
         stages: None where the model has no layers to split.
         shards: the parameters of this rank.
-        zero_units: modules that ZeRO 3 gathers as one.
         split_trace: a trace in which dgrad and wgrad ran apart, where the schedule does that; else None.
     """
 
@@ -66,11 +65,10 @@ class RankStep:
         pp_rank: int,
         *,
         shards: Sequence[ParameterShard],
-        zero_units: Sequence[str] = (),
         split_trace: MicrobatchTrace | None = None,
     ):
         self.trace, self.stages, self.setting, self.schedule = trace, stages, setting, schedule
-        self.shards, self.pp_rank, self.zero_units, self.split_trace = list(shards), pp_rank, zero_units, split_trace
+        self.shards, self.pp_rank, self.split_trace = list(shards), pp_rank, split_trace
         self.local_stages = [stage for stage, rank in enumerate(schedule.stage_ranks) if rank == pp_rank]
         self._segments: dict[tuple[int, bool], StageSegments] = {}
 
@@ -126,7 +124,7 @@ class RankStep:
             for segment in (*segments.forward, *segments.backward):
                 yield from ((message, times) for message in segment.messages)
         yield from ((message, 1) for message in self._between_stages())
-        yield from data_messages(self.shards, self.setting, self.zero_units)
+        yield from data_messages(self.shards, self.setting)
         yield from ((message, 1) for message in (*self._ties(), *self._scalars()))
         yield from self._pending_reductions()
 
@@ -165,9 +163,7 @@ class RankStep:
     def _ties(self) -> Iterator[Message]:
         for shard in self.shards:
             if len(shard.tied_ranks) > 1 and shard.trained:
-                ranks = self.setting.size(self.setting.shard_axis)
-                numel = shard.largest_numel(ranks) if self.setting.zero >= 2 else shard.numel
-                size = numel * self.setting.gradient_bytes
+                size = shard.largest_numel(shard.splits.gradient) * self.setting.gradient_bytes
                 yield Message("all_reduce", "pp", len(shard.tied_ranks), size, f"tie of {shard.name}", "backward")
 
     def _scalars(self) -> Iterator[Message]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,9 @@ from parallelize.analysis.record.segmenting import Marks, is_regular, segments_o
 from parallelize.analysis.record.trace_data import OUTSIDE, MicrobatchTrace, StageBoundary
 from parallelize.analysis.record.tracing import Event, MeshAxes, Tracer
 from parallelize.applied.records import record_of
-from parallelize.apply import parallelize_module
+from parallelize.apply import apply_plan
 from parallelize.comm.groups import mesh_spec
-from parallelize.context.apply import context_parallel
+from parallelize.context.apply import apply_context
 from parallelize.context.forward_state import context_of
 from parallelize.context.inputs import length_of
 from parallelize.context.local_sequences import local_targets
@@ -36,10 +36,12 @@ from parallelize.pipeline.microbatch_inputs import split_batch
 from parallelize.pipeline.schedules import Action, build_schedule
 from parallelize.pipeline.stage_forward import carried_arguments
 from parallelize.pipeline.step_runner import StepRun
+from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
-from parallelize.plan.schema import Plan
+from parallelize.plan.resolve import resolve
+from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.stages import Stages
-from parallelize.recomputation.api import recompute as recompute_units
+from parallelize.recomputation.api import recompute
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
 from parallelize.vocabulary.loss.losses import cross_entropy, valid_tokens
 from parallelize.zero.apply import cast_parameters
@@ -75,7 +77,7 @@ def record(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
-    plan: Plan | None,
+    resolved: ResolvedPlan,
     stages: Stages | None,
     classes: LayerClasses,
     options: Options,
@@ -86,6 +88,7 @@ def record(
 
     Args:
         model: on meta, no plan applied, with all of its layers.
+        resolved: the plan of the model with all layers.
         stages: one stage with all units; None where the model has no layers.
         classes: which layers run, in the model's order.
         options: those of `RECORDED_OPTIONS` are applied.
@@ -93,7 +96,7 @@ def record(
     """
     layers = list(classes.representatives)
     drop_represented(model, classes)
-    _apply(model, mesh, plan, options, classes)
+    _apply(model, mesh, resolved, options, classes)
     unit_of = stages.unit_of if stages is not None else (lambda name: OUTSIDE)
     tracer = Tracer(Scopes(model), unit_of, MeshAxes(mesh_spec(mesh), 0))
     boundaries = _Boundaries(model, stages, tracer)
@@ -110,25 +113,25 @@ def record(
     return MicrobatchTrace(first, later, boundaries.sizes, representatives, is_regular(actions[half:], marks))
 
 
-def _apply(model: nn.Module, mesh: DeviceMesh, plan: Plan | None, options: Options, classes: LayerClasses) -> None:
+def _apply(model: nn.Module, mesh: DeviceMesh, full: ResolvedPlan, options: Options, classes: LayerClasses) -> None:
+    """Apply the plan to the layers that run."""
+    resolved = resolve(full.plan, describe(model), mesh_spec(mesh), replace(options, overlap="off", recompute="off"))
     if "tp" in mesh_spec(mesh).names:
-        modes = {
-            name: getattr(options, name) for name in ("sequence_parallel", "loss_parallel", "fuse_loss", "ulysses")
-        }
-        parallelize_module(model, mesh, plan, overlap="off", **modes)
+        apply_plan(model, mesh, lambda: resolved)
     else:
         if options.fuse_loss:
-            fuse_heads(model, plan)
-        context_parallel(model, mesh, plan, ulysses=options.ulysses)
+            fuse_heads(model, resolved)
+        apply_context(model, mesh, lambda: resolved)
     if options.recompute != "off":
-        units, every = None, options.recompute_every
-        if plan is None or not plan.recompute_units:  # layers keep their numbers, although some are replaced
-            numbers = {name: number for number, name in enumerate(classes.representatives)}
-            units = [name for name in classes.running if numbers[name] % every == 0] or None
-        every = 1 if units else every
-        recompute_units(model, options.recompute, every=every, units=units, save=options.recompute_save, plan=plan)
+        every, left_out = full.options.recompute_every, set(classes.representatives) - set(classes.running)
+        units = [fqn for fqn in full.recompute_units[::every] if not any(_inside(fqn, layer) for layer in left_out)]
+        recompute(model, options.recompute, units=units, save=options.recompute_save)
     if options.dtype is not None:
         cast_parameters(model, getattr(torch, options.dtype))
+
+
+def _inside(fqn: str, module: str) -> bool:
+    return fqn == module or fqn.startswith(module + ".")
 
 
 def _run(

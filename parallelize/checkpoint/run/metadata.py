@@ -11,14 +11,15 @@ from torch import nn
 
 import parallelize
 from parallelize.applied.local_config import full_config
-from parallelize.applied.records import cut_of, record_of
+from parallelize.applied.records import record_of, resolution_of
 from parallelize.applied.stock_class import class_of
 from parallelize.checkpoint.run.load import mesh_of
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.errors import ParallelizeError
+from parallelize.mesh import MeshSpec
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
-from parallelize.plan.stages import cut_stages
+from parallelize.plan.resolve import resolve
 from parallelize.zero.apply import data_of
 
 
@@ -57,10 +58,10 @@ def model_metadata(module: nn.Module) -> dict[str, Any]:
 
 def units_of(module: nn.Module) -> list[str]:
     """The modules between which a pipeline may cut, in calling order; empty where no plan says."""
-    cut = cut_of(module)
-    if cut is not None:
-        return list(cut.stages.units)
-    try:
-        return list(cut_stages(plan_or_none(module, None), describe(module), 1).units)
-    except ParallelizeError:
-        return []
+    resolved = resolution_of(module)
+    if resolved is None:
+        try:
+            resolved = resolve(plan_or_none(module, None), describe(module), MeshSpec())
+        except ParallelizeError:
+            return []
+    return list(resolved.stages.units) if resolved.stages is not None else []

@@ -30,8 +30,9 @@ def is_style(plan: Any) -> bool:
     return isinstance(plan, ParallelStyle)
 
 
-def is_style_dict(plan: Any) -> bool:
-    return isinstance(plan, Mapping) and not any(isinstance(style, str) for style in plan.values())
+def is_styles(plan: Any) -> bool:
+    """Whether a plan is one style, or a dict of name patterns to styles."""
+    return is_style(plan) or (isinstance(plan, Mapping) and not any(isinstance(s, str) for s in plan.values()))
 
 
 def spelled(style: Any) -> str:

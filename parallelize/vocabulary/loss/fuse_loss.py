@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.applied.records import applied, cut_of, mark_applied, part_of
+from parallelize.applied.records import applied, mark_applied, part_of
 from parallelize.comm.groups import Group
 from parallelize.errors import PlanError, Problem
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
-from parallelize.plan.model_facts import ModelFacts, describe
-from parallelize.plan.resolve import resolve
+from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.schema import Plan
 from parallelize.vocabulary.logits.deferred_logits import defer, logits_of
 from parallelize.vocabulary.logits.head import Head, autocast_inputs
 
@@ -66,18 +64,12 @@ def deferred_heads(module: nn.Module) -> list[str]:
     return [name for name, inner in module.named_modules() if applied(inner).defers_logits]
 
 
-def fuse_heads(module: nn.Module, plan: Plan | None) -> None:
+def fuse_heads(module: nn.Module, resolved: ResolvedPlan) -> None:
     """Make the heads that a plan names return `DeferredLogits`, in a model that is not sharded over `tp`. In place.
 
-    Raises: PlanError `no-vocabulary-output`, `cannot-fuse-loss`, and the errors of resolving the plan.
+    Raises: PlanError `cannot-fuse-loss`.
     """
-    if plan is None:
-        what = "fuse_loss needs a plan that names the head, and this model has none"
-        raise PlanError(Problem("no-vocabulary-output", what, fix="a plan with `lm_head: colwise(output=vocabulary)`"))
-    cut = cut_of(module)
-    facts = describe(module) if cut is None else cut.facts
-    resolved = resolve(plan.with_options(sequence_parallel=False, loss_parallel=False, fuse_loss=True), facts, 1)
-    local_facts = part_of(facts)
+    local_facts = part_of(module, resolved.facts)
     local = resolved.restricted(local_facts)
     if problems := wrong_heads(local, local_facts):
         raise PlanError(*problems)

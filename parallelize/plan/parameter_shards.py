@@ -1,0 +1,128 @@
+"""What one rank stores of each parameter, and how its gradient is reduced, over every axis. Arithmetic on a resolved plan.
+
+| axis | parameters | gradients |
+|---|---|---|
+| `pp` | those of the rank's stages | tied ones are summed over the ranks that store them, when a step ends |
+| `tp` | the local shape of the layout | pending reductions of replicated parameters and shared heads, when a step ends |
+| data axes | rows are split over the shard axis by the ZeRO stage | summed over all of them, in backward or when a step ends |
+
+Floor 2: torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from parallelize.layout import even_interval
+from parallelize.mesh import MeshSpec
+from parallelize.plan.model_facts import ParameterFacts
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.rows import PendingElements
+
+
+class Splits(NamedTuple):
+    """Over how many ranks of the shard axis the rows (dim 0) of a parameter are split, of each thing that is stored."""
+
+    parameter: int = 1
+    gradient: int = 1
+    optimizer: int = 1
+
+
+def splits_of(zero: int, mesh: MeshSpec, *, scalar: bool = False) -> Splits:
+    """The splits of a ZeRO stage; a scalar has no rows to split. Source: ZeRO, arXiv:1910.02054."""
+    ranks = 1 if scalar else mesh.ranks(mesh.shard_axis)
+    return Splits(ranks if zero == 3 else 1, ranks if zero >= 2 else 1, ranks if zero >= 1 else 1)
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """One parameter on one rank.
+
+    Attributes:
+        name: the first of its names that are on this rank. names: all of its names on this rank.
+        shape: of the shard over tp. stage: the last stage of this rank that uses it.
+        late: whether its gradient is complete only when the step ends.
+        splits: over the shard axis.
+        pending: the pending reductions over tp of its gradient, for each of `names`.
+        tied_ranks: the pp ranks that sum its gradient, where it is tied across ranks; else empty.
+        zero_unit: of ZeRO 3: the module that it is gathered with.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    trained: bool
+    stage: int
+    late: bool
+    splits: Splits
+    pending: tuple[PendingElements, ...]
+    tied_ranks: tuple[int, ...]
+    zero_unit: str
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """The size of dim 0, which ZeRO splits; 1 for a scalar."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return prod(self.shape[1:])
+
+    def padded_numel(self, ranks: int) -> int:
+        """Elements of one data rank's rows, of `ranks`, rounded up to full rows."""
+        return -(-self.rows // ranks) * self.width
+
+    def largest_numel(self, ranks: int) -> int:
+        """Elements of the rows of the first data rank, which has the most."""
+        start, stop = even_interval(self.rows, ranks, 0)
+        return (stop - start) * self.width
+
+
+def shards_of(resolved: ResolvedPlan, pp_rank: int = 0, tp_rank: int = 0) -> list[ParameterShard]:
+    """The parameters of one rank, in the model's order."""
+    tied_ranks = {
+        name: resolved.pp_ranks(tie.members) for tie in resolved.ties if tie.reduce == "sum" for name in tie.members
+    }
+    shards = (_shard(resolved, fact, pp_rank, tp_rank, tied_ranks) for fact in resolved.facts.parameters.values())
+    return [shard for shard in shards if shard is not None]
+
+
+def _shard(
+    resolved: ResolvedPlan, fact: ParameterFacts, pp_rank: int, tp_rank: int, tied_ranks: Mapping[str, tuple[int, ...]]
+) -> ParameterShard | None:
+    """The parameter on one rank; None where the rank does not store it."""
+    stage_of = {name: resolved.stage_of(name) for name in fact.names}
+    names = tuple(name for name in fact.names if resolved.stage_ranks[stage_of[name]] == pp_rank)
+    if not names:
+        return None
+    row = resolved.parameters[fact.fqn]
+    local_stages = {stage_of[name] for name in names}
+    tied = next((tied_ranks[name] for name in fact.names if name in tied_ranks), ())
+    return ParameterShard(
+        names[0],
+        names,
+        shape=row.layout.local_shape(tp_rank),
+        trained=fact.requires_grad,
+        stage=max(local_stages),
+        late=row.is_summed or len(local_stages) > 1,
+        splits=splits_of(resolved.options.zero, resolved.mesh, scalar=not fact.shape),
+        pending=row.pending(tp_rank),
+        tied_ranks=tied if len(tied) > 1 else (),
+        zero_unit=resolved.zero_unit_of(names[0]),
+    )
+
+
+def zero_groups(shards: Iterable[ParameterShard]) -> Mapping[str, list[ParameterShard]]:
+    """The parameters that `fully_shard` gathers together, by ZeRO unit."""
+    groups: dict[str, list[ParameterShard]] = {}
+    for shard in shards:
+        groups.setdefault(shard.zero_unit, []).append(shard)
+    return groups

@@ -1,0 +1,93 @@
+"""Which rank of the pipeline runs which stage, by schedule. `pipeline/schedules.py` builds the order of their actions.
+
+Floor 2: torch-free.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from parallelize.errors import PlanError, Problem, did_you_mean
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """The requirements of a schedule.
+
+    Attributes:
+        torch_name: its name in PyTorch.
+        stages_per_rank: the default, and the only value allowed unless `more_stages`.
+        more_stages: any larger number of stages per rank is allowed too.
+        in_rounds: microbatches run in equal rounds of about one per rank.
+        v_shape: rank s has the stages s and 2P-1-s of P ranks; else stage s is on rank s % P.
+        least_per_rank: at least so many microbatches per rank.
+    """
+
+    torch_name: str
+    stages_per_rank: int
+    more_stages: bool = False
+    in_rounds: bool = False
+    v_shape: bool = False
+    least_per_rank: int = 0
+
+
+SCHEDULES = {
+    "gpipe": ScheduleKind("GPipe", 1),
+    "1f1b": ScheduleKind("1F1B", 1),
+    "interleaved_1f1b": ScheduleKind("Interleaved1F1B", 2, more_stages=True, in_rounds=True),
+    "looped_bfs": ScheduleKind("LoopedBFS", 2, more_stages=True),
+    "interleaved_zero_bubble": ScheduleKind("InterleavedZeroBubble", 2, more_stages=True, in_rounds=True),
+    "zbv": ScheduleKind("ZBVZeroBubble", 2, v_shape=True),
+    "dualpipe_v": ScheduleKind("DualPipeV", 2, v_shape=True, least_per_rank=2),
+}
+"""All schedules. PyTorch's class names are accepted as well."""
+
+
+def schedule_name(name: str) -> str:
+    """The key of `SCHEDULES` for a name; case, underscores, hyphens and a leading "Schedule" are ignored.
+
+    Raises: PlanError `unknown-schedule`.
+    """
+    known = {_plain(alias): key for key, kind in SCHEDULES.items() for alias in (key, kind.torch_name)}
+    if _plain(name) not in known:
+        fix = did_you_mean(name, SCHEDULES)
+        raise PlanError(Problem("unknown-schedule", f"there is no pipeline schedule {name!r}", fix=fix))
+    return known[_plain(name)]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", str(name).lower()).removeprefix("schedule")
+
+
+def ranks_of_stages(name: str, num_ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+    """The rank of each stage.
+
+    Args: as for `pipeline.schedules.build_schedule`.
+    Raises: PlanError `unknown-schedule`, `bad-stages-per-rank`.
+    """
+    kind = SCHEDULES[schedule_name(name)]
+    stages_per_rank = kind.stages_per_rank if stages_per_rank is None else stages_per_rank
+    problem = stages_problem(schedule_name(name), stages_per_rank)
+    if problem is not None:
+        raise PlanError(problem)
+    stages = num_ranks * stages_per_rank
+    return tuple(min(s, stages - 1 - s) if kind.v_shape else s % num_ranks for s in range(stages))
+
+
+def stages_problem(name: str, stages_per_rank: int) -> Problem | None:
+    """What is wrong with a number of stages per rank for a schedule."""
+    kind = SCHEDULES[name]
+    if _takes(kind, stages_per_rank):
+        return None
+    fix = f"use {kind.stages_per_rank}" + (" or more" if kind.more_stages else "")
+    others = [other for other, other_kind in SCHEDULES.items() if _takes(other_kind, stages_per_rank)]
+    if others:
+        fix += f", or a schedule that takes {stages_per_rank}: " + ", ".join(others)
+    return Problem("bad-stages-per-rank", f"{name} cannot run {stages_per_rank} stages on a rank", fix=fix)
+
+
+def _takes(kind: ScheduleKind, stages_per_rank: int) -> bool:
+    if not isinstance(stages_per_rank, int):
+        return False
+    return stages_per_rank == kind.stages_per_rank or (kind.more_stages and stages_per_rank > kind.stages_per_rank)

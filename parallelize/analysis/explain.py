@@ -181,8 +181,7 @@ def _units(step: RankStep) -> str:
         return "the whole model"
     texts = []
     for stage in step.local_stages:
-        first, stop = step.stages.bounds(stage)
-        units = step.stages.units[first:stop]
+        units = step.stages.units_of(stage)
         texts.append(units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}")
     return "; ".join(texts)
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import nn
 
-from parallelize.applied.records import require_record
+from parallelize.applied.records import (
+    Cut,
+    cut_of,
+    not_parallelized,
+    part_of,
+    record_of,
+    require_record,
+    resolution_of,
+)
 from parallelize.layout import Layout
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ResolvedPlan
@@ -15,38 +24,74 @@ from parallelize.styles.contract import Conversion
 
 
 def describe_plan(module: nn.Module) -> str:
-    """Two tables as text: the style, shapes and layout over `tp` of every parameter; and the communication of a step.
+    """What was applied to a model, as text: parameters and communication over `tp`, and what was decided over other axes.
 
-    Equal layers are one row. Nothing is sent.
+    The first table has the style, shapes and layout of every parameter of this rank; equal layers are one row. Nothing is
+    sent.
 
     Args:
-        module: a model that `parallelize_module` returned.
+        module: a model that `parallelize_module`, `parallelize_model` or one of its steps returned.
 
+    Returns: lines of text.
     Raises: ModelError `not-parallelized`.
     """
-    record = require_record(module)
-    resolved, rank, tp_size = record.resolved, record.group.rank, record.group.size
+    full = resolution_of(module)
+    if full is None:
+        raise not_parallelized(module)
+    record = record_of(module)
+    resolved = record.resolved if record is not None else full.restricted(part_of(module, full.facts))
+    rank, tp_size = record.group.rank if record is not None else 0, resolved.tp_size
     counts: dict[tuple[str, ...], int] = {}
     full_total = local_total = 0
     for row in resolved.parameters.values():
-        full, local = row.layout.shape, row.layout.local_shape(rank)
+        shape, local = row.layout.shape, row.layout.local_shape(rank)
         name = " = ".join(generic(name) for name in row.fact.names)
-        cells = (name, str(row.rule.style), _shape(full), _shape(local), layout_text(row.layout, row.partial))
+        cells = (name, str(row.rule.style), _shape(shape), _shape(local), layout_text(row.layout, row.partial))
         counts[cells] = counts.get(cells, 0) + 1
-        full_total += math.prod(full)
+        full_total += math.prod(shape)
         local_total += math.prod(local)
     rows = [(f"{cells[0]} (x{count})" if count > 1 else cells[0], *cells[1:]) for cells, count in counts.items()]
-    plan = resolved.plan
-    modes = [name for name in ("sequence_parallel", "loss_parallel", "fuse_loss") if getattr(plan.options, name)]
+    options = resolved.options
+    modes = [name for name in ("sequence_parallel", "loss_parallel", "fuse_loss") if getattr(options, name)]
     percent = 100 * local_total / max(full_total, 1)
     return "\n".join(
         [
-            f"plan {plan.name}: tp={tp_size}" + "".join(f", {mode}" for mode in modes),
+            f"plan {resolved.plan.name}: tp={tp_size}" + "".join(f", {mode}" for mode in modes),
             *table(("parameter", "style", "full", "this rank", "over tp"), rows),
             f"{local_total:,} of {full_total:,} parameters on this rank ({percent:.1f}%; 1/tp is {100 / tp_size:.1f}%)",
             *(_communication(resolved) if tp_size > 1 else []),
+            *_other_axes(full, cut_of(module)),
         ]
     )
+
+
+def _other_axes(full: ResolvedPlan, cut: Cut | None) -> list[str]:
+    """One line for each of the axes `pp`, `cp` and the data axes, and for recompute."""
+    lines, options = [], full.options
+    if cut is not None:
+        count = len(full.stage_ranks)
+        texts = [f"stage {stage} of {count}: {_span(cut.stages.units_of(stage))}" for stage in cut.local_stages]
+        lines.append("pp: " + "; ".join(texts) + "".join(f"; tie {' = '.join(tie.members)}" for tie in full.ties))
+    if full.attention:
+        kinds = sorted({(generic(fqn), kind) for fqn, kind in full.attention.items()})
+        lines.append("cp: " + ", ".join(f"{name} {kind}" for name, kind in kinds))
+    if full.mesh.data_axes:
+        units = f", units: {_names(full.zero_units)}" if full.zero_units else ""
+        lines.append(f"gradients summed over {', '.join(full.mesh.data_axes)}; ZeRO {options.zero}{units}")
+    if full.recompute_units:
+        every = f", every {options.recompute_every}" if options.recompute_every > 1 else ""
+        lines.append(f"recompute {options.recompute}{every}: {_names(full.recompute_units)}")
+    return ["", *lines] if lines else []
+
+
+def _span(units: Sequence[str]) -> str:
+    return units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}"
+
+
+def _names(fqns: Sequence[str]) -> str:
+    """Equal layers as one name, with their number."""
+    counts = Counter(generic(fqn) for fqn in fqns)
+    return ", ".join(f"{name} (x{count})" if count > 1 else name for name, count in counts.items())
 
 
 def _communication(resolved: ResolvedPlan) -> list[str]:

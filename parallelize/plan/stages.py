@@ -30,14 +30,12 @@ class Stages:
         units: fqns in calling order.
         starts: index of the first unit of each stage.
         num_first: number of units before the layers.
-        owners: first name of each parameter to the stages that own it; several where it is tied across stages.
         cuts: the section of the plan that this was made from.
     """
 
     units: tuple[str, ...]
     starts: tuple[int, ...]
     num_first: int
-    owners: dict[str, tuple[int, ...]]
     cuts: Cuts
 
     @property
@@ -48,6 +46,11 @@ class Stages:
         """(index of the first unit, one past the index of the last unit) of a stage."""
         stop = self.starts[stage + 1] if stage + 1 < self.num_stages else len(self.units)
         return self.starts[stage], stop
+
+    def units_of(self, stage: int) -> tuple[str, ...]:
+        """The units of a stage, in calling order."""
+        start, stop = self.bounds(stage)
+        return self.units[start:stop]
 
     def stage_of_unit(self, unit: str) -> int:
         """The stage that owns a unit."""
@@ -95,14 +98,11 @@ def cut_stages(
         cuts = cuts_of(plan, model)
         units, num_first = _units(cuts, model)
         starts = _balanced(units, num_first, cuts, model, num_stages, costs)
-    stages = Stages(units, starts, num_first, {}, cuts)
+    stages = Stages(units, starts, num_first, cuts)
     problems = [*_check_every(cuts, model), *_check_skips(cuts, units), *_check_reused(stages, model)]
-    owners, unowned = {}, []
-    for fact in model.parameters.values():
-        owning = {stage for name in fact.names if (stage := stages.stage_of(name)) is not None}
-        owners[fact.fqn] = tuple(sorted(owning))
-        if not owning:
-            unowned.append(fact.fqn)
+    unowned = [
+        fact.fqn for fact in model.parameters.values() if all(stages.stage_of(name) is None for name in fact.names)
+    ]
     if unowned:
         fix = (
             "name each (or its module) under `first:` or `last:` of the plan's `pipeline:`, or assign modules to stages"
@@ -111,7 +111,7 @@ def cut_stages(
         problems.append(Problem("unassigned-parameter", what, cuts.where, fix=fix))
     if problems:
         raise PlanError(*problems)
-    return replace(stages, owners=owners)
+    return stages
 
 
 def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:

@@ -61,7 +61,7 @@ def test_shipped_plans_split_every_model():
         facts = describe(tiny_model(family, num_hidden_layers=4))
         plan = load_plan(family)
         stages = cut_stages(plan, facts, 4)
-        assert all(stages.owners.values()), family
+        assert stages.num_stages == 4, family
         assert stages.stage_of(plan.region.layers + ".2") == 2
 
 

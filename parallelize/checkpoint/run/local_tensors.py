@@ -147,9 +147,8 @@ class ModelOnMesh:
         """Whether this rank's pipeline stages are the ones that write this parameter or buffer."""
         if self.cut is None:
             return True
-        stages = self.cut.stages.owners.get(self.canonical(name), ())
-        stage = stages[0] if stages else self.cut.stages.stage_of(name)
-        return self.cut.stage_ranks[stage or 0] == self.cut.group.rank
+        fact = self.cut.facts.parameters.get(self.canonical(name))
+        return self.cut.resolved.pp_ranks(fact.names if fact is not None else (name,))[0] == self.cut.group.rank
 
     def local_tensor(self, name: str, stored: StoredTensor, *, owner: bool, **options: Any) -> LocalTensor:
         """A tensor of the state, with this rank's index among its replicas. Raises: ModelError `unknown-axis`."""

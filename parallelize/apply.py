@@ -29,8 +29,7 @@ from parallelize.comm.handshake import TIMEOUT_S, agree_on, check_replicas, watc
 from parallelize.context.apply import apply_context, check_context, on_context
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
 from parallelize.mesh import MeshSpec
-from parallelize.plan.choose import plan_of
-from parallelize.plan.model_facts import ModelFacts, describe
+from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
@@ -42,7 +41,8 @@ from parallelize.tensor.installer import Installer
 from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
 from parallelize.tensor.planned_forward import argument_of
 from parallelize.tensor.rms_norm import check_rms_norm
-from parallelize.tensor.torch_styles import dicts
+from parallelize.tensor.torch_styles.dicts import apply_styles
+from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 from parallelize.tensor.ulysses import check_ulysses
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 from parallelize.vocabulary.loss.fuse_loss import wrong_heads
@@ -95,17 +95,13 @@ def parallelize_module(
         what = "no device_mesh was given" if mesh is None else f"device_mesh is a {type(mesh).__name__}"
         fix = 'parallelize_module(model, build_mesh("cuda", tp=8), plan), after init_process_group'
         raise MeshError(Problem("no-mesh", what, fix=fix))
-    if dicts.is_styles(parallelize_plan):
-        _refuse_overlap_of_styles(overlap)
-        _refuse_fused_styles(fuse_loss)
-        return _apply_styles(module, mesh, parallelize_plan, src_data_rank, handshake_timeout_s)
     switches: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
     switches |= {"fuse_loss": fuse_loss, "overlap": overlap, "ulysses": ulysses}
 
     def decide() -> ResolvedPlan:
         spec = mesh_spec(mesh).only("cp")
         axes = MeshSpec([*spec.axes, ("tp", tp_mesh(mesh).size())])
-        plan = plan_of(module, parallelize_plan)
+        plan = plan_of_styles(module, parallelize_plan)
         return resolve(plan, facts_of(module), axes, Options(**switches), earlier=resolution_of(module))
 
     storage = Storage(src_data_rank, weights_dtype, device, check_replicated)
@@ -171,6 +167,7 @@ def _agree_on_plan(
         _refuse_twice(module)
         resolved = decide()
         facts |= resolved.structure()
+        _refuse_overlap_of_dtensors(resolved)
         if on_context(mesh_spec(mesh)):
             check_context(resolved)
             _refuse_ulysses_twice(resolved)
@@ -190,19 +187,12 @@ def _refuse_ulysses_twice(resolved: ResolvedPlan) -> None:
         )
 
 
-def _refuse_overlap_of_styles(overlap: str | None) -> None:
-    if overlap not in (None, "off"):
-        fix = (
-            "write the same as a plan of `gather`, `colwise`, `rowwise`; or call parallelize.all_gather_linear yourself"
-        )
-        raise PlanError(Problem("no-overlap", "overlap works on plans, not on PyTorch's style objects", fix=fix))
-
-
-def _refuse_fused_styles(fuse_loss: bool | None) -> None:
-    if fuse_loss:
-        fix = "write the same as a plan, the head as `colwise(output=vocabulary)`; or call parallelize.linear_cross_entropy"
-        what = "fuse_loss works on plans, not on PyTorch's style objects"
-        raise PlanError(Problem("no-vocabulary-output", what, fix=fix))
+def _refuse_overlap_of_dtensors(resolved: ResolvedPlan) -> None:
+    reason = passes_dtensors(resolved.plan)
+    if reason and resolved.options.overlap != "off":
+        what = f"collectives cannot overlap with matmuls where DTensors pass between modules: {reason}"
+        fix = "use_local_output=True, or overlap=off"
+        raise PlanError(Problem("no-overlap", what, fix=fix))
 
 
 def _refuse_twice(module: nn.Module) -> None:
@@ -229,9 +219,11 @@ def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
             problems += [
                 Problem(p.slug, f"{fqn}: {p.what}", p.where or row.rule.where, p.rows, p.fix) for p in error.problems
             ]
-    for name, parameter in model.root.named_parameters():
-        problems += _wrong_with_parameter(name, parameter)
-    problems += _foreign_readers(model)
+    for fqn, parameter_row in resolved.parameters.items():
+        if not parameter_row.plain:
+            problems += _wrong_with_parameter(fqn, model.root.get_parameter(fqn))
+    if resolved.plan.unclaimed != "leave":
+        problems += _foreign_readers(model)
     if problems:
         raise ModelError(*problems[:20])
 
@@ -266,12 +258,14 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     tp, plan = tp_mesh(mesh), agreed.plan
     group = Group(tp.get_group())
     if storage.check_replicated:
-        replicated = [row.fqn for row in plan.parameters.values() if row.layout.dim is None]
+        replicated = [row.fqn for row in plan.parameters.values() if row.layout.dim is None and not row.plain]
         check_replicas(group, {fqn: module.get_parameter(fqn) for fqn in replicated}, "replicated parameters")
     Sharder(tp, group, storage.src_data_rank, storage.weights_dtype, storage.device).shard(module, plan)
     pending_reductions = PendingReductions()
-    installer = Installer(group, agreed.model, plan, pending_reductions, agreed.overlapped)
+    installer = Installer(tp, group, agreed.model, plan, pending_reductions, agreed.overlapped)
     installer.run()
+    kept = [(item.fqn, item.style) for item in plan.plan.kept if item.fqn in agreed.model.modules]
+    apply_styles(module, kept, tp, storage.src_data_rank, pending_reductions)
     record = PlanRecord(
         plan,
         mesh,
@@ -301,16 +295,3 @@ def _move_buffers(module: nn.Module, device: torch.device | str) -> None:
         for key, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[key] = buffer.to(device)
-
-
-def _apply_styles(
-    module: nn.Module, mesh: DeviceMesh, styles: Any, src_data_rank: int | None, timeout_s: float
-) -> nn.Module:
-    """PyTorch's own form of a plan: styles by name pattern. What no pattern names stays as it is."""
-    with agree_on(mesh, timeout_s) as facts:
-        facts |= {f"parameter {key}": value for key, value in describe(module).structure().items()}
-        matched = dicts.match_styles(module, styles)
-        facts |= {f"style {name}": dicts.spelled(style) for name, _, style in matched}
-    with Transaction(module):
-        dicts.apply_styles(module, matched, tp_mesh(mesh), src_data_rank)
-    return module

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.records import cut_of
-from parallelize.apply import apply_plan, parallelize_module
+from parallelize.apply import apply_plan
 from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on
@@ -26,7 +26,7 @@ from parallelize.pipeline.engine import Pipeline
 from parallelize.pipeline.parallel_model import ParallelModel
 from parallelize.pipeline.schedules import build_schedule
 from parallelize.pipeline.ties import mark_stages, tie_parameters
-from parallelize.plan.choose import plan_of, plan_or_none
+from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options, options_of
 from parallelize.plan.resolve import resolve
@@ -37,7 +37,8 @@ from parallelize.randomness.dropout.call_sites import refused_modules
 from parallelize.randomness.dropout.install import drops, install_dropout
 from parallelize.randomness.init.initialize import initialize as draw
 from parallelize.recomputation.api import apply_recompute
-from parallelize.tensor.torch_styles import dicts
+from parallelize.tensor.torch_styles.dicts import is_styles
+from parallelize.tensor.torch_styles.lowering import plan_of_styles
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
 from parallelize.zero.apply import apply_data_axes, data_of
 from parallelize.zero.early_optimizers import refuse_early_optimizers
@@ -101,7 +102,7 @@ def parallelize_model(
 
     if spec.ranks("pp") > 1:
         cut_to_stages(module, mesh, resolved)
-    _apply_tensor_axes(module, mesh, plan, resolved)
+    _apply_tensor_axes(module, mesh, resolved)
     if complete.recompute != "off":
         apply_recompute(module, lambda: resolved)
     _apply_data_axes(module, mesh, resolved, device, initialize)
@@ -127,17 +128,13 @@ def parallelize_model(
 
 
 def _plan(module: nn.Module, spec: MeshSpec, plan: Any) -> Plan | None:
-    """The plan; None for style objects, and on a mesh without `tp` and `cp` for a model that has none."""
-    needed = "tp" in spec.names or spec.ranks("cp") > 1
-    return plan_of(module, plan) if needed and not dicts.is_styles(plan) else plan_or_none(module, plan)
+    """The plan; on a mesh without `tp` and `cp` there may be none."""
+    needed = "tp" in spec.names or spec.ranks("cp") > 1 or is_styles(plan)
+    return plan_of_styles(module, plan) if needed else plan_or_none(module, plan)
 
 
-def _apply_tensor_axes(module: nn.Module, mesh: DeviceMesh, plan: Any, resolved: ResolvedPlan) -> None:
+def _apply_tensor_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -> None:
     """The axes `tp` and `cp`."""
-    if "tp" in resolved.mesh.names and dicts.is_styles(plan):
-        options = resolved.options
-        parallelize_module(module, mesh, plan, overlap=options.overlap, fuse_loss=options.fuse_loss)
-        return
     if "tp" in resolved.mesh.names:
         apply_plan(module, mesh, lambda: resolved)
         return

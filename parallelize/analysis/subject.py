@@ -21,7 +21,7 @@ from parallelize.errors import ModelError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource
 from parallelize.pipeline.schedules import Schedule
-from parallelize.plan.choose import plan_of, plan_or_none
+from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import ModelFacts, describe
 from parallelize.plan.options import NAMES as OPTION_NAMES
 from parallelize.plan.options import Options
@@ -30,6 +30,8 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.plan.stages import Stages
+from parallelize.tensor.torch_styles.dicts import is_styles
+from parallelize.tensor.torch_styles.lowering import plan_of_styles
 
 
 @dataclass
@@ -61,7 +63,8 @@ class Subject:
         needed = "tp" in setting.mesh.names or setting.size("cp") > 1
         if needed not in self._plans:
             root = self.model(setting.weights_dtype).root
-            self._plans[needed] = plan_of(root, self.plan) if needed else plan_or_none(root, self.plan)
+            styled = needed or is_styles(self.plan)
+            self._plans[needed] = plan_of_styles(root, self.plan) if styled else plan_or_none(root, self.plan)
         return self._plans[needed]
 
     def complete(self, setting: Setting) -> Setting:

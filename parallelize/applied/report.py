@@ -20,6 +20,7 @@ from parallelize.applied.records import (
 from parallelize.layout import Layout
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.rows import ParameterRow
 from parallelize.styles.contract import Conversion
 
 
@@ -46,7 +47,7 @@ def describe_plan(module: nn.Module) -> str:
     for row in resolved.parameters.values():
         shape, local = row.layout.shape, row.layout.local_shape(rank)
         name = " = ".join(generic(name) for name in row.fact.names)
-        cells = (name, str(row.rule.style), _shape(shape), _shape(local), layout_text(row.layout, row.partial))
+        cells = (name, "-" if row.plain else str(row.rule.style), _shape(shape), _shape(local), _over_tp(row))
         counts[cells] = counts.get(cells, 0) + 1
         full_total += math.prod(shape)
         local_total += math.prod(local)
@@ -60,6 +61,10 @@ def describe_plan(module: nn.Module) -> str:
             *table(("parameter", "style", "full", "this rank", "over tp"), rows),
             f"{local_total:,} of {full_total:,} parameters on this rank ({percent:.1f}%; 1/tp is {100 / tp_size:.1f}%)",
             *(_communication(resolved) if tp_size > 1 else []),
+            *(
+                f"{item.fqn}: {type(item.style).__name__} is applied as it is: {item.reason}"
+                for item in resolved.plan.kept
+            ),
             *_other_axes(full, cut_of(module)),
         ]
     )
@@ -127,6 +132,10 @@ def layout_text(layout: Layout, partial: bool) -> str:
     if any(layout.shared(rank) for rank in range(layout.num_ranks)):
         text += ", some stored by several ranks"
     return text
+
+
+def _over_tp(row: ParameterRow) -> str:
+    return "plain" if row.plain else layout_text(row.layout, row.partial)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -86,15 +86,16 @@ def shard_info(module: nn.Module) -> dict[str, ShardInfo]:
 def _planned_parameters(module: nn.Module) -> Iterator[tuple[Layout, Group, tuple[str, ...]]]:
     """(layout, group, names) of each parameter, from the plan or, after a dict of styles, from its placements."""
     record = record_of(module)
+    rows = rows_by_name(record) if record is not None else {}
     if record is not None:
-        yield from ((row.layout, record.group, row.fact.names) for row in record.resolved.parameters.values())
-        return
+        planned = {row.fqn: row for row in rows.values()}
+        yield from ((row.layout, record.group, row.fact.names) for row in planned.values())
     names: dict[int, list[str]] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and name not in rows:
             names.setdefault(id(parameter), []).append(name)
-    if not names:
+    if not names and record is None:
         raise not_parallelized(module)
     groups: dict[Any, Group] = {}
     for aliases in names.values():
@@ -199,6 +200,8 @@ class Sharder:
 
     def shard(self, module: nn.Module, resolved: ResolvedPlan) -> None:
         for row in resolved.parameters.values():
+            if row.plain:
+                continue
             new = self.parameter(module.get_parameter(row.fqn), row.layout)
             for name in row.fact.names:
                 owner, _, key = name.rpartition(".")
@@ -298,4 +301,5 @@ def reshard_like(full: torch.Tensor, layout: Layout, group: Group, parameter: An
 
 def rows_by_name(record: PlanRecord) -> dict[str, ParameterRow]:
     """Every name of every parameter -> its row of the resolved plan."""
-    return {name: row for row in record.resolved.parameters.values() for name in row.fact.names}
+    rows = (row for row in record.resolved.parameters.values() if not row.plain)
+    return {name: row for row in rows for name in row.fact.names}

@@ -241,7 +241,7 @@ def _region(reader: Reader, top: dict[str, yaml.Node]) -> Region | None:
     if "layers" not in fields:
         reader.wrong(node, "missing-key", "sequence_parallel has no `layers`", "name the list of layers")
         return None
-    texts = {key: reader.text(value, key) or "" for key, value in fields.items()}
+    texts: dict[str, Any] = {key: reader.text(value, key) or "" for key, value in fields.items()}
     return Region(texts["layers"], texts.get("leave", ""), texts.get("argument", ""), reader.where(node))
 
 
@@ -318,7 +318,7 @@ def _attention(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[tuple[str,
             reader.problems.extend(error.problems)
 
 
-def _positions(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, str]:
+def _positions(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, Any]:
     """`positions: position_ids`, or `position_ids from attention_mask`; `packing: positions`, or `none`."""
     text = (reader.text(top["positions"], "positions") if "positions" in top else None) or "position_ids"
     words = text.split()

@@ -48,7 +48,7 @@ class LayoutMaker:
             return None, Problem("bad-dim", what, rule.where)
         if not use.unit and use.chunks == 1:
             layout = chunked(fact.shape, use.dim, self.tp_size)
-            return layout, self._split_heads(fact, layout, rule)
+            return layout, self._split_heads(fact, layout, rule) if self.plan.unclaimed != "leave" else None
         chunks, problem = self._chunks(fact, use, rule)
         return (None, problem) if problem else (packed(fact.shape, use.dim, self.tp_size, chunks), None)
 

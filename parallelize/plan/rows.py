@@ -32,12 +32,14 @@ class ParameterRow:
 
     Attributes:
         partial: each rank has only a part of its gradient.
+        plain: no style of a dict names it, so that it stays a plain tensor.
     """
 
     fact: ParameterFacts
     rule: Rule
     layout: Layout
     partial: bool
+    plain: bool = False
 
     @property
     def fqn(self) -> str:

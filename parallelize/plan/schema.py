@@ -127,6 +127,23 @@ class Tie:
 
 
 @dataclass(frozen=True)
+class KeptStyle:
+    """A style object of a dict that has no equivalent rule: it is applied as it is.
+
+    Attributes:
+        fqn: of its module.
+        style: the object.
+        text: the object as text that is the same on every rank.
+        reason: why there is no rule.
+    """
+
+    fqn: str
+    style: Any = field(compare=False, repr=False)
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """All rules of a model family, as one plan file has them. The order of rules has no meaning.
 
@@ -149,7 +166,9 @@ class Plan:
         packing: "positions": a document begins where positions start again; or "none".
         options: the plan's `defaults:`; once it is to be applied, the complete options of the run.
         source: the file, for messages.
-        unclaimed: "refuse" parameters without a rule, or "replicate" them (dicts and translated plans).
+        kept: style objects of a dict that are applied as they are.
+        unclaimed: "refuse" parameters without a rule, "replicate" them (dicts of words and translated plans), or "leave" them
+            as they are (PyTorch's style objects).
     """
 
     name: str
@@ -170,6 +189,7 @@ class Plan:
     packing: str = "positions"
     options: Options = field(default_factory=Options)
     source: str = ""
+    kept: tuple[KeptStyle, ...] = ()
     unclaimed: str = "refuse"
 
     def with_options(self, options: Options | None = None, **keywords: Any) -> Plan:
@@ -188,6 +208,7 @@ class Plan:
         facts |= {
             name: str(getattr(modes, name)) for name in ("sequence_parallel", "loss_parallel", "fuse_loss", "overlap")
         }
+        facts |= {f"style {item.fqn}": item.text for item in self.kept}
         facts |= {f"attention {pattern}": kind for pattern, kind in self.attention}
         facts["positions"] = f"{self.positions} {self.positions_from} {self.packing}"
         return facts

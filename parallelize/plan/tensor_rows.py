@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mean, near, short_list
+from parallelize.layout import replicated
 from parallelize.plan.local_attributes import local_attributes
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
 from parallelize.plan.parameter_layouts import LayoutMaker
@@ -61,7 +62,7 @@ class _Resolver:
         parameters = self._parameters(modules, parameter_rules)
         attributes, problems = local_attributes(self.plan, self.model, self.layouts)
         self.problems += problems
-        if not self.problems:
+        if not self.problems and self.plan.unclaimed != "leave":  # PyTorch's styles say each layout themselves
             self.problems += check_soundness(self.plan, self.model, modules, parameters)
         if self.problems:
             raise PlanError(*self._reported())
@@ -217,6 +218,10 @@ class _Resolver:
         unclaimed: list[ParameterFacts] = []
         for fact in self.model.parameters.values():
             claims = list(self._claims(fact, modules, rules))
+            if not claims and self.plan.unclaimed == "leave":
+                layout = replicated(fact.shape, self.tp_size)
+                rows[fact.fqn] = ParameterRow(fact, Rule(fact.fqn, StyleText("replicate")), layout, False, plain=True)
+                continue
             if not claims and self.plan.unclaimed == "replicate":
                 self._check_replicable(fact, modules)
                 claims = [(Rule(fact.fqn, StyleText("replicate")), Use())]

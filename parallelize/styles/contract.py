@@ -112,10 +112,12 @@ class Contract:
         compute: what runs between the conversions: "stock" (the module's own forward), or a word that `apply` knows:
             "rowwise" (the bias is added once, after the reduction), "embedding" (ids outside the local shard give
             zeros), "rms_norm" (the mean square is taken over all ranks), "ulysses" (its attention exchanges a sequence
-            shard for a head shard), "deferred_head" (the loss runs its matmul).
+            shard for a head shard), "deferred_head" (the loss runs its matmul), "lookup" (an embedding's own forward).
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
         overlap: one of `OVERLAPS`, where the rule names one; empty means the plan's default.
+        dtensors: where the module may meet DTensors, as PyTorch's styles allow: "" nowhere, "in", or "in and out": it then
+            returns one.
         forward_factory: for a style of your own: (module, group of tp) -> a forward(module, *args, **kwargs), which replaces the
             module's own on more than one rank. None: by `compute`.
     """
@@ -130,6 +132,7 @@ class Contract:
     split: tuple[str, ...] = ()
     local_attributes: dict[str, str] = field(default_factory=dict)
     overlap: str = ""
+    dtensors: str = ""
     forward_factory: Callable[[Any, Any], Callable] | None = None
     traits: Traits = field(default_factory=Traits)
 
@@ -146,6 +149,16 @@ class Contract:
     @property
     def adds_bias_after_sum(self) -> bool:
         return self.compute == "rowwise"
+
+    @property
+    def returns_dtensor(self) -> bool:
+        """Whether the output is a DTensor, as a style object asked for."""
+        return self.dtensors == "in and out"
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether its input are ids of an embedding."""
+        return self.compute in ("embedding", "lookup")
 
     @property
     def defers_logits(self) -> bool:

@@ -46,8 +46,9 @@ def parse_style(text: str, where: str = "") -> StyleText:
             Problem("bad-style", f"cannot read {text!r}", where, fix="write `word` or `word(argument, key=value)`")
         )
     word, arguments = call.groups()
-    if word not in STYLES:
-        raise PlanError(Problem("unknown-style", f"no style is called {word!r}", where, fix=did_you_mean(word, STYLES)))
+    known = [name for name, style in STYLES.items() if style.in_plans]
+    if word not in known:
+        raise PlanError(Problem("unknown-style", f"no style is called {word!r}", where, fix=did_you_mean(word, known)))
     options: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in (arguments or "").split(","))):
         key, value = _option(word, part, where)

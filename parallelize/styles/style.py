@@ -61,6 +61,7 @@ class Style:
         options: names of its options to the values allowed; None: any text.
         positional: the option whose value may be written without its name.
         traits: what may be asked about it.
+        in_plans: whether plan files and dicts may use the word; else only `lowering.py` makes rules with it.
     """
 
     word: str
@@ -68,6 +69,7 @@ class Style:
     options: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
     positional: str = ""
     traits: Traits = field(default_factory=Traits)
+    in_plans: bool = True
 
 
 STYLES: dict[str, Style] = {}
@@ -136,4 +138,4 @@ class StyleText:
     @property
     def keeps_vocabulary(self) -> bool:
         """Whether its output stays sharded over the vocabulary under loss parallelism."""
-        return self.options.get("output") == "vocabulary"
+        return self.options.get("output") == "vocabulary" or "head" in self.options

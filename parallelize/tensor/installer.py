@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.local_config import LocalConfig
 from parallelize.applied.parameters import Slot
@@ -18,8 +19,9 @@ from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ModuleRow
+from parallelize.plan.rows import ModuleRow, ParameterRow
 from parallelize.styles.contract import Conversion
+from parallelize.tensor.dtensor_boundary import Edges, input_conversion, return_dtensor
 from parallelize.tensor.embedding import vocabulary_embedding
 from parallelize.tensor.overlap_sites import Overlap, PlannedCallSite
 from parallelize.tensor.planned_forward import (
@@ -32,7 +34,7 @@ from parallelize.tensor.planned_forward import (
     overlapped_consumer,
     overlapped_row,
 )
-from parallelize.tensor.region import Region
+from parallelize.tensor.region import EvenShards, Region
 from parallelize.tensor.rms_norm import sharded_rms_norm
 from parallelize.tensor.row_linear import OverlappedRowLinear
 from parallelize.tensor.shared_edge import SharedEdge
@@ -46,31 +48,33 @@ class Installer:
     """Makes every planned module run as planned. The parameters must be sharded already.
 
     Args:
-        group: of `tp`.
+        tp: the axis `tp`, and its group.
         model: the facts of this rank's part of the model; resolved: the plan of that part.
         call_sites: where collectives overlap with matmuls.
     """
 
     def __init__(
         self,
+        tp: DeviceMesh,
         group: Group,
         model: ModelFacts,
         resolved: ResolvedPlan,
         pending_reductions: PendingReductions,
         call_sites: tuple[PlannedCallSite, ...] = (),
     ):
-        self.group, self.model, self.resolved = group, model, resolved
+        self.tp, self.group, self.model, self.resolved = tp, group, model, resolved
         self.pending_reductions, self.call_sites = pending_reductions, call_sites
         self.overlap = Overlap()
-        self.region = Region(group)
+        self.region = EvenShards(tp, group) if resolved.plan.unclaimed == "leave" else Region(group)
         self.orders = {fqn: order for order, fqn in enumerate(resolved.parameters)}
         self.subgroups: dict[tuple[int, ...], Group] = {}
         self.edges: dict[int | None, SharedEdge] = {}  # by the dim that they gather; None copies
+        self.dtensor_edges: Edges = {}
 
     def run(self) -> None:
         for fqn, facts in self.model.modules.items():
             row = self.resolved.modules.get(fqn)
-            slots = tuple(self._slot(fqn, key) for key in facts.shapes)
+            slots = tuple(self._slot(fqn, key) for key in facts.shapes if not self._parameter(fqn, key).plain)
             if slots or row is not None:
                 self._install(self.model.objects[fqn], slots, row)
             self._set_local_attributes(fqn)
@@ -83,28 +87,29 @@ class Installer:
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
+    def _parameter(self, fqn: str, key: str) -> ParameterRow:
+        return self.resolved.parameters[self.model.owners[f"{fqn}.{key}" if fqn else key]]
+
     def _slot(self, fqn: str, key: str) -> Slot:
-        owner = self.model.owners[f"{fqn}.{key}" if fqn else key]
-        row = self.resolved.parameters[owner]
+        row = self._parameter(fqn, key)
         rank, layout = self.group.rank, row.layout
         valid = None
         if not layout.is_canonical and layout.local_size(rank) != layout.stored_local_size:
             assert layout.dim is not None
             valid = (layout.dim, layout.local_size(rank))
-        slot = Slot(key, valid, self._reduction(owner), self.pending_reductions, shared_of(layout, rank))
+        slot = Slot(key, valid, self._reduction(row), self.pending_reductions, shared_of(layout, rank))
         if slot.reduction is not None:  # so that a graph compiled before the first forward reads the leaf
             slot.local(self.model.objects[fqn]._parameters)
         return slot
 
-    def _reduction(self, owner: str) -> PendingReduction | None:
-        row = self.resolved.parameters[owner]
+    def _reduction(self, row: ParameterRow) -> PendingReduction | None:
         if self.group.size == 1:
             return None
         if row.partial:
-            return PendingReduction(self.orders[owner], ((self.group, None, 0, 0),))
+            return PendingReduction(self.orders[row.fqn], ((self.group, None, 0, 0),))
         shared = row.layout.shared(self.group.rank)
         parts = tuple((self._subgroup(ranks), row.layout.dim, start, stop) for start, stop, ranks in shared)
-        return PendingReduction(self.orders[owner], parts) if parts else None
+        return PendingReduction(self.orders[row.fqn], parts) if parts else None
 
     def _subgroup(self, ranks: tuple[int, ...]) -> Group:
         if len(ranks) == self.group.size:
@@ -122,16 +127,19 @@ class Installer:
             contract = row.contract
             if contract.enter is not Conversion.NONE:
                 planned.argument = argument_of(module, contract.argument)
-            planned.enter = self._conversion(contract.enter, row, fused=False)
+            planned.enter = self._input_conversion(row)
             planned.leave = self._conversion(contract.leave, row, fused=type(module) is nn.Linear)
             planned.hide_bias = contract.adds_bias_after_sum and planned.leave is not None
+            if contract.returns_dtensor:
+                width = self._width(row) if contract.traits.splits_output else None
+                return_dtensor(module, planned, contract, self.tp, self.group, width)
             if contract.defers_logits:
                 planned.leave = None
                 mark_deferred(module)
-            forward = self._forward(module, row)
+            forward = self._forward(module, row, planned)
         install(module, planned, forward)
 
-    def _forward(self, module: nn.Module, row: ModuleRow) -> Callable | None:
+    def _forward(self, module: nn.Module, row: ModuleRow, planned: Planned) -> Callable | None:
         """The forward of a style that replaces the module's own; None: `install` selects one."""
         contract = row.contract
         if contract.defers_logits:
@@ -139,13 +147,18 @@ class Installer:
         if self.group.size == 1:
             return None
         forwards: dict[str, Callable[[], Callable]] = {
-            "embedding": lambda: vocabulary_embedding(module, self.group),
+            "embedding": lambda: vocabulary_embedding(module, self.group, planned.leave if contract.dtensors else None),
             "rms_norm": lambda: sharded_rms_norm(self.group),
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
         }
         if contract.forward_factory is not None:
             return contract.forward_factory(module, self.group)
         return forwards[contract.compute]() if contract.compute in forwards else None
+
+    def _input_conversion(self, row: ModuleRow) -> Callable | None:
+        if row.contract.dtensors:
+            return input_conversion(row.contract, self.tp, self.group, self.dtensor_edges)
+        return self._conversion(row.contract.enter, row, fused=False)
 
     def _conversion(self, conversion: Conversion, row: ModuleRow, fused: bool) -> Callable | None:
         """The op of a boundary conversion, bound to its group; None where there is nothing to do."""
@@ -179,7 +192,7 @@ class Installer:
 
     def _width(self, row: ModuleRow) -> int:
         """The full output width of a column linear or embedding."""
-        layout = self.resolved.parameters[self.model.owners[f"{row.fqn}.weight"]].layout
+        layout = self._parameter(row.fqn, "weight").layout
         assert layout.dim is not None
         return layout.shape[layout.dim]
 
@@ -191,7 +204,7 @@ class Installer:
         region = self.region if by_sequence else None
         if not planned.consumers:
             transposed = hasattr(module, "nf")
-            shape = self._largest_shape(f"{planned.fqn}.weight")
+            shape = self._largest_shape(planned.fqn)
             features = (shape[0], shape[1]) if transposed else (shape[1], shape[0])
             row_linear = OverlappedRowLinear(
                 call_site, region, contract.sequence_dim, transposed=transposed, features=features
@@ -205,7 +218,7 @@ class Installer:
             contract.sequence_dim,
             linears=linears,
             widths=[self._local_width(fqn) for fqn in planned.consumers],
-            max_widths=[max(self._largest_shape(f"{fqn}.weight")[self._out_dim(fqn)], 1) for fqn in planned.consumers],
+            max_widths=[max(self._largest_shape(fqn)[self._out_dim(fqn)], 1) for fqn in planned.consumers],
         )
         if planned.consumers == (planned.fqn,):
             install_overlapped(module, overlapped_column, shared)
@@ -215,9 +228,9 @@ class Installer:
         for index, linear in enumerate(linears):
             install_overlapped(linear, overlapped_consumer, shared, index)
 
-    def _largest_shape(self, name: str) -> tuple[int, ...]:
-        """The local shape of a parameter on the rank that stores the most of it."""
-        layout = self.resolved.parameters[self.model.owners[name]].layout
+    def _largest_shape(self, fqn: str) -> tuple[int, ...]:
+        """The local shape of a linear's weight on the rank that stores the most of it."""
+        layout = self._parameter(fqn, "weight").layout
         return max(layout.local_shape(rank) for rank in range(self.group.size))
 
     def _out_dim(self, fqn: str) -> int:
@@ -225,7 +238,7 @@ class Installer:
 
     def _local_width(self, fqn: str) -> int:
         """Output features of a column linear on this rank."""
-        layout = self.resolved.parameters[self.model.owners[f"{fqn}.weight"]].layout
+        layout = self._parameter(fqn, "weight").layout
         assert layout.dim is not None
         return layout.local_shape(self.group.rank)[layout.dim]
 
@@ -236,7 +249,7 @@ class Installer:
         values = dict(self.resolved.attributes.get(fqn, {}))
         row = self.resolved.modules.get(fqn)
         for attribute, key in (row.contract.local_attributes if row else {}).items():
-            layout = self.resolved.parameters[self.model.owners[f"{fqn}.{key}"]].layout
+            layout = self._parameter(fqn, key).layout
             values[attribute] = layout.local_size(self.group.rank)
         on_config = {key.partition(".")[2]: value for key, value in values.items() if key.startswith("config.")}
         if on_config:

@@ -11,6 +11,8 @@ import weakref
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from parallelize import _torch_private as private
 from parallelize.comm.groups import Group
@@ -148,3 +150,34 @@ class Region:
                 )
             )
         return next(iter(candidates.values()), self._last)
+
+
+class EvenShards(Region):
+    """Sequence shards that a dict of styles makes: no module marks their beginning, and all shards are equally long."""
+
+    def __init__(self, tp: DeviceMesh, group: Group):
+        super().__init__(group)
+        self.tp = tp
+
+    def __deepcopy__(self, memo: dict) -> EvenShards:
+        return self
+
+    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """The tokens of all ranks. The gradient of each rank is one term of a sum."""
+        return ops.gather(x, self.group, dim, self.gathered_size(x, dim), "partial")
+
+    def gathers(self, x: torch.Tensor, dim: int) -> bool:
+        return True
+
+    def gathered_size(self, x: torch.Tensor, dim: int) -> int:
+        return x.shape[dim] * self.group.size
+
+    def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's shard of the sum of partial outputs; uneven ones are split as PyTorch does."""
+        if x.shape[dim] % self.group.size == 0:
+            return ops.reduce_scatter(x, self.group, dim)
+        summed = DTensor.from_local(x, self.tp, (Partial(),), run_check=False)
+        return summed.redistribute(placements=(Shard(dim),)).to_local()
+
+    def scatters(self) -> bool:
+        return True

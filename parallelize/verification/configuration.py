@@ -23,6 +23,8 @@ from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.pattern import alternatives, matches
 from parallelize.plan.schema import Plan
+from parallelize.tensor.torch_styles.dicts import is_styles
+from parallelize.tensor.torch_styles.lowering import plan_of_styles
 from parallelize.verification.batch import Batch, batch_rows, draw_batch
 from parallelize.verification.precision import DTYPES
 from parallelize.verification.scale import (
@@ -199,7 +201,7 @@ def build_configurations(request: Request, device: str = "cpu") -> list[list[Con
 def _configurations_of(request: Request, device: str, even: bool) -> list[Configuration]:
     """One model with its batches. All batches but the first have a padding mask, if the model takes one."""
     source, model = _model(request, even)
-    plan = plan_or_none(model, request.plan)
+    plan = plan_of_styles(model, request.plan) if is_styles(request.plan) else plan_or_none(model, request.plan)
     model = model.to(DTYPES[request.options.dtype or "float64"])
     perturb(model, request.seed)
     disable_dropout(model)
@@ -208,6 +210,8 @@ def _configurations_of(request: Request, device: str, even: bool) -> list[Config
     lengths = [sequence_length(request.size("tp"))]
     if max(request.size("tp"), request.size("cp")) > 1 and not request.full_size:
         lengths.append(even_length(request.size("tp")))
+    if plan is not None and plan.unclaimed == "leave":  # PyTorch's styles take shards to be equally long
+        lengths = lengths[1:] or lengths
     rows = rows_of(request)
     batches = [
         draw_batch(source, model, request.seed, rows=rows, length=length, padded=index > 0)

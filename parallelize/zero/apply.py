@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.records import applied, cut_of, mark_applied, record_of, resolution_so_far
+from parallelize.applied.sharding import rows_by_name
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.errors import MeshError, ModelError, Problem, short_list
 from parallelize.mesh import DATA_AXES, MeshSpec
@@ -238,7 +239,8 @@ def _check(module: nn.Module, spec: MeshSpec, zero: int) -> None:
 
 def _reduced_parameters(module: nn.Module, resolved: ResolvedPlan) -> Iterator[ReducedParameter]:
     """Every parameter once, with the pipeline stage that its gradient comes from."""
-    cut, planned = cut_of(module), record_of(module) is not None
+    cut, record = cut_of(module), record_of(module)
+    planned = rows_by_name(record) if record is not None else {}
     local = {
         name: shard for shard in shards_of(resolved, cut.group.rank if cut is not None else 0) for name in shard.names
     }
@@ -252,7 +254,9 @@ def _reduced_parameters(module: nn.Module, resolved: ResolvedPlan) -> Iterator[R
         if shard is None:  # added after the plan was applied
             yield ReducedParameter(names[0], params[key], resolved.stage_of(names[0]))
         else:
-            yield ReducedParameter(names[0], params[key], shard.stage, shard.late, len(names) if planned else 1)
+            yield ReducedParameter(
+                names[0], params[key], shard.stage, shard.late, len(names) if shard.name in planned else 1
+            )
 
 
 def _shard(

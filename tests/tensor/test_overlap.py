@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from parallelize import (
     ColwiseParallel,
     LinkProfile,
+    PrepareModuleInput,
     all_gather_linear,
     build_mesh,
     calibrate,
@@ -375,8 +376,11 @@ def test_overlap_that_cannot_be_is_an_error_before_anything_changes():
         ):
             with pytest.raises(ParallelizeError, match=f"(?s){words}"):
                 parallelize_module(model, mesh, plan, overlap=overlap)
-        with pytest.raises(PlanError, match=r"no-overlap.*style objects"):
-            parallelize_module(model, mesh, {"layers.0.mlp.a": ColwiseParallel()}, overlap="chunked")
+        with pytest.raises(
+            PlanError, match=r"no-overlap.*DTensors pass between modules: layers\.0\.mlp: .*more than gather"
+        ):
+            styles = {"layers.0.mlp": PrepareModuleInput(), "layers.0.mlp.a": ColwiseParallel()}
+            parallelize_module(model, mesh, styles, overlap="chunked")
         assert {name: id(p) for name, p in model.named_parameters()} == before
         parallelize_module(model, mesh, linears, overlap="chunked")  # its backward overlaps
 

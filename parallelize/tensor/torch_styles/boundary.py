@@ -11,8 +11,8 @@ from torch.distributed.tensor import Placement, Shard
 from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.layout import replicated
 from parallelize.styles.style import ModuleFacts
+from parallelize.tensor.placements import as_dtensor, convert, local_input
 from parallelize.tensor.planned_forward import install
-from parallelize.tensor.torch_styles.conversions import as_dtensor, convert, local_input
 from parallelize.tensor.torch_styles.style import ModuleStyle, Target, planned_of
 
 Layouts = Placement | tuple[Placement | None, ...] | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -77,12 +77,18 @@ def match_styles(module: nn.Module, styles: Any) -> list[tuple[str, nn.Module, A
     return matched
 
 
-def apply_styles(root: nn.Module, matched: list, mesh: DeviceMesh, source: int | None) -> None:
-    """Install matched styles. Tied parameters stay tied."""
-    pending_reductions = PendingReductions()
+def apply_styles(
+    root: nn.Module,
+    styles: Iterable[tuple[str, Any]],
+    mesh: DeviceMesh,
+    source: int | None,
+    pending_reductions: PendingReductions,
+) -> None:
+    """Apply (fqn, style) pairs as they are. Tied parameters stay tied."""
     edges: dict[Placement, SharedEdge] = {}
     ties = _Ties(root)
-    for fqn, module, style in matched:
+    for fqn, style in styles:
+        module = root.get_submodule(fqn)
         if isinstance(style, ModuleStyle):
             style.install(target_of(module, fqn, mesh, pending_reductions, source, edges))
         else:  # a style of PyTorch or of a third party

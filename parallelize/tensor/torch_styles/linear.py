@@ -15,8 +15,8 @@ from parallelize.layout import chunked, replicated
 from parallelize.ops.collectives import gather_dim
 from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.embedding import check_embedding, vocabulary_embedding
+from parallelize.tensor.placements import as_dtensor, convert_output, dim_of, local_input
 from parallelize.tensor.planned_forward import Planned, install
-from parallelize.tensor.torch_styles.conversions import as_dtensor, convert_output, dim_of, local_input
 from parallelize.tensor.torch_styles.style import ModuleStyle, Target, planned_of, require_kind
 
 

@@ -20,9 +20,9 @@ from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.layout import Layout
 from parallelize.plan.model_facts import describe
 from parallelize.styles.style import ModuleFacts
+from parallelize.tensor.placements import local_input
 from parallelize.tensor.planned_forward import Planned
 from parallelize.tensor.shared_edge import SharedEdge
-from parallelize.tensor.torch_styles.conversions import local_input
 
 ParallelStyle: Any = private.parallel_style_class()
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from parallelize.applied.sharding import from_local
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
-from parallelize.tensor.torch_styles.handover import gathered_as_dtensor, shard_as_dtensor
+from parallelize.tensor.dtensor_handover import gathered_as_dtensor, shard_as_dtensor
 
 
 def local_input(

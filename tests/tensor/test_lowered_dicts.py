@@ -282,7 +282,23 @@ class Kept(nn.Module):
         return self.a(h) + h
 
 
+class Variables(nn.Module):
+    """Outputs of norms by a variable: read by children alone, or also otherwise."""
+
+    def forward(self, x):
+        h = self.first(x)
+        q, k = self.wq(h), self.wk(h)
+        h = self.second(q + k)
+        y = self.up(h) * h.shape[1]
+        h = self.third(y)
+        for _ in range(2):
+            h = self.wo(h)
+        return h
+
+
 def test_the_reads_of_a_forward():
+    assert readers_of_output(Variables, "first") == {"wq", "wk"}
+    assert readers_of_output(Variables, "second") is None and readers_of_output(Variables, "third") is None
     assert readers_of_input(Forwards) == {"norm", "b", "c"} and readers_of_output(Forwards, "norm") == {"a"}
     assert readers_of_input(Unknown) is None
     assert readers_of_output(Kept, "norm") is None and readers_of_output(Kept, "absent") is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 _SHAPE = ("shape", "size", "dtype", "device", "ndim", "dim", "is_cuda")
@@ -22,11 +23,14 @@ def readers_of_input(cls: Any) -> frozenset[str] | None:
     code = _Forward.of(cls)
     if code is None or len(code.definition.args.args) < 2:
         return None
-    return code.readers(code.definition.args.args[1].arg)
+    return code.readers_of_argument(code.definition.args.args[1].arg)
 
 
 def readers_of_output(cls: Any, child: str) -> frozenset[str] | None:
-    """The children to which a forward passes the output of a child at once: `self.attention(self.norm(x))`. Else None."""
+    """The children to which a forward passes the output of a child: `self.attention(self.norm(x))`, or by a variable.
+
+    None if anything else reads it, its shape included, which differs between a DTensor and its shard.
+    """
     code = _Forward.of(cls)
     if code is None:
         return None
@@ -35,11 +39,15 @@ def readers_of_output(cls: Any, child: str) -> frozenset[str] | None:
     ]
     readers: set[str] = set()
     for call in calls:
-        reading = code.reading_children(call)
+        reading = code.reading_children(call) or code.readers_of_variable(call)
         if reading is None:
             return None
         readers |= reading
     return frozenset(readers) if calls else None
+
+
+def _stores(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 class _Forward:
@@ -60,14 +68,35 @@ class _Forward:
         definition = tree.body[0]
         return cls(definition) if isinstance(definition, ast.FunctionDef) else None
 
-    def readers(self, name: str) -> frozenset[str] | None:
-        """The children that a variable is passed to; None if anything else is done with it."""
+    def readers_of_variable(self, value: ast.AST) -> frozenset[str] | None:
+        """The children that `h` is passed to, of a statement `h = value` of the forward, until `h` gets another value."""
+        assignment, body = self.parents[value], self.definition.body
+        if not isinstance(assignment, ast.Assign) or assignment not in body or len(assignment.targets) != 1:
+            return None
+        target = assignment.targets[0]
+        if not isinstance(target, ast.Name):
+            return None
+        following = []
+        for statement in body[body.index(assignment) + 1 :]:
+            following.append(statement)  # a statement that assigns may read the old value
+            if isinstance(statement, ast.Assign) and any(
+                isinstance(node, ast.Name) and node.id == target.id for node in statement.targets
+            ):
+                break
+        loads = (node for statement in following for node in ast.walk(statement) if not _stores(node))
+        return self._readers(target.id, loads, ())
+
+    def readers_of_argument(self, name: str) -> frozenset[str] | None:
+        """The children that an argument is passed to; None if anything else is done with it, except reading its shape."""
+        return self._readers(name, ast.walk(self.definition), _SHAPE)
+
+    def _readers(self, name: str, nodes: Iterable[ast.AST], allowed: tuple[str, ...]) -> frozenset[str] | None:
         readers: set[str] = set()
-        for node in ast.walk(self.definition):
+        for node in nodes:
             if not isinstance(node, ast.Name) or node.id != name:
                 continue
             parent = self.parents[node]
-            if isinstance(parent, ast.Attribute) and parent.attr in _SHAPE:
+            if isinstance(parent, ast.Attribute) and parent.attr in allowed:
                 continue
             reading = self.reading_children(node) if isinstance(node.ctx, ast.Load) else None
             if reading is None:

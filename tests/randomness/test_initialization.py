@@ -1,4 +1,4 @@
-"""Initialisation: bit-equal full weights for every mesh, and, on request, those that stock PyTorch draws in one process."""
+"""Initialization: bit-equal full weights for every mesh, and, on request, those that stock PyTorch draws in one process."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_pipeline_stages_get_their_part(family, stock):
 
 
 class Zoo(nn.Module):
-    """Modules of torch with initialisers of every kind, buffers that a checkpoint would hold, and a tie."""
+    """Modules of torch with initializers of every kind, buffers that a checkpoint would hold, and a tie."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Zoo(nn.Module):
 
 
 class Own(nn.Module):
-    """A constructor that initialises by itself, in every way that can be read."""
+    """A constructor that initializes by itself, in every way that can be read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def test_modules_of_torch_with_and_without_a_recording():
 
 
 def test_distributions_are_those_of_the_stock_model():
-    """Moments of a parameter that is large enough to tell, for each initialiser."""
+    """Moments of a parameter that is large enough to tell, for each initializer."""
     stock = nn.Sequential(nn.Linear(300, 400), nn.Embedding(300, 200), nn.Conv1d(60, 70, 5))
     own = initialize(copy.deepcopy(stock), SEED)
     for (name, a), (_, b) in zip(stock.named_parameters(), own.named_parameters(), strict=True):
@@ -249,7 +249,7 @@ def test_distributions_are_those_of_the_stock_model():
             )
 
 
-def test_a_constructor_that_initialises_by_itself_is_read_from_a_recording():
+def test_a_constructor_that_initializes_by_itself_is_read_from_a_recording():
     own = initialize(build_on_meta(Own), SEED)
     readings = recipe_of(own).read()
     assert readings["table"] == Computed() and torch.equal(own.table, torch.linspace(0.0, 1.0, 9))
@@ -309,7 +309,7 @@ class ByConvention(nn.Module):
             nn.init.normal_(module.weight, std=0.5)
 
 
-def test_methods_that_initialise_are_found():
+def test_methods_that_initialize_are_found():
     with pytest.raises(ModelError) as error:
         initialize(ByMethod(), SEED)
     assert "uniform_(-0.1, 0.1)" in str(error.value)
@@ -370,8 +370,8 @@ def test_stock_numbers_of_plain_modules(tp):
 
 
 @pytest.mark.parametrize("build", [Zoo, Own, Orthogonal])
-def test_stock_numbers_of_initialisers_of_every_kind(build):
-    """Those too that look at what they drew, draw in parts with others between, or factorise."""
+def test_stock_numbers_of_initializers_of_every_kind(build):
+    """Those too that look at what they drew, draw in parts with others between, or factorize."""
     torch.manual_seed(SEED)
     expected = build()
     actual = initialize(build_on_meta(build), SEED, stock=True)

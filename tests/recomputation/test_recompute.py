@@ -705,7 +705,7 @@ def test_refused(slug, kind, how):
     recompute(net, plan="llama")  # nothing was left behind
 
 
-def test_misspelt_names_are_suggested():
+def test_misspelled_names_are_suggested():
     with pytest.raises(PlanError, match="did you mean `collectives`"):
         recompute(tiny_model("llama"), "selective", save="collective", plan="llama")
     with pytest.raises(ModelError, match=r"did you mean `model.layers"):

@@ -344,7 +344,7 @@ def tutorial(rank: int, kind: str, whose: str) -> dict[str, Any]:
     from contextlib import nullcontext
 
     loss_context = parallelize.loss_parallel() if kind == "loss" else nullcontext()
-    # a whole step: PyTorch leaves norms' gradients partial, and reduces them in the optimiser
+    # a whole step: PyTorch leaves norms' gradients partial, and reduces them in the optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
     with CommDebugMode() as counts, loss_context:
         logits = model(ids)
@@ -592,7 +592,7 @@ def embedding_gradient(rank: int, whose: str) -> dict[str, int]:
 
 
 def any_axis_order(rank: int) -> list[float]:
-    """tp first in the mesh: its ranks are not neighbours; groups over products of axes and over any ranks."""
+    """tp first in the mesh: its ranks are not neighbors; groups over products of axes and over any ranks."""
     from parallelize import _torch_private as private
     from parallelize import axis_group, group_for, mesh_spec
     from parallelize.checkpoint.run.rank_sync import RankSync

@@ -19,7 +19,7 @@ from parallelize.zero.optimizer import build_optimizer
 from tests.pipeline.pipeline_jobs import build, full_value, reference
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst
-from tests.tensor.behaviour_jobs import BLOCKS, _Bomb
+from tests.tensor.behavior_jobs import BLOCKS, _Bomb
 
 
 def fails_then_works(
@@ -153,7 +153,7 @@ def odd_shapes(rank: int, zero: int, fused: bool) -> float:
 
 
 def clipping_by_groups(rank: int, zero: int) -> float:
-    """Clipping what the optimiser holds is clipping what it steps."""
+    """Clipping what the optimizer holds is clipping what it steps."""
     from parallelize import clip_grad_norm_
 
     model, unsharded = _net(), _net()

@@ -313,7 +313,7 @@ def test_cp_splits_the_work_of_a_sequence():
 
 # -- large models -------------------------------------------------------------------------------------------------
 
-# how many seconds they take: python -m benchmarks.foretell
+# how many seconds they take: python -m benchmarks.predictions
 SIZES = [
     ("llama-3-8b", "dp=8,tp=8", []),
     pytest.param(

@@ -111,7 +111,7 @@ def test_public_functions_have_docstrings():
 @pytest.mark.processes
 @pytest.mark.torch_free
 def test_lint_runs_without_torch():
-    """How fast it answers: python -m benchmarks.foretell."""
+    """How fast it answers: python -m benchmarks.predictions."""
     code = (
         "import sys\nfrom parallelize.cli import main\n"
         "status = main(['lint', *sys.argv[1:]])\n"

@@ -101,7 +101,7 @@ def test_bounds_of_other_dtypes(dtype, slack):
 @pytest.mark.sweep
 @pytest.mark.processes
 def test_three_layers_on_eight_ranks_from_the_command_line():
-    """How many seconds it takes: python -m benchmarks.foretell."""
+    """How many seconds it takes: python -m benchmarks.predictions."""
     command = [sys.executable, "-m", "parallelize", "verify", "llama-3-8b", "--mesh", "tp=8"]
     subprocess.run(command, check=True, timeout=120, capture_output=True)
 

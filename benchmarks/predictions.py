@@ -1,4 +1,4 @@
-"""How long predictions and checks take before a launch: whole commands in fresh processes, imports included, with their peak memory.
+"""How long checks before a launch take: whole commands in fresh processes, imports included, with their peak memory.
 
     python -m benchmarks.predictions [--rounds 3]
 

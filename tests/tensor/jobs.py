@@ -50,7 +50,7 @@ class Broken:
                 again = real(group, x, *args)
                 return again if out is None else out + out
             if how == "scaled":
-                x.mul_(0.5) if out is None else out.mul_(0.5)
+                (x if out is None else out).mul_(0.5)
             return out
 
         setattr(Group, self.name, broken)

@@ -176,7 +176,7 @@ def test_pipeline_stages_get_their_part(family, stock):
 
 
 class Zoo(nn.Module):
-    """Modules of torch with initializers of every kind, buffers that a checkpoint would hold, and a tie."""
+    """Modules of torch with initializers of every kind, buffers that a checkpoint would store, and a tie."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_a_constructor_that_initializes_by_itself_is_read_from_a_recording():
     assert float(own.truncated.abs().max()) < 0.1
 
 
-def test_what_nobody_knows_is_named_before_anything_is_written():
+def test_unknown_initializers_are_named_before_anything_is_written():
     model = Own()
     before = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(ModelError) as error:
@@ -389,7 +389,7 @@ class Interleaved(nn.Module):
             self.second[:, 2].fill_(3.0)
 
 
-def test_no_more_than_one_tensor_is_whole_while_stock_numbers_are_drawn(monkeypatch):
+def test_no_more_than_one_tensor_is_full_while_stock_numbers_are_drawn(monkeypatch):
     torch.manual_seed(SEED)
     expected = Interleaved()
     alive: list[int] = []
@@ -471,8 +471,8 @@ count = sum(p.numel() for p in model.parameters())
 parallelize_module(model, build_mesh("cpu", tp=world))
 before = peak()
 initialize(model, 0, stock=stock)
-held = sum(p.to_local().nbytes for p in model.parameters())
-print(json.dumps({"count": count, "before": before, "peak": peak(), "held": held}))
+stored = sum(p.to_local().nbytes for p in model.parameters())
+print(json.dumps({"count": count, "before": before, "peak": peak(), "stored": stored}))
 """
 
 
@@ -488,14 +488,16 @@ def measured(layers: int, rank: int, world: int, how: str) -> dict[str, int]:
 @pytest.mark.sweep
 @pytest.mark.processes
 @pytest.mark.parametrize(("how", "rank"), [("own", 1), ("stock", 3)])
-def test_a_rank_holds_its_shard_and_one_tensor(how, rank):
+def test_a_rank_stores_its_shard_and_one_tensor(how, rank):
     """The rise of a fresh process's peak at two sizes: its slope against parameters is at most 1.05 / world; what is left
     over at either size is less than one full tensor (with a margin for the allocator)."""
     world, item = 4, 4
     small, large = measured(4, rank, world, how), measured(16, rank, world, how)
     slope = (large["peak"] - large["before"] - small["peak"] + small["before"]) / (large["count"] - small["count"])
     assert slope * world / item <= 1.05, (slope * world / item, small, large)
-    assert large["held"] * world / item <= 1.01 * large["count"]
+    assert large["stored"] * world / item <= 1.01 * large["count"]
     one_tensor = 2816 * 1024 * item
     for measurement in (small, large):
-        assert measurement["peak"] - measurement["before"] - measurement["held"] <= one_tensor + (4 << 20), measurement
+        assert measurement["peak"] - measurement["before"] - measurement["stored"] <= one_tensor + (4 << 20), (
+            measurement
+        )

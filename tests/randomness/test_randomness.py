@@ -49,7 +49,7 @@ def chi_square(counts: torch.Tensor, expected: float) -> float:
 
 
 def test_bits_are_those_of_an_independent_implementation():
-    """Unbounded integers of Python, against the shifts and wrapping products of torch."""
+    """Unbounded integers of Python, against the shifts and wrapping multiplications of torch."""
     mask = 2**64 - 1
     start, late = (number & mask for number in KEYS[0])
     for index in (0, 1, 2, 12345, 2**31, 2**40 + 7, 2**62):

@@ -263,7 +263,7 @@ def compiled(rank: int, backend: str, sequence_parallel: bool, overlap: str = "o
     sent: list = []
     real = Group.all_reduce
 
-    def noted(group: Any, x: torch.Tensor, *args: Any) -> None:  # what is sent outside graphs: the owed gradients
+    def noted(group: Any, x: torch.Tensor, *args: Any) -> None:  # what is sent outside graphs: the pending reductions
         sent.append(x.numel())
         real(group, x, *args)
 
@@ -592,7 +592,7 @@ def embedding_gradient(rank: int, whose: str) -> dict[str, int]:
 
 
 def any_axis_order(rank: int) -> list[float]:
-    """tp first in the mesh: its ranks are not neighbors; groups over products of axes and over any ranks."""
+    """tp first in the mesh: its ranks are not neighbors; groups over several axes and over any ranks."""
     from parallelize import _torch_private as private
     from parallelize import axis_group, group_for, mesh_spec
     from parallelize.checkpoint.run.rank_sync import RankSync

@@ -61,7 +61,7 @@ def test_gradients_are_finished_dtensors_right_after_backward():
         assert worst(actual, grads(model))[0] < 1e-12
 
 
-def test_accumulation_pays_owed_gradients_once():
+def test_accumulation_runs_pending_reductions_once():
     model, models = pair(num_key_value_heads=1)
     for seed in range(3):
         step(model, seed)

@@ -47,7 +47,7 @@ def test_late_ranks_leave_the_callers_group_alone(tmp_path):
     with pytest.raises(HandshakeError, match="ranks-timed-out"):
         verify(lambda: tower(cls=Slow), RULES, "dp=2", timeout_s=0.5)
     assert still_running()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         until = time.monotonic() + 20
         while still_running() and time.monotonic() < until:
@@ -138,7 +138,7 @@ def test_gradients_are_on_whatever_the_caller_has_turned_off():
 
 @pytest.mark.sweep
 def test_a_group_that_exists_is_used_and_left(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         for _ in range(2):
             assert verify(tower, RULES, "dp=1", backend="torchrun").ok

@@ -534,8 +534,8 @@ def test_a_rule_that_asks_for_what_it_cannot_have():
     run_ranks(2, body)
 
 
-def test_the_first_ranks_word_holds_where_lines_go_through_the_store(monkeypatch):
-    """As over NCCL: a line that is known is not sent again, and its way stays the first rank's."""
+def test_the_first_ranks_choice_is_used_where_lines_go_through_the_store(monkeypatch):
+    """As over NCCL: a line that is known is not sent again, and its algorithm stays that of the first rank."""
     monkeypatch.setattr(agreement, "_BY_STORE", ("threaded",))
     store = dist.HashStore()
     monkeypatch.setattr(agreement.private, "default_store", lambda: store)

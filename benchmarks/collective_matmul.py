@@ -122,7 +122,7 @@ def measure(op: str, dims: tuple[int, int, int], chunks: list[int], rounds: int,
     best = min((f"chunked/{n}" for n in chunks), key=ms.__getitem__)
     better = best if ms[best] < ms["sync"] else "sync"
     needs = PASSES[op][: 2 if backward else 1]
-    limit = sum(max(phases * ms["link"], products * ms["compute"]) for phases, products in needs)
+    limit = sum(max(phases * ms["link"], matmuls * ms["compute"]) for phases, matmuls in needs)
     result = {
         "op": op + (" forward+backward" if backward else ""),
         "rows, inner, outs": dims,
@@ -154,7 +154,7 @@ def show(result: dict) -> None:
 
 def draw(path: Path, results: list[dict], title: str) -> None:
     """Efficiency (limit over time) over the ratio of compute to communication, forward ops."""
-    series: dict[str, list[tuple[float, float]]] = {"in pieces": [], "auto": [], "sync": [], "PyTorch": []}
+    series: dict[str, list[tuple[float, float]]] = {"chunked": [], "auto": [], "sync": [], "PyTorch": []}
     for result in results:
         if "stock" in result["ms"]:
             at = result["compute/link"]

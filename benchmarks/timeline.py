@@ -105,13 +105,13 @@ def main() -> None:
     all_ranks: list[Any] = [None] * group.size
     dist.all_gather_object(all_ranks, (recorder.spans, recorder.sent_in_matmuls()))
     if group.rank == 0:
-        title = f"X [{options.rows}, {options.features}] gathered over {group.size} ranks in {options.chunks} pieces a shard"
+        title = f"X [{options.rows}, {options.features}] gathered over {group.size} ranks in {options.chunks} chunks a shard"
         svg.lanes(options.svg, title, [(f"rank {rank}, W{rank}", spans) for rank, (spans, _) in enumerate(all_ranks)])
         for rank, (spans, sent) in enumerate(all_ranks):
             busy = sum(stop - start for start, stop, label, _ in spans if label != "wait")
-            line = f"rank {rank}: {spans[-1][1]:.1f} ms, {busy:.1f} of them in products"
+            line = f"rank {rank}: {spans[-1][1]:.1f} ms, {busy:.1f} of them in matmuls"
             if sent is not None:
-                line += f"; {sent[0] / 1e6:.1f} of {sent[1] / 1e6:.1f} MB sent while products ran"
+                line += f"; {sent[0] / 1e6:.1f} of {sent[1] / 1e6:.1f} MB sent while matmuls ran"
             print(line)
         print(f"written: {options.svg}")
     destroy_groups()

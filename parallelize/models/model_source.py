@@ -11,6 +11,7 @@ returns keyword arguments of the forward, and `targets` for the loss. `loss` and
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -322,7 +323,5 @@ def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any
 
 
 def _name_of_ids(model: nn.Module) -> str:
-    import inspect
-
     names = list(inspect.signature(model.forward).parameters)
     return "input_ids" if "input_ids" in names or not names else names[0]

@@ -42,7 +42,7 @@ def subject(family: str, **more) -> Subject:
 @pytest.mark.variants(every=10)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recompute", ["off", "full"])
-def test_layers_analysed_once_give_the_figures_of_all_layers(family, recompute):
+def test_layers_analyzed_once_give_the_figures_of_all_layers(family, recompute):
     modes = dict(sequence_parallel=True, recompute=recompute)
     setting = Setting(MeshSpec(pp=2, dp=2, tp=2), batch=4, sequence=16, num_microbatches=4, zero=1, **modes).complete()
     model = subject(family)
@@ -313,7 +313,7 @@ def test_cp_splits_the_work_of_a_sequence():
 
 # -- large models -------------------------------------------------------------------------------------------------
 
-# how many seconds they take: python -m benchmarks.foretell
+# how many seconds they take: python -m benchmarks.predictions
 SIZES = [
     ("llama-3-8b", "dp=8,tp=8", []),
     pytest.param(

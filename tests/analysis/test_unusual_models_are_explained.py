@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,6 +48,7 @@ def test_attention_that_no_fused_kernel_serves():
 
 
 def test_links_of_huge_meshes_are_arithmetic():
-    began = time.perf_counter()
-    load_machine("h100-sxm").link(MeshSpec(dp=100_000_000, tp=8), "dp")
-    assert time.perf_counter() - began < 0.1
+    machine = load_machine("h100-sxm")
+    ranks = 10**18  # a loop over them would not end before pytest's timeout
+    assert machine.link(MeshSpec(dp=ranks, tp=8), "dp") is machine.between
+    assert machine.link(MeshSpec(dp=ranks, tp=8), "tp") is machine.inside

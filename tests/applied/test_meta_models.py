@@ -1,4 +1,4 @@
-"""Meta models: planned without weights, materialised with every buffer right, filled from a whole state dict."""
+"""Meta models: planned without weights, materialized with every buffer right, filled from a whole state dict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.threads import run_ranks
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_materialised_and_loaded_equals_unsharded(family):
+def test_materialized_and_loaded_equals_unsharded(family):
     model = tiny_model(family)
     with torch.device("meta"):
         models = [tiny_model(family) for _ in range(2)]

@@ -118,7 +118,10 @@ class Recorder:
     def unlink(self, real: Any, path: Any, *rest: Any, dir_fd: int | None = None) -> None:
         folder = os.readlink(f"/proc/self/fd/{dir_fd}") if dir_fd is not None else ""
         full = os.path.join(os.path.realpath(folder or os.path.dirname(path)), os.path.basename(path))
-        real(path, *rest, dir_fd=dir_fd) if dir_fd is not None else real(path, *rest)
+        if dir_fd is None:
+            real(path, *rest)
+        else:
+            real(path, *rest, dir_fd=dir_fd)
         self._gone(full)
 
     rmdir = unlink

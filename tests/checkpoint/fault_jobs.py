@@ -163,7 +163,10 @@ class Faults:
     def _fault(self, name: str, real: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         if self.kind in ("kill-half", "ENOSPC-half"):
             half = memoryview(args[1]).cast("B")[: max(1, len(args[1]) // 2)]
-            os.pwrite(args[0], half, args[2]) if name == "write_at" else os.write(args[0], half)
+            if name == "write_at":
+                os.pwrite(args[0], half, args[2])
+            else:
+                os.write(args[0], half)
         try:
             if self.kind == "kill-after":
                 real()

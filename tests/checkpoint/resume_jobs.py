@@ -150,7 +150,8 @@ def every_optimizer(rank: int, axes: dict[str, int], options: dict[str, Any], ro
     """Each optimizer of torch.optim that takes such parameters: state saved, loaded into a new one, and going on alike."""
     wrong = []
     for name, settings in {**OPTIMIZERS, "Adafactor": {}, "LBFGS": {"max_iter": 2}}.items():
-        shutil.rmtree(Path(root) / name, ignore_errors=True) if rank == 0 else None
+        if rank == 0:
+            shutil.rmtree(Path(root) / name, ignore_errors=True)
         dist.barrier()
         runs = []
         for seed in (0, 1):

@@ -602,7 +602,7 @@ HEADERS: dict[str, bytes] = {
     "hole at the begin": pack({"a": entry(offsets=(8, 16))}, bytes(16)),
     "negative size": pack({"a": entry(shape=(-1, -2))}, DATA),
     "huge size": pack({"a": entry(shape=(1 << 61,), offsets=(0, 1 << 63))}, DATA),
-    "huge product": pack({"a": entry(shape=(1 << 40, 1 << 40), offsets=(0, 1 << 82))}, DATA),
+    "huge number of elements": pack({"a": entry(shape=(1 << 40, 1 << 40), offsets=(0, 1 << 82))}, DATA),
     "wraps to 8 bytes": pack({"a": entry(shape=((1 << 62) + 2, 1), offsets=(0, 8))}, DATA),
     "100 dims": pack({"a": entry(shape=(1,) * 99 + (2,))}, DATA),
     "unknown dtype": pack({"a": entry("F33")}, DATA),

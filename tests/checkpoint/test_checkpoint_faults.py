@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -400,12 +399,10 @@ def test_a_closed_folder_is_free_though_forks_live_on(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
-    began = time.monotonic()
     with pytest.raises(CheckpointError) as caught:
         Checkpointer(tmp_path / "file" / "run", torch.nn.Linear(2, 2))
     assert caught.value.slugs == ("write-failed",)
     assert str(tmp_path / "file") in str(caught.value)
-    assert time.monotonic() - began < QUICK_S
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_tensors_are_sharded_as_a_run_on_that_mesh_saves_them(saved, two_process
 def test_every_element_has_one_owner_on_the_stage_it_belongs_to(shape, sharding):
     mesh = MeshSpec(pp=2, dp_replicate=2, dp=2, tp=3)
     owned = list(owners("w", shape, 4, sharding, mesh))
-    file = SavedTensor("w", "F32", shape, tuple(_piece(rank, box) for rank, box in owned))
+    file = SavedTensor("w", "F32", shape, tuple(_slice(rank, box) for rank, box in owned))
     check_tensors([file], "here")
     ranks = {rank for rank, _ in owned}
     assert {mesh.coordinates(rank)["pp"] for rank in ranks} <= {sharding.stage}
@@ -166,7 +166,7 @@ def test_every_element_has_one_owner_on_the_stage_it_belongs_to(shape, sharding)
     assert not large or len(ranks) == 4  # 16 MB on 12 ranks: in parts of 4 MB
 
 
-def _piece(rank: int, box: Any) -> Any:
+def _slice(rank: int, box: Any) -> Any:
     from parallelize.checkpoint.format.manifest import SavedSlice
 
     return SavedSlice(f"rank-{rank:05d}.safetensors", "w", box)

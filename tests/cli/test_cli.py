@@ -371,7 +371,7 @@ def test_hostile_names_stay_text(tmp_path, capsys):
         assert name in [rule.pattern for rule in plan.rules] and plan.model_types == ("on",)
 
 
-def test_sources_that_hold_no_plan(tmp_path, capsys):
+def test_sources_without_a_plan(tmp_path, capsys):
     for text in ("[1]", "{", "{}", '{"a": {"b": 1}}', '{"base_model_tp_plan": {}}', '{"base_model_tp_plan": ["a"]}'):
         (tmp_path / "config.json").write_text(text)
         assert main(["plans", "import", str(tmp_path)]) == 2, text

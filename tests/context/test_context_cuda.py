@@ -45,13 +45,13 @@ def test_some_of_the_rows(dtype):
     q, k, v, grad = (torch.randn(2, 4, 128, 64, device="cuda", dtype=dtype) for _ in range(4))
     out, lse = kernels.forward(q, k, v, None, False, 0.125)
     delta = (grad * out).sum(-1, dtype=torch.float32)
-    full, halves = ([torch.zeros(q.shape, device="cuda") for _ in range(3)] for _ in range(2))
+    full, tiled = ([torch.zeros(q.shape, device="cuda") for _ in range(3)] for _ in range(2))
     kernels.backward(
         kernels.QueryRows(grad, q, out, lse, delta), k, v, None, False, 0.125, softcap=0.0, into=tuple(full)
     )
     for rows in (slice(0, 64), slice(64, 128)):
         part = kernels.QueryRows(*(x[:, :, rows] for x in (grad, q, out, lse, delta)))
-        into = halves[0][:, :, rows], halves[1], halves[2]
+        into = tiled[0][:, :, rows], tiled[1], tiled[2]
         kernels.backward(part, k, v, None, False, 0.125, softcap=0.0, into=into)
-    for value, expected in zip(halves, full, strict=True):
+    for value, expected in zip(tiled, full, strict=True):
         assert (value - expected).abs().max() <= (2e-2 if dtype == torch.bfloat16 else 1e-5) * expected.abs().max()

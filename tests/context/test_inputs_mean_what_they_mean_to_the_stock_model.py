@@ -11,7 +11,7 @@ from torch import nn
 from parallelize import build_mesh, gather_sequence, parallelize_model, recompute, verify
 from parallelize.context.forward_state import context_of
 from parallelize.plan.load import parse_plan
-from tests.context.two_ranks import IDS, Beside, outputs, over_cp
+from tests.context.two_ranks import IDS, WithStockAttention, outputs, over_cp
 from tests.support.context import batch_of, family
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
@@ -54,7 +54,7 @@ def test_verify_pads_in_front_over_cp():
 class Own(nn.Module):
     def __init__(self):
         super().__init__()
-        self.block = Beside(None)
+        self.block = WithStockAttention(None)
 
     def forward(self, x, *extra, places=None):
         for term in extra:

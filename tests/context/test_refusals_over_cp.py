@@ -20,7 +20,7 @@ from parallelize import (
     parallelize_module,
 )
 from parallelize.plan.load import parse_plan
-from tests.context.two_ranks import IDS, Beside, llama_head, over_cp, refused
+from tests.context.two_ranks import IDS, WithStockAttention, llama_head, over_cp, refused
 from tests.support.context import family
 from tests.support.threads import run_ranks
 from tests.tensor.test_ulysses_style import plan_of
@@ -69,7 +69,7 @@ positions: places
 def test_modules_that_attend_by_themselves_are_refused(other):
     def body(rank):
         with pytest.raises(ModelError, match="unplanned-attention"):
-            over_cp(Beside(other), plan=parse_plan(TEXT.replace("q: replicate", "'{q,other}*': replicate")))
+            over_cp(WithStockAttention(other), plan=parse_plan(TEXT.replace("q: replicate", "'{q,other}*': replicate")))
 
     run_ranks(2, body)
 

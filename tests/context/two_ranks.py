@@ -48,8 +48,8 @@ def llama_head(name, **config):
     return getattr(transformers, name)(made).double()
 
 
-class Beside(nn.Module):
-    """A planned block, and attention of PyTorch's module beside it."""
+class WithStockAttention(nn.Module):
+    """A planned block, and then attention of PyTorch's module."""
 
     def __init__(self, other):
         super().__init__()

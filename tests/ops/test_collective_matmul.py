@@ -33,8 +33,10 @@ def test_equal_the_unsharded_linear(op, ranks):
     def body(rank: int) -> None:
         for shape, dim in SHAPES:
             for options in option_sets(op):
-                case = ReferenceLinear(op, shape, dim, weights=2 if op in ("all_gather_linear", "column_linear") else 1)
-                case.check(*case.run(**options))
+                linear = ReferenceLinear(
+                    op, shape, dim, weights=2 if op in ("all_gather_linear", "column_linear") else 1
+                )
+                linear.check(*linear.run(**options))
 
     run_ranks(ranks, body)
 
@@ -51,13 +53,13 @@ def test_parts_that_need_no_gradient(op):
     def body(rank: int) -> None:
         for overlap in ("off", "chunked"):
             for frozen in range(3):
-                case = ReferenceLinear(op, (6, 4), 0)
-                leaves = case.leaves()
+                linear = ReferenceLinear(op, (6, 4), 0)
+                leaves = linear.leaves()
                 leaves[frozen].requires_grad_(False)
-                (out,) = case.call(leaves, overlap=overlap)
-                out.backward(case.local_output(case.grads[0]))
+                (out,) = linear.call(leaves, overlap=overlap)
+                out.backward(linear.local_output(linear.grads[0]))
                 for n, leaf in enumerate(leaves[:2]):
-                    expected = (case.local_input, case.local_weight)[n](case.expected_grads[n])
+                    expected = (linear.local_input, linear.local_weight)[n](linear.expected_grads[n])
                     assert (leaf.grad is None) == (n == frozen)
                     assert leaf.grad is None or (leaf.grad - expected).abs().max() < 1e-12
 
@@ -67,16 +69,16 @@ def test_parts_that_need_no_gradient(op):
 def test_unused_outputs():
     def body(rank: int) -> None:
         for op in ("all_gather_linear", "column_linear"):
-            case = ReferenceLinear(op, (6, 4), 0, weights=2)
-            leaves = case.leaves()
-            first, _ = case.call(leaves, overlap="chunked")
-            first.backward(case.local_output(case.grads[0]))
+            linear = ReferenceLinear(op, (6, 4), 0, weights=2)
+            leaves = linear.leaves()
+            first, _ = linear.call(leaves, overlap="chunked")
+            first.backward(linear.local_output(linear.grads[0]))
             assert leaves[2].grad is None and leaves[4].grad is None
             alone = ReferenceLinear(op, (6, 4), 0, weights=2)
             x, weight = alone.x.clone().requires_grad_(), alone.weights[0].clone().requires_grad_()
             F.linear(x, weight).backward(alone.grads[0])
-            assert (leaves[0].grad - case.local_input(x.grad)).abs().max() < 1e-12
-            assert (leaves[1].grad - case.local_weight(weight.grad)).abs().max() < 1e-12
+            assert (leaves[0].grad - linear.local_input(x.grad)).abs().max() < 1e-12
+            assert (leaves[1].grad - linear.local_weight(weight.grad)).abs().max() < 1e-12
 
     run_ranks(3, body)
 
@@ -120,7 +122,7 @@ def test_four_ranks_as_documented():
 # -- DTensors ------------------------------------------------------------------------------------------------------------
 
 
-def dtensor_case() -> tuple[list, Any, Any]:
+def dtensor_example() -> tuple[list, Any, Any]:
     """Full tensors with their gradients, the unsharded output, and its gradient."""
     random = torch.Generator().manual_seed(0)
     shapes = ((4, 7, 6), (10, 6), (10,))
@@ -166,10 +168,10 @@ def run_on_dtensors(mesh: Any, overlap: str, leaves: list, expected: Any, upstre
 @pytest.mark.parametrize("overlap", ["off", "chunked"])
 @pytest.mark.parametrize("axes", [{"tp": 3}, {"dp": 2, "tp": 2}], ids=str)
 def test_on_dtensors_they_mean_f_linear(axes, overlap):
-    case = dtensor_case()
+    tensors = dtensor_example()
 
     def body(rank: int) -> None:
-        run_on_dtensors(init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)), overlap, *case)
+        run_on_dtensors(init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)), overlap, *tensors)
 
     size = torch.Size(axes.values()).numel()
     run_ranks(size, body)
@@ -196,11 +198,13 @@ def test_wrong_placements_are_named():
 def test_under_local_tensor_mode(axes, overlap):
     """All ranks in one process on a fake group: right numbers."""
     local = pytest.importorskip("torch.distributed._local_tensor")
-    case = dtensor_case()  # inside the mode every rank would draw its own
+    tensors = dtensor_example()  # inside the mode every rank would draw its own
     dist.init_process_group("fake", rank=0, world_size=4)
     try:
         with local.LocalTensorMode(4):
-            run_on_dtensors(init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)), overlap, *case)
+            run_on_dtensors(
+                init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)), overlap, *tensors
+            )
     finally:
         dist.destroy_process_group()
 
@@ -212,9 +216,9 @@ def test_simulation_sends_what_ranks_send(op, overlap):
     local = pytest.importorskip("torch.distributed._local_tensor")
 
     def recorded(_: int) -> list:
-        case = ReferenceLinear(op, (2, 7), 1)
-        with case.group.recording() as sent:
-            case.run(overlap=overlap)
+        linear = ReferenceLinear(op, (2, 7), 1)
+        with linear.group.recording() as sent:
+            linear.run(overlap=overlap)
         return sent
 
     real = run_ranks(3, recorded)[0]
@@ -222,8 +226,8 @@ def test_simulation_sends_what_ranks_send(op, overlap):
     dist.init_process_group("fake", rank=0, world_size=3)
     try:
         assert recorded(0) == real
-        case = ReferenceLinear(op, (2, 7), 1)
-        with local.LocalTensorMode(3), case.group.recording() as sent:
+        linear = ReferenceLinear(op, (2, 7), 1)
+        with local.LocalTensorMode(3), linear.group.recording() as sent:
             mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
             x, w, b = {
                 "all_gather_linear": (Shard(1), Shard(0), Shard(0)),
@@ -231,13 +235,13 @@ def test_simulation_sends_what_ranks_send(op, overlap):
             }.get(op, (Shard(2), Shard(1), Replicate()))
             leaves = [
                 distribute_tensor(t.clone(), mesh, [placement], src_data_rank=None).requires_grad_()
-                for t, placement in zip((case.x, case.weights[0], case.biases[0]), (x, w, b), strict=True)
+                for t, placement in zip((linear.x, linear.weights[0], linear.biases[0]), (x, w, b), strict=True)
             ]
             rows = {"dim": 1} if op in ("all_gather_linear", "linear_reduce_scatter") else {}
             function = {f.__name__: f for f in (all_gather_linear, column_linear, linear_all_reduce)}
             function["linear_reduce_scatter"] = linear_reduce_scatter
             out = function[op](*leaves, overlap=overlap, **rows)
-            out.backward(distribute_tensor(case.grads[0], mesh, out.placements, src_data_rank=None))
+            out.backward(distribute_tensor(linear.grads[0], mesh, out.placements, src_data_rank=None))
         assert sent == real
     finally:
         dist.destroy_process_group()
@@ -260,19 +264,19 @@ def test_weight_gradients_can_be_deferred(op, save):
 
     def body(rank: int) -> None:
         options = {"save": save} if op == "all_gather_linear" else {}
-        case = ReferenceLinear(op, (6, 4), 0)
-        leaves, deferred = case.leaves(), DeferredGradients()
+        linear = ReferenceLinear(op, (6, 4), 0)
+        leaves, deferred = linear.leaves(), DeferredGradients()
         for times in (1, 2):
-            (out,) = case.call(leaves, overlap="chunked", deferred=deferred, **options)
+            (out,) = linear.call(leaves, overlap="chunked", deferred=deferred, **options)
             with deferred.deferring():
-                out.backward(case.local_output(case.grads[0]))
+                out.backward(linear.local_output(linear.grads[0]))
             assert len(deferred) == 1 and (times == 2 or leaves[1].grad is None)
-            assert (leaves[0].grad - times * case.local_input(case.expected_grads[0])).abs().max() < 1e-12
+            assert (leaves[0].grad - times * linear.local_input(linear.expected_grads[0])).abs().max() < 1e-12
             deferred.compute()
             assert len(deferred) == 0
-            assert (leaves[1].grad - times * case.local_weight(case.expected_grads[1])).abs().max() < 1e-12
-        (out,) = case.call(leaves, overlap="chunked", deferred=deferred, **options)
-        out.backward(case.local_output(case.grads[0]))  # outside `deferring` nothing is deferred
+            assert (leaves[1].grad - times * linear.local_weight(linear.expected_grads[1])).abs().max() < 1e-12
+        (out,) = linear.call(leaves, overlap="chunked", deferred=deferred, **options)
+        out.backward(linear.local_output(linear.grads[0]))  # outside `deferring` nothing is deferred
         assert len(deferred) == 0
 
     run_ranks(2, body)
@@ -337,9 +341,9 @@ def test_bad_arguments():
 
 def test_a_second_derivative_is_refused():
     def body(rank: int) -> None:
-        case = ReferenceLinear("all_gather_linear", (4,), 0)
-        leaves = case.leaves()
-        (out,) = case.call(leaves, overlap="chunked")
+        linear = ReferenceLinear("all_gather_linear", (4,), 0)
+        leaves = linear.leaves()
+        (out,) = linear.call(leaves, overlap="chunked")
         with pytest.raises(ModelError, match="double-backward"):
             torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
 
@@ -354,8 +358,8 @@ def test_a_failing_matmul_leaves_the_next_call_correct(op, at, everywhere, monke
     real, counts = chunked_matmul.matmul, {}
 
     def body(rank: int) -> None:
-        case = ReferenceLinear(op, (8, 3), 0)
-        leaves = case.leaves()
+        linear = ReferenceLinear(op, (8, 3), 0)
+        leaves = linear.leaves()
         counts[rank] = 0
         failing = everywhere or rank == 1
 
@@ -366,20 +370,20 @@ def test_a_failing_matmul_leaves_the_next_call_correct(op, at, everywhere, monke
             real(*args)
 
         if op == "column_linear":  # its matmuls are in backward
-            (out,) = case.call(leaves, overlap="chunked")
+            (out,) = linear.call(leaves, overlap="chunked")
         dist.barrier()
         monkeypatch.setattr(chunked_matmul, "matmul", broken)
         try:
             if op == "column_linear":
-                out.backward(case.local_output(case.grads[0]))
+                out.backward(linear.local_output(linear.grads[0]))
             else:
-                case.call(leaves, overlap="chunked")
+                linear.call(leaves, overlap="chunked")
             assert not failing
         except MemoryError:
             assert failing
         dist.barrier()
         monkeypatch.setattr(chunked_matmul, "matmul", real)
         dist.barrier()
-        case.check(*case.run(overlap="chunked"))
+        linear.check(*linear.run(overlap="chunked"))
 
     run_ranks(2, body)

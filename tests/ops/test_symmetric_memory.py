@@ -61,8 +61,8 @@ def test_the_stand_in_has_the_real_signature():
 def test_right_results_even_and_uneven(op, stand_in):
     def body(rank: int) -> None:
         for shape, dim in (((8,), 0), ((2, 8), 1), ((7,), 0)):
-            case = ReferenceLinear(op, shape, dim)
-            case.check(*case.run(overlap="symm_mem"))
+            linear = ReferenceLinear(op, shape, dim)
+            linear.check(*linear.run(overlap="symm_mem"))
 
     run_ranks(2, body)
     used = {"gather", "scatter"} if op in ("all_gather_linear", "linear_reduce_scatter") else set()

@@ -114,6 +114,14 @@ def test_a_plan_before_the_stages():
             cut_pipeline(model, mesh, cuts=CUTS)
 
 
+def test_a_schedule_that_the_model_was_not_split_for():
+    fix = "the same schedule to cut_pipeline"
+    with small_mesh(pp=2) as mesh:
+        model = cut_pipeline(Tower(), mesh, cuts=CUTS, schedule="1f1b")
+        with refused(ModelError, "other-schedule", "(0, 1, 1, 0)", "the model on (0, 1)", fix):
+            Pipeline(model, mesh, schedule="zbv", num_microbatches=4)
+
+
 @pytest.mark.parametrize("part", ["cut_pipeline", "shard_data"])
 def test_one_step_of_application_before_all_of_them(part):
     with small_mesh(pp=2, dp=2) as mesh:

@@ -52,7 +52,7 @@ def test_each_stage_runs_each_microbatch_there_and_back_on_its_rank(ranks):
         assert {"".join(order) for order in kinds.values()} <= {"FB", "FIW"}
 
 
-def test_stages_lie_round_robin_or_in_a_v():
+def test_stages_are_assigned_round_robin_or_in_a_v():
     assert build_schedule("looped_bfs", 3, 4).stage_ranks == (0, 1, 2, 0, 1, 2)
     assert build_schedule("zbv", 3, 6).stage_ranks == (0, 1, 2, 2, 1, 0)
     assert build_schedule("dualpipe_v", 2, 4).stage_ranks == (0, 1, 1, 0)
@@ -185,7 +185,7 @@ def test_a_message_within_a_rank_costs_nothing():
     assert any(action == Action(2, "F", 0) and start < stops[Action(1, "F", 0)] + 100 for action, start, _ in spans)
 
 
-def test_halves_of_a_backward():
+def test_costs_of_dgrad_and_wgrad():
     costs = Costs(forward=1, backward=5, input=2)
     assert [costs.of(Action(0, kind, 0)) for kind in "FBIW"] == [1, 5, 2, 3]
     assert [Costs().of(Action(0, kind, 0)) for kind in "FBIW"] == [1, 2, 1, 1]

@@ -21,15 +21,15 @@ from parallelize.cli import main
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {
-    str(path.relative_to(ROOT)): path
-    for path in [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+    str(path.relative_to(ROOT)): path for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 }
-MAX_README_LINES = 170
+MAX_README_LINES = 155
 EXAMPLE_TIMEOUT_S = 120
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 FILE_NAME = re.compile(r"# (\S+\.(?:py|yaml))\n")
+PATH = re.compile(r"`([a-z_][\w./-]*/(?:[\w.-]+\.(?:py|md|yaml|json))?)`")
 SEPARATOR_CELL = re.compile(r":?-+:?\Z")
 
 
@@ -111,6 +111,14 @@ def link_problems(path: Path) -> list[str]:
     return problems
 
 
+def absent_paths(text: str) -> list[str]:
+    """Files and folders in code that are nowhere here. A name in capitals stands for any name; rooms are named by their last part."""
+    paths = [path for path in PATH.findall(prose_of(text)) if not re.search(r"\b[A-Z]+\b", path)]
+    found = {path: (ROOT / path, ROOT / "parallelize" / path) for path in paths}
+    rooms = {f"{folder.name}/" for folder in (ROOT / "parallelize").rglob("*") if folder.is_dir()}
+    return [path for path, places in found.items() if path not in rooms and not any(place.exists() for place in places)]
+
+
 def completed_plan(body: str) -> str:
     """A block of YAML as a full plan: the documents also show single keys."""
     missing = {"schema_version": "schema_version: 1\n", "tensor_parallel": "tensor_parallel: {module: replicate}\n"}
@@ -168,6 +176,19 @@ def test_links_resolve(name):
 
 
 @pytest.mark.torch_free
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "CHANGELOG.md"])  # which names what is gone
+def test_paths_exist(name):
+    assert not absent_paths(DOCUMENTS[name].read_text())
+
+
+@pytest.mark.torch_free
+def test_every_room_is_in_the_tree():
+    rooms = {path.name for path in (ROOT / "parallelize").iterdir() if (path / "__init__.py").exists()}
+    tree = (ROOT / "CONTRIBUTING.md").read_text().split("## Read it", 1)[0]
+    assert not [room for room in sorted(rooms) if f"`{room}/`" not in tree]
+
+
+@pytest.mark.torch_free
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_tables_render(name):
     assert not table_problems(DOCUMENTS[name].read_text())
@@ -200,6 +221,14 @@ def test_a_broken_link_is_noticed(tmp_path):
     document.write_text("# One heading\n[file](absent.md) [heading](#absent)\n")
     assert len(link_problems(document)) == 2
     assert anchors_of("# Mine: `a` and b\n## Mine: a and b\n") == {"mine-a-and-b", "mine-a-and-b-1"}
+
+
+@pytest.mark.torch_free
+def test_an_absent_path_is_noticed():
+    assert absent_paths("`docs/absent.md`, `plan/load.py`, `show/`, `nowhere/`, `tp_plans/NAME.yaml`") == [
+        "docs/absent.md",
+        "nowhere/",
+    ]
 
 
 @pytest.mark.torch_free

@@ -313,11 +313,11 @@ def test_a_rate_of_zero_costs_nothing_and_may_rise_later():
     install_dropout(model, SEED)
     sites = model.model.layers[0].self_attn._applied.dropout[0]
     seen = []
-    met = type(sites.mode).__torch_function__
+    real = type(sites.mode).__torch_function__
 
     def counted(self: Any, func: Any, *rest: Any) -> Any:
         seen.append(func)
-        return met(self, func, *rest)
+        return real(self, func, *rest)
 
     type(sites.mode).__torch_function__ = counted
     try:
@@ -326,7 +326,7 @@ def test_a_rate_of_zero_costs_nothing_and_may_rise_later():
         model.model.layers[1].self_attn.attention_dropout = 0.5
         assert not torch.equal(model(input_ids=BATCH[0]).logits, first) and seen
     finally:
-        type(sites.mode).__torch_function__ = met
+        type(sites.mode).__torch_function__ = real
 
 
 # -- a model of one's own -------------------------------------------------------------------------------------------------
@@ -520,7 +520,7 @@ def test_functions_without_a_global_mask_are_refused_by_name():
     model.eval()(torch.ones(2, 3, 4))
 
 
-def test_dropout_that_no_code_gave_away_is_met_in_the_first_forward():
+def test_dropout_that_no_code_reveals_is_found_in_the_first_forward():
     model = nn.Sequential(Calls(lambda x: F.dropout(x, 0.5)))
     install_dropout(model, SEED)
     with pytest.raises(ModelError) as error:

@@ -1,4 +1,4 @@
-"""Initialisation: bit-equal full weights for every mesh, and, on request, those that stock PyTorch draws in one process."""
+"""Initialization: bit-equal full weights for every mesh, and, on request, those that stock PyTorch draws in one process."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_pipeline_stages_get_their_part(family, stock):
 
 
 class Zoo(nn.Module):
-    """Modules of torch with initialisers of every kind, buffers that a checkpoint would hold, and a tie."""
+    """Modules of torch with initializers of every kind, buffers that a checkpoint would store, and a tie."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Zoo(nn.Module):
 
 
 class Own(nn.Module):
-    """A constructor that initialises by itself, in every way that can be read."""
+    """A constructor that initializes by itself, in every way that can be read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def test_modules_of_torch_with_and_without_a_recording():
 
 
 def test_distributions_are_those_of_the_stock_model():
-    """Moments of a parameter that is large enough to tell, for each initialiser."""
+    """Moments of a parameter that is large enough to tell, for each initializer."""
     stock = nn.Sequential(nn.Linear(300, 400), nn.Embedding(300, 200), nn.Conv1d(60, 70, 5))
     own = initialize(copy.deepcopy(stock), SEED)
     for (name, a), (_, b) in zip(stock.named_parameters(), own.named_parameters(), strict=True):
@@ -249,7 +249,7 @@ def test_distributions_are_those_of_the_stock_model():
             )
 
 
-def test_a_constructor_that_initialises_by_itself_is_read_from_a_recording():
+def test_a_constructor_that_initializes_by_itself_is_read_from_a_recording():
     own = initialize(build_on_meta(Own), SEED)
     readings = recipe_of(own).read()
     assert readings["table"] == Computed() and torch.equal(own.table, torch.linspace(0.0, 1.0, 9))
@@ -263,7 +263,7 @@ def test_a_constructor_that_initialises_by_itself_is_read_from_a_recording():
     assert float(own.truncated.abs().max()) < 0.1
 
 
-def test_what_nobody_knows_is_named_before_anything_is_written():
+def test_unknown_initializers_are_named_before_anything_is_written():
     model = Own()
     before = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(ModelError) as error:
@@ -309,7 +309,7 @@ class ByConvention(nn.Module):
             nn.init.normal_(module.weight, std=0.5)
 
 
-def test_methods_that_initialise_are_found():
+def test_methods_that_initialize_are_found():
     with pytest.raises(ModelError) as error:
         initialize(ByMethod(), SEED)
     assert "uniform_(-0.1, 0.1)" in str(error.value)
@@ -370,8 +370,8 @@ def test_stock_numbers_of_plain_modules(tp):
 
 
 @pytest.mark.parametrize("build", [Zoo, Own, Orthogonal])
-def test_stock_numbers_of_initialisers_of_every_kind(build):
-    """Those too that look at what they drew, draw in parts with others between, or factorise."""
+def test_stock_numbers_of_initializers_of_every_kind(build):
+    """Those too that look at what they drew, draw in parts with others between, or factorize."""
     torch.manual_seed(SEED)
     expected = build()
     actual = initialize(build_on_meta(build), SEED, stock=True)
@@ -389,7 +389,7 @@ class Interleaved(nn.Module):
             self.second[:, 2].fill_(3.0)
 
 
-def test_no_more_than_one_tensor_is_whole_while_stock_numbers_are_drawn(monkeypatch):
+def test_no_more_than_one_tensor_is_full_while_stock_numbers_are_drawn(monkeypatch):
     torch.manual_seed(SEED)
     expected = Interleaved()
     alive: list[int] = []
@@ -471,8 +471,8 @@ count = sum(p.numel() for p in model.parameters())
 parallelize_module(model, build_mesh("cpu", tp=world))
 before = peak()
 initialize(model, 0, stock=stock)
-held = sum(p.to_local().nbytes for p in model.parameters())
-print(json.dumps({"count": count, "before": before, "peak": peak(), "held": held}))
+stored = sum(p.to_local().nbytes for p in model.parameters())
+print(json.dumps({"count": count, "before": before, "peak": peak(), "stored": stored}))
 """
 
 
@@ -488,14 +488,16 @@ def measured(layers: int, rank: int, world: int, how: str) -> dict[str, int]:
 @pytest.mark.sweep
 @pytest.mark.processes
 @pytest.mark.parametrize(("how", "rank"), [("own", 1), ("stock", 3)])
-def test_a_rank_holds_its_shard_and_one_tensor(how, rank):
+def test_a_rank_stores_its_shard_and_one_tensor(how, rank):
     """The rise of a fresh process's peak at two sizes: its slope against parameters is at most 1.05 / world; what is left
     over at either size is less than one full tensor (with a margin for the allocator)."""
     world, item = 4, 4
     small, large = measured(4, rank, world, how), measured(16, rank, world, how)
     slope = (large["peak"] - large["before"] - small["peak"] + small["before"]) / (large["count"] - small["count"])
     assert slope * world / item <= 1.05, (slope * world / item, small, large)
-    assert large["held"] * world / item <= 1.01 * large["count"]
+    assert large["stored"] * world / item <= 1.01 * large["count"]
     one_tensor = 2816 * 1024 * item
     for measurement in (small, large):
-        assert measurement["peak"] - measurement["before"] - measurement["held"] <= one_tensor + (4 << 20), measurement
+        assert measurement["peak"] - measurement["before"] - measurement["stored"] <= one_tensor + (4 << 20), (
+            measurement
+        )

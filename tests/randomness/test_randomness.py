@@ -1,4 +1,4 @@
-"""The counter-based generator, the normal distribution in exact ops, recipes of initialisers, and named streams."""
+"""The counter-based generator, the normal distribution in exact ops, recipes of initializers, and named streams."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def chi_square(counts: torch.Tensor, expected: float) -> float:
 
 
 def test_bits_are_those_of_an_independent_implementation():
-    """Unbounded integers of Python, against the shifts and wrapping products of torch."""
+    """Unbounded integers of Python, against the shifts and wrapping multiplications of torch."""
     mask = 2**64 - 1
     start, late = (number & mask for number in KEYS[0])
     for index in (0, 1, 2, 12345, 2**31, 2**40 + 7, 2**62):
@@ -91,8 +91,8 @@ def test_every_bit_is_fair(where, step):
     ],
     ids=["next index", "next row", "next step", "other site", "other seed"],
 )
-def test_neighbours_share_nothing(other):
-    """Bits of neighbours, and each bit against every other one of the neighbour, agree as often as chance has it."""
+def test_neighbors_share_nothing(other):
+    """Bits of neighbors, and each bit against every other one of the neighbor, agree as often as chance has it."""
     own_bits, theirs = bits(KEYS[0], indices()), other()
     for rotation in range(64):
         turned = (theirs >> rotation & (2 ** (64 - rotation) - 1)) | (theirs << (64 - rotation)) if rotation else theirs
@@ -218,7 +218,7 @@ def test_log_is_accurate():
 
 @pytest.mark.parametrize("chunk", [1, 3, 5, 17, 1000])
 def test_normal_has_the_same_bits_in_chunks_of_any_size(chunk):
-    """A vectorised log or cosine would not: its loop's tail is another code."""
+    """A vectorized log or cosine would not: its loop's tail is another code."""
     full = inverse_normal(open_uniform(KEYS[0], indices(3001)))
     parts = [
         inverse_normal(open_uniform(KEYS[0], indices(min(chunk, 3001 - start), start)))

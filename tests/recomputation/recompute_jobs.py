@@ -130,7 +130,7 @@ def functional(rank: int) -> list[tuple[int, int]]:
 
 
 def saved(rank: int) -> tuple[int, int]:
-    """(bytes more than a full recompute keeps, bytes that are said to be kept) where collectives are."""
+    """(bytes more than a full recompute keeps, bytes that are reported as kept) where collectives are."""
     model = parallelize_module(
         tiny_model("llama", num_hidden_layers=6), build_mesh("cpu", tp=2), sequence_parallel=True
     )
@@ -145,7 +145,7 @@ def saved(rank: int) -> tuple[int, int]:
 def compiled(rank: int, fullgraph: bool) -> list[tuple[float, dict[str, int], bool]]:
     """One layer compiled, without recompute and in each way: (largest difference, collectives of its backward, compiled).
 
-    `fullgraph`: as one graph, for which Dynamo must be told that the replay may leave side effects out. They are what puts
+    `fullgraph`: as one graph, for which Dynamo must know that the replay may leave side effects out. They are what puts
     local parameters where a stock forward reads them, and takes them away again.
     """
     from torch._dynamo.backends.common import aot_autograd

@@ -151,7 +151,7 @@ def test_an_op_that_draws_is_done_again_even_where_it_is_to_be_saved():
         torch.manual_seed(5)
         results.append(run_block(net))
     same(*results)
-    assert {cost.ops for cost in recompute_cost(other).values()} == {1}  # the product
+    assert {cost.ops for cost in recompute_cost(other).values()} == {1}  # the matmul
 
 
 def test_attention_that_drops_is_done_again():
@@ -167,7 +167,7 @@ def test_attention_that_drops_is_done_again():
 
 @pytest.mark.parametrize("how", CONFIGURATIONS[:3])
 def test_microbatches_and_accumulation(how):
-    """Several forwards, then their backwards in another order, twice; owed gradients are paid once."""
+    """Several forwards, then their backwards in another order, twice; pending reductions are summed once."""
 
     def run(net):
         losses = []
@@ -264,7 +264,7 @@ def run_block(net: nn.Module, steps: int = 1, seed: int = 0) -> list:
 
 
 def test_overlap_learns_between_forward_and_replay():
-    """After three forwards the product that nobody takes is not made any more: each replay does as its forward did."""
+    """After three forwards the matmul whose result nobody reads is not computed any more: each replay does as its forward did."""
     model = Blocks()
     models = [copy.deepcopy(model) for _ in range(2)]
 
@@ -356,7 +356,7 @@ def test_what_keeping_costs():
     assert (cost.mode, cost.save, cost.forwards, cost.replays) == ("selective", ("collectives",), 1, 1)
 
 
-def test_what_saved_products_cost():
+def test_what_saved_matmuls_cost():
     net = recompute(tiny_model("llama"), "selective", save="matmul", plan="llama")
     train(net, 1)
     cost = recompute_cost(net)["model.layers.0"]
@@ -395,7 +395,7 @@ def test_results_that_are_written_to(monkeypatch):
         run_ranks(2, body)
 
 
-def test_the_tape():
+def test_the_replay_cache():
     """Kinds apart, lists as they were, writes noticed, replays from the start each time."""
     copies, made = set(), []
 
@@ -627,7 +627,7 @@ class Numbered(nn.Module):
         return torch.tanh(self.inner(x)) * number
 
 
-def test_what_a_replay_is_told():
+def test_what_a_replay_can_ask():
     block = recompute(nn.ModuleDict({"block": Numbered()}), units="block")["block"]
     x = torch.randn(2, 8)
     outs = [block(x), block(x)]
@@ -705,7 +705,7 @@ def test_refused(slug, kind, how):
     recompute(net, plan="llama")  # nothing was left behind
 
 
-def test_misspelt_names_are_suggested():
+def test_misspelled_names_are_suggested():
     with pytest.raises(PlanError, match="did you mean `collectives`"):
         recompute(tiny_model("llama"), "selective", save="collective", plan="llama")
     with pytest.raises(ModelError, match=r"did you mean `model.layers"):

@@ -38,10 +38,10 @@ def test_a_units_own_functional_collectives(two_processes):
     assert two_processes.run(jobs.functional) == [[(0, 0), (0, 1), (0, 0)]] * 2
 
 
-def test_what_is_kept_is_what_is_said(two_processes):
+def test_what_is_kept_is_what_is_reported(two_processes):
     rows = [2 * 40 * 48 * 4, 2 * 20 * 48 * 4]  # gathered, and own rows of sums, in fp32
-    for more, said in two_processes.run(jobs.saved):
-        assert more == said == 6 * 2 * sum(rows)
+    for more, reported in two_processes.run(jobs.saved):
+        assert more == reported == 6 * 2 * sum(rows)
 
 
 @pytest.mark.sweep

@@ -49,7 +49,7 @@ class Mutant:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgment:
     """By whom a mutant was caught: "lint", "verify", or "nobody" (the same numbers in every mode and mesh tried).
 
     Attributes:
@@ -159,12 +159,12 @@ def _local(plan: Plan, item: LocalAttribute) -> Iterator[Mutant]:
 
 def judge(
     mutant: Mutant, model: Any, meshes: Sequence[str], overrides: Mapping[str, Any] | None = None, *, lints: bool = True
-) -> Judgement:
+) -> Judgment:
     """Try `lint` on each mesh in each mode, then `verify` on each mesh. lints: False replaces `lint` by the plan's checks."""
     for mesh in meshes:
-        judgement = _lint(mutant, model, mesh, overrides or {}, lints)
-        if judgement is not None:
-            return judgement
+        judgment = _lint(mutant, model, mesh, overrides or {}, lints)
+        if judgment is not None:
+            return judgment
     for mesh in meshes:
         try:
             verification = verify(model, mutant.plan, mesh, overrides=overrides, timeout_s=20.0)
@@ -172,10 +172,10 @@ def judge(
             return _of_problems(mutant, error)
         if not verification.ok:
             return _of_difference(mutant, verification)
-    return Judgement("nobody")
+    return Judgment("nobody")
 
 
-def _lint(mutant: Mutant, model: Any, mesh: str, overrides: Mapping[str, Any], shapes: bool) -> Judgement | None:
+def _lint(mutant: Mutant, model: Any, mesh: str, overrides: Mapping[str, Any], shapes: bool) -> Judgment | None:
     request = Request(model, mutant.plan, MeshSpec.parse(mesh), overrides)
     configuration = build_configuration(request)
     if shapes:
@@ -195,11 +195,11 @@ def _lint(mutant: Mutant, model: Any, mesh: str, overrides: Mapping[str, Any], s
     return None
 
 
-def _of_problems(mutant: Mutant, error: ParallelizeError) -> Judgement:
+def _of_problems(mutant: Mutant, error: ParallelizeError) -> Judgment:
     text = str(error)
     locations = [p.where for p in error.problems]
     named = bool(mutant.where and mutant.where in locations) or any(_mentions(text, name) for name in _names(mutant))
-    return Judgement("lint", named, named, text)
+    return Judgment("lint", named, named, text)
 
 
 def _names(mutant: Mutant) -> list[str]:
@@ -211,10 +211,10 @@ def _mentions(text: str, name: str) -> bool:
     return name in text
 
 
-def _of_difference(mutant: Mutant, verification: Verification) -> Judgement:
+def _of_difference(mutant: Mutant, verification: Verification) -> Judgment:
     difference = verification.difference
     if difference is None:
-        return Judgement("verify", False, False, str(verification), verification)
+        return Judgment("verify", False, False, str(verification), verification)
     patterns = [alternative for pattern in mutant.patterns for alternative in alternatives(pattern)]
     named = any(matches(pattern, difference.module) for pattern in patterns)
     named = named or any(
@@ -224,7 +224,7 @@ def _of_difference(mutant: Mutant, verification: Verification) -> Judgement:
     near = near or any(
         matches(pattern, name) or name in _names(mutant) for pattern in patterns for name, _ in difference.others
     )
-    return Judgement("verify", named, near, str(difference), verification)
+    return Judgment("verify", named, near, str(difference), verification)
 
 
 def _is_parent_or_child(name: str, other: str) -> bool:

@@ -50,7 +50,7 @@ class Broken:
                 again = real(group, x, *args)
                 return again if out is None else out + out
             if how == "scaled":
-                x.mul_(0.5) if out is None else out.mul_(0.5)
+                (x if out is None else out).mul_(0.5)
             return out
 
         setattr(Group, self.name, broken)
@@ -263,7 +263,7 @@ def compiled(rank: int, backend: str, sequence_parallel: bool, overlap: str = "o
     sent: list = []
     real = Group.all_reduce
 
-    def noted(group: Any, x: torch.Tensor, *args: Any) -> None:  # what is sent outside graphs: the owed gradients
+    def noted(group: Any, x: torch.Tensor, *args: Any) -> None:  # what is sent outside graphs: the pending reductions
         sent.append(x.numel())
         real(group, x, *args)
 
@@ -344,7 +344,7 @@ def tutorial(rank: int, kind: str, whose: str) -> dict[str, Any]:
     from contextlib import nullcontext
 
     loss_context = parallelize.loss_parallel() if kind == "loss" else nullcontext()
-    # a whole step: PyTorch leaves norms' gradients partial, and reduces them in the optimiser
+    # a whole step: PyTorch leaves norms' gradients partial, and reduces them in the optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
     with CommDebugMode() as counts, loss_context:
         logits = model(ids)
@@ -592,7 +592,7 @@ def embedding_gradient(rank: int, whose: str) -> dict[str, int]:
 
 
 def any_axis_order(rank: int) -> list[float]:
-    """tp first in the mesh: its ranks are not neighbours; groups over products of axes and over any ranks."""
+    """tp first in the mesh: its ranks are not neighbors; groups over several axes and over any ranks."""
     from parallelize import _torch_private as private
     from parallelize import axis_group, group_for, mesh_spec
     from parallelize.checkpoint.run.rank_sync import RankSync

@@ -43,7 +43,7 @@ def equal_unsharded(rank: int, op: str, algorithms: list[dict[str, Any]]) -> Non
 
 
 def bits(rank: int, op: str, dtype: torch.dtype, rows: int, features: int) -> dict[str, float]:
-    """Of outputs and gradients in pieces against sync, and of a repeated run: largest relative differences (0: bit-equal)."""
+    """Of outputs and gradients in chunks against sync, and of a repeated run: largest relative differences (0: bit-equal)."""
     group = Group(dist.group.WORLD)
     random = torch.Generator().manual_seed(rank)
     by_columns = op in ("all_gather_linear", "column_linear")
@@ -146,14 +146,14 @@ def disagree(rank: int, differs: str) -> tuple[str, float]:
 
 
 def fails_in_the_middle(rank: int, op: str, everywhere: bool) -> str:
-    """A product fails; then the same op must be right."""
+    """A matmul fails; then the same op must be right."""
     from parallelize.ops.matmul import chunked_matmul
 
     reference, real, counts = ReferenceLinear(op, (8, 3), 0), chunked_matmul.matmul, Counter()
 
     def broken(*args: Any) -> None:
-        counts["products"] += 1
-        if counts["products"] > 1 and (everywhere or rank == 1):
+        counts["matmuls"] += 1
+        if counts["matmuls"] > 1 and (everywhere or rank == 1):
             raise MemoryError("no memory left")
         real(*args)
 
@@ -179,7 +179,7 @@ def fails_in_the_middle(rank: int, op: str, everywhere: bool) -> str:
 
 
 def fails_while_gathering_again(rank: int) -> str:
-    """A product of backward fails on rank 1 while rows are gathered again by windows; then the same op must be right."""
+    """A matmul of backward fails on rank 1 while rows are gathered again by windows; then the same op must be right."""
     from parallelize.ops.matmul import chunked_matmul
 
     options: dict[str, Any] = {"overlap": "chunked", "chunks": 4, "save": "shard"}
@@ -325,8 +325,8 @@ def nothing_stays(rank: int) -> list[int]:
     return alive
 
 
-def link_is_busy_during_products(rank: int) -> dict[str, float]:
-    """When messages of a gather arrive, against when the products run: share of pieces that arrive before the last product."""
+def link_is_busy_during_matmuls(rank: int) -> dict[str, float]:
+    """Of a gather: the messages that are posted before its first matmul, and all of them."""
     import time
 
     from parallelize.ops.matmul import chunked_matmul
@@ -334,11 +334,11 @@ def link_is_busy_during_products(rank: int) -> dict[str, float]:
     group = Group(dist.group.WORLD)
     x, weight = torch.ones(512, 512), torch.ones(512, 512)
     times: list[tuple[str, float]] = []
-    real_product, real_wait = chunked_matmul.matmul, Exchange.post
+    real_matmul, real_wait = chunked_matmul.matmul, Exchange.post
 
     def noted(*args: Any) -> None:
-        times.append(("product", time.perf_counter()))
-        real_product(*args)
+        times.append(("matmul", time.perf_counter()))
+        real_matmul(*args)
 
     def posted(self: Any, *args: Any, **kwargs: Any) -> Any:
         times.append(("post", time.perf_counter()))
@@ -348,6 +348,6 @@ def link_is_busy_during_products(rank: int) -> dict[str, float]:
     try:
         all_gather_linear(x, weight, group=group, overlap="chunked")
     finally:
-        chunked_matmul.matmul, Exchange.post = real_product, real_wait  # type: ignore[method-assign]
+        chunked_matmul.matmul, Exchange.post = real_matmul, real_wait  # type: ignore[method-assign]
     order = [kind for kind, _ in sorted(times, key=lambda item: item[1])][1:]  # the first message is the agreement
-    return {"posts before products": float(order.index("product")), "posts": float(order.count("post"))}
+    return {"posts before matmuls": float(order.index("matmul")), "posts": float(order.count("post"))}

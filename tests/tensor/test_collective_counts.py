@@ -15,7 +15,7 @@ def test_tensor_parallel_layer(two_processes):
 
 
 def test_sequence_parallel_layer(two_processes):
-    """The mirror in backward, and one coalesced reduction of owed gradients."""
+    """The mirror in backward, and one coalesced reduction of pending gradients."""
     for result in two_processes.run(jobs.layer_collectives, True):
         assert result["forward"] == {"allgather_base": 2, "reduce_scatter_base": 2}
         assert result["backward"] == {"allgather_base": 2, "reduce_scatter_base": 2, "allreduce": 1}

@@ -61,7 +61,7 @@ def test_gradients_are_finished_dtensors_right_after_backward():
         assert worst(actual, grads(model))[0] < 1e-12
 
 
-def test_accumulation_pays_owed_gradients_once():
+def test_accumulation_runs_pending_reductions_once():
     model, models = pair(num_key_value_heads=1)
     for seed in range(3):
         step(model, seed)
@@ -250,7 +250,7 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=[k.__name__ for k, _ in OPTIMIZERS])
 def test_local_optimizer(kind, options):
-    """Given the same gradients, equal to the optimiser on the unsharded model; state is DTensors outside a step."""
+    """Given the same gradients, equal to the optimizer on the unsharded model; state is DTensors outside a step."""
     model, models = pair("phi3", num_key_value_heads=1)
     generator = torch.Generator().manual_seed(0)
     steps = [
@@ -297,7 +297,7 @@ def test_local_optimizer(kind, options):
         assert worst(actual, expected)[0] < 1e-12
 
 
-def test_optimisers_that_mix_elements_are_refused():
+def test_optimizers_that_mix_elements_are_refused():
     with pytest.raises(ModelError) as error:
         local_optimizer(torch.optim.LBFGS([nn.Parameter(torch.zeros(2))]))
     assert error.value.slugs == ("not-elementwise",)

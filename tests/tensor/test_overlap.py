@@ -1,4 +1,4 @@
-"""Planned models whose collectives run beside their products equal the unsharded model, and say that they did."""
+"""Planned models whose collectives are overlapped with their matmuls equal the unsharded model, and report it."""
 
 from __future__ import annotations
 
@@ -171,14 +171,14 @@ def test_a_block_that(how, sequence_parallel):
     run_ranks(2, body)
 
 
-# everything promises to pay
+# overlap is predicted to be faster everywhere
 FAST = LinkProfile(latency_us=0.0, bytes_per_s=1e6, flops=1e6, step_us=0.0, hidden={"chunked": 1.0})
 
 
 @pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_a_block_that_writes_to_its_input(sequence_parallel, inference):
-    """Its products were made before: they are not handed out."""
+    """Its matmuls ran before the write: their results are not used."""
     model, x = stack("writes to its input")
     models = [copy.deepcopy(model) for _ in range(2)]
     with torch.no_grad():
@@ -205,7 +205,7 @@ def test_linears_that_never_read_the_block_input_are_an_error():
     run_ranks(2, body)
 
 
-def test_a_product_that_nobody_takes_is_not_made_for_ever():
+def test_a_matmul_whose_result_is_never_read_is_not_run_forever():
     """A linear that is skipped three times in a row is left to itself; a block skipped once is not an error."""
     model, x = stack("as usual")
     models = [copy.deepcopy(model) for _ in range(2)]
@@ -260,7 +260,7 @@ def test_auto_of_a_call_with_uneven_widths():
 @pytest.mark.parametrize("recompute", [None, False, True], ids=["plain", "recompute", "reentrant"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_deferred_weight_gradients(sequence_parallel, recompute):
-    """Every overlapped weight gets its gradient when asked for, key/value heads that ranks share too."""
+    """Every overlapped weight gets its gradient when asked for, replicated key/value heads too."""
     model, expected, data = prepared("llama", torch.float64, (("num_key_value_heads", 1),))
     models = [copy.deepcopy(model) for _ in range(2)]
     ids, labels = data[0]
@@ -357,7 +357,7 @@ tensor_parallel:
 
 
 @pytest.mark.parametrize("word", ["quick", "on", "true"])
-def test_a_word_that_overlap_does_not_know(word):
+def test_an_unknown_overlap(word):
     text = f"schema_version: 1\ndefaults: {{overlap: {word}}}\ntensor_parallel: {{layers: replicate}}"
     with pytest.raises(PlanError, match=r"auto, off, chunked, symm_mem|wrong-type"):
         parse_plan(text)
@@ -418,7 +418,7 @@ def test_a_given_profile_decides_and_is_kept():
 
 
 def test_the_model_of_time():
-    """Nothing is overlapped that hides nothing; where all is hidden and both take long, pieces win; a near tie stays sync."""
+    """Nothing is overlapped that hides nothing; where all is hidden and both take long, chunks win; a near tie stays sync."""
     work = gather_work(4096, 1024, 1024, 4, 4)
     hides = LinkProfile(10.0, 1e9, 1e12, 1.0, {"chunked": 1.0})
     assert choose(work, hides).algorithm.startswith("chunked/")
@@ -441,7 +441,7 @@ def halve(module: nn.Module, args: tuple) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_a_weight_that_a_hook_changes_before_its_linear_runs(sequence_parallel):
-    """The product was made of the old weight: it is not handed out."""
+    """The matmul ran with the old weight: its result is not used."""
     model, x = stack("as usual")
     models = [copy.deepcopy(model) for _ in range(2)]
     model.layers[0].mlp.a.register_forward_pre_hook(halve)
@@ -459,7 +459,7 @@ def test_a_weight_that_a_hook_changes_before_its_linear_runs(sequence_parallel):
 
 
 def test_training_a_block_that_writes_to_its_input():
-    """No product is taken, so none of what was saved for them is needed."""
+    """No result is read, so none of what was saved for them is needed."""
     model, x = stack("writes to its input")
     models = [copy.deepcopy(model) for _ in range(2)]
     out, expected = gradients(model, x, 1)
@@ -538,8 +538,8 @@ def test_a_rule_that_asks_for_what_it_cannot_have():
     run_ranks(2, body)
 
 
-def test_the_first_ranks_word_holds_where_lines_go_through_the_store(monkeypatch):
-    """As over NCCL: a line that is known is not sent again, and its way stays the first rank's."""
+def test_the_first_ranks_choice_is_used_where_lines_go_through_the_store(monkeypatch):
+    """As over NCCL: a line that is known is not sent again, and its algorithm stays that of the first rank."""
     monkeypatch.setattr(agreement, "_BY_STORE", ("threaded",))
     store = dist.HashStore()
     monkeypatch.setattr(agreement.private, "default_store", lambda: store)

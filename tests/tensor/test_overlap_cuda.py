@@ -1,4 +1,4 @@
-"""Overlapped linears on CUDA: in pieces over NCCL, and by symmetric memory. Skipped, with the reason, without GPUs.
+"""Overlapped linears on CUDA: in chunks over NCCL, and by symmetric memory. Skipped, with the reason, without GPUs.
 
 Symmetric memory may have several ranks on one device when TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1; NCCL may not.
 """
@@ -68,7 +68,7 @@ def test_over_nccl(overlap):
 
 @needs_cuda
 def test_symmetric_memory_on_one_device():
-    """The products and scatters that have kernels; the rest goes in pieces over the group, and needs one that carries CUDA."""
+    """The matmuls and scatters that have kernels; the rest goes in chunks over the group, and needs one that carries CUDA."""
     if torch.cuda.device_count() < 2:
-        pytest.skip("one device: gloo carries no CUDA messages in pieces, NCCL needs a device a rank")
+        pytest.skip("one device: gloo carries no CUDA messages in chunks, NCCL needs a device a rank")
     _run("symm_mem", "nccl")

@@ -32,7 +32,7 @@ def test_planned_models(two_processes, family, sequence_parallel):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_results_do_not_depend_on_the_pieces(two_processes, op):
+def test_results_do_not_depend_on_the_chunks(two_processes, op):
     """fp32: outputs and input gradients bit-equal to sync where the kernel computes a row alike in any batch of rows, else to
     rounding; weight gradients to rounding; repeats always bit-equal."""
     for size in (512, 1024):
@@ -53,13 +53,13 @@ def test_bound_where_kernels_round_otherwise(four_processes, op, dtype):
 
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_peak_memory_of_a_gather(four_processes, chunks):
-    """No more than the gathered input, the product, and one piece."""
+    """No more than the gathered input, the output, and one chunk."""
     for result in four_processes.run(overlap_jobs.peak_memory, "gather", chunks):
         assert result["wanted"] <= result["most"] <= result["wanted"] + result["chunk"], result
 
 
 def test_peak_memory_of_a_scatter(four_processes):
-    """No more than without overlap: partial products going out and coming in, and own rows."""
+    """No more than without overlap: partial sums sent and received, and local rows."""
     sync = four_processes.run(overlap_jobs.peak_memory, "scatter", 0)[0]["most"]
     for result in four_processes.run(overlap_jobs.peak_memory, "scatter", 4):
         assert result["most"] <= sync + result["chunk"], (result, sync)
@@ -77,7 +77,7 @@ def test_ranks_that_disagree(two_processes, differs):
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("op", OPS)
 def test_a_failure_in_the_middle(two_processes, op, everywhere):
-    """The failing rank raises; a peer that needs its products gets NaN, never a wrong number; the next step is right."""
+    """The failing rank raises; a peer that needs its results gets NaN, never a wrong number; the next step is right."""
     first, second = two_processes.run(overlap_jobs.fails_in_the_middle, op, everywhere)
     assert second == "raised"
     assert first == "raised" if everywhere else first in ("ok", "nan")
@@ -119,6 +119,6 @@ def test_nothing_stays_alive(two_processes):
         assert counts[3] <= counts[1], counts  # what earlier jobs left may still go
 
 
-def test_all_messages_of_a_gather_are_posted_before_the_first_product(two_processes):
-    for result in two_processes.run(overlap_jobs.link_is_busy_during_products):
-        assert result["posts before products"] == result["posts"] > 1
+def test_all_messages_of_a_gather_are_posted_before_the_first_matmul(two_processes):
+    for result in two_processes.run(overlap_jobs.link_is_busy_during_matmuls):
+        assert result["posts before matmuls"] == result["posts"] > 1

@@ -97,7 +97,7 @@ def test_fully_shard_on_top(four_processes, family, sequence_parallel, accumulat
 
 
 def test_fully_shard_in_mixed_precision(four_processes):
-    """bfloat16 compute, float32 storage: within the rounding of bfloat16 products."""
+    """bfloat16 compute, float32 storage: within the rounding of bfloat16 matmuls."""
     options = {"sequence_parallel": True, "loss_parallel": True}
     for result in four_processes.run(jobs.fully_sharded, "llama", options, True, True):
         assert max(result.values()) < 16 * 2**-8, result

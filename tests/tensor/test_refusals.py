@@ -125,7 +125,25 @@ def test_such_an_embedding_under_a_style_object():
         parallelize_module(model, mesh, {"0": RowwiseParallel()})
 
 
+@pytest.mark.parametrize(("plan", "kind"), [(3, "int"), ([("up", "colwise")], "list")])
+def test_a_plan_that_is_no_plan(plan, kind):
+    with (
+        small_mesh(tp=2) as mesh,
+        refused(PlanError, "bad-plan", f"cannot be a {kind}", "a dict of patterns to styles"),
+    ):
+        parallelize_module(Block(), mesh, plan)
+
+
 # -- style objects --------------------------------------------------------------------------------------------------------
+
+
+def test_a_dict_in_which_a_value_is_no_style():
+    block = Block()
+    before = dict(block.named_parameters())
+    styles = {"up": ColwiseParallel(), "down": 3}
+    with small_mesh(tp=2) as mesh, refused(PlanError, "bad-plan", "'down'", "int", "not a style"):
+        parallelize_module(block, mesh, styles)
+    assert all(parameter is before[name] for name, parameter in block.named_parameters())
 
 
 @pytest.mark.parametrize("layout", [Shard(-1), Partial()])

@@ -19,13 +19,13 @@ from parallelize.zero.optimizer import build_optimizer
 from tests.pipeline.pipeline_jobs import build, full_value, reference
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst
-from tests.tensor.behaviour_jobs import BLOCKS, _Bomb
+from tests.tensor.behavior_jobs import BLOCKS, _Bomb
 
 
 def fails_then_works(
     rank: int, axes: dict[str, int], options: dict[str, Any], backward: bool, everywhere: bool
 ) -> float:
-    """A microbatch fails on every rank of a stage, or on one: every rank is told, and the next step is right."""
+    """A microbatch fails on every rank of a stage, or on one: every rank gets the error, and the next step is right."""
     model = build("blocks", torch.float64, 4)
     ids, labels = tiny_batch(batch=8, length=5)
     _, expected = reference(model, ids, labels)
@@ -153,7 +153,7 @@ def odd_shapes(rank: int, zero: int, fused: bool) -> float:
 
 
 def clipping_by_groups(rank: int, zero: int) -> float:
-    """Clipping what the optimiser holds is clipping what it steps."""
+    """Clipping what the optimizer has is clipping what it steps."""
     from parallelize import clip_grad_norm_
 
     model, unsharded = _net(), _net()
@@ -183,8 +183,8 @@ def many_narrow_microbatches(rank: int, zero: int) -> float:
     return float((full_value(model, "weight", model.weight.grad) * 4 - 512).abs().max())
 
 
-def halves_beside_overlap(rank: int) -> float:
-    """A schedule that splits backwards, with collectives beside products: the same order on every tp rank."""
+def split_backward_with_overlap(rank: int) -> float:
+    """A schedule that splits backwards, with collectives overlapped with matmuls: the same order on every tp rank."""
     model = tiny_model("llama", torch.float64, num_hidden_layers=4)
     unsharded = copy.deepcopy(model)
     parallel = parallelize_model(
@@ -226,7 +226,7 @@ def lengths_of_their_own(rank: int) -> float:
 
 
 def large_parameters(rank: int, zero: int) -> float:
-    """Parameters that are gathered in place, beside small ones that share a buffer."""
+    """Parameters that are gathered in place, next to small ones in a common buffer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 1024), nn.Tanh(), nn.Linear(1024, 256)).double()
     unsharded = copy.deepcopy(model)

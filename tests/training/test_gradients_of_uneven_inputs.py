@@ -21,7 +21,7 @@ def test_many_narrow_gradients_are_summed_in_float32(two_processes, zero):
 
 
 def test_split_backwards_with_overlapped_linears(four_processes):
-    assert max(four_processes.run(jobs.halves_beside_overlap)) < 1e-12
+    assert max(four_processes.run(jobs.split_backward_with_overlap)) < 1e-12
 
 
 def test_data_ranks_have_different_sequence_lengths(four_processes):

@@ -49,7 +49,7 @@ def time_first():
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "slug", "said"),
+    ("model", "options", "slug", "text"),
     [
         (says_no, {}, "factory-failed", "the factory says no"),
         (lambda: None, {}, "bad-factory", "NoneType"),
@@ -69,11 +69,11 @@ def time_first():
         (lambda: tower(), {"backend": "gloo"}, "not-picklable", "package.module:function"),
     ],
 )
-def test_mistakes_are_problems(model, options, slug, said):
+def test_mistakes_are_problems(model, options, slug, text):
     arguments = {"plan": RULES, "mesh": "tp=2", **options}
     with pytest.raises(ModelError) as error:
         verify(model, **arguments)
-    assert error.value.slugs == (slug,) and said in str(error.value) and "Traceback" not in str(error.value)
+    assert error.value.slugs == (slug,) and text in str(error.value) and "Traceback" not in str(error.value)
     if slug == "factory-failed":
         assert f"{pathlib.Path(__file__).name}:" in str(error.value)
 
@@ -103,8 +103,8 @@ def test_torchrun_without_torchrun(monkeypatch):
 def test_only_rank_0_prints_json(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     assert main(["verify", "llama", "--mesh", "tp=banana", "--json"]) == 2
-    said = capsys.readouterr()
-    assert not said.out and "bad-mesh" in said.err
+    printed = capsys.readouterr()
+    assert not printed.out and "bad-mesh" in printed.err
 
 
 def test_errors_of_verify_are_parallelize_errors():

@@ -33,17 +33,17 @@ def judged(family: str, mesh: str, every: int = 1) -> list[tuple[str, str, bool,
     """(mutant, what caught it, whether its rule or module was named, the message) of every n-th mutant of a plan."""
     from tests.support.mutants import judge, mutants
 
-    judgements = []
+    judgments = []
     tp = int(mesh.removeprefix("tp="))
     sizes = {**SIZES, **OF_FAMILY.get(family, {}), **(WIDE[family] if tp == 4 else {})}
     served = [m for m in mutants(load_plan(family)) if not any(pattern.startswith(HEADS) for pattern in m.patterns)]
     for mutant in served[::every]:
-        judgement = judge(mutant, MODEL_TYPES.get(family, family), [mesh], sizes)
-        by = judgement.by
+        judgment = judge(mutant, MODEL_TYPES.get(family, family), [mesh], sizes)
+        by = judgment.by
         if by == "nobody" and not same_numbers(family, mutant.plan, tp):
             by = "missed"
-        judgements.append((mutant.name, by, judgement.named or judgement.near, judgement.message))
-    return judgements
+        judgments.append((mutant.name, by, judgment.named or judgment.near, judgment.message))
+    return judgments
 
 
 def same_numbers(family: str, plan: Any, tp: int) -> bool:
@@ -73,15 +73,15 @@ def same_numbers(family: str, plan: Any, tp: int) -> bool:
     return True
 
 
-def check(judgements: list[tuple[str, str, bool, str]], caught_at_least: int) -> None:
-    missed = [name for name, by, _, _ in judgements if by == "missed"]
+def check(judgments: list[tuple[str, str, bool, str]], caught_at_least: int) -> None:
+    missed = [name for name, by, _, _ in judgments if by == "missed"]
     assert not missed, missed
-    caught = [(name, named) for name, by, named, _ in judgements if by in ("lint", "verify")]
+    caught = [(name, named) for name, by, named, _ in judgments if by in ("lint", "verify")]
     assert len(caught) >= caught_at_least
     unnamed = [name for name, named in caught if not named]
     assert len(unnamed) <= (1 - NAMED) * len(caught), unnamed
     if os.environ.get("SHOW_MUTANTS"):
-        counts = {who: sum(by == who for _, by, _, _ in judgements) for who in ("lint", "verify", "nobody")}
+        counts = {who: sum(by == who for _, by, _, _ in judgments) for who in ("lint", "verify", "nobody")}
         print(counts, f"named {1 - len(unnamed) / len(caught):.0%}", unnamed)
 
 

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_late_ranks_leave_the_callers_group_alone(tmp_path):
     with pytest.raises(HandshakeError, match="ranks-timed-out"):
         verify(lambda: tower(cls=Slow), RULES, "dp=2", timeout_s=0.5)
     assert still_running()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         until = time.monotonic() + 20
         while still_running() and time.monotonic() < until:
@@ -57,13 +58,31 @@ def test_late_ranks_leave_the_callers_group_alone(tmp_path):
         dist.destroy_process_group()
 
 
-def test_one_deadline_for_all_ranks():
-    began = time.monotonic()
-    with pytest.raises(HandshakeError, match="ranks-timed-out"):
+def test_endless_ranks_are_stopped_and_named():
+    with pytest.raises(HandshakeError, match=r"ranks-timed-out: ranks \[0, 1, 2, 3\] still run after 1 s"):
         verify(lambda: tower(cls=Loop), RULES, "tp=4", timeout_s=1)
-    assert time.monotonic() - began < 6
     assert not still_running()
     assert verify(tower, RULES, "tp=2").ok
+
+
+class Endless:
+    """A thread that runs forever, on a clock that advances only while somebody waits for a thread."""
+
+    now = 0.0
+
+    def is_alive(self) -> bool:
+        return True
+
+    def join(self, timeout: float) -> None:
+        Endless.now += timeout
+
+
+@pytest.mark.parametrize("failures", [[], [(0, ValueError("on rank 0"))]], ids=["all run", "one has failed"])
+def test_one_deadline_for_all_ranks(monkeypatch, failures):
+    monkeypatch.setattr(Endless, "now", 0.0)
+    monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=lambda: Endless.now))
+    threads._wait_for_ranks([Endless() for _ in range(4)], 100.0, failures)
+    assert Endless.now == pytest.approx(threads._GRACE_S if failures else 100.0)
 
 
 def test_a_rank_that_fails_ends_the_run_with_its_own_error():
@@ -80,7 +99,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_own_error():
 class Sleeper(Tower):
     def forward(self, x):
         if on_a_rank():
-            time.sleep(60)
+            time.sleep(3600)
         return super().forward(x)
 
 
@@ -92,12 +111,10 @@ def sleeper():
 @pytest.mark.sweep
 @pytest.mark.processes
 def test_the_command_ends_cleanly_after_a_timeout(tmp_path):
-    began = time.monotonic()
     command = [sys.executable, "-m", "parallelize", "verify", f"{HERE}:sleeper", "--mesh", "dp=2", "--timeout", "1"]
-    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 3, done.stderr
     assert json.loads(done.stdout)["error"][0]["slug"] == "ranks-timed-out"
-    assert time.monotonic() - began < 50
 
 
 class Draws(Tower):
@@ -121,7 +138,7 @@ def test_gradients_are_on_whatever_the_caller_has_turned_off():
 
 @pytest.mark.sweep
 def test_a_group_that_exists_is_used_and_left(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         for _ in range(2):
             assert verify(tower, RULES, "dp=1", backend="torchrun").ok

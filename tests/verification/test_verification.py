@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,7 +100,7 @@ def test_bounds_of_other_dtypes(dtype, slack):
 @pytest.mark.sweep
 @pytest.mark.processes
 def test_three_layers_on_eight_ranks_from_the_command_line():
-    """How many seconds it takes: python -m benchmarks.foretell."""
+    """How many seconds it takes: python -m benchmarks.predictions."""
     command = [sys.executable, "-m", "parallelize", "verify", "llama-3-8b", "--mesh", "tp=8"]
     subprocess.run(command, check=True, timeout=120, capture_output=True)
 
@@ -194,9 +193,8 @@ def test_one_rank_that_fails_alone_ends_the_run(monkeypatch):
         return _stock_reduce(x, group)
 
     monkeypatch.setattr(collectives, "reduce_owned", alone)
-    start = time.perf_counter()
-    result = verify("llama", None, "tp=2", sequence_parallel=False, loss_parallel=False)
-    assert time.perf_counter() - start < 20
+    # it does not wait for the deadline, which is later than pytest's
+    result = verify("llama", None, "tp=2", sequence_parallel=False, loss_parallel=False, timeout_s=3600)
     assert result.difference is not None and "broken on rank 1" in result.difference.explanation
     assert result.difference.module == "model.embed_tokens"
 
@@ -345,9 +343,7 @@ def test_a_deadlock_of_ranks_fails_at_once():
             return str(error)
         return "done"
 
-    start = time.perf_counter()
-    results = run_ranks(2, body)
-    assert time.perf_counter() - start < 10
+    results = run_ranks(2, body, timeout_s=3600)  # it does not wait for the deadline, which is later than pytest's
     assert any("wait for each other" in text for text in results)
 
 

@@ -100,7 +100,7 @@ def test_several_verifications_of_one_job(tmp_path, group):
 def slow_in_children():
     """A factory that does not return in time in the processes that `verify` starts."""
     if multiprocessing.parent_process() is not None:
-        time.sleep(100)
+        time.sleep(3600)
     return tower()
 
 
@@ -111,10 +111,8 @@ def says_no():
 @pytest.mark.sweep
 def test_one_deadline_for_processes():
     before = set(multiprocessing.active_children())  # ranks of a pool
-    began = time.monotonic()
-    with pytest.raises(HandshakeError, match="ranks-timed-out"):
+    with pytest.raises(HandshakeError, match=r"ranks-timed-out: ranks \[0, 1, 2\] did not answer in 3 s"):
         verify(slow_in_children, RULES, "tp=3", backend="gloo", timeout_s=3)
-    assert time.monotonic() - began < 60
     assert set(multiprocessing.active_children()) <= before
 
 

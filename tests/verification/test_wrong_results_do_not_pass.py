@@ -35,13 +35,18 @@ def test_sequences_that_tp_divides_are_run(monkeypatch):
 def test_lengths_vocabularies_masks_and_microbatches_are_all_covered():
     request = Request("llama-3-8b", mesh=MeshSpec(tp=4))
     variants = build_configurations(request)
-    assert {case.length % 4 == 0 for configurations in variants for case in configurations} == {True, False}
+    assert {configuration.length % 4 == 0 for configurations in variants for configuration in configurations} == {
+        True,
+        False,
+    }
     assert {configurations[0].model.config.vocab_size % 4 == 0 for configurations in variants} == {True, False}
-    masks = [case.inputs.get("attention_mask") for configurations in variants for case in configurations]
+    masks = [
+        configuration.inputs.get("attention_mask") for configurations in variants for configuration in configurations
+    ]
     assert any(mask is not None and (mask == 0).any() for mask in masks) and any(mask is None for mask in masks)
     comparisons = VerificationRun(request, "cpu").comparisons
-    assert {trial.mode.microbatches for trial in comparisons} == {1, 2}
-    assert {str(trial.mode) for trial in comparisons} == {
+    assert {comparison.mode.microbatches for comparison in comparisons} == {1, 2}
+    assert {str(comparison.mode) for comparison in comparisons} == {
         "plain",
         "sequence parallel",
         "loss parallel",
@@ -50,15 +55,15 @@ def test_lengths_vocabularies_masks_and_microbatches_are_all_covered():
     alone = VerificationRun(
         Request("llama", mesh=MeshSpec(tp=2), options=Options(sequence_parallel=True)), "cpu"
     ).comparisons
-    assert {trial.mode.microbatches for trial in alone} == {1, 2}
-    assert {trial.configurations[0].model.config.vocab_size % 2 for trial in alone} == {0, 1}
+    assert {comparison.mode.microbatches for comparison in alone} == {1, 2}
+    assert {comparison.configurations[0].model.config.vocab_size % 2 for comparison in alone} == {0, 1}
 
 
 @pytest.mark.parametrize("mesh", ["pp=2", "pp=2,tp=2", "pp=4,dp=2", "dp=2"])
 def test_every_microbatch_has_rows(mesh):
     request = Request("llama", mesh=MeshSpec.parse(mesh))
-    case = build_configurations(request)[0][0]
-    assert case.rows // (request.data_ranks * request.num_microbatches) >= 2
+    configuration = build_configurations(request)[0][0]
+    assert configuration.rows // (request.data_ranks * request.num_microbatches) >= 2
 
 
 def test_kv_heads_of_a_rank():

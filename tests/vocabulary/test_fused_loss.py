@@ -38,7 +38,7 @@ from tests.support.threads import run_ranks
 LEAD, HIDDEN = (3, 5), 7
 
 
-def case(vocab: int, dtype: torch.dtype, soft: bool, weighted: bool):
+def example_inputs(vocab: int, dtype: torch.dtype, soft: bool, weighted: bool):
     """(hidden, weight, bias, targets, class weights), whole. A constant in the bias: only relative sums survive it."""
     torch.manual_seed(0)
     hidden = torch.randn(*LEAD, HIDDEN, dtype=dtype)
@@ -100,7 +100,7 @@ CASES = [
 )
 def test_equals_torch(tp, vocab, dtype, soft, weighted, smoothing, z_loss, reduction, softcap):
     """The fused loss on a weight sharded as a DTensor, and the unfused one on sharded logits."""
-    hidden, weight, bias, targets, class_weight = case(vocab, dtype, soft, bool(weighted))
+    hidden, weight, bias, targets, class_weight = example_inputs(vocab, dtype, soft, bool(weighted))
     leaves = {"hidden": hidden.clone(), "weight": weight.clone(), "bias": bias.clone()}
     leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
     z = softcapped(F.linear(*leaves.values()), softcap)
@@ -150,7 +150,7 @@ def test_equals_torch(tp, vocab, dtype, soft, weighted, smoothing, z_loss, reduc
 
 
 def test_plain_tensors_without_processes():
-    hidden, weight, _, targets, _ = case(11, torch.float64, False, False)
+    hidden, weight, _, targets, _ = example_inputs(11, torch.float64, False, False)
     expected = F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten())
     for chunk in (None, 1, 100):
         assert abs(linear_cross_entropy(hidden, weight, targets, chunk=chunk) - expected) < 1e-12
@@ -167,7 +167,7 @@ def test_plain_tensors_without_processes():
 
 
 def test_bad_input_is_named():
-    hidden, weight, bias, targets, _ = case(11, torch.float64, False, False)
+    hidden, weight, bias, targets, _ = example_inputs(11, torch.float64, False, False)
     grows = torch.rand(*LEAD, 11, dtype=torch.float64).requires_grad_()
     wrong = {
         "bad-head": [
@@ -198,7 +198,7 @@ def test_bad_input_is_named():
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)])
 def test_only_what_needs_a_gradient_is_made(needs):
-    hidden, weight, _, targets, _ = case(11, torch.float64, False, False)
+    hidden, weight, _, targets, _ = example_inputs(11, torch.float64, False, False)
     hidden, weight = hidden.requires_grad_(needs[0]), weight.requires_grad_(needs[1])
     made = []
     real = op._GradientAccumulator.add
@@ -218,9 +218,9 @@ def test_only_what_needs_a_gradient_is_made(needs):
         assert (hidden.grad is not None, weight.grad is not None) == needs
 
 
-def test_backward_twice_and_in_halves():
+def test_backward_twice_and_for_one_gradient_at_a_time():
     """The gradients of the forward are given away once; what is asked for again is made again, and is the same."""
-    hidden, weight, _, targets, _ = case(11, torch.float64, False, False)
+    hidden, weight, _, targets, _ = example_inputs(11, torch.float64, False, False)
     h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     F.cross_entropy((h @ w.T).flatten(0, 1), targets.flatten()).backward()
     expected = {"h": h.grad, "w": w.grad}
@@ -230,15 +230,15 @@ def test_backward_twice_and_in_halves():
         op._recomputed_gradients = lambda *args: (again.append(1), real(*args))[1]
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         loss = linear_cross_entropy(h, w, targets, chunk=4)
-        halves = {}
-        (halves["h"],) = torch.autograd.grad(loss, h, retain_graph=True)
-        (halves["w"],) = torch.autograd.grad(loss, w, retain_graph=True)
+        separate = {}
+        (separate["h"],) = torch.autograd.grad(loss, h, retain_graph=True)
+        (separate["w"],) = torch.autograd.grad(loss, w, retain_graph=True)
         assert not again  # as in a split backward of a pipeline
         (2 * loss).backward(retain_graph=True)
         assert len(again) == 1
     finally:
         op._recomputed_gradients = real
-    assert worst(halves, expected)[0] < 1e-12
+    assert worst(separate, expected)[0] < 1e-12
     assert worst({"h": h.grad, "w": w.grad}, {name: 2 * x for name, x in expected.items()})[0] < 1e-12
     with pytest.raises(ModelError) as error:
         linear_cross_entropy(h, w, targets).backward(create_graph=True)
@@ -266,7 +266,7 @@ def test_narrow_weights_sum_their_gradient_in_float32():
 
 
 def test_a_whole_part_of_the_vocabulary_may_be_masked():
-    hidden, weight, bias, targets, _ = case(10, torch.float64, False, False)
+    hidden, weight, bias, targets, _ = example_inputs(10, torch.float64, False, False)
     bias[5:], targets = -torch.inf, targets.clamp(-100, 4)
 
     def body(rank):
@@ -385,7 +385,7 @@ def test_models_that_compute_their_own_loss(family):
     ids=str,
 )
 def test_whole_meshes(family, mesh, options):
-    """`step` on meshes with and without tp, pipelines, ZeRO, backward in halves: loss and the weights after one step."""
+    """`step` on meshes with and without tp, pipelines, ZeRO, split backward: loss and the weights after one step."""
     overrides = {"num_hidden_layers": 4} if "schedule" in options else {}
     model = tiny_model(family, **overrides)
     ids, labels = tiny_batch(batch=4, length=8)
@@ -593,7 +593,7 @@ def test_weights_that_change_before_the_loss_are_named():
 
 
 def test_a_weight_that_was_let_go_is_named():
-    hidden, weight, _, targets, _ = case(11, torch.float64, False, False)
+    hidden, weight, _, targets, _ = example_inputs(11, torch.float64, False, False)
     weight.untyped_storage().resize_(0)
     with pytest.raises(ModelError) as error:
         linear_cross_entropy(hidden, weight, targets)
@@ -611,7 +611,7 @@ def test_verify_with_it(family, mesh):
 
 @pytest.mark.sweep
 def test_explain_with_it():
-    """Logits are not among what is held at once, and the one all-gather a chunk is told."""
+    """Logits are not among what is stored at once, and the all-gather of each chunk is predicted."""
     from parallelize import explain
 
     options = dict(batch=8, sequence=256)

@@ -172,7 +172,7 @@ def test_decoding_leaves_sequence_parallelism_off():
     assert set(lengths) == {(1, None), (7, 7)}
 
 
-def test_logits_are_whole_only_inside():
+def test_logits_are_full_only_inside():
     model = lively_model("llama")
     ids, _ = prompts()
 

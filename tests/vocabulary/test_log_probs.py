@@ -34,7 +34,7 @@ LEAD, HIDDEN = (3, 5), 7
 BOUND = {torch.float64: 1e-12, torch.float32: 5e-6}
 
 
-def case(vocab, dtype):
+def example_inputs(vocab, dtype):
     torch.manual_seed(0)
     hidden, weight = torch.randn(*LEAD, HIDDEN, dtype=dtype), torch.randn(vocab, HIDDEN, dtype=dtype)
     bias = torch.randn(vocab, dtype=dtype) + 20
@@ -72,7 +72,7 @@ def policy_loss(log_probs, entropies):
     ],
 )
 def test_equals_torch(tp, vocab, dtype, temperature, entropy, form):
-    hidden, weight, bias, ids = case(vocab, dtype)
+    hidden, weight, bias, ids = example_inputs(vocab, dtype)
     leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     logits = F.linear(*leaves)
     logits.retain_grad()

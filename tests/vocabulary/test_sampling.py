@@ -75,9 +75,9 @@ def test_tokens_are_those_of_one_rank(tp, vocab):
         return {(name, n): sample(shards[name], **OPTIONS[n]) for name, n in expected}
 
     for actual in run_ranks(tp, body):
-        for case, tokens in expected.items():
-            assert torch.equal(actual[case], tokens), (case, OPTIONS[case[1]])
-            logits = kinds[case[0]].gather(1, tokens[:, None])
+        for configuration, tokens in expected.items():
+            assert torch.equal(actual[configuration], tokens), (configuration, OPTIONS[configuration[1]])
+            logits = kinds[configuration[0]].gather(1, tokens[:, None])
             assert tokens.dtype == torch.int64 and logits.isfinite().all()
 
 

@@ -38,8 +38,8 @@ def test_planned_models(two_processes, family, options):
 @pytest.mark.variants(every=2)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "bert"])
 def test_models_that_compute_their_own_loss(two_processes, family):
-    for error, gradients, unmade in two_processes.run(jobs.own_loss, family):
-        assert error < 5e-6 and gradients < 5e-6 and unmade
+    for error, gradients, deferred in two_processes.run(jobs.own_loss, family):
+        assert error < 5e-6 and gradients < 5e-6 and deferred
 
 
 def test_four_ranks_plan(four_processes):
@@ -65,7 +65,7 @@ def test_whole_meshes_step_as_without_it(four_processes, mesh, options):
 
 @pytest.mark.parametrize("look", ["evaluate", "forward", "no backward", "generate"])
 def test_zero_3_forgets_weights_of_before_a_step(two_processes, look):
-    """A head that owes its logits stays gathered where no backward lets it go; the step's weights are gathered all the same."""
+    """A head that defers its logits stays gathered where no backward lets it go; the step's weights are gathered all the same."""
     expected = two_processes.run(jobs.steps_with_looks, {"dp": 2}, {"zero": 1}, "")[0]
     for result in two_processes.run(jobs.steps_with_looks, {"dp": 2}, {"zero": 3}, look):
         assert result == pytest.approx(expected, rel=2e-6)

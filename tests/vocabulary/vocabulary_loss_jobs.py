@@ -126,7 +126,7 @@ def planned(rank: int, family: str, options: dict) -> None:
 
 
 def own_loss(rank: int, family: str) -> tuple[float, float, bool]:
-    """(error of the loss, of the gradients, whether logits were left unmade) of a model that computes its own loss."""
+    """(error of the loss, of the gradients, whether logits stayed deferred) of a model that computes its own loss."""
     model = tiny_model(family)
     ids, labels = tiny_batch()
     expected = copy.deepcopy(model)
@@ -136,13 +136,13 @@ def own_loss(rank: int, family: str) -> tuple[float, float, bool]:
     out = model(input_ids=ids, labels=labels)
     out.loss.backward()
     grads = {name: p.grad for name, p in expected.named_parameters() if p.grad is not None}
-    unmade = isinstance(out.logits, DeferredLogits) and out.logits.deferred is not None
+    deferred = isinstance(out.logits, DeferredLogits) and out.logits.deferred is not None
     error = abs(float(out.loss) - float(loss)) / float(loss)
-    return error, worst(full_gradients(model), grads)[0], unmade
+    return error, worst(full_gradients(model), grads)[0], deferred
 
 
 def compiled(rank: int, loss_parallel: bool) -> tuple[float, str]:
-    """(error of gradients, what the head gave) of a compiled model with a head that would owe its logits."""
+    """(error of gradients, what the head gave) of a compiled model with a head that would defer its logits."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Linear(6, 11)).double()
     x, targets = torch.randn(9, 5, dtype=torch.float64), torch.randint(0, 11, (9,))

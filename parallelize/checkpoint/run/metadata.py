@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import parallelize
+from parallelize import __version__
 from parallelize.applied.local_config import full_config
 from parallelize.applied.records import record_of, resolution_of
 from parallelize.applied.stock_class import class_of
@@ -35,7 +35,7 @@ def run_metadata(on_mesh: ModelOnMesh) -> dict[str, Any]:
         "model": model_metadata(on_mesh.module),
         "units": units_of(on_mesh.module),
         "versions": {
-            "parallelize": parallelize.__version__,
+            "parallelize": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },

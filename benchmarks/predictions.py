@@ -1,6 +1,6 @@
-"""How long the laptop tools take: whole commands in fresh processes, imports included, with their peak memory.
+"""How long checks before a launch take: whole commands in fresh processes, imports included, with their peak memory.
 
-    python -m benchmarks.foretell [--rounds 3]
+    python -m benchmarks.predictions [--rounds 3]
 
 | command | limit |
 |---|---|
@@ -27,13 +27,13 @@ COMMANDS = [
     ("explain llama-3-8b, 64 ranks", ["explain", "llama-3-8b", "--mesh", "dp=8,tp=8", *BF16], 5.0),
     (
         "explain llama-3-70b, 1,024 ranks",
-        ["explain", "llama-3-70b", "--mesh", "pp=4,dp=32,tp=8", "--batch", "16", "--microbatches", "16", *BF16],
+        ["explain", "llama-3-70b", "--mesh", "pp=4,dp=32,tp=8", "--batch", "16", "--num-microbatches", "16", *BF16],
         15.0,
     ),
     (
         "explain llama-3.1-405b, 16,384 ranks",
         [
-            *("explain", "llama-3.1-405b", "--mesh", "pp=16,dp=128,tp=8", "--batch", "32", "--microbatches", "32"),
+            *("explain", "llama-3.1-405b", "--mesh", "pp=16,dp=128,tp=8", "--batch", "32", "--num-microbatches", "32"),
             *(*INTERLEAVED, *BF16),
         ],
         30.0,
@@ -62,7 +62,7 @@ def run(command: list[str]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "foretell.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "predictions.json")
     args = parser.parse_args()
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in COMMANDS}
     for _ in range(args.rounds):

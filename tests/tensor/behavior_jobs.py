@@ -159,7 +159,7 @@ class _Bomb(nn.Module):
 def a_stage_fails(
     rank: int, schedule: str, stages_per_rank: int, layer: int, at: int, backward: bool, first: bool
 ) -> dict:
-    """What every rank is told, and whether the next step is right. `first`: at the very first step."""
+    """The error that every rank gets, and whether the next step is right. `first`: at the very first step."""
     world = dist.get_world_size()
     model = build("blocks", torch.float64, world * stages_per_rank)
     ids, labels = tiny_batch(batch=8, length=5)

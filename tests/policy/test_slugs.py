@@ -1,0 +1,116 @@
+"""Each error of the package occurs in a test, by its slug: as a word of its own in a string, not in a docstring."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import parallelize
+
+ROOT = Path(parallelize.__file__).parent
+TESTS = Path(__file__).parents[1]
+SLUG = re.compile(r"(?<![a-z0-9-])[a-z0-9]+(?:-[a-z0-9]+)*(?![a-z0-9-])")
+
+Helpers = dict[str, tuple[int, ast.expr | None]]  # name to (position of its argument `slug`, that argument's default)
+
+
+def strings_of(value: ast.expr | None) -> Iterator[str]:
+    """The strings that an expression may be: it is a literal, or a choice between literals."""
+    if isinstance(value, ast.IfExp):
+        yield from strings_of(value.body)
+        yield from strings_of(value.orelse)
+    elif isinstance(value, ast.Constant) and isinstance(value.value, str):
+        yield value.value
+
+
+def helpers_of(tree: ast.AST) -> Helpers:
+    """The functions that take an argument `slug`, which they pass to a Problem."""
+    found: Helpers = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            names = [argument.arg for argument in node.args.args]
+            if "slug" in names:
+                defaults = dict(zip(reversed(names), reversed(node.args.defaults), strict=False))
+                found[node.name] = names.index("slug") - (names[0] == "self"), defaults.get("slug")
+    return found
+
+
+def slugs_of_call(call: ast.Call, helpers: Helpers) -> Iterator[str]:
+    name = getattr(call.func, "id", None) or getattr(call.func, "attr", "")
+    if name not in helpers:
+        return
+    position, default = helpers[name]
+    named = [keyword.value for keyword in call.keywords if keyword.arg == "slug"]
+    yield from strings_of(call.args[position] if position < len(call.args) else named[0] if named else default)
+
+
+def slugs_of(trees: Iterable[ast.AST]) -> set[str]:
+    """Of every `Problem(slug, ...)`, of calls that pass one to a helper, and of variables named `slug`."""
+    trees = list(trees)
+    public = {name: slug for tree in trees for name, slug in helpers_of(tree).items() if not name.startswith("_")}
+    found: set[str] = set()
+    for tree in trees:
+        helpers = {**public, **helpers_of(tree), "Problem": (0, None)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                found.update(slugs_of_call(node, helpers))
+            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "slug":
+                found.update(strings_of(node.value))
+    return found
+
+
+def slugs() -> set[str]:
+    return slugs_of(ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py")))
+
+
+def words_of(tree: ast.AST) -> set[str]:
+    """The words in the string literals of a test, docstrings left out, each as far as letters, digits and hyphens go."""
+    documented = (
+        node.body[0] for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list) and node.body
+    )
+    docstrings = {id(first.value) for first in documented if isinstance(first, ast.Expr)}
+    return {
+        word
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        for word in SLUG.findall(node.value)
+    }
+
+
+def tested_words() -> set[str]:
+    files = [path for path in sorted(TESTS.rglob("*.py")) if path.parent != Path(__file__).parent]
+    return set().union(*(words_of(ast.parse(path.read_text())) for path in files))
+
+
+def test_each_error_occurs_in_a_test():
+    found = slugs()
+    assert len(found) > 280
+    assert not found - tested_words()
+
+
+def test_every_way_to_name_an_error_is_found():
+    source = """
+class Reader:
+    def wrong(self, node, slug, what): ...
+def _reading(what, slug="by-default"): ...
+def f(reader, node, c):
+    Problem("direct", "...")
+    Problem("if-true" if c else "if-false", "...")
+    reader.wrong(node, "of-a-method", "...")
+    with _reading("..."), _reading("...", slug="by-name"):
+        slug = "first-variable" if c else "second-variable"
+"""
+    direct = {"direct", "if-true", "if-false", "of-a-method"}
+    assert slugs_of([ast.parse(source)]) == direct | {"by-default", "by-name", "first-variable", "second-variable"}
+
+
+def test_a_longer_slug_a_docstring_and_a_comment_are_no_test_of_an_error():
+    source = '''
+def test_it():
+    """Also bad-plan."""
+    with refused("bad-plan-source", f"no {x} of-a-text: "):  # bad-plan
+        pass
+'''
+    assert words_of(ast.parse(source)) == {"bad-plan-source", "no", "of-a-text"}

@@ -258,6 +258,7 @@ def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
     Args:
         mesh: any `DeviceMesh`. If it has no names, a 1-D mesh becomes `tp`; the axes of others are `axis0`, `axis1`, ...
 
+    Returns: the axes as a `MeshSpec`, in the order of the mesh.
     Raises:
         MeshError: what `MeshSpec` raises for bad names and sizes.
     Cost: no communication.

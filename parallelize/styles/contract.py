@@ -103,7 +103,8 @@ class Contract:
     """What a style does to one module.
 
     Args:
-        style: the style's word, for messages. traits: what may be asked about it; `contract_of` sets them.
+        style: the style's word, for messages.
+        traits: what other modules may ask about the style; `contract_of` sets them.
         enter: the conversion of the input.
         leave: the conversion of the output.
         argument: name of the input that `enter` converts; empty means the first.
@@ -145,6 +146,7 @@ class Contract:
 
     @property
     def adds_bias_after_sum(self) -> bool:
+        """Whether the bias is added once, after the partial outputs of the ranks were summed."""
         return self.compute == "rowwise"
 
     @property

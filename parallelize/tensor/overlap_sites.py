@@ -228,11 +228,13 @@ class Overlap:
 def deferred_gradients(module: nn.Module) -> DeferredGradients:
     """The object that receives the weight gradients of a model's overlapped linears.
 
-    Run backward inside `with deferred.deferring():`, and call `deferred.compute()` later. No communication.
+    Run backward inside `with deferred.deferring():`, and call `deferred.compute()` later.
 
     Args:
         module: a model that `parallelize_module` returned.
 
+    Returns: the model's `DeferredGradients`, the same object at each call.
     Raises: ModelError `not-parallelized`.
+    Cost: no communication.
     """
     return require_record(module).overlap.deferred

@@ -113,8 +113,11 @@ def assert_verified(model: Any, plan: Any = None, mesh: Any = "tp=4", **options:
         The result of `verify`, which is true.
 
     Raises:
-        AssertionError: when anything differs, with the whole report.
+        AssertionError: when anything differs, with the full report.
         ParallelizeError: as `verify` raises it.
+
+    Cost:
+        The cost of `verify`.
     """
     result = verify(model, plan, mesh, **options)
     if not result.ok:  # no `assert` statement: python -O removes those

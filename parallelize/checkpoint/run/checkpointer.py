@@ -161,11 +161,15 @@ class Checkpointer:
         """Save the current state. A collective.
 
         Args:
-            step: of training; also the folder's name.
-            values: anything plain to save with it. `resume` sets `values` to it (the first rank's).
+            step: the training step, which also names the folder: an integer above that of every checkpoint in the folder.
+            values: numbers, text, lists, dicts and tensors to save too. `resume` restores them as the attribute `values`. Those
+                of the first rank are saved.
 
-        Raises: CheckpointError, on every rank; earlier checkpoints are unchanged. Errors in the background are raised by the
-            next call.
+        Raises: CheckpointError `bad-step`, `already-saved`, `newer-checkpoints`, `unsavable-value` and other errors of the
+            state, the files and the file system, on every rank; earlier checkpoints are unchanged. Errors in the background
+            are raised by the next call.
+        Cost: short messages, and no tensors. Of elements that several ranks store, one rank writes them. With `asynchronous`,
+            the call first waits for the save before it, then copies this rank's elements to host memory.
         """
         if type(step) is not int or not 0 <= step < 10**18:
             raise CheckpointError(Problem("bad-step", f"{step!r} is not a step", fix="pass an integer, 0 or more"))
@@ -237,7 +241,7 @@ class Checkpointer:
         check: bool = True,
         set_aside: bool = False,
     ) -> int:
-        """Load the newest checkpoint, or that of `step`; nothing where there is none yet. A collective.
+        """Load the newest checkpoint, or that of `step`. Without `step`, an empty folder changes nothing. A collective.
 
         Args:
             step: which checkpoint. None: the newest.
@@ -246,8 +250,10 @@ class Checkpointer:
             check: see `load_checkpoint`.
             set_aside: with `step`: rename newer checkpoints, because their steps will be saved again.
 
-        Returns: the step at which training goes on; 0 where there is no checkpoint.
-        Raises: CheckpointError, on every rank, before anything is changed.
+        Returns: the step at which training continues; 0 if there is no checkpoint.
+        Raises: CheckpointError `no-checkpoint`, `newer-checkpoints` and those of `load_checkpoint`, on every rank, before
+            anything is changed; also the error of an earlier save in the background.
+        Cost: as `load_checkpoint`.
         """
         self.wait()
         folder = self._sync.broadcast(self._choose(step, set_aside) if self._sync.is_coordinator else None)

@@ -130,6 +130,7 @@ class DeferredLogits(ShardedLogits):
         return self.__dict__["_deferred"] if self.__dict__["_computed"] is None else None
 
     def with_local(self, local: T) -> DeferredLogits:
+        """Deferred logits of the same head for other hidden states, `local` [..., H]."""
         return _marked(replace(self.__dict__["_deferred"], hidden=local))
 
     def made(self) -> T:

@@ -23,7 +23,7 @@ ROOMS_BY_FLOOR = (
     "applied ops.attention ops.matmul ops.vocabulary",
     "loop randomness.dropout randomness.init vocabulary.logits",
     "vocabulary.loss vocabulary.sampling",
-    "tensor vocabulary.generation zero",
+    "tensor vocabulary vocabulary.generation zero",
     "context recomputation tensor.torch_styles",
     "apply pipeline",
     "analysis.record checkpoint.run",
@@ -54,7 +54,7 @@ LAZY = {
     "context.stock_attention": OPTIONAL,
     "loop.loggers": OPTIONAL,
     "models.model_source": OPTIONAL,
-    "verification.runner": "threaded groups lie in torch.testing, which is slow to import, and serve one backend of three",
+    "verification.runner": "threaded groups are in torch.testing, which is slow to import; only one of three backends uses them",
 }
 TYPES_ONLY = {
     "analysis.commands": COMMAND,

@@ -59,8 +59,8 @@ class TensorSources:
     """The sources of the tensors of a model in a checkpoint.
 
     Attributes:
-        by_name: canonical name -> parts that cover the tensor, or how it is computed. Tensors that the checkpoint may lack
-            and lacks are absent, and so are buffers that are not persistent.
+        by_name: canonical name -> parts that cover the tensor, or how it is computed. Optional tensors that the
+            checkpoint does not contain are omitted, and so are non-persistent buffers.
         twins: (used, ignored): two tensors of the checkpoint for one tied parameter of the model. They have the same shape,
             and the caller must check that they are equal. If they differ, transformers would untie the model.
     """

@@ -101,7 +101,7 @@ def default_store() -> Any | None:
 
 
 def known_groups() -> list[dist.ProcessGroup]:
-    """The process groups in PyTorch's registry that this rank has made or belongs to. Any thread may use these groups."""
+    """The groups in PyTorch's registry that this rank has made or belongs to. Any thread may use these groups."""
     from torch.distributed.distributed_c10d import _world
 
     return [group for group in _world.pg_map if getattr(group, "group_desc", "") != _OWN]
@@ -115,10 +115,10 @@ _OWN = "parallelize: of one object"
 def new_local_group(ranks: Sequence[int], *, own: bool = False, **options: Any) -> dist.ProcessGroup:
     """`dist.new_group`, called on the listed ranks alone, whatever other groups each of them is in.
 
-    PyTorch (2.13) names such a group by its ranks and by the number of groups that the *calling* rank is in. If members are
-    in unequal numbers of groups (the first and the last stage share a tie, those between do not), each waits for a name that
-    no other member uses. Here the name contains the ranks and a count of the groups of exactly these ranks, which is the
-    same on all members.
+    PyTorch (2.13) names such a group by its ranks and by the number of groups that the *calling* rank is in. If members
+    are in unequal numbers of groups (the first and the last stage share a tie, those between do not), each waits for a
+    name that no other member uses. Here the name contains the ranks and a count of the groups of exactly these ranks,
+    which is the same on all members.
 
     own: leave the group out of `known_groups`, because another thread uses it.
     """

@@ -194,7 +194,7 @@ class Sharder:
     Args:
         tp, group: the axis `tp` of the mesh, and its process group.
         source: the rank of the group whose values are broadcast; None: each rank shards its own.
-        dtype, device: of the stored parameters; None: as they are.
+        dtype, device: dtype and device of the stored parameters; None: unchanged.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class GroupState:
     Attributes:
         profiles: results of calibration by device type and dtype.
         posted: lines that this rank has compared through the store (see `ops.matmul.agreement`).
-        first_choices: by line, what the group's first rank decided.
+        first_choices: what the group's first rank decided, by line.
         store_prefix: where the lines of this group are in the store; empty before the first one.
     """
 

@@ -34,9 +34,10 @@ Batch = TypeVar("Batch")
 class GlobalBatches(Sampler[list[int]]):
     """A batch sampler: iterating gives this rank's indices of each global batch, from the position to the epoch's end.
 
-    With an epoch's last batch, the position moves to the next epoch, which has another order. After an iteration that was
-    left early, the next one goes on where it was left. The position counts batches that were handed out; a DataLoader's
-    workers take them ahead of training. After `track` was called, it counts what the tracked loop has taken.
+    With an epoch's last batch, the position moves to the next epoch, which has another order. If an iteration
+    is stopped early, the next one continues at the position. The position counts the batches that were returned; a
+    DataLoader's workers take them ahead of training. After `track` was called, it counts what the tracked loop has
+    taken.
 
     Args:
         num_samples: the number of samples in the data set.
@@ -73,7 +74,7 @@ class GlobalBatches(Sampler[list[int]]):
         return _steps(self.num_samples, self.global_batch_size, self.drop_last)
 
     def __len__(self) -> int:
-        """Steps that are left in this epoch: the length of an iteration that starts now."""
+        """The remaining steps of this epoch: the length of an iteration that starts now."""
         return self.steps_per_epoch - self.batches_done
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -43,7 +43,7 @@ class _Closing:
     """A logger that can be used as a context manager, with nothing to close by default."""
 
     def close(self) -> None:
-        """Write what is left and close what is open. May be called twice."""
+        """Write pending values and close open files. May be called twice."""
 
     def __enter__(self) -> Any:
         return self
@@ -247,13 +247,13 @@ class TensorBoardLogger(_Closing):
             self._writer = SummaryWriter(os.fspath(folder))
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Add the `scalars` of a `step` to the curves of their tags. Files are written every two minutes and at the end."""
+        """Add the `scalars` of a `step` to the curves of their tags. Files are written every two minutes and on `close`."""
         if self._writer is not None:
             for tag, value in to_numbers(scalars).items():
                 self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        """Write what is left; later values are dropped."""
+        """Write pending values; later values are dropped."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -273,7 +273,7 @@ class HubLogger(_Closing):
 
     Args:
         repo_id: "user/name"; created if it does not exist.
-        folder: of the files, such as `metrics.jsonl`.
+        folder: the folder of the files, such as `metrics.jsonl`.
         every_minutes: between uploads.
         path_in_repo: the folder in the repository.
         repo_type: "model", "dataset" or "space".
@@ -318,7 +318,7 @@ class HubLogger(_Closing):
             self._warn(last.exception())
 
     def close(self) -> None:
-        """Upload what is left and stop the thread; later values are dropped."""
+        """Upload pending values and stop the thread; later values are dropped."""
         self._lines.close()
         if self._scheduler is not None:
             scheduler, self._scheduler = self._scheduler, None

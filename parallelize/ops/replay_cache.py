@@ -7,7 +7,7 @@ in this thread,
     run_collective(kind, collective, ...)   communicates, or in a replay returns the saved result, if the unit saves the kind
     remembered(name, make)                  makes a value, or in a replay returns the value of the forward
     in_recompute()                          whether this is a replay
-    pass_number()                           tells passes apart
+    pass_number()                           distinguishes passes
     at_exit(call)                           calls a function when the pass ends
     replay_key()                            an object that identifies the forward and its replays
 

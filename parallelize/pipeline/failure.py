@@ -21,7 +21,7 @@ class Failure:
     """The first error of one rank.
 
     Attributes:
-        rank: in the world.
+        rank: the global rank.
         phase: a value of `_PHASES`.
         module: fqn of the innermost module whose code raised it; empty where there is none.
         error: type and message.

@@ -22,7 +22,7 @@ class ParallelModel:
 
     Args:
         module: this rank's part of the model.
-        mesh: all axes.
+        mesh: the mesh with all axes.
         pipeline: runs steps, also where `pp` is 1 or absent.
 
     Attributes:
@@ -37,7 +37,7 @@ class ParallelModel:
 
         Args:
             args, kwargs: inputs of the full model; tensors [batch, ...] of this data rank, the same on its other ranks.
-            targets: for the loss, such as token ids [batch, sequence].
+            targets: the targets of the loss, such as token ids [batch, sequence].
 
         Returns: the mean loss over all data ranks, a scalar, the same on every rank.
         Raises: ShapeError, HandshakeError and PipelineError as `Pipeline.step`.

@@ -49,8 +49,8 @@ class Streams:
 
         Args:
             name: the name of the stream.
-            differs_over: the mesh axes along which ranks draw different numbers. Empty (the default): all ranks draw the same
-                numbers.
+            differs_over: the mesh axes along which ranks draw different numbers. Empty (the default): all ranks draw
+                the same numbers.
 
         Raises: MeshError `unknown-axis`; ModelError `stream-declared` if the name is declared with other axes.
         """
@@ -132,8 +132,8 @@ class Streams:
         Args:
             state: the dict that `state_dict()` returned. Its seed and streams replace those of this object.
 
-        Raises: ModelError `stream-open` inside a stream; MeshError `unknown-axis` if a saved stream differs over an axis that
-            the mesh does not have.
+        Raises: ModelError `stream-open` inside a stream; MeshError `unknown-axis` if a saved stream differs over an
+            axis that the mesh does not have.
         """
         self.check_closed()
         self.seed = int(state["seed"])

@@ -117,8 +117,8 @@ class Contract:
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
         overlap: one of `OVERLAPS`, where the rule names one; empty means the plan's default.
-        forward_factory: for a style of your own: (module, group of tp) -> a forward(module, *args, **kwargs), which replaces the
-            module's own on more than one rank. None: by `compute`.
+        forward_factory: for a registered style: (module, group of tp) -> a forward(module, *args, **kwargs), which
+            replaces the module's own on more than one rank. None: by `compute`.
     """
 
     style: str

@@ -25,7 +25,7 @@ class ModuleFacts:
     Attributes:
         fqn: the module's name.
         kind: "linear" (weight [out, in]), "conv1d" (weight [in, out], as GPT-2 stores it), "embedding", "norm", "other".
-        class_name: for messages.
+        class_name: the class name, for messages.
         shapes: full shapes of its direct parameters, by name.
     """
 

@@ -46,7 +46,7 @@ class Installer:
     """Makes every planned module run as planned. The parameters must be sharded already.
 
     Args:
-        group: of `tp`.
+        group: the process group of `tp`.
         model: the facts of this rank's part of the model; resolved: the plan of that part.
         call_sites: where collectives overlap with matmuls.
     """

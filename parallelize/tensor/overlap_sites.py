@@ -29,7 +29,7 @@ class PlannedCallSite:
     """A call site as the plan has it.
 
     Attributes:
-        fqn: of the module: a linear, or the block whose input is shared.
+        fqn: the fqn of the module: a linear, or the block whose input is shared.
         op: the collective matmul.
         requested: the value of `overlap`: "auto", "chunked" or "symm_mem".
         consumers: fqns of the column linears that read the input; empty for a row linear.
@@ -65,7 +65,7 @@ def planned_call_sites(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Pl
 
 
 def _has_siblings(fqn: str, resolved: ResolvedPlan) -> bool:
-    """Whether other column linears of the same module convert their input alike, so that it is most likely the same."""
+    """Whether other column linears of the module have the same input conversion, so that they likely share the input."""
     parent, enter = fqn.rpartition(".")[0], resolved.modules[fqn].contract.enter
     return any(
         other != fqn

@@ -60,11 +60,11 @@ def verify(
         seed: seed of weights and batch, 0 or more.
         full_size: whether a config keeps its sizes.
         timeout_s: how long ranks may wait for each other, and how long one mode may take, in seconds.
-        options: fields of `Options`, as `parallelize_model` takes them; what is left out is what the plan's `defaults:` say.
-            Without `sequence_parallel` and `loss_parallel`, every mode that the plan serves is run, one after another; without
-            `num_microbatches` and pp, one microbatch in some runs and two in others (one in all with `full_size`).
-            overlap="auto" is run as "chunked", because at these sizes it would overlap nothing. dtype: "float64" (the
-            default), "float32" or "bfloat16", of weights, compute and gradients.
+        options: fields of `Options`, as `parallelize_model` takes them; options that are not given have the values of
+            the plan's `defaults:`. Without `sequence_parallel` and `loss_parallel`, every mode that the plan serves is
+            run, one after another; without `num_microbatches` and pp, one microbatch in some runs and two in others
+            (one in all with `full_size`). overlap="auto" is run as "chunked", because at these sizes it would overlap
+            nothing. dtype: "float64" (the default), "float32" or "bfloat16", of weights, compute and gradients.
         tell: called with a line of text before each mode.
 
     Returns:

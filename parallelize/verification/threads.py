@@ -67,7 +67,7 @@ class _World:
         Args:
             key: the same for the same collective on every rank.
             what: the collective in an error message.
-            size, rank: of the group.
+            size, rank: size of the group, and the rank in it.
             call: must be the same on every rank.
             data, work: `work` is called with the list of every rank's `data`.
         """

@@ -24,8 +24,8 @@ def write_extras(module: nn.Module, folder: Path, dtype: torch.dtype | None, car
 
     Args:
         module: whose config is written.
-        folder: to write into.
-        dtype: of the weights, for config.json.
+        folder: the folder to write to.
+        dtype: the dtype of the weights, for config.json.
         carry: a folder.
     """
     config: Any = full_config(getattr(module, "config", None))

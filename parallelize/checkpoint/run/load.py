@@ -66,7 +66,7 @@ def load_run(folder: Path, run: Run, on_mesh: ModelOnMesh, sync: RankSync, optio
     """Load a checkpoint into a run. A collective of `sync`.
 
     Args:
-        folder: of a step.
+        folder: the folder of a step.
 
     Returns: what was read; `values` are those that were given to the save.
     Raises: CheckpointError, on every rank, before anything is changed.

@@ -46,9 +46,9 @@ class LocalTensor:
     """One tensor of the state, as this rank stores it.
 
     Attributes:
-        name: in the checkpoint.
+        name: the name in the checkpoint.
         replica, num_replicas: the index of this rank among the ranks that store the same elements, and their number.
-        owner: False where another pipeline stage writes the tensor.
+        owner: False if another pipeline stage writes the tensor.
         single_writer: never split among the replicas, as for buffers, whose copies may differ.
         about: what the manifest says about it.
     """
@@ -104,7 +104,7 @@ class ModelOnMesh:
     """A model, and this rank's coordinates in the mesh.
 
     Args:
-        mesh: of all processes. None: the mesh that the model was given; a single process needs none.
+        mesh: the mesh of all processes. None: the mesh that the model was given; a single process needs none.
 
     Attributes:
         cut: how a pipeline has cut the model, or None. coordinates: axis -> index of this rank.

@@ -27,7 +27,7 @@ class RestoredOptimizer:
     Attributes:
         parameters: whose state is replaced.
         moments: (parameter, key, local tensor). values: (parameter, key, value, whether it was on an accelerator).
-        options: of each parameter group.
+        options: the options of each parameter group.
     """
 
     optimizer: Optimizer

@@ -183,7 +183,7 @@ def _check_extra_state(module: nn.Module) -> None:
 
 
 def reshard_units(module: nn.Module) -> None:
-    """Under `fully_shard`, reshard the parameters that a forward has left gathered."""
+    """Under `fully_shard`, reshard the parameters that are still gathered after a forward."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()

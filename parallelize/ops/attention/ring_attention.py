@@ -69,7 +69,7 @@ def ring_attention(
 
     Args:
         runs: the positions of each rank of the group, ascending.
-        documents: as explained at the top of this file.
+        documents: see the module docstring.
 
     Cost: P - 1 messages of a rank's keys and values forward; the same, and P of their gradients in float32, backward.
     """

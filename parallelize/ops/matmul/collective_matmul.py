@@ -203,7 +203,7 @@ class OverlappedLinear:
 
     Args:
         op: the name of the op.
-        x, weights, biases, group, overlap, chunks: as for the public functions.
+        x, weights, biases, group, overlap, chunks: as in the public functions.
         decided: chooses the algorithm instead of `overlap`.
         features: (input, output) features to choose by, if those of this rank may differ from its peers'.
     """

@@ -129,8 +129,8 @@ class _UsedOutputs:
     """The outputs of column linears that have a gradient, and where the gradients of their parameters go.
 
     Args:
-        grads: of every output; None for an output that is not used.
-        weights: of every output.
+        grads: the gradient of every output; None for an output that is not used.
+        weights: the weight of every output.
     """
 
     def __init__(self, ctx: Any, grads: list[T | None], weights: list[T]):
@@ -150,7 +150,8 @@ class _UsedOutputs:
         Args:
             computed: the weight gradients that are not deferred.
             rows: what deferred gradients are computed from.
-            gather: the autograd ctx with the dim, size and group of the all-gather of `rows`; None if `rows` are gathered.
+            gather: the autograd ctx with the dim, size and group of the all-gather of `rows`; None if `rows` are
+                gathered.
         """
         rest = iter(computed)
         weights: list[T | None] = [None] * self.number

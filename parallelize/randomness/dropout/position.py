@@ -20,7 +20,7 @@ class Position:
     """The position of a forward in training, for `clock.move` and `clock.at`.
 
     Args:
-        step: of the optimizer.
+        step: the optimizer step.
         batch_offset: the index in the step's global batch of this microbatch's first row.
         batch_size: rows of this microbatch; None: the first dim of the model's first tensor.
     """

@@ -5,7 +5,7 @@ dtype of the logits. A shift or flatten before the loss is applied to the hidden
 `F.cross_entropy` then computes matmul and loss together, one chunk of tokens at a time.
 
 If a gradient is required, a function that needs all logits raises an error that names the function. Without gradients
-(evaluation, generation) the logits are computed at that point, for the tokens that are left.
+(evaluation, generation) the logits are computed at that point, for the remaining tokens.
 """
 
 from __future__ import annotations

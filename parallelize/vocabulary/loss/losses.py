@@ -143,7 +143,8 @@ def loss_parallel() -> Iterator[None]:
     Models with a plan do not need it: apply the plan with `loss_parallel=True`.
 
     Returns: a context manager.
-    Cost: none to enter or leave. Inside, PyTorch's loss sends three all-reduces of one value per token over the tp group.
+    Cost: none to enter or leave. Inside, PyTorch's loss sends three all-reduces of one value per token over the tp
+        group.
     """
     if private.loss_parallel_is_on():
         yield  # an outer context is active

@@ -180,7 +180,7 @@ def remembered(name: str, make: Callable[[], Any]) -> Any:
     """`make()`; in a replay the value that it returned in the forward, in the same order.
 
     Args:
-        name: keeps the values of different callers apart.
+        name: distinguishes the values of different callers.
 
     Raises: ModelError `replay-differs`.
     """

@@ -1,4 +1,4 @@
-"""An error in one stage is raised on every rank; the pipeline is then as it was before the step."""
+"""An error in one stage is raised on every rank. All gradients are dropped, and the next step works."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Nested:
 
 @dataclass(frozen=True)
 class Header:
-    """What both sides of a stage boundary know.
+    """What both sides of a stage boundary store.
 
     Attributes:
         content: what is sent: {"call": {position or name: value}, "skips": {unit: value}}.

@@ -1,7 +1,7 @@
 """Messages between stages: tensors whose shapes both sides know, and headers where they do not yet.
 
 Messages are point to point on the pipeline's group. On backends that match them by order (NCCL), each pair of ranks posts
-its messages in the one order of the schedule. gloo matches by tag, so nothing depends on timing.
+its messages in the order of the schedule. gloo matches by tag, so nothing depends on timing.
 """
 
 from __future__ import annotations

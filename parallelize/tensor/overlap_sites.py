@@ -26,7 +26,7 @@ from parallelize.styles.contract import Conversion
 
 @dataclass(frozen=True)
 class PlannedCallSite:
-    """A call site as the plan has it.
+    """A call site as the plan defines it.
 
     Attributes:
         fqn: the fqn of the module: a linear, or the block whose input is shared.

@@ -1,4 +1,4 @@
-"""`verify`: whether a model computes the same numbers on a mesh as without one."""
+"""`verify`: checks that a model computes the same numbers on a mesh as without one."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def verify(
 
 
 def assert_verified(model: Any, plan: Any = None, mesh: Any = "tp=4", **options: Any) -> Verification:
-    """`verify` for tests of your own: it raises an AssertionError when anything differs.
+    """`verify` for use in tests: raises an AssertionError if anything differs.
 
     Args:
         model, plan, mesh: as in `verify`.

@@ -148,7 +148,7 @@ def _serve(request: Request, rank: int, port: int, pipe: Any) -> None:
 
 
 def _send(pipe: Any, kind: str, value: Any) -> None:
-    """Send a message, or exit if the parent does not listen any more."""
+    """Send a message, or exit if the parent no longer receives."""
     try:
         pipe.send((kind, value))
     except OSError:

@@ -155,7 +155,7 @@ class _World:
         rendezvous.ready.notify_all()
 
     def _fail_if_deadlocked(self) -> None:
-        """If every running rank waits, fail the pending rendezvous of the smallest groups, so that their ranks go on."""
+        """If every running rank waits, fail the pending rendezvous of the smallest groups, so that their ranks continue."""
         if self.blocked < self.running or not self.running:
             return
         stuck = {key: rendezvous for key, rendezvous in self.pending.items() if rendezvous.waiting}

@@ -85,7 +85,7 @@ class _Message:
     """A box of a tensor of the model that one rank sends to the rank that writes it.
 
     Attributes:
-        sender: rank.
+        sender: the rank that sends it.
         name: the name of the tensor in the model.
         number: index of the sender's owned box that contains it.
         box: a box of the tensor of the model.

@@ -23,7 +23,7 @@ def write_extras(module: nn.Module, folder: Path, dtype: torch.dtype | None, car
     weights.
 
     Args:
-        module: whose config is written.
+        module: the module whose config is written.
         folder: the folder to write to.
         dtype: the dtype of the weights, for config.json.
         carry: a folder.

@@ -31,7 +31,7 @@ _MAX_DEPTH = 16
 
 
 class _StepCounter(LRScheduler):
-    """Wraps `optimizer.step` as every scheduler does when it is constructed, and changes no learning rate."""
+    """Wraps `optimizer.step` as every scheduler does in its constructor, without changing a learning rate."""
 
     def step(self, epoch: int | None = None) -> None:
         pass

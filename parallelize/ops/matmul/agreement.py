@@ -103,7 +103,7 @@ def _exchange(group: Group, device: torch.device, line: str) -> list[str]:
 
 
 class _Messages:
-    """Lines on their way between ranks as messages of the group."""
+    """Lines that are sent between ranks as messages of the group."""
 
     def __init__(self, group: Group, line: str):
         self.group, self.line = group, line

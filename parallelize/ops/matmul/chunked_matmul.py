@@ -4,7 +4,7 @@
     matmul_reduce_scatter   partial sums; the rows of each peer are sent as soon as they are computed, local rows are summed
     matmul_all_reduce       the same, and each rank sends its sums to all others: an all-reduce in chunks
 
-All of them keep three rules. Matmuls are split by rows only, and contributions are summed in rank order, so the result does
+All of them follow three rules. Matmuls are split by rows only, and contributions are summed in rank order, so the result does
 not depend on the number of chunks (bit for bit if the matmul kernel's result for a row does not depend on the other rows).
 Everything is allocated before the first message, in which the ranks compare a line (see `agreement`): if a rank fails
 before it, the rank's next op reports the failure, and no rank waits. After it, the messages of an op are always completed:
@@ -194,7 +194,7 @@ class RowGather:
         x, dim, full, group: as in `all_gather_matmul`.
         steps: chunks per shard (0 means 1).
         line: what the ranks must agree on before the first message.
-        stream: keeps messages apart from those of another exchange that runs at the same time.
+        stream: a number that separates messages from those of another exchange that runs at the same time.
         keep: copy local rows to the gathered tensor too; if not, only `local` has them.
     """
 

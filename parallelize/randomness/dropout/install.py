@@ -43,7 +43,7 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
         seed: any integer, the same on every rank.
         mesh: the mesh with the data axes, if the model has no plan.
 
-    Returns: the dropout clock. Its `state_dict()`, two numbers, belongs into a checkpoint.
+    Returns: the dropout clock. Its `state_dict()`, two numbers, belongs in a checkpoint.
     Raises: before anything is changed, ModelError `unplaceable-dropout` with all dropout that is not supported (`Dropout2d`,
         `MultiheadAttention`, ...), `already-installed`. During a forward, `unplaceable-dropout`, `dropout-outside-forward`,
         `ambiguous-dropout`.

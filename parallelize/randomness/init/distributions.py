@@ -113,7 +113,7 @@ class TruncatedNormal:
     """A normal distribution restricted to values between `low` and `high`.
 
     Args:
-        mean, std: of the normal distribution before truncation.
+        mean, std: mean and standard deviation of the normal distribution before truncation.
         low, high: the bounds, as values and not as standard deviations.
 
     Raises: ModelError `bad-distribution` unless std > 0, low < high and the interval has a probability above 1e-12.

@@ -184,7 +184,7 @@ class Installer:
         return layout.shape[layout.dim]
 
     def _install_overlap(self, planned: PlannedCallSite) -> None:
-        """Make the linears of a call site run through it, in place of the forwards that they have."""
+        """Make the linears of a call site run its collective matmul."""
         module, contract = self.model.objects[planned.fqn], self.resolved.modules[planned.fqn].contract
         call_site = self.overlap.add(planned, self.group)
         by_sequence = planned.op in ("all_gather_linear", "linear_reduce_scatter")

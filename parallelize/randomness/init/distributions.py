@@ -38,7 +38,7 @@ class Constant:
         return torch.full(index.shape, self.value, dtype=torch.float64, device=index.device)
 
     def affine(self, scale: float, shift: float) -> Constant:
-        """The distribution of `scale * x + shift` for x of this one."""
+        """The distribution of `scale * x + shift`, where x has this distribution."""
         return Constant(self.value * scale + shift)
 
 
@@ -70,7 +70,7 @@ class Uniform:
         return uniform(key, index).mul_(self.high - self.low).add_(self.low)
 
     def affine(self, scale: float, shift: float) -> Uniform:
-        """The distribution of `scale * x + shift` for x of this one."""
+        """The distribution of `scale * x + shift`, where x has this distribution."""
         ends = sorted((self.low * scale + shift, self.high * scale + shift))
         return Uniform(*ends)
 
@@ -104,7 +104,7 @@ class Normal:
         return inverse_normal(open_uniform(key, index)).mul_(self.std).add_(self.mean)
 
     def affine(self, scale: float, shift: float) -> Normal:
-        """The distribution of `scale * x + shift` for x of this one."""
+        """The distribution of `scale * x + shift`, where x has this distribution."""
         return Normal(self.mean * scale + shift, self.std * abs(scale))
 
 
@@ -148,7 +148,7 @@ class TruncatedNormal:
         return inverse_normal(u).mul_(self.std).add_(self.mean).clamp_(self.low, self.high)
 
     def affine(self, scale: float, shift: float) -> TruncatedNormal | Constant:
-        """The distribution of `scale * x + shift` for x of this one. A `Constant` if `scale` is 0."""
+        """The distribution of `scale * x + shift`, where x has this distribution. A `Constant` if `scale` is 0."""
         if scale == 0.0:
             return Constant(shift)
         ends = sorted((self.low * scale + shift, self.high * scale + shift))

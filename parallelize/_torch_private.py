@@ -101,7 +101,7 @@ def default_store() -> Any | None:
 
 
 def known_groups() -> list[dist.ProcessGroup]:
-    """Every process group that this rank has made or belongs to, from PyTorch's registry, which anyone may send on."""
+    """The groups in PyTorch's registry that this rank has made or belongs to. Any thread may use these groups."""
     from torch.distributed.distributed_c10d import _world
 
     return [group for group in _world.pg_map if getattr(group, "group_desc", "") != _OWN]
@@ -115,11 +115,12 @@ _OWN = "parallelize: of one object"
 def new_local_group(ranks: Sequence[int], *, own: bool = False, **options: Any) -> dist.ProcessGroup:
     """`dist.new_group`, called on the listed ranks alone, whatever other groups each of them is in.
 
-    PyTorch (2.13) names such a group by its ranks and by the number of groups that the *calling* rank is in. Where members
-    are in unequal numbers of groups (the first and the last stage share a tie, those between do not), each waits for a name
-    that no other member uses. Here the name says which group of exactly these ranks it is: members agree on that.
+    PyTorch (2.13) names such a group by its ranks and by the number of groups that the *calling* rank is in. If members
+    are in unequal numbers of groups (the first and the last stage share a tie, those between do not), each waits for a
+    name that no other member uses. Here the name contains the ranks and a count of the groups of exactly these ranks,
+    which is the same on all members.
 
-    own: `known_groups` does not list it, because another thread sends on it.
+    own: leave the group out of `known_groups`, because another thread uses it.
     """
     _install_names()
     made = _groups_made.setdefault(dist.group.WORLD, Counter())
@@ -137,7 +138,7 @@ def new_local_group(ranks: Sequence[int], *, own: bool = False, **options: Any) 
 
 @lru_cache(maxsize=1)
 def _install_names() -> None:
-    """Let torch's function for the names of local groups answer `new_local_group`, in the thread that it runs in."""
+    """Patch torch's naming of local groups so that `new_local_group` chooses the name, per thread."""
     from torch.distributed import distributed_c10d
 
     original: Any = getattr(distributed_c10d, "_hash_ranks_to_str", None)

@@ -49,7 +49,7 @@ class ParallelizeError(Exception):
     """The base of all errors that a user can cause.
 
     Args:
-        problems: at least one. `slugs` are their names.
+        problems: at least one.
     """
 
     def __init__(self, *problems: Problem):
@@ -61,6 +61,7 @@ class ParallelizeError(Exception):
 
     @property
     def slugs(self) -> tuple[str, ...]:
+        """The slugs of the problems, in order."""
         return tuple(problem.slug for problem in self.problems)
 
 

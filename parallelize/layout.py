@@ -27,7 +27,7 @@ class Chunk:
         size: elements along the dim.
         units: the number of equal blocks in it that are never split, such as heads; None: any element may be a boundary.
         replicable: whether each unit may be stored by several ranks if there are fewer units than ranks (key/value heads).
-        name: of the units, for error messages.
+        name: what a unit is called in error messages.
     """
 
     size: int
@@ -49,8 +49,9 @@ class Layout:
     """How one parameter is sharded over the ranks of one axis.
 
     Attributes:
-        shape: of the full tensor.
-        dim: the sharded dim; None: every rank stores all of it.
+        shape: the shape of the full tensor.
+        num_ranks: the number of ranks of the axis.
+        dim: the sharded dim; None: every rank stores the full tensor.
         owned: for each rank, the intervals of the full dim that it stores, in memory order.
         chunks: what `owned` was computed from, to compute it for another number of ranks.
     """
@@ -62,18 +63,18 @@ class Layout:
     chunks: tuple[Chunk, ...] = field(default=(), compare=False)
 
     def local_size(self, rank: int) -> int:
-        """Elements along `dim` on this rank. A replicated layout has no `dim` and no local size."""
+        """The number of elements along `dim` that `rank` stores. A replicated layout has no `dim` and no local size."""
         assert self.dim is not None
         return sum(stop - start for start, stop in self.owned[rank])
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the local tensor that a rank computes with."""
+        """The shape of the local tensor that `rank` computes with."""
         if self.dim is None:
             return self.shape
         return self._with_dim(self.local_size(rank))
 
     def slices(self, rank: int) -> tuple[SlicePair, ...]:
-        """The pairs of local and full slices of a rank, in memory order. Empty where the rank stores nothing."""
+        """The pairs of local and full slices of `rank`, in memory order. Empty if the rank stores nothing."""
         if self.dim is None:
             everything = tuple(slice(0, size) for size in self.shape)
             return (SlicePair(everything, everything),)
@@ -85,11 +86,14 @@ class Layout:
         return tuple(pairs)
 
     def holders(self, interval: Interval) -> tuple[int, ...]:
-        """The ranks that store exactly this interval."""
+        """The ranks that store exactly this `interval` of the full dim."""
         return tuple(rank for rank, owned in enumerate(self.owned) if interval in owned)
 
     def shared(self, rank: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-        """(local start, local stop, ranks) of each interval that other ranks store too. Its gradient is summed over `ranks`."""
+        """The intervals that `rank` and other ranks store: (local start, local stop, ranks).
+
+        The gradient of an interval is summed over its ranks.
+        """
         if self.dim is None:
             return ()
         intervals, offset = [], 0
@@ -107,7 +111,7 @@ class Layout:
 
     @cached_property
     def stored_local_size(self) -> int:
-        """The largest local size. Every rank stores so much along `dim` if the layout is not canonical: shards are even."""
+        """The largest local size. If the layout is not canonical, shards are padded to it, so that they are even."""
         return max(self.local_size(rank) for rank in range(self.num_ranks))
 
     @property

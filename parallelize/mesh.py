@@ -58,14 +58,17 @@ class MeshSpec:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the axes, outermost first."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """The number of ranks along each axis, in the order of `names`."""
         return tuple(size for _, size in self.axes)
 
     @property
     def world_size(self) -> int:
+        """The number of ranks of the mesh: the product of the sizes."""
         return math.prod(self.sizes)
 
     def size(self, axis: str) -> int:
@@ -77,7 +80,7 @@ class MeshSpec:
         return dict(self.axes)[axis]
 
     def ranks(self, *axes: str) -> int:
-        """Ranks along the product of axes. Axes that the mesh does not have count 1."""
+        """The number of ranks along the product of `axes`. An axis that the mesh does not have counts as 1."""
         sizes = dict(self.axes)
         return math.prod(sizes.get(axis, 1) for axis in axes)
 
@@ -92,11 +95,11 @@ class MeshSpec:
         return tuple(axis for axis in DATA_AXES if self.ranks(axis) > 1)
 
     def with_axes(self, other: MeshSpec) -> MeshSpec:
-        """The axes of both; where they share one, the size is that of `other`."""
+        """The axes of both meshes. An axis that both have gets the size that it has in `other`."""
         return MeshSpec([*((name, size) for name, size in self.axes if name not in other.names), *other.axes])
 
     def only(self, *axes: str) -> MeshSpec:
-        """The mesh of some of its axes; those that it lacks are left out."""
+        """The mesh of some of its `axes`; names that it does not have are ignored."""
         return MeshSpec([(name, size) for name, size in self.axes if name in axes])
 
     def coordinates(self, rank: int) -> dict[str, int]:

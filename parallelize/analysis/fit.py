@@ -92,9 +92,9 @@ def fit(
     Args:
         subject: the model and the plan.
         gpus: number of devices. machine: one of them, and its links.
-        memory_bytes: of one device; None: the machine's.
+        memory_bytes: the memory of one device; None: the machine's.
         global_batch: sequences per step over all devices. sequence: tokens of a sequence.
-        dtype: of compute; None: that of the weights. optimizer: a key of `STATE_BYTES`.
+        dtype: the compute dtype; None: that of the weights. optimizer: a key of `STATE_BYTES`.
         most: how many meshes to return.
         tell: is called with the name of each mesh before it is tried.
         options: further fields of `Options` and `Setting`, except `batch`. What is given here is not searched.

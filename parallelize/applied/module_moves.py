@@ -1,4 +1,4 @@
-"""What users do to a parallelized model: `.to()` and other moves and casts, which work, and DDP, which is refused."""
+"""Moves and casts of a parallelized model, such as `.to()`, are supported. Wrapping it in DDP is refused."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Slot:
         key: its name in the module.
         valid: (dim, size) of the elements to compute with, where the DTensor's shard is padded at the end.
         reduction: what its gradient is summed over.
-        pending_reductions: of the model.
+        pending_reductions: the pending reductions of the model.
         shared: the local intervals that other tp ranks store too.
     """
 

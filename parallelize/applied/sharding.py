@@ -31,6 +31,11 @@ class ShardInfo:
     """How one parameter is sharded: the global ranks, the full shape, and the slices that each rank stores.
 
     `ranks[i]` stores `layout.slices(i)`. Checkpoints write the same pairs.
+
+    Attributes:
+        fqn: the name of the parameter. A tied parameter has one `ShardInfo` for each of its names.
+        ranks: the global ranks of the tp group, in the order of the group.
+        layout: which slices of the full tensor each rank of the group stores.
     """
 
     fqn: str
@@ -39,14 +44,15 @@ class ShardInfo:
 
     @property
     def full_shape(self) -> tuple[int, ...]:
+        """The shape of the full parameter."""
         return self.layout.shape
 
     def slices(self, rank: int) -> tuple[SlicePair, ...]:
-        """The (local, full) pairs of slices of a global rank."""
+        """The (local, full) pairs of slices that the global rank `rank` stores."""
         return self.layout.slices(self.ranks.index(rank))
 
     def multiplicity(self, pair: SlicePair) -> int:
-        """How many ranks store these elements."""
+        """The number of ranks that store the elements of `pair`, which is one of `slices(rank)`."""
         return sum(any(pair.full == other.full for other in self.slices(rank)) for rank in self.ranks)
 
 
@@ -69,12 +75,14 @@ def shared_of(layout: Layout, rank: int) -> Shared:
 
 
 def shard_info(module: nn.Module) -> dict[str, ShardInfo]:
-    """Parameter name -> how it is sharded over `tp`, for every DTensor parameter. Nothing is sent.
+    """Parameter name -> how it is sharded over `tp`, for every DTensor parameter.
 
     Args:
         module: a model that `parallelize_module` returned.
 
+    Returns: a `ShardInfo` by parameter name. A tied parameter is listed under each of its names.
     Raises: ModelError `not-parallelized`.
+    Cost: no communication.
     """
     return {
         name: ShardInfo(name, group.ranks, layout)
@@ -133,9 +141,10 @@ def full_state_dict(module: nn.Module, *, every_rank: bool = False) -> dict[str,
     A collective: call it on every rank. Tensors are unsharded one at a time; tied parameters stay one tensor.
 
     Args:
-        module: parallelized or not.
-        every_rank: return it on every rank; otherwise on rank 0, and an empty dict on the others.
+        module: a model, parallelized or not.
+        every_rank: return the state dict on every rank. Otherwise only rank 0 returns it.
 
+    Returns: full CPU tensors by name; an empty dict on ranks other than 0 unless `every_rank` is set.
     Cost: an all-gather of every sharded tensor's bytes, on every rank, over the axes that shard it.
     """
     returned_here = every_rank or dist.get_rank() == 0
@@ -157,6 +166,7 @@ def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     Args:
         module: a model that `parallelize_module` returned, or any other.
 
+    Returns: full gradients by parameter name, in original order, on the parameter's device.
     Cost: one all-gather over `tp` of every sharded gradient's bytes, and one over each axis that ZeRO shards it over. Call
         it on every rank.
     """
@@ -185,7 +195,7 @@ class Sharder:
     Args:
         tp, group: the axis `tp` of the mesh, and its process group.
         source: the rank of the group whose values are broadcast; None: each rank shards its own.
-        dtype, device: of the stored parameters; None: as they are.
+        dtype, device: dtype and device of the stored parameters; None: unchanged.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class StoredTensor:
     Attributes:
         fqn, names: its first name, and all of its names.
         local: the local tensor.
-        shape: of the full tensor.
+        shape: the shape of the full tensor.
         slices: the (local, full) pairs of slices that this rank stores.
         axes: the mesh axes along which ranks store different elements. Along all others they store the same.
         is_first_holder: for each pair of `slices`, whether this rank is the first of those along `axes` that store these
@@ -121,7 +121,7 @@ def _sharding_axes(parameter: DTensor) -> set[str]:
 
 
 def _local_window(parameter: DTensor, window: list[Interval], skip: str | None) -> list[Interval]:
-    """What is left of these intervals, one for each dim, after the mesh axes other than `skip` have sharded them.
+    """The parts of these intervals, one for each dim, that remain after mesh axes other than `skip` sharded them.
 
     A strided placement (of `fully_shard` over tp) shards last.
     """

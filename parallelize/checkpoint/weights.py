@@ -21,10 +21,10 @@ def load_weights(
     """Load weights into a model, which may be on the meta device. A collective over all processes.
 
     Args:
-        module: to fill.
-        folder: of a run, of one step, or in Hugging Face's layout.
-        mesh: of all processes, if the module has none.
-        device: on which `load_pretrained` allocates a model on the meta device.
+        module: the module to fill.
+        folder: the folder of a run, of one step, or of a Hugging Face model.
+        mesh: the mesh of all processes, if the module has none.
+        device: the device on which `load_pretrained` allocates a model that is on the meta device.
 
     Raises: as `load_checkpoint` and `load_pretrained`.
     """

@@ -21,8 +21,8 @@ def read_source(source: str, base: str | None = None, model_type: str | None = N
 
     Args:
         source: a folder, a file or a model type.
-        base: for words in a file, the attribute of the base model ("model" by default).
-        model_type: for words in a file, the model type that the plan is for.
+        base: the attribute of the base model ("model" by default), for words in a file.
+        model_type: the model type that the plan is for, for words in a file.
 
     Raises: PlanError `bad-plan-source`, `no-foreign-plan`; ModelError `unknown-model`; ImportError where `transformers`
         is needed and missing; OSError.

@@ -36,7 +36,7 @@ class GroupState:
     Attributes:
         profiles: results of calibration by device type and dtype.
         posted: lines that this rank has compared through the store (see `ops.matmul.agreement`).
-        first_choices: by line, what the group's first rank decided.
+        first_choices: what the group's first rank decided, by line.
         store_prefix: where the lines of this group are in the store; empty before the first one.
     """
 
@@ -258,6 +258,7 @@ def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
     Args:
         mesh: any `DeviceMesh`. If it has no names, a 1-D mesh becomes `tp`; the axes of others are `axis0`, `axis1`, ...
 
+    Returns: the axes as a `MeshSpec`, in the order of the mesh.
     Raises:
         MeshError: what `MeshSpec` raises for bad names and sizes.
     Cost: no communication.

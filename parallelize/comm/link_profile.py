@@ -35,10 +35,12 @@ class LinkProfile:
     hidden: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict:
+        """The fields by name: plain values that `json` can write."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: dict) -> LinkProfile:
+        """The profile whose `as_dict()` is `values`. Raises: TypeError for unknown or missing fields."""
         return LinkProfile(**values)
 
 

@@ -17,8 +17,9 @@ def accumulate_gradients(module: nn.Module) -> Iterator[None]:
     Without it each backward pass sums its own: the same numbers, with more messages.
 
     Args:
-        module: after `parallelize_module`, `shard_data`, or both.
+        module: a model after `parallelize_module`, `shard_data`, or both.
 
+    Returns: a context manager.
     Raises: ModelError `not-parallelized`.
     Cost: one set of reductions at the end of the block: the pending reductions of norms and shared heads over tp, and the
         gradients that `shard_data` reduces over the data axes. ZeRO 2 and 3 reduce in each backward pass, unless `defer` is

@@ -34,16 +34,17 @@ Batch = TypeVar("Batch")
 class GlobalBatches(Sampler[list[int]]):
     """A batch sampler: iterating gives this rank's indices of each global batch, from the position to the epoch's end.
 
-    With an epoch's last batch, the position moves to the next epoch, which has another order. After an iteration that was
-    left early, the next one goes on where it was left. The position counts batches that were handed out; a DataLoader's
-    workers take them ahead of training. After `track` was called, it counts what the tracked loop has taken.
+    With an epoch's last batch, the position moves to the next epoch, which has another order. If an iteration
+    is stopped early, the next one continues at the position. The position counts the batches that were returned; a
+    DataLoader's workers take them ahead of training. After `track` was called, it counts what the tracked loop has
+    taken.
 
     Args:
-        num_samples: in the data set.
+        num_samples: the number of samples in the data set.
         global_batch_size: samples per step, over all data ranks.
-        seed: of the order. Each epoch has its own order.
-        shuffle: False for the order of the data set.
-        drop_last: False ends an epoch with a smaller batch of the samples that are left.
+        seed: the seed of the order. Each epoch has another order.
+        shuffle: False keeps the order of the data set.
+        drop_last: False ends an epoch with a smaller batch of the remaining samples.
         mesh: a DeviceMesh with any axes, or None for one data rank.
 
     Raises: ShapeError `indivisible-batch` if a batch does not divide over the data ranks; `no-batches` if there is none.
@@ -69,10 +70,11 @@ class GlobalBatches(Sampler[list[int]]):
 
     @property
     def steps_per_epoch(self) -> int:
+        """The number of global batches in an epoch, the same on every rank."""
         return _steps(self.num_samples, self.global_batch_size, self.drop_last)
 
     def __len__(self) -> int:
-        """Steps that are left in this epoch: the length of an iteration that starts now."""
+        """The remaining steps of this epoch: the length of an iteration that starts now."""
         return self.steps_per_epoch - self.batches_done
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -106,9 +108,12 @@ class GlobalBatches(Sampler[list[int]]):
         return {name: getattr(self, name) for name in _FIELDS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the saved position, in the saved order; iterations that have begun are not changed.
+        """Continue at the saved position, in the saved order. Iterations that have begun are not changed.
 
         With another global batch size, the position is the same number of samples.
+
+        Args:
+            state: the dict that `state_dict()` returned, on this mesh or another one.
 
         Raises: CheckpointError `data-position` for another data set or order, or a position between two batches.
             Nothing is changed then.

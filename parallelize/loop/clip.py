@@ -39,7 +39,7 @@ def clip_grad_norm_(
     Args:
         parameters: a model, or parameters. Pass the model if `fully_shard` was applied by hand and several ranks store the
             same key/value heads, or if a pipeline stage may have no trained parameter.
-        max_norm: of all gradients together.
+        max_norm: the largest norm of all gradients together.
         norm_type: the order of the norm; `inf` for the largest absolute value.
         error_if_nonfinite: raise an error for a norm that is not finite.
         foreach: False scales one gradient after another. Default: all of a device together.

@@ -35,7 +35,7 @@ class Logger(Protocol):
 
         Args:
             scalars: tag -> float or 0-d tensor.
-            step: of training.
+            step: the training step.
         """
 
 
@@ -43,7 +43,7 @@ class _Closing:
     """A logger that can be used as a context manager, with nothing to close by default."""
 
     def close(self) -> None:
-        """Write what is left and close what is open. May be called twice."""
+        """Write pending values and close open files. May be called twice."""
 
     def __enter__(self) -> Any:
         return self
@@ -146,7 +146,7 @@ class ConsoleLogger(_Closing):
         self._widths: dict[str, int] = {}
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Print `step 40  loss 3.0862  tokens_per_s 4,453`, if `every` divides the step."""
+        """Print the step and the `scalars`, if `every` divides the step: `step 40  loss 3.0862  tokens_per_s 4,453`."""
         if not self._enabled or step % self._every:
             return
         numbers = to_numbers(scalars)
@@ -175,7 +175,7 @@ class JSONLinesLogger(_Closing):
     accepts.
 
     Args:
-        path: of the file. Missing folders are created.
+        path: the path of the file. Missing folders are created.
         enabled: False opens nothing.
 
     Raises: OSError; ParallelizeError `reserved-tag`.
@@ -190,7 +190,10 @@ class JSONLinesLogger(_Closing):
             self._file.write("\n" if is_cut else "")
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Append one line. Raises: ParallelizeError `reserved-tag`."""
+        """Append one line with the `scalars` of a `step`.
+
+        Raises: ParallelizeError `reserved-tag`; ShapeError `not-a-scalar`.
+        """
         if self._file is None:
             return
         reserved = sorted({"step", "time_s"} & set(scalars))
@@ -228,7 +231,7 @@ class TensorBoardLogger(_Closing):
     """TensorBoard event files in a folder. Needs the package tensorboard.
 
     Args:
-        folder: of the event files.
+        folder: the folder of the event files.
         enabled: False opens and imports nothing.
 
     Raises: ParallelizeError `missing-extra`.
@@ -244,13 +247,13 @@ class TensorBoardLogger(_Closing):
             self._writer = SummaryWriter(os.fspath(folder))
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Add one point to each tag's curve; files are written every two minutes and at the end."""
+        """Add the `scalars` of a `step` to the curves of their tags. Files are written every two minutes and on `close`."""
         if self._writer is not None:
             for tag, value in to_numbers(scalars).items():
                 self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        """Write what is left; later values are dropped."""
+        """Write pending values; later values are dropped."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -270,7 +273,7 @@ class HubLogger(_Closing):
 
     Args:
         repo_id: "user/name"; created if it does not exist.
-        folder: of the files, such as `metrics.jsonl`.
+        folder: the folder of the files, such as `metrics.jsonl`.
         every_minutes: between uploads.
         path_in_repo: the folder in the repository.
         repo_type: "model", "dataset" or "space".
@@ -304,7 +307,7 @@ class HubLogger(_Closing):
                 raise _refused(repo_id, error) from error
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Append one line to `metrics.jsonl`, for the next upload."""
+        """Append one line with the `scalars` of a `step` to `metrics.jsonl`, for the next upload."""
         if self._scheduler is None:
             return
         numbers = to_numbers(scalars)
@@ -315,7 +318,7 @@ class HubLogger(_Closing):
             self._warn(last.exception())
 
     def close(self) -> None:
-        """Upload what is left and stop the thread; later values are dropped."""
+        """Upload pending values and stop the thread; later values are dropped."""
         self._lines.close()
         if self._scheduler is not None:
             scheduler, self._scheduler = self._scheduler, None
@@ -366,7 +369,7 @@ class Loggers(_Closing):
         self._failures: dict[int, int] = {}
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Pass the numbers to every logger. Raises: ParallelizeError `not-a-scalar`, `reserved-tag`."""
+        """Pass the `scalars` of a `step` to every logger. Raises: ParallelizeError `not-a-scalar`, `reserved-tag`."""
         if not self._enabled:
             return
         shared = _ReadOnce(scalars)

@@ -74,7 +74,7 @@ class ModelSource:
     Attributes:
         text: the name by which it was read.
         make: builds the module from a config, on torch's default device.
-        config: of `transformers`, or None.
+        config: the config of `transformers`, or None.
         extras: what a function returned besides the model: `inputs`, `loss`, `count`. Empty until it was called.
     """
 

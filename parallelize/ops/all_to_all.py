@@ -6,7 +6,7 @@
 `cuts` are the slices of the split dim that the ranks get. They may overlap (a key head that several ranks need goes to each of
 them, and its gradients are summed), be uneven, or be empty. `sizes` are the rows of each rank.
 
-On DTensors `parallelize::ulysses_exchange` means the identity: Shard(concat) becomes Shard(split).
+On DTensors `parallelize::ulysses_exchange` is the identity of the full tensor: Shard(concat) becomes Shard(split).
 
 Source: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.
 """

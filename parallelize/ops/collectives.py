@@ -33,7 +33,7 @@ from parallelize.ops import replay_cache
 
 
 def refuse_double_backward() -> None:
-    """Refuse a second derivative: autograd does not see the collectives in backward, so it would be wrong.
+    """Refuse a second derivative, which would be wrong: autograd does not record the collectives in backward.
 
     Raises: ModelError `double-backward` under `create_graph=True`.
     """
@@ -167,7 +167,7 @@ def copy(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def copy_to_read(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """`copy` for readers that do not write to the result, which shares the data of `x` and is no view of it."""
+    """`copy` for callers that do not write to the result, which shares the data of `x` but is not a view of it."""
     return x if group.size == 1 else _CopyToRead.apply(x, group)
 
 

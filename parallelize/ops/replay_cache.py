@@ -7,7 +7,7 @@ in this thread,
     run_collective(kind, collective, ...)   communicates, or in a replay returns the saved result, if the unit saves the kind
     remembered(name, make)                  makes a value, or in a replay returns the value of the forward
     in_recompute()                          whether this is a replay
-    pass_number()                           tells passes apart
+    pass_number()                           distinguishes passes
     at_exit(call)                           calls a function when the pass ends
     replay_key()                            an object that identifies the forward and its replays
 
@@ -180,7 +180,7 @@ def remembered(name: str, make: Callable[[], Any]) -> Any:
     """`make()`; in a replay the value that it returned in the forward, in the same order.
 
     Args:
-        name: keeps the values of different callers apart.
+        name: distinguishes the values of different callers.
 
     Raises: ModelError `replay-differs`.
     """

@@ -114,6 +114,6 @@ def _run_rank(kernel: GroupKernel, args: tuple, group: Group, rank: int, results
 
 
 def simulate(op: str, library: Any, kernel: GroupKernel) -> None:
-    """Register an op's rule under `LocalTensorMode`. Does nothing if torch lacks that mode."""
+    """Register an op's rule under `LocalTensorMode`. Does nothing if torch does not have that mode."""
     if private.LocalTensorMode is not None:
         torch.library.register_torch_dispatch(op, private.LocalTensorMode, partial(_run, kernel), lib=library)

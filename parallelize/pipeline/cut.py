@@ -1,7 +1,7 @@
 """Splits a stock model into pipeline stages: each rank keeps the full module tree, and the parameters of its own stages.
 
 Modules keep their names and layer numbers; an absent module only loses its parameters and buffers.
-`pipeline/stage_forward.py` runs the model's own forward on what is left.
+`pipeline/stage_forward.py` runs the model's own forward on the remaining modules.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def cut_pipeline(
 
     Args:
         module: the full model, on the meta device or with weights.
-        mesh: with an axis `pp`.
-        plan: as for `parallelize_module`; its section `pipeline:` lists the modules. None: chosen by the model; a model
+        mesh: a mesh with an axis `pp`.
+        plan: as in `parallelize_module`; its section `pipeline:` lists the modules. None: chosen by the model; a model
             without a plan is split between the children of its longest list of modules.
         schedule: a name of `build_schedule`; it decides which rank runs which stage.
-        stages_per_rank: as for `build_schedule`.
-        costs: of units (layers, and the modules before and after them), by pattern or in order; the largest cost of a
-            stage is minimized. Default: the number of parameters.
+        stages_per_rank: as in `build_schedule`.
+        costs: the costs of units (layers, and the modules before and after them), by pattern or in order; the largest
+            cost of a stage is minimized. Default: the number of parameters.
         assignment: the modules of each stage in calling order, in place of `costs` and the lists of the plan.
-        cuts: in place of the plan's section `pipeline:`.
+        cuts: replaces the plan's section `pipeline:`.
         handshake_timeout_s: seconds to wait for other ranks.
 
     Returns: `module`.

@@ -42,9 +42,10 @@ class Pipeline:
     known before backward. Gradients are sums. So neither depends on how the batch is split.
 
     Args:
-        module: after `cut_pipeline` and `parallelize_module`. A model without stages runs its microbatches sequentially.
-        mesh: all axes.
-        schedule: as passed to `cut_pipeline`.
+        module: a model after `cut_pipeline` and `parallelize_module`. A model without stages runs its microbatches
+            sequentially.
+        mesh: the mesh with all axes.
+        schedule: the schedule that was passed to `cut_pipeline`.
         stages_per_rank: as passed to `cut_pipeline`.
         num_microbatches: equal parts of each step's batch.
         loss: (model output, targets) to the SUM of the loss over the microbatch, a scalar. Default: cross entropy of the
@@ -54,7 +55,7 @@ class Pipeline:
         whole: names of inputs that every microbatch gets in full, not split along the batch.
         share_inputs: inputs and targets of the first pp rank are broadcast, and those of the other pp ranks are ignored.
         data: reduces gradients over the data axes: the `engine` of `data_of(module)`.
-        clock: of `install_dropout`; it gets the position in training of each microbatch.
+        clock: what `install_dropout` returned; it is set to the position in training of each microbatch.
 
     Attributes:
         steps_done: number of successful steps. Dropout depends on it, so checkpoints store it.
@@ -132,8 +133,9 @@ class Pipeline:
         Raises:
             ShapeError: `no-inputs`, `indivisible-batch`, before anything runs.
             HandshakeError: the pp ranks have inputs of different shapes.
-            PipelineError: `stage-failed` on every rank after an error of a stage, without gradients of the step;
-                `peer-lost` where a rank does not answer.
+            PipelineError: `stage-failed` on every rank after an error of a stage; all gradients are dropped, those of
+                earlier steps too. `peer-lost` if a rank does not respond. On a mesh of one rank, the original error is
+                raised instead of `stage-failed`.
 
         Cost: activations and their gradients between neighboring stages, an all_reduce of the count over the data axes and `cp`,
             an all_reduce of two scalars over the mesh, reductions of gradients over the data axes and over ties.
@@ -162,7 +164,16 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, targets: Any = None, **kwargs: Any) -> T:
-        """The loss of one batch without backward. Arguments, result, errors as for `step`; nothing is sent in backward."""
+        """The loss of one batch without backward. Every rank must call it. Gradients are not changed, even by an error.
+
+        Args:
+            args, kwargs, targets: as in `step`.
+
+        Returns: the mean loss over all data ranks, a scalar, the same on every rank.
+        Raises: as `step`.
+        Cost: activations between neighboring stages, an all_reduce of the count over the data axes and `cp`, an
+            all_reduce of two scalars over the mesh.
+        """
         run = self._loss_run(args, kwargs, targets, forward_only=True)
         self._execute(run)
         failed, loss = self._outcome(run)
@@ -172,12 +183,14 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """The output of the model for each microbatch, without gradients.
+        """The output of the model for each microbatch, without gradients. Every rank must call it.
 
         Args:
-            args, kwargs: as for `step`.
+            args, kwargs: as in `step`.
 
         Returns: outputs by microbatch on the ranks of the last stage, an empty list on the others.
+        Raises: as `step`.
+        Cost: activations between neighboring stages, an all_reduce of two scalars over the mesh.
         """
         args, kwargs, _ = self._local_inputs(args, kwargs, None)
         microbatches = split_batch(args, kwargs, None, self.schedule.num_microbatches, self.whole)
@@ -191,6 +204,7 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """When each action of the last step ran on each rank, in seconds. Set `record = True` before the step.
 
+        Returns: the timeline of the ranks of this pp group, the same on each of them.
         Cost: one all_gather of objects over `pp`.
         """
         spans: list[Any] = [self._spans]

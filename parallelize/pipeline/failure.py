@@ -1,4 +1,4 @@
-"""An error in one stage is raised on every rank; the pipeline is then as it was before the step."""
+"""An error in one stage is raised on every rank. All gradients are dropped, and the next step works."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Failure:
     """The first error of one rank.
 
     Attributes:
-        rank: in the world.
+        rank: the global rank.
         phase: a value of `_PHASES`.
         module: fqn of the innermost module whose code raised it; empty where there is none.
         error: type and message.

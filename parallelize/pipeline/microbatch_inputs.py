@@ -22,8 +22,8 @@ class MicrobatchInputs:
     """The call of the model for one microbatch.
 
     Attributes:
-        args, kwargs: of the model.
-        targets: of the loss.
+        args, kwargs: the arguments of the model.
+        targets: the targets of the loss.
         batch_offset: index of its first sequence in this rank's batch.
         size: number of its sequences.
         batch_size: number of sequences in this rank's batch.

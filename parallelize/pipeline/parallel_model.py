@@ -22,7 +22,7 @@ class ParallelModel:
 
     Args:
         module: this rank's part of the model.
-        mesh: all axes.
+        mesh: the mesh with all axes.
         pipeline: runs steps, also where `pp` is 1 or absent.
 
     Attributes:
@@ -37,27 +37,49 @@ class ParallelModel:
 
         Args:
             args, kwargs: inputs of the full model; tensors [batch, ...] of this data rank, the same on its other ranks.
-            targets: for the loss, such as token ids [batch, sequence].
+            targets: the targets of the loss, such as token ids [batch, sequence].
 
         Returns: the mean loss over all data ranks, a scalar, the same on every rank.
+        Raises: ShapeError, HandshakeError and PipelineError as `Pipeline.step`.
+        Cost: as `Pipeline.step`.
         """
         return self.pipeline.step(*args, targets=targets, **kwargs)
 
     def evaluate(self, *args: Any, targets: Any = None, **kwargs: Any) -> T:
-        """The mean loss over all data ranks, without gradients. Arguments as for `step`. See `Pipeline.evaluate`."""
+        """The mean loss over all data ranks, without gradients. See `Pipeline.evaluate`.
+
+        Args:
+            args, kwargs, targets: as in `step`.
+
+        Returns: the mean loss over all data ranks, a scalar, the same on every rank.
+        Raises: as `Pipeline.evaluate`.
+        Cost: as `Pipeline.evaluate`.
+        """
         return self.pipeline.evaluate(*args, targets=targets, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """The model's output of each microbatch on ranks of the last stage, else []. See `Pipeline.forward`."""
+        """The model's output for each microbatch, without gradients. See `Pipeline.forward`.
+
+        Args:
+            args, kwargs: as in `step`.
+
+        Returns: outputs by microbatch on the ranks of the last stage, an empty list on the others.
+        Raises: as `Pipeline.forward`.
+        Cost: as `Pipeline.forward`.
+        """
         return self.pipeline.forward(*args, **kwargs)
 
     def optimizer(self, cls: type[Optimizer], params: Any = None, **options: Any) -> Optimizer:
         """An optimizer whose state is sharded as the ZeRO stage requires. See `build_optimizer`.
 
         Args:
-            cls: of `torch.optim`, or compatible.
-            params: parameters or parameter groups; None means all parameters.
-            options: of `cls`.
+            cls: an optimizer class of `torch.optim`, or one with the same interface.
+            params: parameters or parameter groups; None means all parameters that require a gradient.
+            options: keyword arguments of `cls`, and `elementwise` of `build_optimizer`.
+
+        Returns: an instance of `cls`.
+        Raises: ModelError `not-elementwise`, `foreign-parameter`, as `build_optimizer`.
+        Cost: as `build_optimizer`.
         """
         return build_optimizer(self.module, cls, params, **options)
 
@@ -67,16 +89,19 @@ class ParallelModel:
         Args:
             max_norm: gradients are scaled to at most this norm.
             norm_type: p of the p-norm; `inf` for the largest magnitude.
-            error_if_nonfinite: raise where the norm is NaN or infinite.
+            error_if_nonfinite: raise an error if the norm is NaN or infinite.
 
         Returns: the norm before clipping, a scalar, the same on every rank.
+        Raises: GradientError `nonfinite-gradients`, with `error_if_nonfinite`.
+        Cost: as `parallelize.clip_grad_norm_`.
         """
         return clip_grad_norm_(self.module, max_norm, norm_type, error_if_nonfinite)
 
     def check_ties(self) -> None:
-        """Compare copies of tied parameters by digest, one small all_gather per tie.
+        """Compare copies of tied parameters across pipeline stages, by digest.
 
         Raises: HandshakeError `ties-differ`.
+        Cost: one small all_gather per tie.
         """
         ties = ties_of(self.module)
         if ties is not None:

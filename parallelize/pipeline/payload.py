@@ -46,8 +46,8 @@ class Nested:
     """A nested value with a `Meta` in place of each tensor.
 
     Attributes:
-        leaves: in order; a `Meta`, or a value that is not a tensor.
-        structure: of pytree.
+        leaves: the leaves in order, each a `Meta` or a value that is not a tensor.
+        structure: the pytree structure.
     """
 
     leaves: tuple[Any, ...]
@@ -72,7 +72,7 @@ class Nested:
 
 @dataclass(frozen=True)
 class Header:
-    """What both sides of a stage boundary know.
+    """What both sides of a stage boundary store.
 
     Attributes:
         content: what is sent: {"call": {position or name: value}, "skips": {unit: value}}.

@@ -39,10 +39,10 @@ def describe_schedule(
     """Describe a schedule: its table, makespan and bubbles, and the largest number of microbatches in flight per stage.
 
     Args:
-        name: as for `build_schedule`.
+        name: as in `build_schedule`.
         num_ranks: ranks of the pipeline.
         num_microbatches: microbatches of a step.
-        stages_per_rank: as for `build_schedule`.
+        stages_per_rank: as in `build_schedule`.
         costs: time of each action, in any unit, for makespan and bubbles. The table shows equal stages in any case.
 
     Returns: text of several lines.
@@ -81,7 +81,7 @@ def draw(timeline: Timeline, path: str | os.PathLike[str], title: str, unit: str
 
     Args:
         timeline: simulated or measured.
-        path: of the SVG file.
+        path: the path of the SVG file.
         title: above the chart.
         unit: label of the time axis. For "ms" the timeline is in seconds, and is drawn in milliseconds.
     """

@@ -50,7 +50,7 @@ class Schedule:
 
     Attributes:
         name: a key of `SCHEDULES`.
-        num_ranks, num_stages, num_microbatches: of the pipeline.
+        num_ranks, num_stages, num_microbatches: the sizes of the pipeline.
         stage_ranks: the rank of each stage.
         orders: the actions of each rank, in order.
     """

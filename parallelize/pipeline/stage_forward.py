@@ -40,7 +40,7 @@ class Outcome:
     """The result of a stage's forward.
 
     Attributes:
-        output: of the model, on the last stage.
+        output: the output of the model, on the last stage.
         header, tensors: what is sent to the next stage, on the others.
     """
 
@@ -56,12 +56,12 @@ class _Forward:
     Attributes:
         first: index of the stage's first unit.
         stop: one past the index of its last unit.
-        content, header: from the previous stage.
+        content, header: the content and header that the previous stage sent.
         make_header: the next stage needs a header.
         grad: gradients were enabled by the caller.
         entered: the first unit was called.
         end: the call of the next stage's first unit.
-        outputs: of each unit so far, without values, for the header.
+        outputs: the outputs of each unit so far, without values, for the header.
         skips: outputs of this stage's units that later stages use.
     """
 
@@ -107,9 +107,9 @@ class StageRunner:
         """The forward of one stage on one microbatch.
 
         Args:
-            stage: of this rank.
+            stage: a stage of this rank.
             args, kwargs: inputs of the full model.
-            content, header: from the previous stage; empty and None for the first stage.
+            content, header: the content and header that the previous stage sent; empty and None for the first stage.
             make_header: the next stage has no header for inputs of this signature yet.
         """
         first, stop = self.cut.stages.bounds(stage)
@@ -269,7 +269,7 @@ def carried_arguments(
     Args:
         module: the unit, for the names of positional arguments.
         call: position or name to value.
-        names: of the plan.
+        names: the names in the plan.
     """
     carried = {key for key in call if _name(module, key) in names or key in names}
     if not names:

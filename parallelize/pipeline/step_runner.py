@@ -66,13 +66,13 @@ class StepRun:
     """The state of one step.
 
     Args:
-        schedule: of all ranks.
+        schedule: the schedule of all ranks.
         steps: this rank's actions and messages, in order.
         runner: runs the forward of a stage.
         transport: None on a pipeline of one rank.
         microbatches: inputs and targets of each.
-        signature: of the inputs, equal for all microbatches.
-        headers: of earlier steps; this one adds to them.
+        signature: the signature of the inputs, equal for all microbatches.
+        headers: the headers of earlier steps; this step adds to them.
         root: the model, for messages.
         loss_of: (output, targets) to the microbatch's part of the loss. None: outputs are collected.
         split: dgrad ("I") and wgrad ("W") run separately; else "I" computes both, and "W" nothing.
@@ -81,10 +81,10 @@ class StepRun:
         record: measure `spans`.
 
     Attributes:
-        losses: of each microbatch, on the rank of the last stage.
-        outputs: of each microbatch, on the rank of the last stage, without `loss_of`.
+        losses: the loss of each microbatch, on the rank of the last stage.
+        outputs: the model's output for each microbatch, on the rank of the last stage, without `loss_of`.
         spans: (action, start, stop) in seconds, of each action.
-        failure, cause: of this rank, where a stage failed.
+        failure, cause: the failure of this rank and its exception, if a stage failed.
         stopped: this rank or its neighbor failed, so the rest of the step computes nothing.
     """
 

@@ -39,7 +39,7 @@ class TieGroup:
     """A tied parameter and the ranks of the pipeline that have a copy.
 
     Attributes:
-        name: of the tie.
+        name: the name of the tie.
         members: fqns, on all stages.
         local: the members on this rank.
         group: the ranks with a copy, the owner first.
@@ -62,7 +62,7 @@ class Ties:
 
     Args:
         module: the root.
-        groups: in the same order on all ranks.
+        groups: the ties, in the same order on all ranks.
     """
 
     def __init__(self, module: nn.Module, groups: list[TieGroup]):
@@ -169,7 +169,7 @@ def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:
 
     Args:
         module: after `cut_pipeline`, and after `parallelize_module` where the model has a plan.
-        plan: for its `ties:`. None: those of the plan that was applied.
+        plan: the plan whose `ties:` are used. None: the plan that was applied.
 
     Returns: the ties, or None where no tie has members on two stages.
 
@@ -208,7 +208,7 @@ def mark_stages(module: nn.Module) -> None:
 def _group(cut: Cut | None, tie: Tie, ranks: tuple[int, ...]) -> TieGroup | None:
     """The tie on this rank, or None where it has no member. Every rank of the tie must call it: it makes a group.
 
-    ranks: of the pipeline, that have a copy.
+    ranks: the ranks of the pipeline that have a copy.
     """
     if cut is None:
         return TieGroup(tie.name, tie.members, tie.members, Group.alone(), tie.reduce)

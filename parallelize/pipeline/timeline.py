@@ -23,10 +23,10 @@ class Costs:
     """Time of each action, in any unit; one number for all stages, or one per stage.
 
     Attributes:
-        forward: of a microbatch in a stage.
-        backward: of a full backward.
-        input: of dgrad. Default: half of `backward`.
-        weight: of wgrad. Default: `backward` without `input`.
+        forward: the cost of the forward of a microbatch in a stage.
+        backward: the cost of its full backward.
+        input: the cost of dgrad. Default: half of `backward`.
+        weight: the cost of wgrad. Default: `backward` without `input`.
         send: time of a message to another rank, during which no rank is busy.
     """
 
@@ -61,8 +61,8 @@ class InFlight(NamedTuple):
     """The largest number of microbatches at once whose forward is done and whose backward ("B" or "W") is not.
 
     Attributes:
-        stages: by stage.
-        ranks: by rank; a microbatch counts once for each stage of the rank.
+        stages: the peak of each stage.
+        ranks: the peak of each rank; a microbatch counts once for each stage of the rank.
     """
 
     stages: tuple[int, ...]
@@ -74,7 +74,7 @@ class Timeline:
     """When each action runs.
 
     Attributes:
-        name: for titles.
+        name: the name that titles show.
         spans: the (action, start, stop) of each rank, in order. The earliest start is 0.
     """
 
@@ -87,7 +87,7 @@ class Timeline:
 
         Args:
             spans: (action, start, stop) of each rank, in seconds on one clock; the earliest start becomes 0.
-            name: for titles.
+            name: the name that titles show.
         """
         ranks = [sorted(rank, key=lambda span: span[1]) for rank in spans]
         first = min((start for rank in ranks for _, start, _ in rank), default=0.0)
@@ -144,7 +144,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Simulate a schedule: each rank runs its next action as soon as the results that it depends on are there.
 
     Args:
-        schedule: of `build_schedule`.
+        schedule: what `build_schedule` returned.
         costs: time of each action. Default: 1 for a forward, 2 for a backward, and messages without delay.
 
     Returns: the timeline, in the unit of `costs`.

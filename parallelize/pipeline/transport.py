@@ -1,7 +1,7 @@
 """Messages between stages: tensors whose shapes both sides know, and headers where they do not yet.
 
 Messages are point to point on the pipeline's group. On backends that match them by order (NCCL), each pair of ranks posts
-its messages in the one order of the schedule. gloo matches by tag, so nothing depends on timing.
+its messages in the order of the schedule. gloo matches by tag, so nothing depends on timing.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Transport:
     """The messages of one rank in one step.
 
     Args:
-        group: of the pipeline.
-        device: of all tensors.
+        group: the process group of the pipeline.
+        device: the device of all tensors.
     """
 
     def __init__(self, group: Group, device: torch.device):
@@ -110,7 +110,7 @@ def _finish(work: Any, peer: int) -> None:
 
 
 def _peer_lost(peer: int, error: BaseException) -> PipelineError:
-    """The error for a neighbor that does not answer: its process ended, hangs, or raised an error of its own."""
+    """The error for a neighbor that does not respond: its process ended, hangs, or raised an error."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     what = f"rank {peer} of the pipeline does not answer: {text}"
     return PipelineError(Problem("peer-lost", what, fix="look at that rank's own output; start again on all ranks"))

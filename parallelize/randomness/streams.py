@@ -48,8 +48,9 @@ class Streams:
         """Declare a stream.
 
         Args:
-            name: of the stream.
-            differs_over: the mesh axes along which ranks draw different numbers. None: all ranks draw the same.
+            name: the name of the stream.
+            differs_over: the mesh axes along which ranks draw different numbers. Empty (the default): all ranks draw
+                the same numbers.
 
         Raises: MeshError `unknown-axis`; ModelError `stream-declared` if the name is declared with other axes.
         """
@@ -128,7 +129,11 @@ class Streams:
 
         A stream whose saved indices are not this rank's (another mesh, or another rank's file) starts again from its seed.
 
-        Raises: ModelError `stream-open` inside a stream.
+        Args:
+            state: the dict that `state_dict()` returned. Its seed and streams replace those of this object.
+
+        Raises: ModelError `stream-open` inside a stream; MeshError `unknown-axis` if a saved stream differs over an
+            axis that the mesh does not have.
         """
         self.check_closed()
         self.seed = int(state["seed"])

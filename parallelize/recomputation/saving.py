@@ -124,7 +124,7 @@ def _aliases(schema: Any) -> bool:
 
 
 def _overloads(name: str) -> set[Any]:
-    """The ops of "namespace.op" (every functional overload) or "namespace.op.overload"; none if this torch lacks it."""
+    """The ops of "namespace.op" (every functional overload) or "namespace.op.overload"; none if it does not exist."""
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     try:

@@ -103,7 +103,8 @@ class Contract:
     """What a style does to one module.
 
     Args:
-        style: the style's word, for messages. traits: what may be asked about it; `contract_of` sets them.
+        style: the style's word, for messages.
+        traits: what other modules may ask about the style; `contract_of` sets them.
         enter: the conversion of the input.
         leave: the conversion of the output.
         argument: name of the input that `enter` converts; empty means the first.
@@ -118,8 +119,8 @@ class Contract:
         overlap: one of `OVERLAPS`, where the rule names one; empty means the plan's default.
         dtensors: where the module may meet DTensors, as PyTorch's styles allow: "" nowhere, "in", or "in and out": it then
             returns one.
-        forward_factory: for a style of your own: (module, group of tp) -> a forward(module, *args, **kwargs), which replaces the
-            module's own on more than one rank. None: by `compute`.
+        forward_factory: for a registered style: (module, group of tp) -> a forward(module, *args, **kwargs), which
+            replaces the module's own on more than one rank. None: by `compute`.
     """
 
     style: str
@@ -148,6 +149,7 @@ class Contract:
 
     @property
     def adds_bias_after_sum(self) -> bool:
+        """Whether the bias is added once, after the partial outputs of the ranks were summed."""
         return self.compute == "rowwise"
 
     @property

@@ -25,7 +25,7 @@ class ModuleFacts:
     Attributes:
         fqn: the module's name.
         kind: "linear" (weight [out, in]), "conv1d" (weight [in, out], as GPT-2 stores it), "embedding", "norm", "other".
-        class_name: for messages.
+        class_name: the class name, for messages.
         shapes: full shapes of its direct parameters, by name.
     """
 
@@ -104,7 +104,12 @@ def contract_of(style: StyleText, module: ModuleFacts, context: StyleContext) ->
 
 @dataclass(frozen=True)
 class StyleText:
-    """A style as a plan writes it, checked: the word and its options."""
+    """A style as a plan writes it, after it was checked.
+
+    Attributes:
+        word: the name of the style.
+        options: the values of its options, by name.
+    """
 
     word: str
     options: dict[str, str] = field(default_factory=dict)
@@ -120,19 +125,23 @@ class StyleText:
 
     @property
     def unit(self) -> tuple[str, ...]:
+        """The names in the option `unit`, which are joined by `+`; empty without the option."""
         text = self.options.get("unit", "")
         return tuple(part.strip() for part in text.split("+")) if text else ()
 
     @property
     def chunks(self) -> int:
+        """The value of the option `chunks`; 1 without the option."""
         return int(self.options.get("chunks", "1"))
 
     @property
     def definition(self) -> Style:
+        """The style that is registered under `word`."""
         return STYLES[self.word]
 
     @property
     def traits(self) -> Traits:
+        """The traits of the style."""
         return self.definition.traits
 
     @property

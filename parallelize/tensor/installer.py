@@ -48,7 +48,7 @@ class Installer:
     """Makes every planned module run as planned. The parameters must be sharded already.
 
     Args:
-        tp: the axis `tp`, and its group.
+        tp: the axis `tp`. group: its process group.
         model: the facts of this rank's part of the model; resolved: the plan of that part.
         call_sites: where collectives overlap with matmuls.
     """
@@ -197,7 +197,7 @@ class Installer:
         return layout.shape[layout.dim]
 
     def _install_overlap(self, planned: PlannedCallSite) -> None:
-        """Make the linears of a call site run by it, over the forwards that they have."""
+        """Make the linears of a call site run its collective matmul."""
         module, contract = self.model.objects[planned.fqn], self.resolved.modules[planned.fqn].contract
         call_site = self.overlap.add(planned, self.group)
         by_sequence = planned.op in ("all_gather_linear", "linear_reduce_scatter")

@@ -26,10 +26,10 @@ from parallelize.styles.contract import Conversion
 
 @dataclass(frozen=True)
 class PlannedCallSite:
-    """A call site as the plan has it.
+    """A call site as the plan defines it.
 
     Attributes:
-        fqn: of the module: a linear, or the block whose input is shared.
+        fqn: the fqn of the module: a linear, or the block whose input is shared.
         op: the collective matmul.
         requested: the value of `overlap`: "auto", "chunked" or "symm_mem".
         consumers: fqns of the column linears that read the input; empty for a row linear.
@@ -65,7 +65,7 @@ def planned_call_sites(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Pl
 
 
 def _has_siblings(fqn: str, resolved: ResolvedPlan) -> bool:
-    """Whether other column linears of the same module convert their input alike, so that it is most likely the same."""
+    """Whether other column linears of the module have the same input conversion, so that they likely share the input."""
     parent, enter = fqn.rpartition(".")[0], resolved.modules[fqn].contract.enter
     return any(
         other != fqn
@@ -228,11 +228,13 @@ class Overlap:
 def deferred_gradients(module: nn.Module) -> DeferredGradients:
     """The object that receives the weight gradients of a model's overlapped linears.
 
-    Run backward inside `with deferred.deferring():`, and call `deferred.compute()` later. No communication.
+    Run backward inside `with deferred.deferring():`, and call `deferred.compute()` later.
 
     Args:
         module: a model that `parallelize_module` returned.
 
+    Returns: the model's `DeferredGradients`, the same object at each call.
     Raises: ModelError `not-parallelized`.
+    Cost: no communication.
     """
     return require_record(module).overlap.deferred

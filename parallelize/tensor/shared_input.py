@@ -73,7 +73,7 @@ class SharedInput:
         max_widths: the same on the rank that has the most.
 
     Attributes:
-        misses: for each linear, forwards in a row that did not take its output.
+        misses: for each linear, the number of consecutive forwards that did not use its output.
     """
 
     def __init__(

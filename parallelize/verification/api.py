@@ -1,4 +1,4 @@
-"""`verify`: whether a model computes the same numbers on a mesh as without one."""
+"""`verify`: checks that a model computes the same numbers on a mesh as without one."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def verify(
         seed: seed of weights and batch, 0 or more.
         full_size: whether a config keeps its sizes.
         timeout_s: how long ranks may wait for each other, and how long one mode may take, in seconds.
-        options: fields of `Options`, as `parallelize_model` takes them; what is left out is what the plan's `defaults:` say.
-            Without `sequence_parallel` and `loss_parallel`, every mode that the plan serves is run, one after another; without
-            `num_microbatches` and pp, one microbatch in some runs and two in others (one in all with `full_size`).
-            overlap="auto" is run as "chunked", because at these sizes it would overlap nothing. dtype: "float64" (the
-            default), "float32" or "bfloat16", of weights, compute and gradients.
+        options: fields of `Options`, as `parallelize_model` takes them; options that are not given have the values of
+            the plan's `defaults:`. Without `sequence_parallel` and `loss_parallel`, every mode that the plan serves is
+            run, one after another; without `num_microbatches` and pp, one microbatch in some runs and two in others
+            (one in all with `full_size`). overlap="auto" is run as "chunked", because at these sizes it would overlap
+            nothing. dtype: "float64" (the default), "float32" or "bfloat16", of weights, compute and gradients.
         tell: called with a line of text before each mode.
 
     Returns:
@@ -103,7 +103,7 @@ def verify(
 
 
 def assert_verified(model: Any, plan: Any = None, mesh: Any = "tp=4", **options: Any) -> Verification:
-    """`verify` for tests of your own: it raises an AssertionError when anything differs.
+    """`verify` for use in tests: raises an AssertionError if anything differs.
 
     Args:
         model, plan, mesh: as in `verify`.
@@ -113,8 +113,11 @@ def assert_verified(model: Any, plan: Any = None, mesh: Any = "tp=4", **options:
         The result of `verify`, which is true.
 
     Raises:
-        AssertionError: when anything differs, with the whole report.
+        AssertionError: when anything differs, with the full report.
         ParallelizeError: as `verify` raises it.
+
+    Cost:
+        The cost of `verify`.
     """
     result = verify(model, plan, mesh, **options)
     if not result.ok:  # no `assert` statement: python -O removes those

@@ -15,7 +15,7 @@ from parallelize.models.model_source import ModelSource
 from parallelize.verification.user_errors import blaming
 
 IGNORED = -100  # the target that cross entropy ignores
-_MANY = 24  # rows of the whole batch above which each part gets two rows instead of three
+_MANY = 24  # rows of the full batch above which each part gets two rows instead of three
 
 
 @dataclass(frozen=True)

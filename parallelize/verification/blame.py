@@ -1,7 +1,7 @@
-"""Which module is to blame, and for what: the first whose output is wrong although its input is right.
+"""Finds the module that causes a difference: the first module whose output is wrong although its input is right.
 
-The forward is searched first, in the order of calls. Where every output is right, the gradients are searched, from the loss
-backwards. A module whose input is not what its rule expects is not to blame: the module that computes the input is.
+The forward is searched first, in the order of calls. If every output is right, the gradients are searched, from the loss
+backward. A module whose input is not what its rule expects is not to blame: the module that computes the input is.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _has_expected_input(evidence: Evidence, call: ModuleCall) -> bool:
 
 
 def _producers(evidence: Evidence, call: ModuleCall) -> list[ModuleCall]:
-    """What ran before a module with a wrong input: first what has the same width and another layout."""
+    """The calls before a module with a wrong input. Those with the same width and another layout come first."""
     before = [other for other in evidence.before(call) if evidence.has_parameters(other.name)]
     if before and not _may_shard(evidence, before[0], call):
         return [call, *before]
@@ -178,7 +178,7 @@ def _is_packed(evidence: Evidence, call: ModuleCall) -> bool:
 
 
 def _model_output(evidence: Evidence, mode: Mode, errors: Errors, error: str) -> Difference | None:
-    """The difference if every module's output is right, or a shard of the right one, and the model's output is not."""
+    """The difference if every module's output is right (in full or as a shard), but the model's output is wrong."""
     wrong = errors.worst.get("outputs", (0.0, ""))[0] * 100 > evidence.bound
     root = next((call for call in evidence.finished if call.name == ""), None)
     if not (wrong or error) or root is None:

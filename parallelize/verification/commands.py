@@ -64,7 +64,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Silence the warnings of libraries, which are about tiny models."""
+    """Silence warnings of libraries, which only concern tiny models."""
     level = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -109,10 +109,10 @@ class Configuration:
     """One model and one batch, as a request asks for them.
 
     Attributes:
-        inputs, targets: of the whole batch, over all data ranks and microbatches.
+        inputs, targets: inputs and targets of the full batch, over all data ranks and microbatches.
         plan: None where the request's plan is not a plan file (styles of torch, for example).
         rows, length: sequences in the batch, tokens in a sequence.
-        can_split: False where the first dim of the batch is not `rows`. Then every forward gets the whole batch.
+        can_split: False if the first dim of the batch is not `rows`. Then every forward gets the full batch.
     """
 
     request: Request
@@ -161,7 +161,7 @@ class Configuration:
         return value.narrow(0, index * size, size)
 
     def is_comparable(self, output: T, mode: Mode) -> bool:
-        """Whether outputs of the mode's forwards can be concatenated to this output of the whole batch."""
+        """Whether outputs of the mode's forwards can be concatenated to this output of the full batch."""
         if self.request.data_ranks * mode.microbatches == 1:
             return True
         return bool(output.ndim) and output.shape[0] == self.rows
@@ -320,7 +320,7 @@ def name_of(model: Any) -> str:
 
 
 def rows_of(request: Request) -> int:
-    """Rows of the whole batch: three for each data rank and microbatch, or two where there are many."""
+    """Rows of the full batch: three for each data rank and microbatch, or two where there are many."""
     return batch_rows(request.data_ranks * request.num_microbatches, sequence_length(request.size("tp")))
 
 

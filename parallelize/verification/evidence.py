@@ -1,4 +1,4 @@
-"""What the traces of all ranks say about one module call: how its input, output and gradient relate to the full tensors."""
+"""The relation of the input, output and gradient of a module call to the full tensors, from the traces of all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOOSER = 100.0  # factor on the bound of results: a relation is a question of ki
 
 
 class Evidence:
-    """What is known about a run that differs: the reference's trace, the ranks' traces, and the resolved plan."""
+    """The data about a run that differs: the reference's trace, the ranks' traces, and the resolved plan."""
 
     def __init__(
         self,

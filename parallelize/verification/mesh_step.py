@@ -249,7 +249,7 @@ def full_value(module: nn.Module, name: str, value: Any) -> T:
 
 
 class _TracedRunner:
-    """A stage's runner that tells the tracer the microbatch. A stage runs its microbatches in order."""
+    """A stage's runner that passes the microbatch to the tracer. A stage runs its microbatches in order."""
 
     def __init__(self, runner: Any, tracer: ModuleTracer, first_microbatch: int):
         self.runner, self.tracer, self.first_microbatch = runner, tracer, first_microbatch

@@ -23,7 +23,7 @@ def choose_comparisons(
     """Distribute models and numbers of microbatches over the modes. A single mode gets every model and both numbers.
 
     Args:
-        variants: for each model (they differ in their vocabulary) its configurations and reference values.
+        variants: the configurations and reference values of each model; the models differ in their vocabulary.
         can_split: whether a step may have several microbatches although none were requested.
     """
     configuration = variants[0][0][0]

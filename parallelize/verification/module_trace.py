@@ -19,7 +19,7 @@ from parallelize.vocabulary.logits.deferred_logits import DeferredLogits
 from parallelize.vocabulary.logits.sharded_logits import ShardedLogits
 
 T = torch.Tensor
-Key = tuple[str, int, int]  # (module, microbatch of the whole batch, number of its call in that microbatch)
+Key = tuple[str, int, int]  # (module, microbatch of the full batch, number of its call in that microbatch)
 
 
 @dataclass

@@ -44,7 +44,7 @@ def _rule_of(evidence: Evidence, module: str) -> tuple[str, str]:
 def _fix(evidence: Evidence, module: str, kind: str) -> str:
     row = evidence.row(module)
     if kind == "raised" and (row is None or row.contract.traits.shares_input) and not evidence.has_parameters(module):
-        return "list the head counts and widths that its forward reads under `local:`; see that each colwise meets a rowwise"
+        return "list the head counts and widths that its forward reads under `local:`; check that each colwise module feeds a rowwise module"
     if kind == "permuted-chunks":
         return "name the chunks in the order of the weight: `colwise(heads + kv_heads + kv_heads)`, or `chunks=2`"
     if row is None and evidence.has_parameters(module):

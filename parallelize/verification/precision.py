@@ -34,7 +34,7 @@ class _InFloat64(TorchFunctionMode):
 
 
 def widen_recompute(model: nn.Module) -> None:
-    """Compute in float64 also where modules run again during backward, which the surrounding function mode does not reach."""
+    """Compute in float64 in forwards that run during backward too, where the surrounding function mode is not active."""
     depth, mode = threading.local(), _InFloat64()
 
     def enter(_: nn.Module, args: tuple) -> None:

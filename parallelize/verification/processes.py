@@ -24,7 +24,7 @@ from parallelize.verification.runner import ProgressCallback, RunResult, on_this
 from parallelize.verification.user_errors import location_of, summary
 
 _START_S = 60.0  # for every process to load Python and torch, in addition to the timeout
-_GRACE_S = 5.0  # for the others to answer after one process has failed
+_GRACE_S = 5.0  # for the others to respond after one process has failed
 
 
 def on_gloo(request: Request, tell: ProgressCallback) -> RunResult:
@@ -143,12 +143,12 @@ def _serve(request: Request, rank: int, port: int, pipe: Any) -> None:
         location = location_of(error)
         _send(pipe, "lost", f"rank {rank}: {summary(error)}" + (f" ({location})" if location else ""))
     with suppress(OSError):
-        pipe.poll(30.0)  # until the parent has read the answer: rank 0's store must not end before the others have
+        pipe.poll(30.0)  # until the parent has read the result: rank 0's store must not end before the others have
     os._exit(0)
 
 
 def _send(pipe: Any, kind: str, value: Any) -> None:
-    """Send a message, or exit if the parent does not listen any more."""
+    """Send a message, or exit if the parent no longer receives."""
     try:
         pipe.send((kind, value))
     except OSError:

@@ -98,7 +98,7 @@ def _half_norm(gradients: dict[str, T], model: nn.Module) -> float:
 
 
 def loss_divisor(configuration: Configuration) -> T:
-    """What the loss is divided by: the count of the whole batch, or without targets the number of data ranks."""
+    """What the loss is divided by: the count of the full batch, or without targets the number of data ranks."""
     if configuration.targets is None:
         return torch.tensor(configuration.request.data_ranks)
     if configuration.count is not None:

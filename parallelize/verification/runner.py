@@ -75,7 +75,7 @@ class VerificationRun:
     def result_of(self, comparison: Comparison, by_rank: list[list[RankResult]]) -> ComparisonResult:
         """Merge the results of all ranks. The first batch that differs is searched for the module to blame.
 
-        by_rank: for each rank its results, one for each batch. A rank that failed has fewer.
+        by_rank: the results of each rank, one for each batch. A rank that failed has fewer.
         """
         errors, first_wrong = Errors(), None
         for index in range(max(map(len, by_rank))):

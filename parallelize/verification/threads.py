@@ -67,7 +67,7 @@ class _World:
         Args:
             key: the same for the same collective on every rank.
             what: the collective in an error message.
-            size, rank: of the group.
+            size, rank: size of the group, and the rank in it.
             call: must be the same on every rank.
             data, work: `work` is called with the list of every rank's `data`.
         """
@@ -155,7 +155,7 @@ class _World:
         rendezvous.ready.notify_all()
 
     def _fail_if_deadlocked(self) -> None:
-        """If every running rank waits, fail the pending rendezvous of the smallest groups, so that their ranks go on."""
+        """If every running rank waits, fail the pending rendezvous of the smallest groups, so that their ranks continue."""
         if self.blocked < self.running or not self.running:
             return
         stuck = {key: rendezvous for key, rendezvous in self.pending.items() if rendezvous.waiting}

@@ -1,9 +1,9 @@
 """The bound on the difference of two correct runs: from the dtype, the length of sums, and how many sums follow each other.
 
-A plan only changes the order in which numbers are added. A sum of n rounded products errs by about sqrt(n) * u relative to
-its terms [Higham, Mary: A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), 2019], and the
-errors of d consecutive sums add up like a random walk, as sqrt(d). Products are accumulated in float32 at least. So in
-bfloat16 only what is stored between sums is rounded coarsely: once for each sum, and once for each rank's part of it.
+A plan only changes the order in which numbers are added. A sum of n rounded products has an error of about sqrt(n) * u
+relative to its terms [Higham, Mary: A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5),
+2019], and the errors of d consecutive sums add up like a random walk, as sqrt(d). Products are accumulated in float32 at
+least. So in bfloat16 only what is stored between sums is rounded coarsely: once for each sum, and once for each rank's part of it.
 
     bound = sqrt(d) * (SAFETY * sqrt(n) * u_sum + STORED_SAFETY * sqrt(1 + ranks) * u_stored)
 

@@ -53,8 +53,8 @@ class BucketParams:
 
     Attributes:
         uses: how often a backward adds to each gradient: once per module, where planned modules are tied.
-        stage: of the pipeline. late: the gradients are known only when a step ends. dtype: in which they are summed.
-        groups: over which they are summed. For a reduce-scatter: those besides the shard group.
+        stage: the pipeline stage. late: the gradients are known only when a step ends. dtype: the dtype of the sums.
+        groups: the groups over which they are summed; for a reduce-scatter, without the shard group.
     """
 
     params: list[Any]

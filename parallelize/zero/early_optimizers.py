@@ -1,7 +1,7 @@
-"""Optimizers that were built too early: of parameters that are about to be replaced, so that their steps change nothing.
+"""Refuses optimizers that were built before the model's parameters are replaced: their steps would change nothing.
 
-Finding them means a look at every object of the process, which takes tenths of a second. An optimizer holds a reference to
-each of its parameters, so the look is needed only where somebody besides the model's modules refers to one.
+To find them, every object of the process is inspected, which takes tenths of a second. An optimizer references each of its
+parameters, so the search is needed only if something other than the model's modules references a parameter.
 """
 
 from __future__ import annotations

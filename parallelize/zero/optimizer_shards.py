@@ -39,8 +39,8 @@ class OptimizerShard:
 
     Args:
         param: the model's.
-        group: over which its rows are split; a group of size 1 splits nothing.
-        spec: of the DTensor that `stepped` becomes. None: the parameter's own.
+        group: the group over which its rows are split; a group of size 1 splits nothing.
+        spec: the spec of the DTensor that `stepped` becomes. None: the parameter's own.
         master: the dtype of a wider copy that the optimizer steps. None: no copy.
 
     Attributes:

@@ -52,8 +52,8 @@ class Reducer:
 
     Args:
         managed: the parameters whose gradients are reduced.
-        groups: of the data axes; with `shard`, of the other data axes.
-        dtype: of the sums. None: each parameter's own.
+        groups: the groups of the data axes; with `shard`, of the other data axes.
+        dtype: the dtype of the sums. None: each parameter's own.
         frozen: parameters that require no gradient now. One that has a gradient at the end of a step is refused.
         after: called when all gradients of a step are reduced.
         shard: the group over which gradients are split, for ZeRO 2.
@@ -186,7 +186,7 @@ class Reducer:
         self._next[stage] = index
 
     def _launch_rest(self, stage: int) -> None:
-        """Send the buckets that a backward has left incomplete, except late ones."""
+        """Send the buckets that are incomplete after a backward, except late ones."""
         for bucket in self._by_stage[stage][self._next.get(stage, 0) :]:
             if not bucket.late:
                 self._launch(bucket)
@@ -228,7 +228,7 @@ class Reducer:
             self._open.discard(stage)
 
     def finish(self) -> None:
-        """All backwards have ended: reduce what is left, and wait for all reductions."""
+        """All backwards have ended: reduce the remaining buckets, and wait for all reductions."""
         self._refuse_thawed()
         self._held.clear()
         for stage in self._stages:
@@ -248,7 +248,7 @@ class Reducer:
             self.after()
 
     def reset(self) -> None:
-        """A step has failed: forget what it has begun."""
+        """Discard the state of a step that failed."""
         for bucket in self._flying:
             bucket.wait()
         self._flying, self._next, self._in_step, self._queued = [], {}, False, None

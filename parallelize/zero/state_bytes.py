@@ -41,7 +41,7 @@ def bytes_per_rank(
         zero: its stage, 0 to 3.
         mesh: the one that `shard_data` was given.
         mixed: parameters are computed with in bfloat16, and gradients and optimizer state are float32.
-        state_bytes: of optimizer state per element.
+        state_bytes: bytes of optimizer state per element.
 
     Returns: {"parameters", "gradients", "optimizer"}, in bytes.
     Cost: no communication.

@@ -23,7 +23,7 @@ ROOMS_BY_FLOOR = (
     "applied ops.attention ops.matmul ops.vocabulary",
     "loop randomness.dropout randomness.init vocabulary.logits",
     "vocabulary.loss vocabulary.sampling",
-    "tensor vocabulary.generation zero",
+    "tensor vocabulary vocabulary.generation zero",
     "context recomputation tensor.torch_styles",
     "apply pipeline",
     "analysis.record checkpoint.run",

@@ -6,6 +6,9 @@ Floors, cycles and lazy imports: test_imports.py. Errors and their tests: test_s
 from __future__ import annotations
 
 import ast
+import enum
+import inspect
+import re
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -106,6 +109,60 @@ def test_public_functions_have_docstrings():
     for name in parallelize.__all__:
         value = getattr(parallelize, name)
         assert name.startswith("__") or (value.__doc__ and value.__doc__.strip()), name
+
+
+PUBLIC = {name: getattr(parallelize, name) for name in parallelize._HOME}
+NO_RETURNS_YET = {"overlap_counts", "overlap_report"}
+NOT_NAMED_YET = {"Plan.with_options": {"keywords"}}
+
+
+def without_docstring_check(value):
+    """The style objects follow PyTorch's interface; the parameters of an enum or an exception are Python's."""
+    if "torch_styles" in value.__module__:
+        return True
+    return inspect.isclass(value) and issubclass(value, (enum.Enum, Exception))
+
+
+def public_methods(owner):
+    """(name, function) of each public method and property that the class itself defines."""
+    for name, member in vars(owner).items():
+        if isinstance(member, (classmethod, staticmethod)):
+            member = member.__func__
+        function = getattr(member, "fget", None) or getattr(member, "func", None) or member
+        if not name.startswith("_") and inspect.isfunction(function):
+            yield f"{owner.__name__}.{name}", function
+
+
+def unnamed_parameters(function, doc, exempt=()):
+    """The parameters that the docstring does not name."""
+    named = set(re.findall(r"\w+", doc)) | {"self", "cls", *exempt}
+    return [name for name in inspect.signature(function).parameters if name not in named]
+
+
+FUNCTIONS = [name for name, value in PUBLIC.items() if inspect.isfunction(value) and not without_docstring_check(value)]
+CLASSES = [name for name, value in PUBLIC.items() if inspect.isclass(value) and not without_docstring_check(value)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_docstrings_of_functions_name_parameters_and_result(name):
+    function = PUBLIC[name]
+    doc = inspect.getdoc(function)
+    assert not unnamed_parameters(function, doc)
+    annotation = inspect.signature(function).return_annotation
+    if annotation not in (None, "None", inspect.Signature.empty) and name not in NO_RETURNS_YET:
+        assert re.search(r"^Returns:", doc, re.MULTILINE), f"returns {annotation}"
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_docstrings_of_classes_and_methods_name_parameters(name):
+    """The docstring of a class names the parameters of its `__init__`, which are the fields of a dataclass."""
+    owner = PUBLIC[name]
+    if "__init__" in vars(owner) and not getattr(owner, "_is_protocol", False):
+        assert not unnamed_parameters(owner.__init__, inspect.getdoc(owner))
+    for method, function in public_methods(owner):
+        assert function.__doc__, method
+        doc = inspect.getdoc(function)
+        assert not unnamed_parameters(function, doc, NOT_NAMED_YET.get(method, ())), method
 
 
 @pytest.mark.processes

@@ -24,7 +24,7 @@ class Link:
 
     Attributes:
         bytes_per_s: bandwidth of the data sheet. efficiency: the fraction of it that is reached.
-        latency_us: of one message, in microseconds.
+        latency_us: latency of one message, in microseconds.
     """
 
     bytes_per_s: float

@@ -37,7 +37,7 @@ class RankMemory:
     Attributes:
         parameters, optimizer: stored over all steps. gradients: stored from the first backward on.
         activations: their peak, with the tensors that travel between stages.
-        buffers: of communication, the largest sum at any time.
+        buffers: communication buffers, the largest sum at any time.
         peak: the largest sum of everything. peak_at: its action and unit.
         moments: the step in order.
     """

@@ -27,7 +27,7 @@ class Setting(Options):
     Attributes:
         batch: sequences per data rank and step (ranks of cp share them). Default: one per microbatch.
         sequence: tokens of a sequence.
-        weights_dtype: of stored weights; compute has `dtype`, which is the same by default.
+        weights_dtype: the dtype of stored weights; compute has `dtype`, which is the same by default.
         optimizer: a key of STATE_BYTES.
         transport: "nccl" or "gloo", which use different ops for some collectives.
     """

@@ -49,9 +49,9 @@ class StepTime:
         in_turn_s, overlapped_s: the sequential and the overlapped bound of a step.
         pipeline_s, data_s, optimizer_s: parts of the sequential bound: the pipeline, messages over data axes, and the
             optimizer of the slowest rank.
-        bubble_fraction, timeline: of the pipeline of the sequential bound.
-        flops: of one step on the rank with the most.
-        tokens_per_s: of all ranks, for the overlapped bound.
+        bubble_fraction, timeline: bubble fraction and timeline of the pipeline, for the sequential bound.
+        flops: floating-point operations of one step on the rank with the most.
+        tokens_per_s: tokens per second of all ranks, for the overlapped bound.
         mfu_in_turn, mfu_overlapped: the model's operations over what all devices could do in the time, for each bound.
     """
 
@@ -106,8 +106,9 @@ def step_time(
 
     Args:
         stages: times of all stages of the schedule.
-        steps, memories: of the ranks whose messages and memory traffic are considered; the slowest one counts.
-        model_flops: of the unsharded model for one step's tokens, without recompute.
+        steps, memories: steps and memory of the ranks whose messages and traffic are considered; the slowest rank
+            counts.
+        model_flops: floating-point operations of the unsharded model for one step's tokens, without recompute.
     """
     overlaps_tp = setting.overlap != "off"
     send_s = max((machine.message_s(message, setting.mesh) for step in steps for message in _sends(step)), default=0.0)

@@ -44,8 +44,8 @@ class MessageLine:
     """Equal messages of equal layers in one step of a rank.
 
     Attributes:
-        bytes: of the full tensor of one message. count: how many there are.
-        sent_bytes, seconds: of all of them; seconds is an estimate.
+        bytes: bytes of the full tensor of one message. count: the number of messages.
+        sent_bytes, seconds: totals of all messages; seconds is an estimate.
     """
 
     op: str
@@ -110,8 +110,9 @@ class Explanation:
 
     Attributes:
         model, plan, plan_source, setting, machine: names, as text. mesh: axis -> size. options: fields of `Setting`.
-        num_parameters: of the unsharded model.
-        machine_memory_bytes, machine_constants, machine_sources: of the hardware profile.
+        num_parameters: the number of parameters of the unsharded model.
+        machine_memory_bytes, machine_constants, machine_sources: memory, constants and their sources in the hardware
+            profile.
         parameters: one line for equal parameters. ranks: the first, a middle and the last pp rank.
         time: estimates. assumptions: of all figures, as text. advice: single changes that would help.
         activations_without_recompute, activations_with_recompute: the peak in bytes on the first pp rank, with recompute

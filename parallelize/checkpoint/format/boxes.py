@@ -105,8 +105,8 @@ class Runs:
     """A box of a tensor in row-major order, as runs of contiguous elements that all have the same length.
 
     Attributes:
-        shape: of the tensor.
-        box: of the tensor.
+        shape: the shape of the tensor.
+        box: a box of the tensor.
         length: number of elements of a run.
         count: number of runs.
     """

@@ -125,7 +125,7 @@ def remove_file(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with its contents, or a file. What cannot be removed is left, without an error."""
+    """Remove a folder with its contents, or a file. What cannot be removed remains, without an error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return

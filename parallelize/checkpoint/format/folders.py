@@ -94,7 +94,7 @@ def _check_latest(root: Path, steps: dict[int, Path]) -> None:
 
 
 def unfinished(root: Path) -> list[Path]:
-    """The folders that interrupted saves and removals have left."""
+    """The folders that remain after interrupted saves and removals."""
     return [path for path in root.iterdir() if _UNFINISHED.fullmatch(path.name)]
 
 
@@ -149,7 +149,7 @@ def remove(path: Path) -> None:
 
 
 def set_aside(root: Path, step: int) -> None:
-    """Rename the checkpoints after `step`, and let `latest` name `step`. Raises: CheckpointError `write-failed`."""
+    """Rename the checkpoints after `step`, and write `step` to `latest`. Raises: CheckpointError `write-failed`."""
     with disk.reporting_errors(root):
         for newer, path in published(root).items():
             if newer > step:

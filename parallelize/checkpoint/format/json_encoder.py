@@ -48,7 +48,7 @@ def encode(value: Any, where: str = "value", tensors: TensorSink | None = None) 
     """Convert a value into one that `json.dumps(..., allow_nan=False)` accepts.
 
     Args:
-        value: to encode.
+        value: the value to encode.
         where: name of the value in errors and in calls of `tensors`, such as `user`.
         tensors: stores tensors of more than INLINE_BYTES. Without it, their bytes are written into the JSON.
 

@@ -41,7 +41,7 @@ class SavedTensor:
     """One tensor of a checkpoint.
 
     Attributes:
-        name, dtype, shape: of the full tensor.
+        name, dtype, shape: name, dtype and shape of the full tensor.
         slices: boxes that cover it, each element once.
         about: its other names, compute dtype and packed chunks, where known.
     """
@@ -62,11 +62,11 @@ class Manifest:
     """The content of a manifest.
 
     Attributes:
-        step: of training.
+        step: the training step.
         about: mesh, plan, versions and model of the run.
-        files, tensors: by name.
+        files, tensors: the files and tensors, by name.
         state: all state except tensors of the model and the optimizer, encoded by `json_encoder`.
-        digest: of the manifest; empty for one that was not read from a file.
+        digest: the hash of the manifest; empty if it was not read from a file.
     """
 
     step: int

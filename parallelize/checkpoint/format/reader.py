@@ -40,7 +40,7 @@ class TensorFile:
     def __init__(self, folder: Path, name: str, expected: FileInfo | None = None, buffers: Buffers | None = None):
         """
         Args:
-            folder, name: of the file.
+            folder, name: folder and name of the file.
             expected: its size and header digest according to a manifest.
             buffers: shared with other files.
 
@@ -105,9 +105,9 @@ class TensorFile:
         """Copy a box of a tensor into `out`.
 
         Args:
-            name: of the tensor.
-            box: of the tensor.
-            out: of the shape of the box, with any dtype and on any device.
+            name: the name of the tensor.
+            box: a box of the tensor.
+            out: a tensor with the shape of the box, of any dtype and on any device.
             check: compare each block that contains elements of the box with its digest, which reads these blocks fully.
                 Without effect for a file without digests.
 
@@ -213,7 +213,7 @@ class TensorFile:
             part = TensorEntry(entry.name, entry.dtype, (rows, *entry.shape[1:]), 0)
             _copy_box(blocks[skipped : skipped + rows * row_bytes], part, ((0, rows), *box[1:]), data)
             return
-        # `blocks` lacks a part of the first or last row that is outside the box
+        # `blocks` does not contain a part of the first or last row that is outside the box
         layout, content, at = runs(entry.shape, box), bytes_of(blocks), 0
         length = layout.length * entry.item_bytes
         for offset in layout.offsets():

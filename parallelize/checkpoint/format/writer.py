@@ -45,9 +45,9 @@ def write_tensors(
     Memory: one tensor, if `make` returns copies or tensors of another device.
 
     Args:
-        path: of the new file.
-        tensors: to write.
-        metadata: of the header, text by name.
+        path: the path of the new file.
+        tensors: the tensors to write.
+        metadata: the metadata of the header, text by name.
         progress: called with the number of bytes after each write.
 
     Raises: CheckpointError `write-failed` with path, cause, needed and free bytes. The incomplete file is not removed.

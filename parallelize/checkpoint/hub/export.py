@@ -58,16 +58,16 @@ def save_pretrained(
 
     Args:
         model: a module on any mesh, or a `ParallelModel`.
-        folder: to write; new or empty.
+        folder: the folder to write, which must be new or empty.
         max_shard_size: maximum size of a file: bytes, or a text such as "5GB".
-        dtype: of floating-point weights. Default: the compute dtype.
+        dtype: the dtype of floating-point weights. Default: the compute dtype.
         carry: a folder whose files that are not weights (tokenizer, chat template) are copied.
-        mesh: of all processes, if the model has none.
+        mesh: the mesh of all processes, if the model has none.
         timeout_s: seconds to wait for other ranks.
 
     Returns: the folder. It is renamed into place after everything was written.
     Raises: CheckpointError `folder-not-empty`, `write-failed`, `unwritable-conversion`, `unsavable-dtype`, `bad-size`, on
-        every rank. Nothing is left in `folder` then.
+        every rank. `folder` is then empty.
     Cost: each element is sent once to the rank that writes it, point to point over gloo, unless that rank owns it; and
         rendezvous of all ranks for errors.
     """
@@ -85,11 +85,11 @@ class _Message:
     """A box of a tensor of the model that one rank sends to the rank that writes it.
 
     Attributes:
-        sender: rank.
-        name: of the tensor of the model.
+        sender: the rank that sends it.
+        name: the name of the tensor in the model.
         number: index of the sender's owned box that contains it.
-        box: of the tensor of the model.
-        part: of the written tensor, which contains it.
+        box: a box of the tensor of the model.
+        part: the part of the written tensor that contains it.
     """
 
     sender: int
@@ -176,7 +176,7 @@ class _Export:
         return self.code if self.code is not None and torch_dtype(code).is_floating_point else code
 
     def _create_folder(self, folder: Path) -> Path:
-        """A temporary folder beside `folder`, with the same name on every rank."""
+        """A temporary folder next to `folder`, with the same name on every rank."""
         name: str | None = None
         error: ParallelizeError | None = None
         if self.sync.is_coordinator:
@@ -223,7 +223,7 @@ class _Export:
         return error
 
     def _round(self, order: Sequence[Sequence[HubTensor]]) -> T:
-        """Gather the next tensor of every writer. Returns that of this rank, or an empty tensor if it has none left."""
+        """Gather the next tensor of every writer. Returns that of this rank, or an empty tensor if it has no more."""
         number, self.round = self.round, self.round + 1
         rank, works, sent = self.sync.rank, [], []  # `sent`: keeps the tensors alive until they were sent
         received: list[tuple[_Message, T]] = []

@@ -23,9 +23,9 @@ def write_extras(module: nn.Module, folder: Path, dtype: torch.dtype | None, car
     weights.
 
     Args:
-        module: whose config is written.
-        folder: to write into.
-        dtype: of the weights, for config.json.
+        module: the module whose config is written.
+        folder: the folder to write to.
+        dtype: the dtype of the weights, for config.json.
         carry: a folder.
     """
     config: Any = full_config(getattr(module, "config", None))

@@ -29,7 +29,7 @@ class HubFolder:
     """The tensors of a checkpoint in Hugging Face's layout. Close it, or use `with`.
 
     Attributes:
-        folder: of the files.
+        folder: the folder of the files.
         tensors: name -> (dtype, shape).
         config: the content of config.json; empty without one.
     """

@@ -29,7 +29,7 @@ class ConvertedTensor:
     """A tensor of the model, converted from tensors of a checkpoint.
 
     Attributes:
-        shape: of the tensor.
+        shape: the shape of the tensor.
         sources: names of tensors of the checkpoint, in the order in which they are used.
         parts: boxes that cover it. None if it is not made of boxes; then only `compute` returns it.
         compute: returns the full tensor, from full tensors of the checkpoint by name.
@@ -46,7 +46,7 @@ class ConvertedCheckpoint:
     """A checkpoint after conversion to the names and shapes of a model.
 
     Attributes:
-        tensors: by name in the model.
+        tensors: the tensors by their name in the model.
         unused: tensors of the checkpoint that the model has no use for, and the names to which they would be converted.
         failed: problems of conversions that do not match the tensors of the checkpoint, with the names in the model that
             they would have made.
@@ -64,7 +64,7 @@ def is_of_transformers(module: nn.Module) -> bool:
 
 
 def _machinery() -> SimpleNamespace | None:
-    """The functions of transformers that are used, which exist since 5.0. None if this version lacks one of them.
+    """The functions of transformers that are used, which exist since 5.0. None if one of them is missing.
 
     Without them, names are not converted. Tensors that need a conversion are then reported as missing and unexpected.
     """
@@ -87,7 +87,7 @@ def _machinery() -> SimpleNamespace | None:
 class FullShapeModel:
     """The model that is passed to conversions: parameters have their full shapes, other attributes are those of the module.
 
-    In a pipeline, the module itself lacks the parameters of other stages.
+    In a pipeline, the module itself does not have the parameters of other stages.
     """
 
     def __init__(self, module: nn.Module, shapes: Mapping[str, Shape]):

@@ -59,8 +59,8 @@ class TensorSources:
     """The sources of the tensors of a model in a checkpoint.
 
     Attributes:
-        by_name: canonical name -> parts that cover the tensor, or how it is computed. Tensors that the checkpoint may lack
-            and lacks are absent, and so are buffers that are not persistent.
+        by_name: canonical name -> parts that cover the tensor, or how it is computed. Optional tensors that the
+            checkpoint does not contain are omitted, and so are non-persistent buffers.
         twins: (used, ignored): two tensors of the checkpoint for one tied parameter of the model. They have the same shape,
             and the caller must check that they are equal. If they differ, transformers would untie the model.
     """
@@ -83,8 +83,8 @@ def find_sources(
         module: the model, or one pipeline stage of it. Its class, config and module tree are used, not its tensors.
         tensors: all tensors of the unsharded model.
         checkpoint: name -> (dtype, shape) of its tensors.
-        allow_missing: tensors that the checkpoint lacks are absent from the result.
-        allow_unexpected: ignore tensors that the model lacks.
+        allow_missing: tensors that the checkpoint does not contain are omitted from the result.
+        allow_unexpected: ignore tensors that the model does not have.
 
     Raises: CheckpointError with all problems: `missing-tensor` (except those that the class allows to be missing),
         `unexpected-tensor` (except those that the class ignores, and buffers that are not persistent), `wrong-shape`.
@@ -197,7 +197,7 @@ def _twins(
 def _missing_tensors(
     module: nn.Module, stored: Iterable[ModelTensor], names_of: Mapping[str, list[str]], converted: ConvertedCheckpoint
 ) -> list[ModelTensor]:
-    """The tensors that the checkpoint must have and lacks. Outputs of failed conversions have their own problem."""
+    """The required tensors that the checkpoint does not contain. Failed conversions have their own problem."""
     failed = {name for _, names in converted.failed for name in names}
     patterns = _patterns(module, "_keys_to_ignore_on_load_missing")
     return [

@@ -73,9 +73,9 @@ def load_pretrained(
         folder: a folder with `model.safetensors` or its index; or one .safetensors file.
         device: the device on which a model on the meta device is allocated. Default: the device type of the mesh, or the
             CPU.
-        mesh: of all processes, if the model has none.
-        allow_missing: tensors that the folder lacks keep their values. Without effect for a model on the meta device.
-        allow_unexpected: ignore tensors that the model lacks.
+        mesh: the mesh of all processes, if the model has none.
+        allow_missing: tensors that are not in the folder keep their values. No effect for a model on the meta device.
+        allow_unexpected: ignore tensors that the model does not have.
         allow_pickle: read `pytorch_model.bin` if there are no safetensors files; see `HubFolder`.
         rebuild: functions that recreate buffers of a model on the meta device, by name, as for `materialize`.
         timeout_s: seconds to wait for other ranks.
@@ -242,7 +242,7 @@ def _check_twins(hub: HubFolder, sources: TensorSources, jobs: Sequence[_Job]) -
 
 
 def _check_covered(tensors: Sequence[LocalTensor], sources: TensorSources, where: str) -> None:
-    """Tensors that the class allows a folder to lack must have values already, which they do not on the meta device."""
+    """Tensors that the class allows to be missing must have values already. On the meta device they have none."""
     missing = [fqn_of(tensor) for tensor in tensors if fqn_of(tensor) not in sources.by_name]
     if missing:
         what = f"{short_list(missing, 6)} may be missing, and is; a model on the meta device has no values to keep"

@@ -50,7 +50,7 @@ class Checkpointer:
     collectives. A folder has one writer at a time.
 
     Args:
-        folder: on a file system that all ranks see, which is tested at once.
+        folder: a folder on a file system that all ranks see, which is checked at once.
         model: a `ParallelModel`, or a module on any or no mesh.
         optimizer: one, or several by name.
         scheduler: one, or several by name.
@@ -58,16 +58,16 @@ class Checkpointer:
         data: an object with `state_dict` and `load_state_dict` for the position in the data, such as `GlobalBatches`; the
             state of each data rank is saved.
         user: more such objects by name. Every rank's `state_dict` is called; the first rank's state is saved.
-        mesh: of all processes, where the model does not have it.
-        asynchronous: `save` returns when the state is copied, and files are written while training goes on. The next call
-            raises the errors of that.
-        keep_last: keep only so many of the newest checkpoints. None: all.
-        keep_every: with `keep_last`: keep also those whose step is a multiple of this.
+        mesh: the mesh of all processes, if the model has none.
+        asynchronous: `save` returns when the state is copied, and files are written in the background. The next call
+            raises errors of the background save.
+        keep_last: the number of newest checkpoints to keep. None: all.
+        keep_every: with `keep_last`: also keep checkpoints whose step is a multiple of this.
         generators: save and restore the generators of torch, Python and NumPy too.
         timeout_s: how long ranks wait for each other, in seconds.
 
     Attributes:
-        values: of the checkpoint that was resumed, as they were given to `save`.
+        values: the `values` that were passed to `save`, of the checkpoint that was resumed.
 
     Raises: CheckpointError `not-shared`, `folder-in-use`, `bad-retention`, `bad-name`, `not-stateful`; ModelError
         `partial-mesh`, `wrapped-model`.
@@ -161,11 +161,17 @@ class Checkpointer:
         """Save the current state. A collective.
 
         Args:
-            step: of training; also the folder's name.
-            values: anything plain to save with it. `resume` sets `values` to it (the first rank's).
+            step: the training step, which also names the folder: an integer above that of every checkpoint in the
+                folder.
+            values: numbers, text, lists, dicts and tensors to save too. `resume` restores them as the attribute
+                `values`. Those of the first rank are saved.
 
-        Raises: CheckpointError, on every rank; earlier checkpoints are unchanged. Errors in the background are raised by the
-            next call.
+        Raises: CheckpointError `bad-step`, `already-saved`, `newer-checkpoints`, `unsavable-value` and other errors of
+            the state, the files and the file system, on every rank; earlier checkpoints are unchanged. Errors in the
+            background are raised by the next call.
+        Cost: short messages, and no tensors. Of elements that several ranks store, one rank writes them. With
+            `asynchronous`, the call first waits for the save before it, then copies this rank's elements to host
+            memory.
         """
         if type(step) is not int or not 0 <= step < 10**18:
             raise CheckpointError(Problem("bad-step", f"{step!r} is not a step", fix="pass an integer, 0 or more"))
@@ -237,7 +243,7 @@ class Checkpointer:
         check: bool = True,
         set_aside: bool = False,
     ) -> int:
-        """Load the newest checkpoint, or that of `step`; nothing where there is none yet. A collective.
+        """Load the newest checkpoint, or that of `step`. Without `step`, an empty folder changes nothing. A collective.
 
         Args:
             step: which checkpoint. None: the newest.
@@ -246,8 +252,10 @@ class Checkpointer:
             check: see `load_checkpoint`.
             set_aside: with `step`: rename newer checkpoints, because their steps will be saved again.
 
-        Returns: the step at which training goes on; 0 where there is no checkpoint.
-        Raises: CheckpointError, on every rank, before anything is changed.
+        Returns: the step at which training continues; 0 if there is no checkpoint.
+        Raises: CheckpointError `no-checkpoint`, `newer-checkpoints` and those of `load_checkpoint`, on every rank,
+            before anything is changed; also the error of an earlier save in the background.
+        Cost: as `load_checkpoint`.
         """
         self.wait()
         folder = self._sync.broadcast(self._choose(step, set_aside) if self._sync.is_coordinator else None)
@@ -386,12 +394,12 @@ def load_checkpoint(
     A collective over all processes. A model on the meta device is allocated first, and filled in place.
 
     Args:
-        folder: of a step, or of a run: then the newest step, or `step`.
+        folder: the folder of one step, or of a run. Of a run, `step` or the newest step is loaded.
         model: a `ParallelModel`, or a module on any or no mesh.
         optimizer: one, or several by the names under which they were saved.
         scheduler: one, or several by name.
         step: which checkpoint of a run. None: the newest.
-        mesh: of all processes, where the model does not have it.
+        mesh: the mesh of all processes, if the model has none.
         strict: a missing or unexpected tensor is an error.
         cast: dtypes may lose precision, as for float32 weights in a bfloat16 model.
         check: compare the hash of everything that is read.

@@ -1,8 +1,8 @@
 """Filling local tensors from the files of a checkpoint: each rank reads only its own elements, in the order of the files.
 
-What is not in use yet (a model from the meta device, new state of an optimizer) is read and compared in one pass. What is in
-use is filled in place, after all hashes were right on every rank: the page cache still contains the bytes, so the second
-reading is cheap, and there is never a second copy of the state.
+Tensors that are not in use yet (a model from the meta device, new optimizer state) are read and compared in one pass. Tensors
+that are in use are filled in place, after all hashes were correct on every rank: the page cache still contains the bytes, so
+the second read is fast, and there is never a second copy of the state.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def entry_of(files: Files, saved: SavedTensor, saved_slice: SavedSlice) -> Tenso
 def prepare_jobs(
     files: Files, jobs: Sequence[ReadJob], check: bool = True, progress: Callable[[int], None] | None = None
 ) -> None:
-    """Read what is hidden, and compare the hashes of the rest. Nothing that is in use is changed."""
+    """Read tensors that are not in use yet, and compare the hashes of the others. No tensor in use is changed."""
     for job in sorted(jobs, key=lambda job: (job.file, job.start, job.box)):
         if job.hidden:
             files[job.file].read(job.key, job.box, job.out, check)
@@ -136,7 +136,7 @@ def prepare_jobs(
 
 
 def fill_jobs(files: Files, jobs: Sequence[ReadJob]) -> None:
-    """Read what is in use, after `prepare_jobs` has succeeded on every rank."""
+    """Read tensors that are in use, after `prepare_jobs` has succeeded on every rank."""
     for job in sorted(jobs, key=lambda job: (job.file, job.start, job.box)):
         if not job.hidden:
             files[job.file].read(job.key, job.box, job.out, check=False)

@@ -1,4 +1,4 @@
-"""Loading a training checkpoint on any mesh: match, read and compare, agree on all ranks, and only then change anything."""
+"""Loading a training checkpoint on any mesh. Nothing is changed until all ranks have read and compared everything."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def load_run(folder: Path, run: Run, on_mesh: ModelOnMesh, sync: RankSync, optio
     """Load a checkpoint into a run. A collective of `sync`.
 
     Args:
-        folder: of a step.
+        folder: the folder of a step.
 
-    Returns: what was read; `values` are those that were given to the save.
+    Returns: what was read; `values` are those that were passed to the save.
     Raises: CheckpointError, on every rank, before anything is changed.
     """
     tensors, error = _targets(run, on_mesh)
@@ -154,7 +154,7 @@ def _saved_optimizer(manifest: Manifest, name: str, strict: bool) -> dict[str, A
 
 @dataclass(frozen=True)
 class _Matching:
-    """Tensors of a checkpoint and of a model, to be matched by name. `all_names`: of the full model."""
+    """Tensors of a checkpoint and of a model, to be matched by name. `all_names`: the names of the full model."""
 
     manifest: Manifest
     where: str
@@ -249,7 +249,7 @@ def _all_floating(saved: SavedTensor, tensors: list[LocalTensor]) -> bool:
 
 
 def _read_state(loading: Loading, files: Files, run: Run, on_mesh: ModelOnMesh) -> None:
-    """Decode everything that is no tensor, so that problems with it are found before anything is changed."""
+    """Decode everything that is not a tensor, so that problems are found before anything is changed."""
     state = loading.manifest.state
     if loading.options.strict:
         _check_absent(run, state, str(files.folder))
@@ -274,7 +274,7 @@ def _read_state(loading: Loading, files: Files, run: Run, on_mesh: ModelOnMesh) 
 
 
 def _check_absent(run: Run, state: dict[str, Any], where: str) -> None:
-    """Raises: CheckpointError `missing-state` for what is to be loaded, and was not saved."""
+    """Raises: CheckpointError `missing-state` for state that is to be loaded, but was not saved."""
     absent = [name for name in run.user if name not in (state.get("user") or {})]
     absent += [name for name in run.schedulers if name not in (state.get("schedulers") or {})]
     absent += ["data"] if run.data is not None and state.get("data") is None else []
@@ -291,7 +291,7 @@ def mesh_of(on_mesh: ModelOnMesh) -> list[list[Any]]:
 
 @torch.no_grad()
 def _commit(loading: Loading, files: Files, run: Run, on_mesh: ModelOnMesh, sync: RankSync) -> None:
-    """Change what is in use. Objects of the user come first, because they may refuse their state."""
+    """Change the live state. Objects of the user come first, because they may refuse their state."""
     error: ParallelizeError | None = None
     if run.schedulers or run.user or run.data is not None:
         try:

@@ -46,9 +46,9 @@ class LocalTensor:
     """One tensor of the state, as this rank stores it.
 
     Attributes:
-        name: in the checkpoint.
+        name: the name in the checkpoint.
         replica, num_replicas: the index of this rank among the ranks that store the same elements, and their number.
-        owner: False where another pipeline stage writes the tensor.
+        owner: False if another pipeline stage writes the tensor.
         single_writer: never split among the replicas, as for buffers, whose copies may differ.
         about: what the manifest says about it.
     """
@@ -93,7 +93,7 @@ class LocalTensor:
             number += 1
 
     def _num_parts(self, sizes: list[int]) -> int:
-        """Into how many parts, along dim 0, the replicas split a block of these sizes."""
+        """The number of parts, along dim 0, into which the replicas split a block of these sizes."""
         if self.single_writer or not sizes:
             return 1
         num_bytes = math.prod(sizes) * self.stored.local.element_size()
@@ -104,10 +104,10 @@ class ModelOnMesh:
     """A model, and this rank's coordinates in the mesh.
 
     Args:
-        mesh: of all processes. None: the mesh that the model was given; a single process needs none.
+        mesh: the mesh of all processes. None: the mesh that the model was given; a single process needs none.
 
     Attributes:
-        cut: how a pipeline has cut the model, or None. coordinates: axis -> index of this rank.
+        cut: how the model was split into pipeline stages, or None. coordinates: axis -> index of this rank.
 
     Raises: ModelError `partial-mesh`.
     """
@@ -239,7 +239,7 @@ def buffers(on_mesh: ModelOnMesh) -> list[LocalTensor]:
 
 
 def _about(on_mesh: ModelOnMesh, names: tuple[str, ...], compute: torch.dtype, stored: StoredTensor) -> dict[str, Any]:
-    """What a tool without the model needs: other names, dtype of compute, how tensor parallelism may shard the tensor."""
+    """What a tool without the model needs: other names, compute dtype, how tensor parallelism may shard the tensor."""
     about: dict[str, Any] = {}
     canonical = on_mesh.canonical(names[0])
     all_names = on_mesh.cut.facts.parameters[canonical].names if on_mesh.cut is not None else names

@@ -45,7 +45,7 @@ class MetaModel:
         return tensor.stored.local
 
     def undo(self) -> None:
-        """Put back on meta what was there before."""
+        """Return to the meta device what was there before."""
         if not self._before:
             return
         for entries, before in self._before:

@@ -25,9 +25,9 @@ class RestoredOptimizer:
     """New state for an optimizer.
 
     Attributes:
-        parameters: whose state is replaced.
+        parameters: the parameters whose state is replaced.
         moments: (parameter, key, local tensor). values: (parameter, key, value, whether it was on an accelerator).
-        options: of each parameter group.
+        options: the options of each parameter group.
     """
 
     optimizer: Optimizer

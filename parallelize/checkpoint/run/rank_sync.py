@@ -1,6 +1,6 @@
-"""How the ranks of a save or load agree: short JSON messages, over a process group of their own.
+"""The messages of the ranks of a save or load: short JSON texts, over a separate process group.
 
-The group is their own because a background save runs while training uses other collectives. Tensors are never sent here.
+The group is separate because a background save runs while training uses other collectives. Tensors are never sent here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RankSync:
     """Ranks that save and load together. All calls are collectives: the same ones in the same order on every rank.
 
     Args:
-        mesh: whose ranks take part. None: all processes, or only this one where there are no others.
+        mesh: the mesh whose ranks take part. None: all processes, or this one alone if there are no others.
         timeout_s: how long ranks wait for each other.
         own_group: make a process group, because other collectives may run at the same time. False: use the default group
             if it is gloo's and has the same ranks.
@@ -110,7 +110,7 @@ class RankSync:
         ]
 
     def agree(self, error: ParallelizeError | None, value: Any = None) -> list[Any]:
-        """Return every rank's value, but only where no rank has an error.
+        """Return every rank's value if no rank has an error.
 
         Raises: this rank's error; or CheckpointError with those of the others.
         """
@@ -124,8 +124,8 @@ class RankSync:
 
     @contextmanager
     def _reporting_lost_ranks(self, collective: str) -> Iterator[None]:
-        """Errors of gloo name sockets; this says what was going on. The group is closed at the first of them, so that ranks
-        that have not seen it do not wait for those that have.
+        """Convert errors of gloo, which name sockets, to errors that name the call. The group is closed at the first error, so
+        that ranks without an error do not wait for those with one.
 
         Raises: CheckpointError `rank-lost`.
         """
@@ -166,7 +166,7 @@ def problems_to_json(error: ParallelizeError) -> list[Any]:
 
 
 def problem_from_json(fields: list[Any], rank: int | None) -> Problem:
-    """A problem that was sent. `rank`: of which it is. None: of several, which its rows name."""
+    """A problem that was sent. `rank`: the rank that has it. None: several ranks, which the problem's rows name."""
     slug, what, where, rows, fix = fields
     on_rank = () if rank is None else (("on", f"rank {rank}"),)
     return Problem(slug, what, where, (*on_rank, *((str(label), str(text)) for label, text in rows)), fix)

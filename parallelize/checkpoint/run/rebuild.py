@@ -27,8 +27,8 @@ class Rebuilt:
     """What `rebuild` made.
 
     Attributes:
-        step: of the checkpoint.
-        optimizers, schedulers: by the names under which they were saved.
+        step: the step of the checkpoint.
+        optimizers, schedulers: the optimizers and schedulers, by the names under which they were saved.
     """
 
     step: int
@@ -45,9 +45,9 @@ def rebuild(
 
     Args:
         model: a `ParallelModel`, or a module on any or no mesh, after it was wrapped.
-        folder: of a step, or of a run: then the newest step, or `step`.
+        folder: the folder of one step, or of a run. Of a run, `step` or the newest step is loaded.
         step: which checkpoint of a run. Default: the newest.
-        mesh: of all processes, where the model does not have it.
+        mesh: the mesh of all processes, if the model has none.
 
     Returns: the step, and the optimizers and schedulers by name.
     Raises: CheckpointError `unknown-class`, `unsaved-function`, `no-optimizer-state`, and those of `load_checkpoint`.

@@ -78,10 +78,10 @@ def collect_streams(on_mesh: ModelOnMesh, streams: Streams | None, sink: TensorS
 
 
 def decoded_streams(streams: Streams, saved: dict[str, Any], tensors: TensorSource) -> dict[str, Any]:
-    """A state for `Streams.load_state_dict`: each stream goes on where the rank at these coordinates of its axes was.
+    """A state for `Streams.load_state_dict`: each stream continues from the rank at these coordinates of its axes.
 
-    An axis that one of the meshes lacks counts as an axis of size 1 there. Ranks at coordinates that did not exist before
-    start their streams anew, from the seed.
+    An axis that one of the meshes does not have counts as an axis of size 1. Ranks at coordinates that did not exist
+    before restart their streams from the seed.
     """
     axes_here = tuple(streams.mesh.mesh_dim_names or ()) if streams.mesh is not None else ()
     saved_over = {name: tuple(axes) for name, axes in saved["over"].items()}

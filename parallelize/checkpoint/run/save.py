@@ -41,8 +41,8 @@ def write_snapshot(
         progress: called with the number of bytes after each write.
 
     Returns: the published folder.
-    Raises: CheckpointError, the same slug on every rank. Nothing is published then, unless it says so; earlier checkpoints
-        are unchanged.
+    Raises: CheckpointError, the same slug on every rank. Nothing is published then, unless the error says so; earlier
+        checkpoints are unchanged.
     """
     writing, error = _begin(root, snapshot.step, sync)
     if error is not None:
@@ -68,7 +68,7 @@ def write_snapshot(
 
 
 def _begin(root: Path, step: int, sync: RankSync) -> tuple[Path, ParallelizeError | None]:
-    """The folder to write into, which the first rank makes."""
+    """The folder to write to, which the first rank creates."""
     outcome: Any = None
     error: ParallelizeError | None = None
     if sync.is_coordinator:

@@ -31,7 +31,7 @@ _MAX_DEPTH = 16
 
 
 class _StepCounter(LRScheduler):
-    """Wraps `optimizer.step` as every scheduler does when it is constructed, and changes no learning rate."""
+    """Wraps `optimizer.step` as every scheduler does in its constructor, without changing a learning rate."""
 
     def step(self, epoch: int | None = None) -> None:
         pass
@@ -144,7 +144,7 @@ def _count_steps(optimizer: Optimizer) -> None:
 
 
 def _mark_stepped(optimizer: Any, described: Described) -> None:
-    """A run saved between the optimizer's and the scheduler's step goes on with the latter, which must not warn."""
+    """After a save between the optimizer's and the scheduler's step, the scheduler steps first. It must not warn."""
     if described["stepped"] and optimizer is not None:
         optimizer._opt_called = True
 

@@ -1,6 +1,6 @@
 """A training state at one moment, as one rank sees it: the tensors that it writes, and what it reports about them.
 
-For a save in the background, everything is copied once, into buffers that the next save uses again.
+For a save in the background, everything is copied once, into buffers that the next save reuses.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Snapshot:
 
 
 class Staging:
-    """Copies of what a background save writes: allocated once, used again while shapes stay the same."""
+    """Copies of the tensors that a background save writes: allocated once, and reused while shapes stay the same."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, T] = {}
@@ -183,7 +183,7 @@ def _check_extra_state(module: nn.Module) -> None:
 
 
 def reshard_units(module: nn.Module) -> None:
-    """Under `fully_shard`, reshard the parameters that a forward has left gathered."""
+    """Under `fully_shard`, reshard the parameters that are still gathered after a forward."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()

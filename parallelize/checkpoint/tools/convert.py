@@ -81,8 +81,8 @@ def build_on_meta(name: str | None, config: Mapping[str, Any] | None, required: 
     """Build a model of `transformers` on the meta device. Only public classes of `transformers`; nothing is downloaded.
 
     Args:
-        name: of the class.
-        config: as in config.json.
+        name: the name of the class.
+        config: the values of config.json.
         required: a class that does not exist is an error.
 
     Returns: the model. None without a name or config; or, if not `required`, if there is no such class.
@@ -162,10 +162,11 @@ def to_hub(
     Args:
         source: folder of one step, or of a run.
         target: folder to write; new or empty.
-        dtype: of floating-point weights. Default: the compute dtype, or the saved dtype where that is unknown.
+        dtype: the dtype of floating-point weights. Default: the compute dtype, or the saved dtype where that is
+            unknown.
         max_shard_size: maximum size of a file: bytes, or a text such as "5GB".
         carry: a folder whose files that are not weights (tokenizer, chat template) are copied.
-        step: of a run. Default: the newest.
+        step: which step of a run. Default: the newest.
         progress: called with the number of bytes after each write.
 
     Returns: the folder. It is renamed into place after everything was written.
@@ -327,7 +328,7 @@ def from_hub(
         source: a folder in Hugging Face's layout.
         target: folder of a run, new or without this step.
         mesh: such as `pp=2,dp=4,tp=2`. Default: one rank.
-        step: of the new checkpoint.
+        step: the step of the new checkpoint.
         progress: called with the number of bytes after each write.
 
     Returns: the published folder in `target`.

@@ -46,7 +46,7 @@ def inspect_checkpoint(path: str | os.PathLike, step: int | None = None) -> dict
 
     Args:
         path: folder of one step, of a run, or in Hugging Face's layout.
-        step: of a run. Default: the newest.
+        step: which step of a run. Default: the newest.
 
     Returns: for both layouts `kind`, `folder`, `model`, `holds` (weights, optimizer, rest: tensors, elements, bytes, dtypes),
         `files` (name -> bytes) and `tensors`. For a training checkpoint also step, mesh, ZeRO stage, plan, versions,
@@ -203,7 +203,7 @@ def verify_checkpoint(
 
     Args:
         path: folder of one step, of a run, or in Hugging Face's layout.
-        step: of a run. Default: the newest.
+        step: which step of a run. Default: the newest.
         progress: called with the number of bytes after each read.
 
     Returns: one problem per damaged tensor or file.

@@ -88,7 +88,7 @@ def reshape_checkpoint(
         target: folder of a run, new or without this step.
         mesh: such as `pp=2,dp=4,tp=2`.
         zero: ZeRO stage of the new checkpoint. Default: that of the source.
-        step: of a run. Default: the newest.
+        step: which step of a run. Default: the newest.
         progress: called with the number of bytes after each write.
 
     Returns: the published folder in `target`.
@@ -330,8 +330,8 @@ def write_run(
     Args:
         root: folder of the run.
         blank: the manifest, without files and tensors.
-        mesh: of the new checkpoint.
-        tensors: to write.
+        mesh: the mesh of the new checkpoint.
+        tensors: the tensors to write.
         progress: called with the number of bytes after each write.
 
     Raises: as `reshape_checkpoint`. Nothing is left then.

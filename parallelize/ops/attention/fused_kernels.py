@@ -1,6 +1,6 @@
 """The fused attention kernels that return each row's log-sum and take it in backward: the CPU's, and CUDA's flash attention.
 
-The public `scaled_dot_product_attention` does not return it, so the dispatcher ops below it are called.
+The public `scaled_dot_product_attention` does not return the log-sums, so the dispatcher ops below it are called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CUDA_WIDTH = 256  # the widest head of flash attention
 def serves(q: T, k: T, v: T, masked: bool) -> bool:
     """Whether a fused kernel takes these tensors and is exact enough (see `kernels`).
 
-    On meta tensors the CPU's kernel represents all (see `analysis.record.attention_model`).
+    On meta tensors the CPU's kernel stands for all kernels (see `analysis.record.attention_model`).
     """
     if q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel() or q.dtype == torch.float32:
         return False

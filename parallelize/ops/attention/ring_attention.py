@@ -1,9 +1,9 @@
-"""Ring attention: each rank keeps its queries, and key/value blocks go around the ring while the current block is computed.
+"""Ring attention: each rank keeps its queries; key/value blocks are sent around the ring, overlapped with compute.
 
     step s of P: send block (r - s) to r + 1 | attend from local queries to block (r - s), combine the outputs by log-sums
 
-Backward goes around once more: blocks as before, and with each block the sum of its gradients, which returns to its owner after
-P steps. A rank stores two blocks at any time. Every block is P times smaller than the sequence, and so is everything saved for
+Backward sends the blocks around once more, each with the sum of its gradients, which arrives at the block's rank after P
+steps. A rank stores two blocks at any time. Every block is P times smaller than the sequence, and so is everything saved for
 backward: q, k, v, the output and one number per row.
 
 `runs` says which positions of the sequence each rank of the ring has (see `Context.layout_of`). In the op's arguments it is one
@@ -69,7 +69,7 @@ def ring_attention(
 
     Args:
         runs: the positions of each rank of the group, ascending.
-        documents: as explained at the top of this file.
+        documents: see the module docstring.
 
     Cost: P - 1 messages of a rank's keys and values forward; the same, and P of their gradients in float32, backward.
     """
@@ -304,7 +304,7 @@ class _RingGradients:
         self.posted = self.exchange.post({(rank + 1) % size: part}, {(rank - 1) % size: self.sum}, _GRADIENTS)
 
     def arrived(self) -> tuple[T, T]:
-        """The gradients of this rank's own block."""
+        """The gradients of this rank's block."""
         if self.posted is not None:
             self.exchange.finish(self.posted)
         assert self.sum is not None

@@ -1,10 +1,10 @@
 """Ranks compare what they are about to do before they send data: shapes, dtype and algorithm.
 
 Mismatched messages hang, kill a healthy rank, or give wrong numbers without an error (gloo, with another dtype of equal
-size). So a line of text of fixed length is sent first. On a network that the host drives, it is sent before every op (about
-0.1 ms on loopback). On a network that a device drives, the host would have to wait for the device; there a line goes through
-the store, only the first time that this rank uses it with this group, and no data is sent until all ranks have posted the
-same line. Ranks that get out of step between lines that all of them have used before are not detected there.
+size). So a line of text of fixed length is sent first. With a backend that the host drives, it is sent before every op
+(about 0.1 ms on loopback). With a backend that a device drives, the host would have to wait for the device. There a line
+is sent through the store, the first time that this rank uses it with this group, and no data is sent until all ranks have
+posted the same line. If ranks run ops whose lines all of them have used before in different orders, that is not detected.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _exchange(group: Group, device: torch.device, line: str) -> list[str]:
 
 
 class _Messages:
-    """Lines on their way between ranks as messages of the group."""
+    """Lines that are sent between ranks as messages of the group."""
 
     def __init__(self, group: Group, line: str):
         self.group, self.line = group, line

@@ -1,6 +1,6 @@
 """Calibration: a short measurement of a group's link and a rank's matmuls, by which `overlap: auto` decides.
 
-It runs once per group and dtype. All ranks measure together and use the mean, so that they decide alike.
+It runs once per group and dtype. All ranks measure together and use the mean, so that they make the same choice.
 """
 
 from __future__ import annotations

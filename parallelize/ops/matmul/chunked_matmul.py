@@ -4,16 +4,17 @@
     matmul_reduce_scatter   partial sums; the rows of each peer are sent as soon as they are computed, local rows are summed
     matmul_all_reduce       the same, and each rank sends its sums to all others: an all-reduce in chunks
 
-All of them keep three rules. Matmuls are split by rows only, and contributions are summed in rank order, so the result does
-not depend on the number of chunks (bit for bit if the matmul kernel computes a row alike in any batch of rows). Everything is
-allocated before the ranks agree on a line (see `agreement`), and that is the first message: a rank that fails before it is
-named by its next op, and nobody waits for it. After it, the messages of an op are always completed: if a matmul fails, the
-peers receive NaN and this rank raises at the end, so that no message of this op can be matched with one of the next op.
+All of them follow three rules. Matmuls are split by rows only, and contributions are summed in rank order, so the result does
+not depend on the number of chunks (bit for bit if the matmul kernel's result for a row does not depend on the other rows).
+Everything is allocated before the first message, in which the ranks compare a line (see `agreement`): if a rank fails
+before it, the rank's next op reports the failure, and no rank waits. After it, the messages of an op are always completed:
+if a matmul fails, the peers receive NaN and this rank raises at the end, so that no message of this op can be matched with
+one of the next op.
 
 `steps=0` is the version without overlap: one message per peer, one matmul.
 
 Source: Wang et al., ASPLOS 2023 (decomposed collectives overlapped with the einsum that depends on them). The order, the direct
-sends and the all-reduce in chunks are this file's own.
+sends and the all-reduce in chunks are not from that paper.
 """
 
 from __future__ import annotations
@@ -190,10 +191,10 @@ class RowGather:
     """A running all-gather of rows, as a context manager; leaving the block waits for what has not arrived yet.
 
     Args:
-        x, dim, full, group: as for `all_gather_matmul`.
+        x, dim, full, group: as in `all_gather_matmul`.
         steps: chunks per shard (0 means 1).
         line: what the ranks must agree on before the first message.
-        stream: keeps messages apart from those of another exchange that runs at the same time.
+        stream: a number that separates messages from those of another exchange that runs at the same time.
         keep: copy local rows to the gathered tensor too; if not, only `local` has them.
     """
 

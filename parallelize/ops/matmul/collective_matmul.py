@@ -5,8 +5,8 @@
     linear_all_reduce      sums are reduced while matmuls run    backward: no communication
     column_linear          no communication                      backward: all-reduce overlapped with the weight gradients
 
-On plain tensors they work on this rank's shards and take the group. On DTensors they mean `F.linear`, and take mesh and layout
-from their arguments. `overlap` is "auto" (`decide` returns the choice with its reason, from one calibration per group), "off",
+On plain tensors they work on this rank's shards and take the group. On DTensors they are equivalent to `F.linear`, and take
+mesh and layout from their arguments. `overlap` is "auto" (`decide` returns the choice with its reason, from one calibration per group), "off",
 "chunked" (on any group), or "symm_mem" (PyTorch's symmetric-memory kernels, CUDA).
 
 Collectives of one call, for P ranks, R rows in full, K input features and N output features:
@@ -203,7 +203,7 @@ class OverlappedLinear:
 
     Args:
         op: the name of the op.
-        x, weights, biases, group, overlap, chunks: as for the public functions.
+        x, weights, biases, group, overlap, chunks: as in the public functions.
         decided: chooses the algorithm instead of `overlap`.
         features: (input, output) features to choose by, if those of this rank may differ from its peers'.
     """

@@ -35,10 +35,10 @@ class WeightAxis:
     Args:
         op: the name of the op, for messages.
         weight_dim: the dim along which the weights must be sharded.
-        dim: of the rows; None for an op whose `x` is replicated or sharded along features.
+        dim: the dim of the rows; None for an op whose `x` is replicated or sharded along features.
 
     Attributes:
-        shape: of `x` on the rank that has most of it. width: output features on that rank.
+        shape: the shape of `x` on the rank with the largest shard. width: output features on that rank.
 
     Raises: ShapeError `wrong-placement`.
     """

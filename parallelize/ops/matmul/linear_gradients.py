@@ -72,6 +72,7 @@ class DeferredGradients:
         return self.active and weight.is_leaf and weight.requires_grad
 
     def add(self, weight: T, compute: Callable[[], T]) -> None:
+        """Save the function `compute`, which returns the gradient of `weight`, for a later `compute()`."""
         self._pending.append((weight, compute))
 
 
@@ -128,8 +129,8 @@ class _UsedOutputs:
     """The outputs of column linears that have a gradient, and where the gradients of their parameters go.
 
     Args:
-        grads: of every output; None for an output that is not used.
-        weights: of every output.
+        grads: the gradient of every output; None for an output that is not used.
+        weights: the weight of every output.
     """
 
     def __init__(self, ctx: Any, grads: list[T | None], weights: list[T]):
@@ -149,7 +150,8 @@ class _UsedOutputs:
         Args:
             computed: the weight gradients that are not deferred.
             rows: what deferred gradients are computed from.
-            gather: the ctx that tells how to gather `rows` first; None if they are gathered.
+            gather: the autograd ctx with the dim, size and group of the all-gather of `rows`; None if `rows` are
+                gathered.
         """
         rest = iter(computed)
         weights: list[T | None] = [None] * self.number
@@ -214,7 +216,10 @@ def _gathered_only(ctx: Any, other: T | None) -> T | None:
 
 
 def _weight_gradient_later(grad: T, rows: T, weight: T, gather: Any = None) -> Callable[[], T]:
-    """Computes a weight gradient, from rows that are gathered first if `gather` is the ctx that tells how."""
+    """A function that computes a weight gradient.
+
+    If `gather` is the ctx of an all-gather, the function gathers `rows` first.
+    """
 
     def compute() -> T:
         full_rows = rows

@@ -74,7 +74,7 @@ class PreparedTargets:
         ignored: [N], tokens that do not count; None if all count (soft targets).
         divisor: what a mean divides by: the number of valid tokens, the sum of their class weights, or for soft targets the
             number of all tokens.
-        shape: of the tokens, before they were flattened.
+        shape: the shape [...] of the tokens before they were flattened.
     """
 
     targets: Targets
@@ -111,7 +111,7 @@ def prepare_targets(
 
     Args:
         lead: shape of the tokens.
-        dtype: of the losses.
+        dtype: the dtype of the losses.
 
     Raises: ShapeError `bad-reduction`, `bad-label-smoothing`, `bad-targets`, `bad-class-weight`, `id-out-of-range`.
     """

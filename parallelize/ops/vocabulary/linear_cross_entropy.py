@@ -35,10 +35,10 @@ class HeadLoss:
     """What to compute from hidden states [N, H] under a head [V/P, H].
 
     Attributes:
-        targets: of the N tokens.
+        targets: the targets of the N tokens.
         ignored: [N], tokens that do not count, or None.
         chunk: number of tokens whose logits exist at the same time.
-        dtype: of losses and statistics, that of the logits or wider.
+        dtype: the dtype of losses and statistics: that of the logits or a wider one.
         tail: an elementwise function between matmul and loss, or None.
         entropy: whether entropies are computed too.
     """

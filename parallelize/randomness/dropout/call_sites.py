@@ -33,7 +33,7 @@ class ColumnOutput:
     """The sharded output of a column linear.
 
     Attributes:
-        layout: of the linear's weight.
+        layout: the layout of the linear's weight.
         widest: the largest number of local features among the column linears of the same parent module.
     """
 
@@ -46,7 +46,7 @@ class DropoutSites:
 
     Args:
         clock: gives the step and the key of each call.
-        rank, size: of the tp group.
+        rank, size: rank and size of the tp group.
         region: the sequence-parallel region, or None.
     """
 

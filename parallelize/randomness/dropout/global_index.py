@@ -24,7 +24,7 @@ class ActivationLayout:
 
     Args:
         kind: "full", "sequence", "features" or "heads".
-        rank, size: of the tp group.
+        rank, size: rank and size of the tp group.
         columns: for "features", the global intervals of the local columns, in order.
         width: for "features", the number of columns over all ranks.
     """

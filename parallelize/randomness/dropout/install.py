@@ -41,9 +41,9 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
     Args:
         module: the model. Its forwards define the steps, so install it on the module that is called.
         seed: any integer, the same on every rank.
-        mesh: for its data axes, if the model has no plan.
+        mesh: the mesh with the data axes, if the model has no plan.
 
-    Returns: the dropout clock. Its `state_dict()`, two numbers, belongs into a checkpoint.
+    Returns: the dropout clock. Its `state_dict()`, two numbers, belongs in a checkpoint.
     Raises: before anything is changed, ModelError `unplaceable-dropout` with all dropout that is not supported (`Dropout2d`,
         `MultiheadAttention`, ...), `already-installed`. During a forward, `unplaceable-dropout`, `dropout-outside-forward`,
         `ambiguous-dropout`.

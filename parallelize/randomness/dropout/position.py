@@ -20,7 +20,7 @@ class Position:
     """The position of a forward in training, for `clock.move` and `clock.at`.
 
     Args:
-        step: of the optimizer.
+        step: the optimizer step.
         batch_offset: the index in the step's global batch of this microbatch's first row.
         batch_size: rows of this microbatch; None: the first dim of the model's first tensor.
     """
@@ -45,7 +45,7 @@ class Clock:
     Without an explicit position, the clock counts each forward with dropout as one step. Its state is two numbers.
 
     Args:
-        data: (data rank, number of data ranks). Data rank i has the i-th block of rows of the global batch.
+        data: (data rank, number of data ranks). Data rank i gets the i-th part of the rows of the global batch.
     """
 
     def __init__(self, seed: int, data: tuple[int, int] = (0, 1)):

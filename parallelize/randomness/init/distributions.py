@@ -27,9 +27,18 @@ class Constant:
     value: float
 
     def draw(self, key: Key, index: torch.Tensor) -> torch.Tensor:
+        """A float64 value of the distribution for each element.
+
+        Args:
+            key: the random key of the parameter.
+            index: int64 global indices of the elements, of any shape. They may be overwritten.
+
+        Returns: a float64 tensor of the shape of `index`, on its device.
+        """
         return torch.full(index.shape, self.value, dtype=torch.float64, device=index.device)
 
     def affine(self, scale: float, shift: float) -> Constant:
+        """The distribution of `scale * x + shift`, where x has this distribution."""
         return Constant(self.value * scale + shift)
 
 
@@ -50,9 +59,18 @@ class Uniform:
         _need(self.low <= self.high, f"Uniform({self.low}, {self.high})", "low <= high")
 
     def draw(self, key: Key, index: torch.Tensor) -> torch.Tensor:
+        """A float64 value of the distribution for each element.
+
+        Args:
+            key: the random key of the parameter.
+            index: int64 global indices of the elements, of any shape. They may be overwritten.
+
+        Returns: a float64 tensor of the shape of `index`, on its device.
+        """
         return uniform(key, index).mul_(self.high - self.low).add_(self.low)
 
     def affine(self, scale: float, shift: float) -> Uniform:
+        """The distribution of `scale * x + shift`, where x has this distribution."""
         ends = sorted((self.low * scale + shift, self.high * scale + shift))
         return Uniform(*ends)
 
@@ -75,9 +93,18 @@ class Normal:
         _need(self.std >= 0.0, f"Normal({self.mean}, {self.std})", "a standard deviation that is not negative")
 
     def draw(self, key: Key, index: torch.Tensor) -> torch.Tensor:
+        """A float64 value of the distribution for each element.
+
+        Args:
+            key: the random key of the parameter.
+            index: int64 global indices of the elements, of any shape. They may be overwritten.
+
+        Returns: a float64 tensor of the shape of `index`, on its device.
+        """
         return inverse_normal(open_uniform(key, index)).mul_(self.std).add_(self.mean)
 
     def affine(self, scale: float, shift: float) -> Normal:
+        """The distribution of `scale * x + shift`, where x has this distribution."""
         return Normal(self.mean * scale + shift, self.std * abs(scale))
 
 
@@ -86,7 +113,7 @@ class TruncatedNormal:
     """A normal distribution restricted to values between `low` and `high`.
 
     Args:
-        mean, std: of the normal distribution before truncation.
+        mean, std: mean and standard deviation of the normal distribution before truncation.
         low, high: the bounds, as values and not as standard deviations.
 
     Raises: ModelError `bad-distribution` unless std > 0, low < high and the interval has a probability above 1e-12.
@@ -108,11 +135,20 @@ class TruncatedNormal:
         return self._below(self.high) - self._below(self.low)
 
     def draw(self, key: Key, index: torch.Tensor) -> torch.Tensor:
+        """A float64 value of the distribution for each element.
+
+        Args:
+            key: the random key of the parameter.
+            index: int64 global indices of the elements, of any shape. They may be overwritten.
+
+        Returns: a float64 tensor of the shape of `index`, on its device.
+        """
         u = open_uniform(key, index).mul_(self._probability()).add_(self._below(self.low))
         u.clamp_(2.0**-54, 1.0 - 2.0**-53)
         return inverse_normal(u).mul_(self.std).add_(self.mean).clamp_(self.low, self.high)
 
     def affine(self, scale: float, shift: float) -> TruncatedNormal | Constant:
+        """The distribution of `scale * x + shift`, where x has this distribution. A `Constant` if `scale` is 0."""
         if scale == 0.0:
             return Constant(shift)
         ends = sorted((self.low * scale + shift, self.high * scale + shift))

@@ -5,7 +5,7 @@ dtype of the logits. A shift or flatten before the loss is applied to the hidden
 `F.cross_entropy` then computes matmul and loss together, one chunk of tokens at a time.
 
 If a gradient is required, a function that needs all logits raises an error that names the function. Without gradients
-(evaluation, generation) the logits are computed at that point, for the tokens that are left.
+(evaluation, generation) the logits are computed at that point, for the remaining tokens.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ class DeferredLogits(ShardedLogits):
         return self.__dict__["_deferred"] if self.__dict__["_computed"] is None else None
 
     def with_local(self, local: T) -> DeferredLogits:
+        """Deferred logits of the same head for other hidden states, `local` [..., H]."""
         return _marked(replace(self.__dict__["_deferred"], hidden=local))
 
     def made(self) -> T:

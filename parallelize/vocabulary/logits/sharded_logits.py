@@ -66,7 +66,7 @@ class ShardedLogits(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
     def with_local(self, local: T) -> ShardedLogits:
-        """Logits of the same kind with another local tensor, for example a view of this one."""
+        """Logits over the same vocabulary with the local tensor `local` [..., V/P], such as a view of this one."""
         return mark(local, self.vocabulary)
 
     def full_tensor(self) -> T:

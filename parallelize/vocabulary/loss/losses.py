@@ -140,7 +140,11 @@ def valid_tokens(targets: T, mesh: DeviceMesh | None = None, ignore_index: int =
 def loss_parallel() -> Iterator[None]:
     """`torch.distributed.tensor.parallel.loss_parallel` for existing code, safe to nest and to leave by an exception.
 
-    Models with a plan do not need it: apply the plan with `loss_parallel=True`. No communication.
+    Models with a plan do not need it: apply the plan with `loss_parallel=True`.
+
+    Returns: a context manager.
+    Cost: none to enter or leave. Inside, PyTorch's loss sends three all-reduces of one value per token over the tp
+        group.
     """
     if private.loss_parallel_is_on():
         yield  # an outer context is active

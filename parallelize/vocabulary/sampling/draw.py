@@ -75,7 +75,7 @@ class SamplingOptions:
     """Checked options of `sample`, as tensors.
 
     Args:
-        greedy, top_k: for all rows.
+        greedy, top_k: the settings for all rows.
         temperature, top_p, min_p: float64, a scalar or one value per row [B]. top_p, min_p: None without that filter.
         rows: [B], the indices of the rows.
     """

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parallelize.analysis.cost.machine import Machine
-from parallelize.analysis.cost.memory import gradients_bytes, optimizer_bytes, parameters_bytes
+from parallelize.analysis.cost.memory import stored_bytes
 from parallelize.analysis.cost.setting import Setting, check_setting, make_setting
 from parallelize.analysis.measure import measure, model_flops
 from parallelize.analysis.subject import Subject, check
@@ -210,5 +210,4 @@ def _try(
 
 def _resident_bytes(subject: Subject, setting: Setting) -> int:
     """Bytes that the first pp rank stores over the step. They are known without a recording."""
-    shards = subject.shards(setting, 0)
-    return parameters_bytes(shards, setting) + gradients_bytes(shards, setting) + optimizer_bytes(shards, setting)
+    return sum(stored_bytes(subject.shards(setting, 0), setting))

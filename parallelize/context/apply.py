@@ -21,7 +21,7 @@ from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on, check_replicas
 from parallelize.context.forward_state import Context, ContextAttention, context_of
 from parallelize.context.inputs import ContextInputs, is_registered
-from parallelize.context.stock_attention import NAME, RefuseUnplannedAttention, forward_over_context, register
+from parallelize.context.stock_attention import NAME, forward_over_context, refuse_unplanned, register
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.choose import plan_of
@@ -29,6 +29,7 @@ from parallelize.plan.options import Options, wrong_ulysses
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.randomness.dropout.install import drops
+from parallelize.tensor.attention_calls import AttentionCalls
 from parallelize.tensor.installer import refuse_attentions
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 
@@ -192,7 +193,7 @@ def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         if context.checked:
             return call.run(context, self, args, kwargs)
-        with RefuseUnplannedAttention():
+        with AttentionCalls(refuse_unplanned):
             return call.run(context, self, args, kwargs)
     finally:
         context.checked = context.attended >= call.present

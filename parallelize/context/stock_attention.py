@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from parallelize.applied.records import applied
 from parallelize.context.attention import attend, masking_of
 from parallelize.context.forward_state import ContextAttention
 from parallelize.errors import ModelError, Problem
+from parallelize.tensor.attention_calls import AttentionCalls
 
 T = torch.Tensor
 NAME = "parallelize_context"  # of this attention in the registry of `transformers`
@@ -57,23 +56,10 @@ def interface(
     return attend(planned, query, key, value, masking).transpose(1, 2).contiguous(), None
 
 
-class _OverContext(TorchFunctionMode):
-    """While it is active, `scaled_dot_product_attention` is that of one module over cp."""
-
-    def __init__(self, planned: ContextAttention):
-        super().__init__()
-        self.planned = planned
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _sdpa(self.planned, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def forward_over_context(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of an attention module that calls `scaled_dot_product_attention`."""
     planned = applied(self).attention
-    with _OverContext(planned):
+    with AttentionCalls(partial(_sdpa, planned)):
         if planned.stock is None:
             return type(self).forward(self, *args, **kwargs)
         return planned.stock(*args, **kwargs)
@@ -101,14 +87,10 @@ def _sdpa(
     return attend(planned, query, key, value, masking)
 
 
-class RefuseUnplannedAttention(TorchFunctionMode):
-    """While it is active, attention in a module that the plan does not name is an error: it would see local tokens only."""
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            fix = "name its module under `attention:` in the plan"
-            raise ModelError(Problem("unplanned-attention", "attention runs in a module that no rule names", fix=fix))
-        return func(*args, **(kwargs or {}))
+def refuse_unplanned(*_: Any, **__: Any) -> T:
+    """Attention in a module that the plan does not name, which would see local tokens only. Raises: ModelError."""
+    fix = "name its module under `attention:` in the plan"
+    raise ModelError(Problem("unplanned-attention", "attention runs in a module that no rule names", fix=fix))
 
 
 def _planned_attention(module: nn.Module) -> ContextAttention:

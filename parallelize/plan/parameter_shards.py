@@ -80,9 +80,9 @@ class ParameterShard:
         """Elements of one data rank's rows, of `ranks`, rounded up to full rows."""
         return -(-self.rows // ranks) * self.width
 
-    def largest_numel(self, ranks: int) -> int:
-        """Elements of the rows of the first data rank, which has the most."""
-        start, stop = even_interval(self.rows, ranks, 0)
+    def local_numel(self, ranks: int, rank: int = 0) -> int:
+        """Elements of the rows of one data rank, of `ranks`. The first one has the most."""
+        start, stop = even_interval(self.rows, ranks, rank if ranks > 1 else 0)
         return (stop - start) * self.width
 
 
@@ -117,6 +117,34 @@ def _shard(
         pending=row.pending(tp_rank),
         tied_ranks=tied if len(tied) > 1 else (),
         zero_unit=resolved.zero_unit_of(names[0]),
+    )
+
+
+class StoredElements(NamedTuple):
+    """Numbers that a rank stores: of parameters, gradients, and each state of the optimizer."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def stored_elements(
+    shards: Iterable[ParameterShard], zero: int, *, counts_gradients: bool, data_rank: int = 0
+) -> StoredElements:
+    """What a rank stores of these parameters.
+
+    Args:
+        counts_gradients: whether buffers of gradients have one more number per parameter: of the ranks that had a gradient.
+        data_rank: the rank along the shard axis; the first one stores the most.
+    """
+    shards = list(shards)
+    trained = [shard for shard in shards if shard.trained]
+    splits = zero == 3 or any(shard.splits.gradient > 1 for shard in trained)
+    counted = [shard for shard in trained if counts_gradients and not (splits and shard.shape)]
+    return StoredElements(
+        sum(shard.padded_numel(shard.splits.parameter) for shard in shards),
+        sum(shard.padded_numel(shard.splits.gradient) for shard in trained) + len(counted),
+        sum(shard.local_numel(shard.splits.optimizer, data_rank) for shard in trained),
     )
 
 

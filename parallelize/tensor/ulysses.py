@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import even_interval
 from parallelize.ops import collectives as ops
 from parallelize.ops.all_to_all import HeadSplit, to_head_shards, to_sequence_shards
+from parallelize.tensor.attention_calls import AttentionCalls
 from parallelize.tensor.planned_forward import argument_of, convert_argument
 from parallelize.tensor.region import Region
 
@@ -52,9 +52,10 @@ def ulysses_attention(module: nn.Module, region: Region, split: tuple[str, ...])
 
         for argument in split_arguments:
             args, kwargs = convert_argument(lambda value: private.tree_map(local, value), argument, args, kwargs)
-        with _ExchangedAttention(self, region, full) as mode:
+        attention = _ExchangedAttention(self, region, full)
+        with AttentionCalls(attention.attend):
             out = planned.run_stock(self, args, kwargs)
-        mode.check()
+        attention.check()
         return out
 
     return forward
@@ -68,20 +69,17 @@ def check_ulysses(module: nn.Module, fqn: str) -> None:
         raise ModelError(Problem("attention-by-hand", what, fix='build the model with attn_implementation="sdpa"'))
 
 
-class _ExchangedAttention(TorchFunctionMode):
-    """Inside, `scaled_dot_product_attention` is called with all tokens of this rank's heads."""
+class _ExchangedAttention:
+    """`scaled_dot_product_attention` of one forward, with all tokens of this rank's heads."""
 
     def __init__(self, module: nn.Module, region: Region, full: int):
-        super().__init__()
         self.module, self.group, self.full = type(module).__name__, region.group, full
         self.called = False
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
+    def attend(self, *args: Any, **kwargs: Any) -> T:
         self.called = True
         with private.plain_calls():
-            return self._attend(*args, **(kwargs or {}))
+            return self._attend(*args, **kwargs)
 
     def _attend(self, query: T, key: T, value: T, attn_mask: T | None = None, *rest: Any, **others: Any) -> T:
         size, shard_size = self.group.size, query.shape[2]

@@ -16,15 +16,15 @@ the copies that the optimizer steps. Rows are split as `torch.chunk` splits them
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize import _torch_private as private
+from parallelize.applied.records import cut_of, record_of, resolution_so_far
 from parallelize.comm.groups import mesh_spec
-from parallelize.layout import even_interval
-from parallelize.zero.buckets import matrix_shape, to_local
+from parallelize.mesh import DATA_AXES
+from parallelize.plan.parameter_shards import shards_of, stored_elements
 
 ADAM_STATE_BYTES = 8
 
@@ -46,43 +46,20 @@ def bytes_per_rank(
     Returns: {"parameters", "gradients", "optimizer"}, in bytes.
     Cost: no communication.
     """
-    spec = mesh_spec(mesh)
-    axis = "dp_shard" if "dp_shard" in spec.names else "dp"
-    ranks = spec.size(axis) if axis in spec.names else 1
-    rank = mesh.get_local_rank(axis) if axis in spec.names else 0
+    spec, cut, record = mesh_spec(mesh), cut_of(module), record_of(module)
+    resolved = resolution_so_far(module)
+    options = replace(resolved.options, zero=zero)
+    resolved = replace(
+        resolved, plan=replace(resolved.plan, options=options), mesh=resolved.mesh.with_axes(spec.only(*DATA_AXES))
+    )
+    data_rank = mesh.get_local_rank(spec.shard_axis) if spec.shard_axis in spec.names else 0
+    tp_rank, pp_rank = record.group.rank if record is not None else 0, cut.group.rank if cut is not None else 0
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     totals = {"parameters": 0, "gradients": 0, "optimizer": 0}
-    for param in module.parameters():
-        count = _count_elements(param, ranks, rank, zero)
-        width = 4 if zero == 3 else param.element_size()
-        grad_width = 4 if mixed else param.element_size()
-        totals["parameters"] += (count.padded if zero == 3 else count.full) * width
-        totals["gradients"] += (count.padded if zero >= 2 else count.full + 1) * grad_width
-        master_bytes = 4 if mixed and zero < 3 else 0
-        totals["optimizer"] += (count.shard if zero >= 1 else count.full) * (state_bytes + master_bytes)
+    for shard in shards_of(resolved, pp_rank, tp_rank):
+        elements = stored_elements([shard], zero, counts_gradients=True, data_rank=data_rank)
+        item = parameters[shard.name].element_size()
+        totals["parameters"] += elements.parameters * (4 if zero == 3 else item)
+        totals["gradients"] += elements.gradients * (4 if mixed else item)
+        totals["optimizer"] += elements.optimizer * (state_bytes + (4 if mixed and zero < 3 else 0))
     return totals
-
-
-class _Elements(NamedTuple):
-    """Elements of one parameter: of this rank's tp part, of its ZeRO shard, and of that shard with rows rounded up."""
-
-    full: int
-    shard: int
-    padded: int
-
-
-def _count_elements(param: nn.Parameter, ranks: int, rank: int, zero: int) -> _Elements:
-    rows, width = matrix_shape(_tp_shape(param) if zero == 3 else to_local(param).shape)
-    start, stop = even_interval(rows, ranks, rank)
-    return _Elements(rows * width, (stop - start) * width, -(-rows // ranks) * width)
-
-
-def _tp_shape(param: Any) -> tuple[int, ...]:
-    """The shape of this rank's tp part of a parameter that ZeRO 3 shards further."""
-    shape = list(param.shape)
-    mesh = param.device_mesh
-    for axis, placement in enumerate(param.placements):
-        dim = private.shard_dim(placement)
-        if dim is not None and mesh.ndim > 1 and mesh.mesh_dim_names[axis] == "tp":
-            start, stop = even_interval(shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
-            shape[dim] = stop - start
-    return tuple(shape)

@@ -1,6 +1,6 @@
 """Bytes that a rank stores over a step: what stays, and what is allocated and freed as the schedule runs. Arithmetic.
 
-What stays (parameters, gradients, optimizer state) is computed as in `zero/state_bytes.py`. The rest are the recorded changes of each
+What stays (parameters, gradients, optimizer state) is counted by `plan/parameter_shards.py`. The rest are the recorded changes of each
 segment, in the order of the rank's actions. Under ZeRO 2 and 3, communication buffers are counted at their largest.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parallelize.analysis.cost.data_axes import buckets_of
 from parallelize.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
@@ -16,7 +17,15 @@ from parallelize.analysis.record.trace_data import Segment
 from parallelize.pipeline.schedules import Action
 from parallelize.pipeline.step_runner import AHEAD
 from parallelize.pipeline.timeline import Receive, Send
-from parallelize.plan.parameter_shards import ParameterShard, zero_groups
+from parallelize.plan.parameter_shards import ParameterShard, stored_elements, zero_groups
+
+
+class StoredBytes(NamedTuple):
+    """Bytes that a rank stores over a step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
 
 
 @dataclass(frozen=True)
@@ -96,8 +105,8 @@ def _joined(curves: Sequence[tuple[str, _Curve]]) -> tuple[str, _Curve]:
 def memory_of(step: RankStep, by_segment: bool = True) -> RankMemory:
     """The memory of the rank of `step`. by_segment: one moment per segment; else one per action."""
     setting, shards = step.setting, step.shards
-    parameters, optimizer = parameters_bytes(shards, setting), optimizer_bytes(shards, setting)
-    gradients, buffers = gradients_bytes(shards, setting), buffer_bytes(shards, setting)
+    parameters, gradients, optimizer = stored_bytes(shards, setting)
+    buffers = buffer_bytes(shards, setting)
     preallocated = gradients - (0 if _preallocates_gradients(setting) else _new_gradients(step))
     walk = _MemoryWalk(step, by_segment)
     moments = tuple(walk.moments())
@@ -183,31 +192,21 @@ class _MemoryWalk:
         return boundary.forward_bytes if receive.direction == "F" else boundary.backward_bytes
 
 
-def parameters_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
-    """Stage 3 stores each rank's part, in the weights' dtype where compute is narrower. Others store what they compute with."""
+def stored_bytes(shards: Sequence[ParameterShard], setting: Setting) -> StoredBytes:
+    """Parameters, gradients and optimizer state.
+
+    Stage 3 stores parameters in the weights' dtype where compute is narrower; the others store what they compute with, and
+    step float32 copies where that is narrower.
+    """
+    elements = stored_elements(shards, setting.zero, counts_gradients=_preallocates_gradients(setting))
     narrows = setting.zero == 3 and setting.low_precision
     item = ITEM_BYTES[setting.weights_dtype] if narrows else setting.compute_bytes
-    return sum(shard.padded_numel(shard.splits.parameter) for shard in shards) * item
-
-
-def optimizer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
-    """State of trained parameters, and float32 copies where parameters are narrower."""
-    numel = sum(shard.largest_numel(shard.splits.optimizer) for shard in shards if shard.trained)
     in_float32 = setting.low_precision or setting.zero == 3
     stepped_item = max(4, setting.compute_bytes) if in_float32 else setting.compute_bytes
     copy_item = 4 if setting.low_precision and setting.zero < 3 else 0
-    return numel * (STATE_BYTES[setting.optimizer] * stepped_item // 4 + copy_item)
-
-
-def gradients_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
-    """Gradients as they are stored until the optimizer has stepped."""
-    trained = [shard for shard in shards if shard.trained]
-    item = setting.gradient_bytes
-    if setting.zero == 3 or any(shard.splits.gradient > 1 for shard in trained):
-        counts = sum(not shard.shape for shard in trained)  # of a scalar, the number of ranks that had a gradient
-        return (sum(shard.padded_numel(shard.splits.gradient) for shard in trained) + counts) * item
-    counts = len(trained) if setting.uses_reducer else 0  # per parameter, the number of ranks that had a gradient
-    return (sum(shard.numel for shard in trained) + counts) * item
+    state_item = STATE_BYTES[setting.optimizer] * stepped_item // 4 + copy_item
+    gradients, optimizer = elements.gradients * setting.gradient_bytes, elements.optimizer * state_item
+    return StoredBytes(elements.parameters * item, gradients, optimizer)
 
 
 def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:

@@ -163,7 +163,7 @@ class RankStep:
     def _ties(self) -> Iterator[Message]:
         for shard in self.shards:
             if len(shard.tied_ranks) > 1 and shard.trained:
-                size = shard.largest_numel(shard.splits.gradient) * self.setting.gradient_bytes
+                size = shard.local_numel(shard.splits.gradient) * self.setting.gradient_bytes
                 yield Message("all_reduce", "pp", len(shard.tied_ranks), size, f"tie of {shard.name}", "backward")
 
     def _scalars(self) -> Iterator[Message]:

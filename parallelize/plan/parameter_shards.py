@@ -88,9 +88,11 @@ class ParameterShard:
 
 def shards_of(resolved: ResolvedPlan, pp_rank: int = 0, tp_rank: int = 0) -> list[ParameterShard]:
     """The parameters of one rank, in the model's order."""
-    tied_ranks = {
-        name: resolved.pp_ranks(tie.members) for tie in resolved.ties if tie.reduce == "sum" for name in tie.members
-    }
+    tied_ranks: dict[str, tuple[int, ...]] = {}  # by one member of each tie: its gradient is summed once
+    for tie in resolved.ties:
+        local = (name for name in tie.members if resolved.stage_ranks[resolved.stage_of(name)] == pp_rank)
+        if tie.reduce == "sum" and (name := next(local, None)) is not None:
+            tied_ranks[name] = resolved.pp_ranks(tie.members)
     shards = (_shard(resolved, fact, pp_rank, tp_rank, tied_ranks) for fact in resolved.facts.parameters.values())
     return [shard for shard in shards if shard is not None]
 
@@ -105,7 +107,7 @@ def _shard(
         return None
     row = resolved.parameters[fact.fqn]
     local_stages = {stage_of[name] for name in names}
-    tied = next((tied_ranks[name] for name in fact.names if name in tied_ranks), ())
+    tied = next((tied_ranks[name] for name in names if name in tied_ranks), ())
     return ParameterShard(
         names[0],
         names,

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from parallelize import ModelError, describe_plan, explain, parallelize_model, recomputed, verify
+from parallelize import ModelError, describe_plan, explain, load_plan, parallelize_model, recomputed, verify
 from parallelize.analysis.record.fake_world import fake_mesh
 from parallelize.applied.records import applied, cut_of, record_of
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource
 from parallelize.plan import resolve as decisions
+from parallelize.plan.schema import Tie
 from tests.support.models import tiny_model
 
 
@@ -116,6 +117,15 @@ def test_the_kind_of_attention_over_cp(monkeypatch):
     with pytest.raises(ModelError, match="is causal, and the plan says that it is bidirectional"):
         explained("cp=2")
     assert not verify("llama", None, "cp=2").ok
+
+
+def test_ties_that_a_plan_declares_are_explained():
+    tie = Tie("scales", ("model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight"))
+    source = ModelSource("llama", lambda _: tiny_model("llama"))
+    for mesh, count in (("pp=2", 1), ("dp=2", 0)):
+        plan = replace(load_plan("llama"), ties=(tie,))
+        messages = explain(source, plan, mesh, sequence=16).ranks[0].messages
+        assert sum(message.module.startswith("tie of") for message in messages) == count
 
 
 def test_ties_over_stages(monkeypatch):

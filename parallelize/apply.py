@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from parallelize import _torch_private as private
 from parallelize.applied.meta_buffers import guard_buffers
 from parallelize.applied.module_moves import guard_moves, refuse_ddp
 from parallelize.applied.pending_reductions import PendingReductions
-from parallelize.applied.records import PlanRecord, facts_of, mark_applied, part_of, record_of, resolution_of
+from parallelize.applied.records import PlanRecord, cut_of, facts_of, mark_applied, part_of, record_of, resolution_of
 from parallelize.applied.sharding import Sharder
 from parallelize.applied.state_dict import install_state_hooks
 from parallelize.applied.transaction import Transaction
@@ -119,7 +119,10 @@ def apply_plan(
     storage = storage or Storage()
     agreed = _agree_on_plan(module, mesh, decide, storage, timeout_s)
     with Transaction(module):
-        _apply(module, mesh, agreed, storage)
+        if agreed.resolved.plan.kept:
+            _apply_kept(module, mesh, agreed.resolved, storage)
+        else:
+            _apply(module, mesh, agreed, storage)
         apply_context(module, mesh, lambda: agreed.resolved)
     return module
 
@@ -164,9 +167,10 @@ def _agree_on_plan(
     tp = tp_mesh(mesh)
     with agree_on(mesh, timeout_s) as facts:
         facts |= storage.facts()
-        _refuse_twice(module)
         resolved = decide()
         facts |= resolved.structure()
+        if not resolved.plan.kept:
+            _refuse_twice(module)
         _refuse_overlap_of_dtensors(resolved)
         if on_context(mesh_spec(mesh)):
             check_context(resolved)
@@ -264,8 +268,6 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     pending_reductions = PendingReductions()
     installer = Installer(tp, group, agreed.model, plan, pending_reductions, agreed.overlapped)
     installer.run()
-    kept = [(item.fqn, item.style) for item in plan.plan.kept if item.fqn in agreed.model.modules]
-    apply_styles(module, kept, tp, storage.src_data_rank, pending_reductions)
     record = PlanRecord(
         plan,
         mesh,
@@ -285,6 +287,17 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
         _move_buffers(module, storage.device)
     if storage.check_replicated:
         watch_inputs(module, group)
+
+
+def _apply_kept(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, storage: Storage) -> None:
+    """A dict of styles as PyTorch applies it. What an earlier plan of the model says stays."""
+    earlier, cut = resolution_of(module), cut_of(module)
+    styles = [(item.fqn, item.style) for item in resolved.plan.kept if cut is None or cut.present(item.fqn)]
+    apply_styles(module, styles, tp_mesh(mesh), storage.src_data_rank)
+    if record_of(module) is not None and earlier is not None:
+        kept = (*earlier.plan.kept, *resolved.plan.kept)
+        resolved = replace(earlier, plan=replace(earlier.plan, kept=kept))
+    mark_applied(module, resolved=resolved)
 
 
 def _move_buffers(module: nn.Module, device: torch.device | str) -> None:

@@ -130,7 +130,9 @@ def parallelize_model(
 def _plan(module: nn.Module, spec: MeshSpec, plan: Any) -> Plan | None:
     """The plan; on a mesh without `tp` and `cp` there may be none."""
     needed = "tp" in spec.names or spec.ranks("cp") > 1 or is_styles(plan)
-    return plan_of_styles(module, plan) if needed else plan_or_none(module, plan)
+    if needed:
+        return plan_of_styles(module, plan)
+    return plan_or_none(module, plan) or plan_or_none(module, None)
 
 
 def _apply_tensor_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -> None:

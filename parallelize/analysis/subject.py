@@ -17,7 +17,7 @@ from parallelize.analysis.record.fake_world import fake_mesh
 from parallelize.analysis.record.layer_dedup import LayerClasses, consistent, layer_classes
 from parallelize.analysis.record.recording import RECORDED_OPTIONS, Batch, record
 from parallelize.analysis.record.trace_data import MicrobatchTrace
-from parallelize.errors import ModelError, Problem
+from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource
 from parallelize.pipeline.schedules import Schedule
@@ -31,7 +31,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.plan.stages import Stages
 from parallelize.tensor.torch_styles.dicts import is_styles
-from parallelize.tensor.torch_styles.lowering import plan_of_styles
+from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 
 
 @dataclass
@@ -64,7 +64,11 @@ class Subject:
         if needed not in self._plans:
             root = self.model(setting.weights_dtype).root
             styled = needed or is_styles(self.plan)
-            self._plans[needed] = plan_of_styles(root, self.plan) if styled else plan_or_none(root, self.plan)
+            plan = plan_of_styles(root, self.plan) if styled else plan_or_none(root, self.plan)
+            self._plans[needed] = plan or plan_or_none(root, None)
+            if plan is not None and plan.kept:
+                what = f"a dict of styles is explained where all of them have rules: {passes_dtensors(plan)}"
+                raise PlanError(Problem("untranslatable-plan", what, fix="styles with local tensors, or a plan"))
         return self._plans[needed]
 
     def complete(self, setting: Setting) -> Setting:

@@ -158,14 +158,12 @@ def resolution_so_far(module: nn.Module) -> ResolvedPlan:
 
 
 def facts_of(module: nn.Module) -> ModelFacts:
-    """Names, shapes and ties of the full model, as they were before anything was applied."""
-    resolved = resolution_of(module)
-    if resolved is None:
+    """Names, shapes and ties of the full model: as they are now, or as they were before it was cut into stages."""
+    cut = cut_of(module)
+    if cut is None:
         return describe(module)
-    if resolved.facts.root is module:
-        return resolved.facts
-    modules = dict(module.named_modules())  # a copy of the model
-    return replace(resolved.facts, root=module, objects={fqn: modules[fqn] for fqn in resolved.facts.objects})
+    modules = dict(module.named_modules())  # of a copy of the model, others
+    return replace(cut.facts, root=module, objects={fqn: modules[fqn] for fqn in cut.facts.objects})
 
 
 def require_record(module: nn.Module) -> PlanRecord:

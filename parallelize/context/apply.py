@@ -68,7 +68,8 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, u
         earlier, options = resolution_of(module), Options(ulysses=ulysses)
         if earlier is not None:
             options = replace(earlier.options, ulysses=ulysses)
-        return resolve(plan_of(module, plan), facts_of(module), spec.only("cp"), options, earlier=earlier)
+        applied_plan = earlier.plan if plan is None and earlier is not None and earlier.plan.attention else plan
+        return resolve(plan_of(module, applied_plan), facts_of(module), spec.only("cp"), options, earlier=earlier)
 
     return apply_context(module, mesh, decide)
 

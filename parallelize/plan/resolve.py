@@ -59,7 +59,7 @@ def resolve(
     stages, ranks = _stages(plan, model, mesh, costs, assignment, stage_ranks, earlier)
     resolved = ResolvedPlan(
         plan,
-        model,
+        rows.facts if isinstance(rows, ResolvedPlan) else model,  # of the same parameters
         earlier.mesh.with_axes(mesh) if earlier is not None else mesh,
         rows.modules,
         rows.parameters,
@@ -109,13 +109,13 @@ def _stages(
     """The stages and the pp rank of each. A model that cannot be cut has no stages, where it need not be."""
     if "pp" not in mesh.names and earlier is not None:
         return earlier.stages, earlier.stage_ranks
-    size, options = mesh.ranks("pp"), plan.options
+    size, options, is_asked_for = mesh.ranks("pp"), plan.options, ranks is not None
     if ranks is None:
         ranks = ranks_of_stages(options.schedule, size, options.stages_per_rank) if size > 1 else (0,)
     try:
         return cut_stages(plan, model, len(ranks), costs=costs, assignment=assignment), ranks
     except PlanError:
-        if len(ranks) > 1 or assignment is not None or costs is not None:
+        if is_asked_for or len(ranks) > 1 or assignment is not None or costs is not None:
             raise
         return None, ranks
 

@@ -128,13 +128,13 @@ class Tie:
 
 @dataclass(frozen=True)
 class KeptStyle:
-    """A style object of a dict that has no equivalent rule: it is applied as it is.
+    """A style object of a dict that is applied as it is, because one of them has no equivalent rule.
 
     Attributes:
         fqn: of its module.
         style: the object.
         text: the object as text that is the same on every rank.
-        reason: why there is no rule.
+        reason: why this style has no rule; empty where another one has none.
     """
 
     fqn: str

@@ -138,7 +138,7 @@ class _Resolver:
 
     def _region(self) -> RegionRow | None:
         region = self.plan.region
-        if not self.plan.options.sequence_parallel:
+        if not self.plan.options.sequence_parallel or self.plan.unclaimed == "leave":  # a dict says each layout itself
             return None
         if region is None:
             self._no_region("the plan names no `sequence_parallel` region", "")

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import nn
 
-from parallelize.applied.records import cut_of, mark_applied, record_of, resolution_so_far
+from parallelize.applied.records import cut_of, facts_of, mark_applied, record_of, resolution_so_far
 from parallelize.comm.handshake import agree_on
 from parallelize.errors import ModelError, PlanError, Problem, did_you_mean
 from parallelize.ops.replay_cache import in_recompute, remembered, replay_key
@@ -89,11 +89,11 @@ def recompute(
 
     def decide() -> ResolvedPlan:
         _check_mode(mode, every)
-        earlier = resolution_so_far(model)
+        earlier, facts = resolution_so_far(model), facts_of(model)
         chosen = load_plan(plan) if isinstance(plan, str) else plan
         names = recompute_units(
-            earlier.plan if chosen is None else for_base_model(chosen, earlier.facts),
-            earlier.facts,
+            earlier.plan if chosen is None else for_base_model(chosen, facts),
+            facts,
             [units] if isinstance(units, str) else units,
         )
         options = replace(earlier.options, recompute=mode, recompute_every=every, recompute_save=_saved(save))

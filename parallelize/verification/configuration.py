@@ -202,6 +202,8 @@ def _configurations_of(request: Request, device: str, even: bool) -> list[Config
     """One model with its batches. All batches but the first have a padding mask, if the model takes one."""
     source, model = _model(request, even)
     plan = plan_of_styles(model, request.plan) if is_styles(request.plan) else plan_or_none(model, request.plan)
+    if plan is not None and plan.kept:  # PyTorch's styles, applied as they are
+        plan = None
     model = model.to(DTYPES[request.options.dtype or "float64"])
     perturb(model, request.seed)
     disable_dropout(model)

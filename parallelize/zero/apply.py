@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.applied.records import applied, cut_of, mark_applied, record_of, resolution_so_far
+from parallelize.applied.records import applied, cut_of, facts_of, mark_applied, record_of, resolution_so_far
 from parallelize.applied.sharding import rows_by_name
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.errors import MeshError, ModelError, Problem, short_list
@@ -125,10 +125,10 @@ def shard_data(
 
 def _units(module: nn.Module, earlier: ResolvedPlan, patterns: Sequence[str] | None) -> tuple[str, ...]:
     """The units of ZeRO 3 by the caller's patterns, the applied plan, or that of the model's type."""
-    plan = earlier.plan
+    plan, facts = earlier.plan, facts_of(module)
     if not plan.rules:
-        plan = for_base_model(plan_or_none(module, None) or plan, earlier.facts)
-    return zero_units(plan, earlier.facts, patterns=patterns, layers=earlier.cut_layers)
+        plan = for_base_model(plan_or_none(module, None) or plan, facts)
+    return zero_units(plan, facts, patterns=patterns, layers=earlier.cut_layers)
 
 
 def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, options: DataOptions) -> nn.Module:

@@ -230,12 +230,12 @@ def test_a_style_whose_dtensor_is_read_is_applied_as_it_is():
         for layer in model.layers:
             layer.attention.__class__ = ReadingAttention
         mesh = build_mesh("cpu", tp=2)
-        with pytest.raises(PlanError, match=r"no-overlap: .*layers\.0\.attention: code of the forward may read"):
+        with pytest.raises(PlanError, match=r"no-overlap: .*layers\.0\.attention: code may read"):
             parallelize_module(copy.deepcopy(model), mesh, sequence_parallel(stock, False), overlap="chunked")
         parallelize_module(model, mesh, sequence_parallel(stock, False))
         kept = resolution_of(model).plan.kept
-        assert [item.fqn for item in kept] == ["layers.0.attention", "layers.1.attention"]
-        assert "layers.0.attention: PrepareModuleInput is applied as it is: code of the forward" in describe_plan(model)
+        assert [item.fqn for item in kept if item.reason] == ["layers.0.attention", "layers.1.attention"]
+        assert "layers.1.attention: PrepareModuleInput: code may read the gathered DTensor" in describe_plan(model)
         loss = cross_entropy(model(inputs["ids"]), inputs["targets"])
         loss.backward()
         assert abs(float(loss) - expected_loss) < 1e-12 and worst(gradients(model), expected)[0] < 1e-12
@@ -253,7 +253,7 @@ def test_a_style_of_a_third_party_is_applied_as_it_is():
         styles = tensor_parallel(stock) | {"layers.*.feed_forward.w1": Own(), "layers.*.feed_forward.w3": Own()}
         parallelize_module(model, build_mesh("cpu", tp=2), styles)
         kept = resolution_of(model).plan.kept
-        assert len(kept) == 4 and kept[0].reason == "a Own has no equivalent"
+        assert {item.reason for item in kept} == {"", "a Own has no equivalent"} and len(kept) == 16
         inputs = batch(2, 8)
         loss = cross_entropy(model(inputs["ids"]), inputs["targets"])
         assert abs(float(loss) - reference(torch.float32)[0]) < 1e-5

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import parallel as stock
 
 from parallelize.applied.pending_reductions import PendingReductions
+from parallelize.applied.records import facts_of
 from parallelize.errors import ModelError, PlanError, Problem, near
-from parallelize.plan.model_facts import describe
 from parallelize.tensor.shared_edge import SharedEdge
 from parallelize.tensor.torch_styles.boundary import (
     PrepareModuleInput,
@@ -59,7 +59,7 @@ def match_styles(module: nn.Module, styles: Any) -> list[tuple[str, nn.Module, A
             fix = "did you mean " + " or ".join(map(repr, close)) + "?" if close else "remove it"
             problems.append(Problem("unmatched-rule", f"{pattern!r} matches no module", fix=fix))
         matched += [(name, names[name], from_pytorch(style, names[name])) for name in matches]
-    facts = describe(module)
+    facts = facts_of(module)
     for name, _, style in matched:
         if isinstance(style, ModuleStyle):
             try:
@@ -82,9 +82,9 @@ def apply_styles(
     styles: Iterable[tuple[str, Any]],
     mesh: DeviceMesh,
     source: int | None,
-    pending_reductions: PendingReductions,
 ) -> None:
     """Apply (fqn, style) pairs as they are. Tied parameters stay tied."""
+    pending_reductions = PendingReductions()
     edges: dict[Placement, SharedEdge] = {}
     ties = _Ties(root)
     for fqn, style in styles:

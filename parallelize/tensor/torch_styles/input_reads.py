@@ -9,9 +9,12 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from collections.abc import Iterable
 from typing import Any
 
+_NOT_CALLED = ("__init__", "reset_parameters", "init_weights", "_init_weights", "extra_repr")
+_CLOSURES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.NamedExpr)
 _SHAPE = ("shape", "size", "dtype", "device", "ndim", "dim", "is_cuda")
 
 
@@ -23,7 +26,10 @@ def readers_of_input(cls: Any) -> frozenset[str] | None:
     code = _Forward.of(cls)
     if code is None or len(code.definition.args.args) < 2:
         return None
-    return code.readers_of_argument(code.definition.args.args[1].arg)
+    readers = code.readers_of_argument(code.definition.args.args[1].arg)
+    if readers is None or any(_mentions(cls, child) != 1 for child in readers):
+        return None  # such a child has other inputs too
+    return readers
 
 
 def readers_of_output(cls: Any, child: str) -> frozenset[str] | None:
@@ -37,6 +43,8 @@ def readers_of_output(cls: Any, child: str) -> frozenset[str] | None:
     calls = [
         node for node in ast.walk(code.definition) if isinstance(node, ast.Call) and code.children(node.func) == {child}
     ]
+    if len(calls) != _mentions(cls, child):
+        return None
     readers: set[str] = set()
     for call in calls:
         reading = code.reading_children(call) or code.readers_of_variable(call)
@@ -46,8 +54,34 @@ def readers_of_output(cls: Any, child: str) -> frozenset[str] | None:
     return frozenset(readers) if calls else None
 
 
-def _stores(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+_parsing = (
+    threading.Lock()
+)  # CPython 3.11 cannot build two syntax trees at once (SystemError: recursion depth mismatch)
+
+
+def _parsed(function: Any) -> ast.Module | None:
+    """The syntax tree of a function; None where there is no source to read."""
+    with _parsing:
+        try:
+            return ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):
+            return None
+
+
+def _mentions(cls: Any, child: str) -> int:
+    """How often the code of a class, and of its bases, names a child, apart from where it is made."""
+    count = 0
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] == "torch" or base is object:
+            break
+        for name, member in vars(base).items():
+            if name in _NOT_CALLED or not inspect.isfunction(inspect.unwrap(member) if callable(member) else member):
+                continue
+            tree = _parsed(member)
+            if tree is None:
+                return -1  # code without source may name it
+            count += sum(isinstance(node, ast.Attribute) and node.attr == child for node in ast.walk(tree))
+    return count
 
 
 class _Forward:
@@ -61,12 +95,14 @@ class _Forward:
     @classmethod
     def of(cls, module_class: Any) -> _Forward | None:
         """None where there is no source to read."""
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(module_class.forward))))
-        except (OSError, TypeError, SyntaxError):
+        tree = _parsed(module_class.forward)
+        if tree is None:
             return None
         definition = tree.body[0]
-        return cls(definition) if isinstance(definition, ast.FunctionDef) else None
+        wrapped = inspect.unwrap(module_class.forward) is not module_class.forward
+        if wrapped or not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+            return None  # a decorator may read the inputs
+        return cls(definition)
 
     def readers_of_variable(self, value: ast.AST) -> frozenset[str] | None:
         """The children that `h` is passed to, of a statement `h = value` of the forward, until `h` gets another value."""
@@ -83,14 +119,21 @@ class _Forward:
                 isinstance(node, ast.Name) and node.id == target.id for node in statement.targets
             ):
                 break
-        loads = (node for statement in following for node in ast.walk(statement) if not _stores(node))
+        loads = (node for statement in following for node in ast.walk(statement) if not self._stores(node))
         return self._readers(target.id, loads, ())
 
     def readers_of_argument(self, name: str) -> frozenset[str] | None:
         """The children that an argument is passed to; None if anything else is done with it, except reading its shape."""
         return self._readers(name, ast.walk(self.definition), _SHAPE)
 
+    def _stores(self, node: ast.AST) -> bool:
+        """Whether a node gives a variable a new value, without reading the old one as `h += x` does."""
+        stores = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        return stores and not isinstance(self.parents[node], ast.AugAssign)
+
     def _readers(self, name: str, nodes: Iterable[ast.AST], allowed: tuple[str, ...]) -> frozenset[str] | None:
+        if any(isinstance(node, _CLOSURES) and node is not self.definition for node in ast.walk(self.definition)):
+            return None
         readers: set[str] = set()
         for node in nodes:
             if not isinstance(node, ast.Name) or node.id != name:

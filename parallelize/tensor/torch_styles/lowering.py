@@ -1,7 +1,7 @@
 """Lowers a dict of style objects into a plan: rules with contracts, wherever a style means the same.
 
-A plan has what a dict lacks: overlap, fused loss, `explain`, `verify`, checkpoints by plan. What cannot be lowered is applied as
-it is (`Plan.kept`), and parameters that no style names stay plain.
+A plan has what a dict lacks: overlap, fused loss, `explain`, `verify`, checkpoints by plan. A dict with a style that cannot be
+lowered is applied as it is (`Plan.kept`). Parameters that no style names stay plain.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Placement
 
+from parallelize.applied.records import facts_of, record_of
 from parallelize.plan.choose import plan_of, plan_or_none
-from parallelize.plan.model_facts import ModelFacts, describe
+from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
-from parallelize.plan.schema import KeptStyle, Plan, Rule
+from parallelize.plan.resolve import for_base_model
+from parallelize.plan.schema import Cuts, KeptStyle, Plan, Rule
+from parallelize.plan.units import layers_of
 from parallelize.styles import pytorch  # noqa: F401, so that its words are known
 from parallelize.styles.style import StyleText
 from parallelize.tensor.placements import dim_of
@@ -38,7 +41,7 @@ def plan_of_styles(module: nn.Module, plan: Any) -> Plan:
 
 def passes_dtensors(plan: Plan) -> str:
     """Why DTensors pass between modules, where collectives then cannot overlap with matmuls; empty where they do not."""
-    reasons = [f"{item.fqn}: {item.reason}" for item in plan.kept]
+    reasons = [f"{item.fqn or 'the model'}: {item.reason}" for item in plan.kept if item.reason]
     norms = (rule for rule in plan.rules if rule.style.traits.by_token and "output_type" in rule.style.options)
     return "; ".join([*reasons, *(f"code may read the DTensor that {rule.pattern} returns" for rule in norms)])
 
@@ -48,33 +51,48 @@ class _Lowering:
 
     def __init__(self, module: nn.Module, matched: Sequence[tuple[str, nn.Module, Any]]):
         self.module, self.matched = module, matched
-        self.facts: ModelFacts = describe(module)
+        self.facts: ModelFacts = facts_of(module)
         self.styles: dict[int, list[Any]] = {}
         for _, target, style in matched:
             self.styles.setdefault(id(target), []).append(style)
         self.gathered: set[int] = set()  # linears whose block gathers their input
 
     def run(self) -> Plan:
-        rules: list[Rule] = []
-        kept: list[KeptStyle] = []
         blocks = [match for match in self.matched if isinstance(match[2], PrepareModuleInput)]
         others = [match for match in self.matched if not isinstance(match[2], PrepareModuleInput)]
-        for fqn, target, style in [*blocks, *others]:  # what a block gathers decides how its linears begin
-            text = self._style(fqn, target, style)
-            if isinstance(text, str):
-                kept.append(KeptStyle(fqn, style, spelled(style), text))
-            else:
-                rules.append(Rule(self.facts.aliases[fqn], text, "style"))
-        order = {id(style): index for index, (_, _, style) in enumerate(self.matched)}
-        kept.sort(key=lambda item: order[id(item.style)])
-        own = plan_or_none(self.module, None) or Plan("", ())
-        tp: dict[str, Any] = {"rules": tuple(rules), "sizes": {}, "region": None, "local": (), "kept": tuple(kept)}
-        return replace(own, name="styles", options=Options(), source="", unclaimed="leave", **tp)
+        # what a block gathers decides how its linears begin
+        texts = [(fqn, style, self._style(fqn, target, style)) for fqn, target, style in [*blocks, *others]]
+        reasons = {(fqn, id(style)): text for fqn, style, text in texts if isinstance(text, str)}
+        plan = replace(self._own_sections(), name="styles", options=Options(), source="", unclaimed="leave")
+        if not reasons:
+            rules = (
+                Rule(self.facts.aliases[fqn], text, "style") for fqn, _, text in texts if not isinstance(text, str)
+            )
+            return replace(plan, rules=tuple(rules))
+        kept = (
+            KeptStyle(fqn, style, spelled(style), reasons.get((fqn, id(style)), "")) for fqn, _, style in self.matched
+        )
+        return replace(plan, kept=tuple(kept))
+
+    def _own_sections(self) -> Plan:
+        """What the model's own plan says about axes other than `tp`, where this is the model that it is for."""
+        own = plan_or_none(self.module, None)
+        own = for_base_model(own, self.facts) if own is not None else None
+        if own is None or layers_of(own) not in self.facts.aliases:
+            return Plan("", ())
+        cuts = own.cuts
+        if cuts is None and own.region is not None:
+            cuts = Cuts(own.region.layers, carry=(own.region.argument,) if own.region.argument else ())
+        return replace(own, rules=(), base="", sizes={}, region=None, local=(), cuts=cuts)
 
     def _style(self, fqn: str, target: nn.Module, style: Any) -> StyleText | str:
         """The style of the rule; or, as text, why there is none."""
+        if record_of(self.module) is not None:
+            return "the model has a plan already"
         if len(self.styles[id(target)]) > 1:
             return "the module has several styles"
+        if any(character in fqn for character in "*{},"):
+            return "its name reads as a pattern"
         if isinstance(style, ColwiseParallel):
             return self._colwise(fqn, target, style)
         if isinstance(style, RowwiseParallel):
@@ -110,7 +128,7 @@ class _Lowering:
         dim = _text(style.sequence_sharding[0])
         if not dim.startswith("dim"):
             return f"its input is {style.sequence_sharding[0]}"
-        reads = not style.use_local_output and not self._is_read_by_styles(fqn)
+        reads = not style.use_local_output and not self._is_read_by_styles(fqn, dim)
         return StyleText("SequenceParallel", {"dim": dim} | ({"output_type": "dtensor"} if reads else {}))
 
     def _gather(self, fqn: str, target: nn.Module, style: PrepareModuleInput) -> StyleText | str:
@@ -120,42 +138,74 @@ class _Lowering:
         others = (*style.input_layouts[1:], *style.input_kwarg_layouts.values())
         if desired != ["replicate"] or not sources[0].startswith("dim") or any(layout is not None for layout in others):
             return "it does more than gather its first input"
-        readers = readers_of_input(target.__class__) if "forward" not in target.__dict__ else None
+        readers = readers_of_input(target.__class__) if _is_stock(target) else None
         linears = [getattr(target, name, None) for name in readers or ()]
-        if not linears or not all(self._reads_replicated(linear) for linear in linears):
-            return "code of the forward may read the gathered DTensor"
+        if not linears or not self._has_one_name(target) or not all(map(self._reads_replicated, linears)):
+            return "code may read the gathered DTensor"
         self.gathered |= {id(linear) for linear in linears}
         return StyleText("PrepareModuleInput", {"input": sources[0]})
 
     def _reads_replicated(self, module: Any) -> bool:
-        """Whether a module is a column linear of the dict whose input is full."""
+        """Whether a module is a column linear of the dict whose input is full, and that is called in one place."""
         styles = self.styles.get(id(module), [])
         return (
             len(styles) == 1
             and isinstance(styles[0], ColwiseParallel)
             and isinstance(module, nn.Linear)
+            and _is_stock(module)
+            and self._has_one_name(module)
             and _text(styles[0].input_layouts[0]) == "replicate"
         )
 
-    def _is_read_by_styles(self, fqn: str) -> bool:
-        """Whether only modules whose styles convert their input read the output of a norm."""
+    def _is_read_by_styles(self, fqn: str, dim: str) -> bool:
+        """Whether only modules read the output of a norm whose styles take their first input to be sharded along `dim`."""
         parent_name, _, child = fqn.rpartition(".")
         parent = self.module.get_submodule(parent_name)
-        readers = readers_of_output(parent.__class__, child) if "forward" not in parent.__dict__ else None
+        norm = self.module.get_submodule(fqn)
+        if not (_is_stock(parent) and _is_stock(norm) and self._has_one_name(norm) and self._has_one_name(parent)):
+            return False
+        readers = readers_of_output(parent.__class__, child)
         modules = [getattr(parent, name, None) for name in readers or ()]
-        converting = (ColwiseParallel, PrepareModuleInput)
-        return bool(modules) and all(
-            any(isinstance(style, converting) for style in self.styles.get(id(module), ())) for module in modules
-        )
+        return bool(modules) and all(self._takes_shard(module, dim) for module in modules)
+
+    def _takes_shard(self, module: Any, dim: str) -> bool:
+        styles = self.styles.get(id(module), [])
+        if len(styles) != 1 or not _is_stock(module):
+            return False
+        if isinstance(styles[0], PrepareModuleInput) and styles[0].desired_input_layouts[:1] in ((), (None,)):
+            return False
+        converting = isinstance(styles[0], (ColwiseParallel, PrepareModuleInput))
+        return converting and [_text(layout) for layout in styles[0].input_layouts[:1]] == [dim]
+
+    def _has_one_name(self, module: nn.Module) -> bool:
+        """Whether one module contains it, once."""
+        return sum(inner is module for _, inner in self.module.named_modules(remove_duplicate=False)) == 1
 
     def _kind(self, fqn: str) -> str:
         return self.facts.modules[self.facts.aliases[fqn]].kind
 
     def _is_head(self, fqn: str) -> bool:
-        """Whether a linear makes logits: it has a row for each of the vocabulary, outside of layers."""
-        rows = {facts.shapes["weight"][0] for facts in self.facts.modules.values() if facts.kind == "embedding"}
-        in_layers = any(part.isdigit() for part in fqn.split("."))
-        return not in_layers and self.facts.modules[self.facts.aliases[fqn]].shapes["weight"][0] in rows
+        """Whether a module makes the logits: the last linear outside of layers, with a row for each token of the first table."""
+        tables = [facts for facts in self.facts.modules.values() if facts.kind == "embedding"]
+        linears = [
+            facts for name, facts in self.facts.modules.items() if facts.kind == "linear" and not _in_layers(name)
+        ]
+        facts = self.facts.modules[self.facts.aliases[fqn]]
+        return (
+            bool(tables and linears)
+            and facts is linears[-1]
+            and facts.shapes["weight"][0] == tables[0].shapes["weight"][0]
+        )
+
+
+def _in_layers(fqn: str) -> bool:
+    return any(part.isdigit() for part in fqn.split("."))
+
+
+def _is_stock(module: nn.Module) -> bool:
+    """Whether nothing but the code of its class runs when a module is called."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return "forward" not in module.__dict__ and not any(hooks)
 
 
 def _with_type(options: dict[str, str], style: Any) -> dict[str, str]:

@@ -81,8 +81,21 @@ class Subject:
         options = Options(**{name: getattr(setting, name) for name in OPTION_NAMES})
         key = (setting.weights_dtype, setting.mesh, options)
         if key not in self._resolved:
-            model = self.model(setting.weights_dtype)
-            self._resolved[key] = resolve(self.plan_for(setting), model, setting.mesh, options)
+            model, plan = self.model(setting.weights_dtype), self.plan_for(setting)
+            over_tp = self._over_tp(setting) if "tp" in setting.mesh.names else None
+            others = setting.mesh.only(*(axis for axis in setting.mesh.names if axis != "tp"))
+            self._resolved[key] = resolve(plan, model, others, options, earlier=over_tp)
+        return self._resolved[key]
+
+    def _over_tp(self, setting: Setting) -> ResolvedPlan:
+        """The plan over `tp` alone, which takes the longest to resolve, and which most settings share."""
+        modes = Options(
+            **{name: getattr(setting, name) for name in ("sequence_parallel", "loss_parallel", "fuse_loss")}
+        )
+        key = (setting.weights_dtype, setting.size("tp"), modes)
+        if key not in self._resolved:
+            model, mesh = self.model(setting.weights_dtype), setting.mesh.only("tp")
+            self._resolved[key] = resolve(self.plan_for(setting), model, mesh, modes)
         return self._resolved[key]
 
     def layers(self, setting: Setting) -> list[str]:

@@ -291,3 +291,38 @@ def test_a_model_without_layers_cannot_be_cut_for_one_rank_either():
             cut_pipeline(nn.Linear(2, 2), build_mesh("cpu", pp=1, tp=2))
 
     run_ranks(2, body)
+
+
+class ViewingAttention(nn.Module):
+    """Views of its projections by the full number of heads, which are right for DTensors."""
+
+    def __init__(self):
+        super().__init__()
+        linears(self, "wq", "wk", "wv", "wo")
+
+    def forward(self, x):
+        q, k, v = (w(x).view(*x.shape[:2], 4, 2).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        out = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return self.wo(out.transpose(1, 2).reshape(x.shape))
+
+
+def test_projections_that_return_dtensors():
+    torch.manual_seed(4)
+    initial = ViewingAttention().double()
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    reference = copy.deepcopy(initial)
+    expected_out = reference(x)
+    expected_out.square().sum().backward()
+
+    def body(rank: int) -> None:
+        model = copy.deepcopy(initial)
+        styles = {name: ColwiseParallel(use_local_output=False) for name in ("wq", "wk", "wv")}
+        parallelize_module(model, build_mesh("cpu", tp=2), styles | {"wo": RowwiseParallel()})
+        assert not resolution_of(model).plan.kept
+        out = model(x)
+        out.square().sum().backward()
+        assert (out - expected_out).abs().max() < 1e-12
+        gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        assert worst(gradients, {name: p.grad for name, p in reference.named_parameters()})[0] < 1e-12
+
+    run_ranks(2, body)

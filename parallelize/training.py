@@ -89,13 +89,13 @@ def parallelize_model(
     Raises: MeshError `unknown-axis`, `no-data-axis`; ModelError `unknown-option`, `bad-option`, `bad-zero-stage`,
         `meta-without-values`, `wrong-order`, `early-optimizer`; PlanError, and what the called functions raise. Before
         anything is changed, where it can be known by then; the same on every rank.
-    Cost: of the call itself: one exchange of digests, the broadcast of `parallelize_module`, and of tied copies. Of a step:
+    Cost: of the call itself: an exchange of digests for each of the steps that decide something, the broadcast of `parallelize_module`, and of tied copies. Of a step:
         see `explain`.
     """
-    spec, given = mesh_spec(mesh), options_of(options, keywords)
+    spec, requested = mesh_spec(mesh), options_of(options, keywords)
     with agree_on(mesh) as agreed:
         chosen = with_cuts(_plan(module, spec, plan), cuts)
-        complete = given.complete(chosen.options if chosen is not None else None)
+        complete = requested.complete(chosen.options if chosen is not None else None)
         _check(module, spec, complete, initialize)
         resolved = resolve(chosen, describe(module), spec, complete, costs=costs, assignment=assignment)
         agreed |= resolved.structure()

@@ -80,7 +80,7 @@ class Options:
         """These options over a plan's defaults over `STANDARD`: nothing is left to a later choice."""
         return (self if defaults is None else self.over(defaults)).over(STANDARD)
 
-    def given(self) -> dict[str, Any]:
+    def explicit(self) -> dict[str, Any]:
         """The options that are not None, by name."""
         return {name: value for name in NAMES if (value := getattr(self, name)) is not None}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from parallelize.mesh import MeshSpec
 from parallelize.plan.model_facts import ModelFacts
@@ -61,6 +62,10 @@ class ResolvedPlan:
     def tp_size(self) -> int:
         return self.mesh.ranks("tp")
 
+    def with_options(self, **fields: Any) -> ResolvedPlan:
+        """The same decisions with other values of options, which a later step of application was called with."""
+        return replace(self, plan=replace(self.plan, options=replace(self.plan.options, **fields)))
+
     @property
     def cut_layers(self) -> str:
         """The fqn of the layers between which stages are cut; empty for one stage."""
@@ -99,7 +104,7 @@ class ResolvedPlan:
         """What must be equal on every rank, as text by key."""
         facts = {f"parameter {key}": value for key, value in self.facts.structure().items()}
         facts |= {f"plan {key}": value for key, value in self.plan.facts().items()}
-        facts |= {f"option {name}": str(value) for name, value in self.options.given().items()}
+        facts |= {f"option {name}": str(value) for name, value in self.options.explicit().items()}
         if self.stages is not None:
             facts |= {"stages": str(self.stages.starts), "pipeline units": " ".join(self.stages.units)}
         facts |= {f"attention of {fqn}": kind for fqn, kind in self.attention.items()}

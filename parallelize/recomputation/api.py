@@ -96,8 +96,8 @@ def recompute(
             facts,
             [units] if isinstance(units, str) else units,
         )
-        options = replace(earlier.options, recompute=mode, recompute_every=every, recompute_save=_saved(save))
-        return replace(earlier, plan=replace(earlier.plan, options=options), recompute_units=names)
+        earlier = earlier.with_options(recompute=mode, recompute_every=every, recompute_save=_saved(save))
+        return replace(earlier, recompute_units=names)
 
     return apply_recompute(model, decide)
 

@@ -125,9 +125,9 @@ class Installer:
         forward = None
         if row is not None:
             contract = row.contract
-            if contract.enter is not Conversion.NONE:
-                planned.argument = argument_of(module, contract.argument)
             planned.enter = self._input_conversion(row)
+            if planned.enter is not None:
+                planned.argument = argument_of(module, contract.argument)
             planned.leave = self._conversion(contract.leave, row, fused=type(module) is nn.Linear)
             planned.hide_bias = contract.adds_bias_after_sum and planned.leave is not None
             if contract.returns_dtensor:

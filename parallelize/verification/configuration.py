@@ -51,8 +51,8 @@ class Mode:
     def over(self, options: Options) -> Options:
         """The options of a run in this mode."""
         modes = {"sequence_parallel": self.sequence_parallel, "loss_parallel": self.loss_parallel}
-        given: dict[str, Any] = {name: value for name, value in modes.items() if value is not None}
-        return replace(options, **given, num_microbatches=self.microbatches)
+        chosen: dict[str, Any] = {name: value for name, value in modes.items() if value is not None}
+        return replace(options, **chosen, num_microbatches=self.microbatches)
 
     def __str__(self) -> str:
         on = [name for name, value in (("sequence", self.sequence_parallel), ("loss", self.loss_parallel)) if value]

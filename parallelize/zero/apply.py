@@ -112,15 +112,14 @@ def shard_data(
     _check(module, spec, zero)
     refuse_early_optimizers(module)
     earlier = resolution_so_far(module)
-    dtypes: dict[str, Any] = {"dtype": dtype, "reduce_dtype": reduce_dtype}
-    options = replace(earlier.options, zero=zero, defer=defer, **dtypes)
     resolved = replace(
-        earlier,
-        plan=replace(earlier.plan, options=options),
+        earlier.with_options(zero=zero, defer=defer, dtype=dtype, reduce_dtype=reduce_dtype),
         mesh=earlier.mesh.with_axes(spec.only(*DATA_AXES)),
         zero_units=_units(module, earlier, units) if zero == 3 else (),
     )
-    return apply_data_axes(module, mesh, resolved, DataOptions.of(options, bucket_bytes, reshard_after_forward))
+    return apply_data_axes(
+        module, mesh, resolved, DataOptions.of(resolved.options, bucket_bytes, reshard_after_forward)
+    )
 
 
 def _units(module: nn.Module, earlier: ResolvedPlan, patterns: Sequence[str] | None) -> tuple[str, ...]:

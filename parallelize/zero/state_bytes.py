@@ -47,11 +47,8 @@ def bytes_per_rank(
     Cost: no communication.
     """
     spec, cut, record = mesh_spec(mesh), cut_of(module), record_of(module)
-    resolved = resolution_so_far(module)
-    options = replace(resolved.options, zero=zero)
-    resolved = replace(
-        resolved, plan=replace(resolved.plan, options=options), mesh=resolved.mesh.with_axes(spec.only(*DATA_AXES))
-    )
+    earlier = resolution_so_far(module).with_options(zero=zero)
+    resolved = replace(earlier, mesh=earlier.mesh.with_axes(spec.only(*DATA_AXES)))
     data_rank = mesh.get_local_rank(spec.shard_axis) if spec.shard_axis in spec.names else 0
     tp_rank, pp_rank = record.group.rank if record is not None else 0, cut.group.rank if cut is not None else 0
     parameters = dict(module.named_parameters(remove_duplicate=False))

@@ -114,9 +114,11 @@ def link_problems(path: Path) -> list[str]:
 def absent_paths(text: str) -> list[str]:
     """Files and folders in code that are nowhere here. A name in capitals stands for any name; rooms are named by their last part."""
     paths = [path for path in PATH.findall(prose_of(text)) if not re.search(r"\b[A-Z]+\b", path)]
-    found = {path: (ROOT / path, ROOT / "parallelize" / path) for path in paths}
+    places_of = {path: (ROOT / path, ROOT / "parallelize" / path) for path in paths}
     rooms = {f"{folder.name}/" for folder in (ROOT / "parallelize").rglob("*") if folder.is_dir()}
-    return [path for path, places in found.items() if path not in rooms and not any(place.exists() for place in places)]
+    return [
+        path for path, places in places_of.items() if path not in rooms and not any(place.exists() for place in places)
+    ]
 
 
 def completed_plan(body: str) -> str:

@@ -122,9 +122,11 @@ def imported(tree: ast.AST) -> Iterator[str]:
 
 def target_of(module: str, name: str) -> str:
     """The file behind `from module import name`, "" outside the package and for the version, which is text."""
-    found = module_of(f"{module}.{name}") or module_of(module)
-    assert found or module != "parallelize" or name == "__version__", f"import {name} from the module that defines it"
-    return found
+    imported_module = module_of(f"{module}.{name}") or module_of(module)
+    assert imported_module or module != "parallelize" or name == "__version__", (
+        f"import {name} from the module that defines it"
+    )
+    return imported_module
 
 
 def module_of(dotted: str) -> str:
@@ -209,12 +211,12 @@ def inside_functions(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 def lazy_imports(tree: ast.AST) -> set[str]:
     """What the functions of a file import: modules of this package in full, of others the package."""
-    found = set()
+    imports = set()
     for node in inside_functions(tree):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [f"{node.module}"]
         outside = {module.split(".")[0] for module in modules} - {"parallelize"}
-        found |= outside | {*imported(ast.Module([node], []))}
-    return found
+        imports |= outside | {*imported(ast.Module([node], []))}
+    return imports
 
 
 def test_lazy_imports_are_listed_with_their_reason():

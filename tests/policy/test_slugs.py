@@ -27,14 +27,14 @@ def strings_of(value: ast.expr | None) -> Iterator[str]:
 
 def helpers_of(tree: ast.AST) -> Helpers:
     """The functions that take an argument `slug`, which they pass to a Problem."""
-    found: Helpers = {}
+    positions: Helpers = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             names = [argument.arg for argument in node.args.args]
             if "slug" in names:
                 defaults = dict(zip(reversed(names), reversed(node.args.defaults), strict=False))
-                found[node.name] = names.index("slug") - (names[0] == "self"), defaults.get("slug")
-    return found
+                positions[node.name] = names.index("slug") - (names[0] == "self"), defaults.get("slug")
+    return positions
 
 
 def slugs_of_call(call: ast.Call, helpers: Helpers) -> Iterator[str]:
@@ -50,15 +50,15 @@ def slugs_of(trees: Iterable[ast.AST]) -> set[str]:
     """Of every `Problem(slug, ...)`, of calls that pass one to a helper, and of variables named `slug`."""
     trees = list(trees)
     public = {name: slug for tree in trees for name, slug in helpers_of(tree).items() if not name.startswith("_")}
-    found: set[str] = set()
+    slugs_of_files: set[str] = set()
     for tree in trees:
         helpers = {**public, **helpers_of(tree), "Problem": (0, None)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
-                found.update(slugs_of_call(node, helpers))
+                slugs_of_files.update(slugs_of_call(node, helpers))
             elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "slug":
-                found.update(strings_of(node.value))
-    return found
+                slugs_of_files.update(strings_of(node.value))
+    return slugs_of_files
 
 
 def slugs() -> set[str]:
@@ -85,9 +85,9 @@ def tested_words() -> set[str]:
 
 
 def test_each_error_occurs_in_a_test():
-    found = slugs()
-    assert len(found) > 280
-    assert not found - tested_words()
+    known_slugs = slugs()
+    assert len(known_slugs) > 280
+    assert not known_slugs - tested_words()
 
 
 def test_every_way_to_name_an_error_is_found():

@@ -48,9 +48,11 @@ def british_words(text: str) -> list[str]:
 
 @pytest.mark.torch_free
 def test_spelling_is_american():
-    found = {str(path.relative_to(ROOT)): british_words(path.name + "\n" + path.read_text()) for path in files()}
-    assert len(found) > 200
-    assert not {file: words for file, words in found.items() if words}
+    british_words_of = {
+        str(path.relative_to(ROOT)): british_words(path.name + "\n" + path.read_text()) for path in files()
+    }
+    assert len(british_words_of) > 200
+    assert not {file: words for file, words in british_words_of.items() if words}
 
 
 @pytest.mark.torch_free

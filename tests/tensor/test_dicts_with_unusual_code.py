@@ -326,3 +326,26 @@ def test_projections_that_return_dtensors():
         assert worst(gradients, {name: p.grad for name, p in reference.named_parameters()})[0] < 1e-12
 
     run_ranks(2, body)
+
+
+def test_a_norm_that_is_called_by_keyword():
+    class Norm(nn.LayerNorm):
+        def forward(self, hidden_states):
+            return super().forward(hidden_states)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = Norm(8)
+
+        def forward(self, x):
+            return self.norm(hidden_states=x)
+
+    initial, x = Model(), torch.randn(2, 4, 8)
+
+    def body(rank: int) -> None:
+        model = copy.deepcopy(initial)
+        parallelize_module(model, build_mesh("cpu", tp=2), {"norm": SequenceParallel(use_local_output=True)})
+        assert torch.equal(model(x), initial(x))
+
+    run_ranks(2, body)

@@ -11,6 +11,7 @@ Under `torch.compile` the slot traces `to_local()` instead, because a compiled g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from parallelize.errors import ModelError, Problem
 from parallelize.ops.collectives import pad_to
 
 _local_of = private.local_of
+_is_traced = torch.compiler.is_dynamo_compiling
 
 
 class Slot:
@@ -78,7 +80,7 @@ class Slot:
     def local(self, parameters: dict[str, Any]) -> torch.Tensor:
         """The tensor to compute with, for the current parameter in `parameters`."""
         param = parameters[self.key]
-        if torch.compiler.is_dynamo_compiling():
+        if _is_traced():
             return self._traced(param)
         if param is self.param and _local_of(param) is self.source and param.requires_grad == self.trains:
             return self.leaf
@@ -105,9 +107,17 @@ class Slot:
             leaf = leaf.narrow(self.valid[0], 0, self.valid[1])
         if self.trains:
             leaf.requires_grad_()
-            leaf.register_post_accumulate_grad_hook(_MoveGradient(self, param))
+            leaf.register_post_accumulate_grad_hook(self._hook_of(leaf, _MoveGradient(self, param)))
         self.leaf = leaf
         return leaf
+
+    def _hook_of(self, leaf: torch.Tensor, move: _MoveGradient) -> Callable[[torch.Tensor], None]:
+        """What moves the gradient of a leaf: at the end of backward, unless something reads or reduces it before that."""
+        param = move.param
+        hooked = param._backward_hooks or param._post_accumulate_grad_hooks
+        if self.reduction is not None or hooked or not self.own:
+            return move
+        return self.pending_reductions.completed.hook(leaf, move)
 
     def pad(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of the valid part, padded with zeros to the size of the stored shard."""
@@ -147,14 +157,6 @@ class _MoveGradient:
         grad, leaf.grad = leaf.grad, None
         if grad is None:  # the op defers this gradient
             return
-        if grad.requires_grad:
-            raise ModelError(
-                Problem(
-                    "double-backward",
-                    "backward(create_graph=True) reached a planned parameter, whose gradients have no graph",
-                    fix="differentiate with respect to inputs, or leave this module out of the plan",
-                )
-            )
         slot = self.slot
         if slot.reduction is None:
             self.deliver(grad)
@@ -166,6 +168,14 @@ class _MoveGradient:
 
     def deliver(self, grad: torch.Tensor) -> None:
         """Add a reduced local gradient to the parameter's gradient, and call the parameter's hooks."""
+        if grad.requires_grad:
+            raise ModelError(
+                Problem(
+                    "double-backward",
+                    "backward(create_graph=True) reached a planned parameter, whose gradients have no graph",
+                    fix="differentiate with respect to inputs, or leave this module out of the plan",
+                )
+            )
         param = self.param
         if self.slot.valid is not None:
             grad = self.slot.pad(grad)

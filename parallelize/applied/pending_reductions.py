@@ -17,6 +17,7 @@ import torch
 from torch.autograd import Function
 
 from parallelize import _torch_private as private
+from parallelize.applied.completed_gradients import CompletedGradients
 from parallelize.comm.groups import Group
 
 MAX_OPEN = 8  # backward passes inside each other (reentrant recompute); older entries are of passes that failed
@@ -82,6 +83,7 @@ class PendingReductions:
     """Unreduced gradients of one parallelized model, by backward pass."""
 
     def __init__(self) -> None:
+        self.completed = CompletedGradients()
         self._open: dict[int, list[_Entry]] = {}
         self._accumulated: dict[int, _Entry] | None = None
 

@@ -16,13 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallelize import _torch_private as private
+from parallelize.comm import blocking
 from parallelize.comm.link_profile import LinkProfile
 from parallelize.errors import MeshError, Problem
 from parallelize.mesh import AXES, MeshSpec
-
-# torch 2.13 renamed these two, and warns about the old names
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _BY_KEY: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # key -> Group
 
@@ -173,26 +170,29 @@ class Group:
 
     def all_reduce(self, x: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         """Reduce `x` in place."""
-        dist.all_reduce(x, op, group=self.pg)
+        if op is dist.ReduceOp.SUM:
+            blocking.all_reduce(x, self.pg)
+        else:
+            dist.all_reduce(x, op, group=self.pg)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[...] on each rank -> [size, ...], in rank order."""
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:])) if x.ndim else x.new_empty((self.size,))
-        _all_gather(out, x if x.ndim else x.reshape(1), group=self.pg)
+        blocking.all_gather(out, x if x.ndim else x.reshape(1), self.pg)
         return out.view(self.size, *x.shape)
 
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor) -> Any:
         """[n, ...] on each rank -> `out` [size * n, ...]; `x` may be this rank's part of `out`. Returns an async work."""
-        return _all_gather(out, x, group=self.pg, async_op=True)
+        return blocking.wrapped_all_gather(out, x, group=self.pg, async_op=True)
 
     def reduce_scatter_into(self, out: torch.Tensor, x: torch.Tensor) -> Any:
         """[size * n] on each rank -> this rank's [n] of the sum, in `out`. Returns an async work."""
-        return _reduce_scatter(out, x, group=self.pg, async_op=True)
+        return blocking.wrapped_reduce_scatter(out, x, group=self.pg, async_op=True)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[size * n, ...] on each rank -> this rank's [n, ...] of the sum."""
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
-        _reduce_scatter(out, x, group=self.pg)
+        blocking.reduce_scatter(out, x, self.pg)
         return out
 
     def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:

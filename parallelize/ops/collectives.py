@@ -22,10 +22,10 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from parallelize.comm import blocking
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import even_interval
@@ -58,7 +58,7 @@ class _Copy(Function):
         refuse_double_backward()
         # a copy: autograd may pass the same gradient tensor to another branch
         grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group.pg)
+        blocking.all_reduce(grad, ctx.group.pg)
         return grad, None
 
 
@@ -84,7 +84,7 @@ class _ReduceOwned(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group.pg)
+        blocking.all_reduce(x, group.pg)
         return x
 
     @staticmethod
@@ -103,7 +103,7 @@ class _SumBoth(Function):
     def backward(ctx: Any, grad: torch.Tensor):
         refuse_double_backward()
         grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group.pg)
+        blocking.all_reduce(grad, ctx.group.pg)
         return grad, None
 
 
@@ -231,7 +231,7 @@ def all_to_all(x: torch.Tensor, group: Group, split: int, concat: int, full: int
 def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum over ranks, in a new tensor. No autograd."""
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=group.pg)
+    blocking.all_reduce(out, group.pg)
     return out
 
 

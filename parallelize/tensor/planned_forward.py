@@ -130,6 +130,8 @@ def convert_argument(
     Raises: ModelError `no-such-argument` where it was not passed.
     """
     position, name = argument
+    if position == 0 and len(args) == 1:
+        return (conversion(args[0]),), kwargs
     if position < len(args):
         return (*args[:position], conversion(args[position]), *args[position + 1 :]), kwargs
     if name in kwargs:

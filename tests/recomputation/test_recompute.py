@@ -25,7 +25,7 @@ from parallelize import (
     load_plan,
     parallelize_module,
 )
-from parallelize.comm import groups
+from parallelize.comm import blocking
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
 from parallelize.ops import replay_cache
@@ -294,9 +294,9 @@ def counted(monkeypatch):
 
         monkeypatch.setattr(owner, name, call)
 
-    watch(dist, "all_reduce", "all_reduce")
-    watch(groups, "_all_gather", "all_gather")
-    watch(groups, "_reduce_scatter", "reduce_scatter")
+    watch(blocking, "all_reduce", "all_reduce")
+    watch(blocking, "all_gather", "all_gather")
+    watch(blocking, "reduce_scatter", "reduce_scatter")
 
     def count(work, *args, **kwargs) -> tuple[list, Counter]:
         here.counts = Counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,9 +36,7 @@ class Broken:
         from parallelize.ops import collectives
 
         if self.name == "edge all_reduce":
-            self.real, shim = collectives.dist, copy.copy(vars(dist))
-            shim["all_reduce"] = self._all_reduce
-            collectives.dist = type("dist", (), {k: staticmethod(v) if callable(v) else v for k, v in shim.items()})
+            self.real, collectives.blocking = collectives.blocking, SimpleNamespace(all_reduce=self._all_reduce)
             return
         self.real = getattr(Group, self.name)
         real, how = self.real, self.how
@@ -55,9 +54,9 @@ class Broken:
 
         setattr(Group, self.name, broken)
 
-    def _all_reduce(self, x: torch.Tensor, *args: Any, group: Any = None) -> None:
+    def _all_reduce(self, x: torch.Tensor, pg: Any) -> None:
         for _ in range({"dropped": 0, "doubled": 2, "scaled": 1}[self.how]):
-            dist.all_reduce(x, *args, group=group)
+            dist.all_reduce(x, group=pg)
         if self.how == "scaled":
             x.mul_(0.5)
 
@@ -66,7 +65,7 @@ class Broken:
         from parallelize.ops import collectives
 
         if self.name == "edge all_reduce":
-            collectives.dist = self.real
+            collectives.blocking = self.real
         else:
             setattr(Group, self.name, self.real)
 
@@ -111,12 +110,12 @@ def wrong_axis(rank: int) -> float:
     Group.all_reduce = lambda self, x, *a: dist.all_reduce(x, *a, group=other)
     from parallelize.ops import collectives
 
-    real_dist = collectives.dist.all_reduce
-    collectives.dist.all_reduce = lambda x, *a, group=None: real_dist(x, *a, group=other)
+    blocking = collectives.blocking
+    collectives.blocking = SimpleNamespace(all_reduce=lambda x, pg: dist.all_reduce(x, group=other))
     try:
         loss_of(model(input_ids=ids).logits, labels).backward()
     finally:
-        Group.all_reduce, collectives.dist.all_reduce = real, real_dist
+        Group.all_reduce, collectives.blocking = real, blocking
     return worst(full_gradients(model), {n: p.grad for n, p in reference.named_parameters()})[0]
 
 

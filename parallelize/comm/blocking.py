@@ -1,0 +1,55 @@
+"""Blocking collectives on a process group, called without the Python wrappers of `torch.distributed`.
+
+A wrapper costs 2 to 3 us a call, as much as the call itself: it logs errors, builds its options anew, and looks for coalescing
+contexts and tensor subclasses, none of which occur inside a planned module. Both ways end in the same method of the process
+group and the same dispatched op, so profilers, traces and fake groups see no difference. Compilers, which know the wrappers
+alone, and complex tensors, which the wrappers view as real ones, take the wrapper.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from parallelize import _torch_private as private
+
+# torch 2.13 renamed these two, and warns about the old names
+wrapped_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+wrapped_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_OPTIONS = private.blocking_options()
+_SUM, _GATHER, _SCATTER = _OPTIONS or (None, None, None)
+
+
+def all_reduce(x: torch.Tensor, pg: dist.ProcessGroup) -> None:
+    """Sum a contiguous tensor over ranks, in place."""
+    if _needs_wrapper(x):
+        dist.all_reduce(x, group=pg)
+    else:
+        _wait(pg.allreduce([x], _SUM))
+
+
+def all_gather(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> None:
+    """Contiguous [n, ...] on each rank -> `out` [size * n, ...]."""
+    if _needs_wrapper(x):
+        wrapped_all_gather(out, x, group=pg)
+    else:
+        _wait(private.all_gather_method(pg)(out, x, _GATHER))
+
+
+def reduce_scatter(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> None:
+    """Contiguous [size * n, ...] on each rank -> this rank's [n, ...] of the sum, in `out`."""
+    if _needs_wrapper(x):
+        wrapped_reduce_scatter(out, x, group=pg)
+    else:
+        _wait(private.reduce_scatter_method(pg)(out, x, _SCATTER))
+
+
+def _needs_wrapper(x: torch.Tensor) -> bool:
+    return torch.compiler.is_compiling() or x.is_complex() or _OPTIONS is None
+
+
+def _wait(work: dist.Work | None) -> None:
+    """Some backends have waited already, and return nothing."""
+    if work is not None:
+        work.wait()

@@ -109,11 +109,9 @@ def _missing(ranks: list[int]) -> Problem:
     )
 
 
-def _differences(facts: dict[int, Facts]) -> list[Problem]:
-    """One problem that names every key on which ranks differ, with the values and their ranks."""
+def differing_rows(facts: Mapping[int, Facts]) -> list[tuple[str, str]]:
+    """Every key on which ranks differ, with the values and their ranks."""
     rows = []
-    if len({rank_facts.get("error") for rank_facts in facts.values()}) > 1:  # other differences only follow from it
-        facts = {rank: {"error": rank_facts.get("error", "none")} for rank, rank_facts in facts.items()}
     for key in sorted({key for rank_facts in facts.values() for key in rank_facts}):
         ranks_by_value: dict[str, list[str]] = {}
         for rank, rank_facts in facts.items():
@@ -121,6 +119,14 @@ def _differences(facts: dict[int, Facts]) -> list[Problem]:
         if len(ranks_by_value) > 1:
             values = (f"ranks {short_list(ranks, 6)}: {value[:80]}" for value, ranks in ranks_by_value.items())
             rows.append((key, "; ".join(values)))
+    return rows
+
+
+def _differences(facts: dict[int, Facts]) -> list[Problem]:
+    """One problem that names every key on which ranks differ."""
+    if len({rank_facts.get("error") for rank_facts in facts.values()}) > 1:  # other differences only follow from it
+        facts = {rank: {"error": rank_facts.get("error", "none")} for rank, rank_facts in facts.items()}
+    rows = differing_rows(facts)
     if not rows:
         return []
     more = [("and", f"{len(rows) - 20} more keys")] if len(rows) > 20 else []

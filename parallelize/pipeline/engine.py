@@ -17,13 +17,14 @@ from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.context.forward_state import context_of
 from parallelize.context.inputs import length_of
 from parallelize.context.local_sequences import local_targets
-from parallelize.errors import ModelError, Problem
+from parallelize.errors import HandshakeError, ModelError, ParallelizeError, Problem
 from parallelize.mesh import DATA_AXES
 from parallelize.pipeline import failure
 from parallelize.pipeline.microbatch_inputs import MicrobatchInputs, broadcast_nested, split_batch
 from parallelize.pipeline.payload import Header
 from parallelize.pipeline.schedules import Action, Schedule, build_schedule
 from parallelize.pipeline.stage_forward import Outcome, StageRunner
+from parallelize.pipeline.step_check import StepCheck
 from parallelize.pipeline.step_runner import Data, Headers, StepRun
 from parallelize.pipeline.ties import ties_of
 from parallelize.pipeline.timeline import Timeline, with_messages
@@ -56,6 +57,7 @@ class Pipeline:
         share_inputs: inputs and targets of the first pp rank are broadcast, and those of the other pp ranks are ignored.
         data: reduces gradients over the data axes: the `engine` of `data_of(module)`.
         clock: what `install_dropout` returned; it is set to the position in training of each microbatch.
+        check_replicated: compare in every call what ranks must have alike; see `StepCheck`.
 
     Attributes:
         steps_done: number of successful steps. Dropout depends on it, so checkpoints store it.
@@ -82,6 +84,7 @@ class Pipeline:
         share_inputs: bool = False,
         data: Data | None = None,
         clock: Clock | None = None,
+        check_replicated: bool = True,
     ):
         self.module, self.mesh, self.data, self.clock = module, mesh, data, clock
         self.steps_done = 0
@@ -101,6 +104,7 @@ class Pipeline:
         self.ties = ties_of(module)
         self.context = context_of(module)
         self.world = axis_group(mesh, *self.spec.names)
+        self.check = StepCheck(mesh, self.device, check_replicated)
         self._headers: Headers = {}
         self._compared: set[tuple] = set()  # signatures of inputs that the pp ranks have compared
         self._spans: list[tuple[Action, float, float]] = []
@@ -132,13 +136,14 @@ class Pipeline:
 
         Raises:
             ShapeError: `no-inputs`, `indivisible-batch`, before anything runs.
-            HandshakeError: the pp ranks have inputs of different shapes.
+            HandshakeError: `ranks-diverged` on every rank, where the ranks of a data rank have different inputs or targets,
+                or ranks differ in the call, the mode, or the hyperparameters and steps of an optimizer of `watch`.
             PipelineError: `stage-failed` on every rank after an error of a stage; all gradients are dropped, those of
                 earlier steps too. `peer-lost` if a rank does not respond. On a mesh of one rank, the original error is
                 raised instead of `stage-failed`.
 
-        Cost: activations and their gradients between neighboring stages, an all_reduce of the count over the data axes and `cp`,
-            an all_reduce of two scalars over the mesh, reductions of gradients over the data axes and over ties.
+        Cost: activations and their gradients between neighboring stages, an all_reduce of 64 bytes and one of two scalars
+            over the mesh, reductions of gradients over the data axes and over ties.
         """
         run = self._loss_run(args, kwargs, targets)
         with ExitStack() as stack:
@@ -171,8 +176,7 @@ class Pipeline:
 
         Returns: the mean loss over all data ranks, a scalar, the same on every rank.
         Raises: as `step`.
-        Cost: activations between neighboring stages, an all_reduce of the count over the data axes and `cp`, an
-            all_reduce of two scalars over the mesh.
+        Cost: activations between neighboring stages, an all_reduce of 64 bytes and one of two scalars over the mesh.
         """
         run = self._loss_run(args, kwargs, targets, forward_only=True)
         self._execute(run)
@@ -190,10 +194,9 @@ class Pipeline:
 
         Returns: outputs by microbatch on the ranks of the last stage, an empty list on the others.
         Raises: as `step`.
-        Cost: activations between neighboring stages, an all_reduce of two scalars over the mesh.
+        Cost: activations between neighboring stages, an all_reduce of 64 bytes and one of two scalars over the mesh.
         """
-        args, kwargs, _ = self._local_inputs(args, kwargs, None)
-        microbatches = split_batch(args, kwargs, None, self.schedule.num_microbatches, self.whole)
+        microbatches, _ = self._microbatches("forward", args, kwargs, None)
         run = self._run(microbatches, None, forward_only=True)
         self._execute(run)
         failed, _ = self._outcome(run)
@@ -217,39 +220,58 @@ class Pipeline:
 
     def _loss_run(self, args: tuple, kwargs: dict, targets: Any, forward_only: bool = False) -> StepRun:
         """The run of a step or an evaluation."""
-        args, kwargs, targets = self._local_inputs(args, kwargs, targets)
-        microbatches = split_batch(args, kwargs, targets, self.schedule.num_microbatches, self.whole)
-        total = self._total(targets)
+        call = "evaluate" if forward_only else "step"
+        microbatches, total = self._microbatches(call, args, kwargs, targets)
 
         def loss_of(output: Any, targets: Any) -> T:
             return self.loss(output, targets) / total
 
         return self._run(microbatches, loss_of, forward_only)
 
-    def _local_inputs(self, args: tuple, kwargs: dict, targets: Any) -> tuple[tuple, dict, Any]:
-        """The inputs of this data rank. On `cp` targets are sharded here; the model shards its inputs itself."""
+    def _microbatches(self, call: str, args: tuple, kwargs: dict, targets: Any) -> tuple[list[MicrobatchInputs], T]:
+        """The inputs of this data rank, and the global count, which divides the loss.
+
+        On `cp` targets are sharded here; the model shards its inputs itself.
+        """
         if self.share_inputs:
             args, kwargs, targets = broadcast_nested((args, kwargs, targets), self.group, self.device)
+        batch = {"inputs": args, **kwargs, "targets": targets}
         if self.context is not None and targets is not None:
             targets = local_targets(self.context, length_of(self.module, args, kwargs), targets)
-        return args, kwargs, targets
-
-    def _total(self, targets: Any) -> T:
-        """The global count, which divides the loss. One all_reduce of a scalar over the data axes."""
+        microbatches, error = self._split(args, kwargs, targets)
         count = self.count(targets) if targets is not None else 1
-        local = count.detach().clone() if isinstance(count, torch.Tensor) else torch.tensor(count)
-        total = local.to(self.device)
-        axes = [axis for axis in DATA_AXES if axis in self.spec.names and self.spec.size(axis) > 1]
-        if axes:
-            dist.all_reduce(total, group=axis_group(self.mesh, *axes))
-        return total
+        try:
+            total = self.check.total(count, batch, self._settings(call, error))
+        except HandshakeError as difference:
+            raise error or difference from None
+        if error is not None:
+            raise error
+        return microbatches, total
+
+    def _split(self, args: tuple, kwargs: dict, targets: Any) -> tuple[list[MicrobatchInputs], ParallelizeError | None]:
+        """The microbatches, or the error, which is raised when the other ranks know of it."""
+        try:
+            return split_batch(args, kwargs, targets, self.schedule.num_microbatches, self.whole), None
+        except ParallelizeError as error:
+            return [], error
+
+    def _settings(self, call: str, error: ParallelizeError | None) -> dict[str, str]:
+        """What must be the same on all ranks."""
+        kind = self.device.type
+        narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return {
+            "call": call,
+            "error": ", ".join(error.slugs) if error is not None else "none",
+            "mode": f"training={self.module.training}, gradients={torch.is_grad_enabled()}, autocast={narrow}",
+            "steps done": str(self.steps_done),
+        }
 
     def _run(
         self, microbatches: list[MicrobatchInputs], loss_of: Callable[[Any, Any], T] | None, forward_only: bool = False
     ) -> StepRun:
         mode = (torch.is_grad_enabled(), self.module.training)
         signature = microbatches[0].signature(mode)
-        if self.group.size > 1 and signature not in self._compared:
+        if self.group.size > 1 and not self.check.compares and signature not in self._compared:
             # once for inputs of these shapes; other data ranks may have other shapes
             with agree_on(self.mesh["pp"], TIMEOUT_S) as facts:
                 facts["inputs of the step"] = str(signature)
@@ -299,6 +321,7 @@ class Pipeline:
 
     def _raise(self, run: StepRun) -> None:
         """Raise the failure on every rank; on a mesh of one rank, the original error."""
+        self.check.raise_difference()  # which an accelerator tells only after the step
         if self.mesh.size() == 1 and run.cause is not None:
             raise run.cause
         failure.raise_together(run.failure, self.world, run.cause)
@@ -313,7 +336,7 @@ class Pipeline:
         if self._counts_loss():
             totals[1] = loss
         dist.all_reduce(totals, group=self.world)
-        return bool(totals[0] > 0), totals[1]
+        return bool(totals[0] > 0) or self.check.differs(), totals[1]
 
     def _counts_loss(self) -> bool:
         """Whether the loss of this rank is summed: of ranks with the same loss (along tp), only the first."""

@@ -81,7 +81,9 @@ class ParallelModel:
         Raises: ModelError `not-elementwise`, `foreign-parameter`, as `build_optimizer`.
         Cost: as `build_optimizer`.
         """
-        return build_optimizer(self.module, cls, params, **options)
+        built = build_optimizer(self.module, cls, params, **options)
+        self.pipeline.check.watch(built)
+        return built
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> T:
         """Clip the gradients by the norm over the full model and all axes. See `parallelize.clip_grad_norm_`.

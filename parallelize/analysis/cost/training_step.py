@@ -29,7 +29,7 @@ from parallelize.pipeline.timeline import Receive, Send, Step
 from parallelize.plan.parameter_shards import ParameterShard
 from parallelize.plan.stages import Stages
 
-COUNT_BYTES = 8  # of the token count, an int64
+CHECK_BYTES = 64  # of the token count, and the check of ranks: eight int64
 OUTCOME_BYTES = 16  # whether a rank failed, and the loss: two float64
 
 
@@ -167,14 +167,11 @@ class RankStep:
                 yield Message("all_reduce", "pp", len(shard.tied_ranks), size, f"tie of {shard.name}", "backward")
 
     def _scalars(self) -> Iterator[Message]:
-        """The token count before the step; the loss, and whether a rank failed, after it."""
-        if self.setting.data_axes:
-            ranks = self.setting.size(*self.setting.data_axes)
-            axes = self.setting.group_name(self.setting.data_axes)
-            yield Message("all_reduce", axes, ranks, COUNT_BYTES, "count of tokens", "step")
-        if self.setting.mesh.world_size > 1:
-            everyone = self.setting.group_name(self.setting.mesh.names)
-            yield Message("all_reduce", everyone, self.setting.mesh.world_size, OUTCOME_BYTES, "loss", "step")
+        """The token count before the step, with the check of ranks; the loss, and whether a rank failed, after it."""
+        everyone, ranks = self.setting.group_name(self.setting.mesh.names), self.setting.mesh.world_size
+        if ranks > 1:
+            yield Message("all_reduce", everyone, ranks, CHECK_BYTES, "count of tokens", "step")
+            yield Message("all_reduce", everyone, ranks, OUTCOME_BYTES, "loss", "step")
 
 
 # -- the segments of a stage --------------------------------------------------------------------------------------

@@ -1,0 +1,254 @@
+"""The check of a step: ranks that must have the same batch, settings and progress have them.
+
+It travels with the global count, in one all-reduce of 64 bytes over the mesh. Each rank adds a digest of each kind of facts
+times a weight. The weights of the ranks that are compared add up to 0 modulo 2^64, so that equal digests vanish, in any number
+of such groups at once. All weights but the last are odd, so that no difference of one rank vanishes. Only when a sum is not 0
+are the facts themselves gathered, to name what differs, and where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from parallelize import _torch_private as private
+from parallelize.comm.groups import axis_group, mesh_spec
+from parallelize.comm.handshake import Facts, differing_rows, digest
+from parallelize.errors import HandshakeError, Problem
+from parallelize.mesh import DATA_AXES, SAMPLE_AXES, MeshSpec
+
+T = torch.Tensor
+
+MESSAGE_BYTES = 64
+_MOST_WORDS = 1 << 16
+"""Words of eight bytes that are summed with cached weights; larger tensors take `digest`."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The facts of one call on this rank.
+
+    Attributes:
+        batch: the inputs and targets by name, which ranks of one data rank share. settings: what all ranks share.
+        stage: what the ranks of one pipeline stage share.
+    """
+
+    batch: Mapping[str, Any]
+    settings: Facts
+    stage: Facts
+
+
+class StepCheck:
+    """The count of a step, and the comparison that travels with it.
+
+    Args:
+        mesh: the mesh with all axes.
+        device: of the message.
+        compares: False sends the same message and compares nothing.
+    """
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device, compares: bool = True):
+        self.mesh, self.device = mesh, device
+        self.spec = mesh_spec(mesh)
+        self.world = axis_group(mesh, *self.spec.names)
+        self.compares = compares and mesh.size() > 1 and dist.get_backend(self.world) != "fake"
+        self._optimizers: list[tuple[weakref.ref[Optimizer], list[int]]] = []
+        self._sent: _Call | None = None
+        self._message: T | None = None
+        flat = mesh.mesh.flatten().tolist()
+        index = flat.index(dist.get_rank()) if mesh.size() > 1 else 0
+        self._weights = [_weight(self.spec, index, axes) for axes in (SAMPLE_AXES, self.spec.names[:0], ("pp",))]
+        coordinates = self.spec.coordinates(index)
+        self._counts = all(at == 0 for axis, at in coordinates.items() if axis not in DATA_AXES)
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Compare the hyperparameters of this optimizer, and how often it has stepped, from now on."""
+        steps = [0]
+
+        def stepped(*_: Any) -> None:
+            steps[0] += 1
+
+        optimizer.register_step_post_hook(stepped)
+        self._optimizers.append((weakref.ref(optimizer), steps))
+
+    def total(self, count: T | int, batch: Mapping[str, Any], settings: Facts) -> T:
+        """The sum of `count` over the data axes.
+
+        Args:
+            count: of this rank's tokens.
+            batch: inputs and targets by name, which must be the same on all ranks of a data rank.
+            settings: facts that must be the same on all ranks.
+
+        Raises: HandshakeError `ranks-diverged`; on an accelerator `raise_difference` does, after the step.
+        Cost: one all-reduce of 64 bytes over the mesh; another one of the count, where that is no integer.
+        """
+        local = (count.detach().clone() if isinstance(count, torch.Tensor) else torch.tensor(count)).to(self.device)
+        if self.mesh.size() == 1:
+            return local
+        message = torch.zeros(MESSAGE_BYTES // 8, dtype=torch.int64, device=self.device)
+        if self._counts and not local.is_floating_point():
+            message[0] = local
+        if self.compares:
+            self._sent = _Call(batch, settings, self._hyperparameters())
+            self._add_digests(message, self._sent)
+        dist.all_reduce(message, group=self.world)
+        self._message = message
+        if self.device.type == "cpu":  # elsewhere reading it would wait for the device
+            self.raise_difference()
+        return self._sum_of_floats(local) if local.is_floating_point() else message[0]
+
+    def differs(self) -> bool:
+        """Whether the last message says that ranks differ. On an accelerator it waits for the message."""
+        return self.compares and self._message is not None and bool(self._message[1:].any())
+
+    def raise_difference(self) -> None:
+        """Raises: HandshakeError `ranks-diverged` on every rank, with the facts and the ranks that differ."""
+        if not self.differs():
+            return
+        assert self._sent is not None
+        call, self._sent, self._message = self._sent, None, None
+        every: list[Any] = [None] * self.mesh.size()
+        dist.all_gather_object(every, (_readable(call.batch), call.settings, call.stage), group=self.world)
+        raise HandshakeError(_problem(self.spec, self.mesh.mesh.flatten().tolist(), every))
+
+    def _add_digests(self, message: T, call: _Call) -> None:
+        batch, everyone, stage = self._weights
+        leaves, structure = private.tree_flatten(dict(call.batch))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        form = [_form(leaf) for leaf in leaves]
+        for number, tensor in enumerate(tensors):
+            message[1] += (_content(tensor) * (2 * number + 1) * batch).to(self.device)
+        message[2:5] = torch.tensor(
+            [
+                _signed(_text_digest(f"{form} {structure}") * batch),
+                _signed(_text_digest(repr(sorted(call.settings.items()))) * everyone),
+                _signed(_text_digest(repr(sorted(call.stage.items()))) * stage),
+            ]
+        )
+
+    def _hyperparameters(self) -> Facts:
+        facts: Facts = {}
+        for number, (reference, steps) in enumerate(self._optimizers):
+            optimizer = reference()
+            if optimizer is None:
+                continue
+            name = f"{type(optimizer).__name__} {number}" if number else type(optimizer).__name__
+            facts[f"{name}, steps"] = str(steps[0])
+            for index, group in enumerate(optimizer.param_groups):
+                facts[f"{name}, group {index}"] = ", ".join(
+                    f"{key}={_scalar(value)}" for key, value in sorted(group.items()) if _is_scalar(value)
+                )
+        return facts
+
+    def _sum_of_floats(self, local: T) -> T:
+        axes = [axis for axis in DATA_AXES if axis in self.spec.names and self.spec.size(axis) > 1]
+        if axes:
+            dist.all_reduce(local, group=axis_group(self.mesh, *axes))
+        return local
+
+
+# -- weights and digests ----------------------------------------------------------------------------------------------
+
+
+def _weight(spec: MeshSpec, index: int, shared: tuple[str, ...]) -> int:
+    """The weight of the rank at this index, among the ranks that have its coordinates on the axes `shared`."""
+    across = [axis for axis in spec.names if axis not in shared]
+    ranks = sorted(spec.group_of(index, *across)) if across else [index]
+    if index != ranks[-1]:
+        return _odd(index)
+    return _signed(-sum(_odd(rank) for rank in ranks[:-1]))
+
+
+def _odd(rank: int) -> int:
+    return _signed(_text_digest(f"rank {rank}") | 1)
+
+
+def _text_digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _signed(value: int) -> int:
+    """The same number modulo 2^64, as int64 stores it."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+_WORD_WEIGHTS: dict[torch.device, T] = {}  # at most one tensor of 512 KiB for each device of the process
+
+
+def _content(tensor: T) -> T:
+    """A digest, a scalar int64, of a tensor's elements in their order. Small tensors cost three ops."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() * flat.element_size() % 8 or flat.storage_offset() * flat.element_size() % 8 or flat.numel() == 0:
+        return digest(flat)[:2].sum()
+    words = flat.view(torch.int64)
+    if words.numel() > _MOST_WORDS:
+        return digest(flat)[:2].sum()
+    weights = _WORD_WEIGHTS.get(words.device)
+    if weights is None:
+        generator = torch.Generator().manual_seed(0)
+        weights = torch.randint(-(1 << 62), 1 << 62, (_MOST_WORDS,), generator=generator).to(words.device) | 1
+        _WORD_WEIGHTS[words.device] = weights
+    return (words * weights[: words.numel()]).sum()
+
+
+def _form(leaf: Any) -> str:
+    return f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else _scalar(leaf)
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.device.type == "cpu"
+    return isinstance(value, (bool, int, float, str, tuple, type(None)))
+
+
+def _scalar(value: Any) -> str:
+    """A value as text; of objects, whose text may contain an address, only the type."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.item())
+    return repr(value) if _is_scalar(value) else type(value).__name__
+
+
+# -- naming a difference ----------------------------------------------------------------------------------------------
+
+
+def _readable(batch: Mapping[str, Any]) -> Facts:
+    facts: Facts = {}
+    for name, value in batch.items():
+        leaves, structure = private.tree_flatten(value)
+        texts = []
+        for leaf in leaves:
+            text = _form(leaf)
+            if isinstance(leaf, torch.Tensor):
+                text += f" with digest {int(_content(leaf)) % (1 << 32):08x}"
+            texts.append(text)
+        facts[name] = ", ".join(texts) if len(leaves) == 1 else f"{structure}: {', '.join(texts)}"
+    return facts
+
+
+def _problem(spec: MeshSpec, ranks: list[int], every: list[tuple[Facts, Facts, Facts]]) -> Problem:
+    """What differs, by fact: settings over all ranks, hyperparameters in each stage, the batch in each data rank."""
+    rows = differing_rows({ranks[i]: settings for i, (_, settings, _) in enumerate(every)})
+    for kind, shared in ((2, ("pp",)), (0, SAMPLE_AXES)):
+        across = [axis for axis in spec.names if axis not in shared]
+        seen: set[int] = set()
+        for index in range(len(ranks)):
+            if index in seen or not across:
+                continue
+            group = sorted(spec.group_of(index, *across))
+            seen.update(group)
+            rows += differing_rows({ranks[i]: every[i][kind] for i in group})
+    return Problem(
+        "ranks-diverged",
+        f"ranks that must run the same step differ in {len(rows)} of its facts",
+        rows=tuple(rows[:20]),
+        fix="give every rank of a data rank (its pp, cp and tp ranks) the same batch, and all ranks the same calls and "
+        "settings; check_replicated=False turns this check off",
+    )

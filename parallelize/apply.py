@@ -26,7 +26,7 @@ from parallelize.applied.state_dict import install_state_hooks
 from parallelize.applied.transaction import Transaction
 from parallelize.comm.groups import Group, mesh_spec, tp_mesh
 from parallelize.comm.handshake import TIMEOUT_S, agree_on, check_replicas, watch_inputs
-from parallelize.context.apply import apply_context, check_context, on_context
+from parallelize.context.context_parallel import apply_context, check_context, on_context
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.model_facts import ModelFacts
@@ -43,7 +43,7 @@ from parallelize.tensor.planned_forward import argument_of
 from parallelize.tensor.rms_norm import check_rms_norm
 from parallelize.tensor.torch_styles.dicts import apply_styles
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
-from parallelize.tensor.ulysses import check_ulysses
+from parallelize.tensor.ulysses_attention import check_ulysses
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 from parallelize.vocabulary.loss.fuse_loss import wrong_heads
 

@@ -18,7 +18,7 @@ from parallelize.apply import apply_plan
 from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on
-from parallelize.context.apply import apply_context, dropout_refused
+from parallelize.context.context_parallel import apply_context, dropout_refused
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.pipeline.cut import check_uncut, cut_to_stages, with_cuts
@@ -36,13 +36,13 @@ from parallelize.plan.stages import Assignment, Costs
 from parallelize.randomness.dropout.call_sites import refused_modules
 from parallelize.randomness.dropout.install import drops, install_dropout
 from parallelize.randomness.init.initialize import initialize as draw
-from parallelize.recomputation.api import apply_recompute
+from parallelize.recomputation.recompute import apply_recompute
 from parallelize.tensor.torch_styles.dicts import is_styles
 from parallelize.tensor.torch_styles.lowering import plan_of_styles
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
-from parallelize.zero.apply import apply_data_axes, data_of
+from parallelize.zero.data_options import DataOptions
 from parallelize.zero.early_optimizers import refuse_early_optimizers
-from parallelize.zero.options import DataOptions
+from parallelize.zero.shard_data import apply_data_axes, data_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

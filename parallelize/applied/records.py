@@ -97,7 +97,7 @@ class Applied:
         recipe: the initialization that `build_on_meta` recorded.
         cut: its pipeline stages. plan: its tensor-parallel plan.
         context: a context.forward_state.Context. context_call: how its forward is called over `cp`.
-        data: a zero.apply.DataRecord. ties: a pipeline.ties.Ties. dropout_clock: of `install_dropout`.
+        data: a zero.shard_data.DataRecord. ties: a pipeline.ties.Ties. dropout_clock: of `install_dropout`.
         recompute_units: its recomputed modules, where the model would make a key/value cache.
     Attributes, of any module:
         planned: a tensor.planned_forward.Planned: what its forward runs with.

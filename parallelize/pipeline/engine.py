@@ -29,7 +29,7 @@ from parallelize.pipeline.ties import ties_of
 from parallelize.pipeline.timeline import Timeline, with_messages
 from parallelize.pipeline.transport import Transport
 from parallelize.randomness.dropout.position import Clock, Position
-from parallelize.recomputation.api import recomputed
+from parallelize.recomputation.recompute import recomputed
 from parallelize.vocabulary.loss.losses import cross_entropy, valid_tokens
 
 T = torch.Tensor

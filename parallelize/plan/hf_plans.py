@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallelize.errors import PlanError, Problem
-from parallelize.plan.load import parse_plan
 from parallelize.plan.pattern import alternatives, generic, matches
+from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import SCHEMA_VERSION, Plan, Rule
 from parallelize.styles.notation import parse_style, transformers_word
 from parallelize.styles.style import STYLES, StyleText

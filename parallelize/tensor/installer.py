@@ -39,7 +39,7 @@ from parallelize.tensor.rms_norm import sharded_rms_norm
 from parallelize.tensor.row_linear import OverlappedRowLinear
 from parallelize.tensor.shared_edge import SharedEdge
 from parallelize.tensor.shared_input import SharedInput
-from parallelize.tensor.ulysses import ulysses_attention
+from parallelize.tensor.ulysses_attention import ulysses_attention
 from parallelize.vocabulary.logits.sharded_logits import mark
 from parallelize.vocabulary.loss.fuse_loss import deferred_head, mark_deferred
 

@@ -30,7 +30,7 @@ from parallelize.applied.records import record_of
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource
 from parallelize.ops.collectives import sum_both
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from parallelize.randomness.dropout.install import _layout_changes
 from parallelize.styles.style import STYLES
 

@@ -30,7 +30,7 @@ from parallelize.comm.groups import Group
 from parallelize.comm.link_profile import choose, gather_work, reduce_work
 from parallelize.errors import ModelError, ParallelizeError, PlanError
 from parallelize.ops.matmul import agreement
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from tests.support.models import FAMILIES
 from tests.support.parity import compare, loss_of, planned_run, worst
 from tests.support.threads import run_ranks

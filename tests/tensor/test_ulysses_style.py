@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallelize import ModelError, build_mesh, parallelize_module
-from parallelize.plan.load import parse_plan, plans_folder
+from parallelize.plan.plan_file import parse_plan, plans_folder
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import compare, planned_run, reference_run
 from tests.support.threads import run_ranks

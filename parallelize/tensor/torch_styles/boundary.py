@@ -13,7 +13,7 @@ from parallelize.layout import replicated
 from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.placements import as_dtensor, convert, local_input
 from parallelize.tensor.planned_forward import install
-from parallelize.tensor.torch_styles.style import ModuleStyle, Target, planned_of
+from parallelize.tensor.torch_styles.module_style import ModuleStyle, Target, planned_of
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 

@@ -23,7 +23,7 @@ from parallelize.tensor.torch_styles.boundary import (
     SequenceParallel,
 )
 from parallelize.tensor.torch_styles.linear import ColwiseParallel, RowwiseParallel
-from parallelize.tensor.torch_styles.style import ModuleStyle, ParallelStyle, target_of
+from parallelize.tensor.torch_styles.module_style import ModuleStyle, ParallelStyle, target_of
 
 
 def is_style(plan: Any) -> bool:

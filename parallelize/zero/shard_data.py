@@ -33,10 +33,10 @@ from parallelize.plan.parameter_shards import shards_of, splits_of
 from parallelize.plan.resolve import for_base_model
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.units import zero_units
+from parallelize.zero.data_options import DataOptions
 from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.fsdp import apply_fsdp
 from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
-from parallelize.zero.options import DataOptions
 from parallelize.zero.reducer import BUCKET_BYTES, ReducedParameter, Reducer
 
 STAGES = (0, 1, 2, 3)

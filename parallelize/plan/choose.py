@@ -1,6 +1,6 @@
 """Chooses the plan for a model: by its type, by its class, or its own `base_model_tp_plan`, translated.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Such a dict has less than a plan file: no head counts, no region for sequence pa
 local, no rules for replicated parameters. The import adds what follows from the model and reports what is missing. The
 export refuses a rule that has no word in `transformers`; it never writes a weaker one.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

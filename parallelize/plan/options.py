@@ -1,6 +1,6 @@
 """The options of a run on a mesh: one class for training, explaining, fitting, verifying, and a plan's `defaults:`.
 
-Floor 2: torch-free. dtypes are names, so that a plan file can hold them.
+Torch-free. dtypes are names, so that a plan file can hold them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A *boundary conversion* redistributes an activation between two layouts, forward and backward as a pair. `apply` runs the
 conversions, `explain` counts them; both read them here.
 
-Floor 1: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

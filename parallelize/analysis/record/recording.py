@@ -63,7 +63,7 @@ NUM_MICROBATCHES = 2  # the first allocates gradients, the second adds to them
 
 
 @dataclass(frozen=True)
-class Batch:
+class RecordedBatch:
     """The inputs of a rank and its loss. make: (model, number of sequences) -> inputs on meta. size: sequences per
     microbatch. loss, count: as `Pipeline` takes them."""
 
@@ -81,7 +81,7 @@ def record(
     stages: Stages | None,
     classes: LayerClasses,
     options: Options,
-    batch: Batch,
+    batch: RecordedBatch,
     split_backward: bool = False,
 ) -> MicrobatchTrace:
     """Run two microbatches of `model`, which is modified and cannot be used afterwards.
@@ -135,7 +135,7 @@ def _inside(fqn: str, module: str) -> bool:
 
 
 def _run(
-    model: nn.Module, tracer: Tracer, boundaries: _Boundaries, batch: Batch, entry: nn.Module | None
+    model: nn.Module, tracer: Tracer, boundaries: _Boundaries, batch: RecordedBatch, entry: nn.Module | None
 ) -> list[list[Event]]:
     """Events of the actions of two microbatches.
 

@@ -183,11 +183,11 @@ def _agree_on_plan(
 
 
 def _refuse_ulysses_twice(resolved: ResolvedPlan) -> None:
-    traded = [row for row in resolved.modules.values() if row.contract.trades_heads]
-    if traded:
-        what = f"{traded[0].fqn} trades its rows for heads over tp, and the mesh cuts rows over cp too"
+    exchanging = [row for row in resolved.modules.values() if row.contract.exchanges_heads]
+    if exchanging:
+        what = f"{exchanging[0].fqn} exchanges tokens for heads over tp, and the mesh shards tokens over cp too"
         raise PlanError(
-            Problem("ulysses-over-cp", what, traded[0].rule.where, fix="heads over tp, and ulysses= over cp")
+            Problem("ulysses-over-cp", what, exchanging[0].rule.where, fix="heads over tp, and ulysses= over cp")
         )
 
 

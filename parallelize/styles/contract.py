@@ -168,6 +168,6 @@ class Contract:
         return self.compute == "deferred_head"
 
     @property
-    def trades_heads(self) -> bool:
+    def exchanges_heads(self) -> bool:
         """Whether its attention exchanges a sequence shard for a head shard over tp."""
         return self.compute == "ulysses"

@@ -21,7 +21,7 @@ from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ModuleRow, ParameterRow
 from parallelize.styles.contract import Conversion
-from parallelize.tensor.dtensor_boundary import Edges, input_conversion, return_dtensor
+from parallelize.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
 from parallelize.tensor.embedding import vocabulary_embedding
 from parallelize.tensor.overlap_sites import Overlap, PlannedCallSite
 from parallelize.tensor.planned_forward import (
@@ -37,7 +37,7 @@ from parallelize.tensor.planned_forward import (
 from parallelize.tensor.region import EvenShards, Region
 from parallelize.tensor.rms_norm import sharded_rms_norm
 from parallelize.tensor.row_linear import OverlappedRowLinear
-from parallelize.tensor.shared_edge import SharedEdge
+from parallelize.tensor.shared_conversion import SharedConversion
 from parallelize.tensor.shared_input import SharedInput
 from parallelize.tensor.ulysses_attention import ulysses_attention
 from parallelize.vocabulary.logits.sharded_logits import mark
@@ -68,8 +68,8 @@ class Installer:
         self.region = EvenShards(tp, group) if resolved.plan.unclaimed == "leave" else Region(group)
         self.orders = {fqn: order for order, fqn in enumerate(resolved.parameters)}
         self.subgroups: dict[tuple[int, ...], Group] = {}
-        self.edges: dict[int | None, SharedEdge] = {}  # by the dim that they gather; None copies
-        self.dtensor_edges: Edges = {}
+        self.shared_conversions: dict[int | None, SharedConversion] = {}  # by the dim that they gather; None copies
+        self.dtensor_conversions: SharedConversions = {}
 
     def run(self) -> None:
         for fqn, facts in self.model.modules.items():
@@ -157,7 +157,7 @@ class Installer:
 
     def _input_conversion(self, row: ModuleRow) -> Callable | None:
         if row.contract.dtensors:
-            return input_conversion(row.contract, self.tp, self.group, self.dtensor_edges)
+            return input_conversion(row.contract, self.tp, self.group, self.dtensor_conversions)
         return self._conversion(row.contract.enter, row, fused=False)
 
     def _conversion(self, conversion: Conversion, row: ModuleRow, fused: bool) -> Callable | None:
@@ -169,9 +169,11 @@ class Installer:
             return None
         bound: dict[Conversion, Callable[[], Callable]] = {
             # a block may write to its input, which its copy refuses as a view; a linear only reads
-            Conversion.COPY: lambda: self._shared_edge(conversion, dim) if reads else partial(ops.copy, group=group),
+            Conversion.COPY: lambda: (
+                self._shared_conversion(conversion, dim) if reads else partial(ops.copy, group=group)
+            ),
             Conversion.REDUCE: lambda: partial(ops.reduce_owned if fused else ops.reduce, group=group),
-            Conversion.GATHER_SEQUENCE: lambda: self._shared_edge(conversion, dim),
+            Conversion.GATHER_SEQUENCE: lambda: self._shared_conversion(conversion, dim),
             Conversion.SCATTER_SEQUENCE: lambda: partial(self.region.scatter, dim=dim),
             Conversion.GATHER_LAST: lambda: partial(
                 ops.gather, group=group, dim=-1, full=self._width(row), gradient="replicate"
@@ -180,15 +182,15 @@ class Installer:
         }
         return bound[conversion]()
 
-    def _shared_edge(self, conversion: Conversion, dim: int) -> SharedEdge:
-        """The edge by which all modules of the model enter with this conversion."""
+    def _shared_conversion(self, conversion: Conversion, dim: int) -> SharedConversion:
+        """The one object by which all modules of the model do this conversion."""
         key = None if conversion is Conversion.COPY else dim
-        if key not in self.edges:
+        if key not in self.shared_conversions:
             convert = (
                 partial(ops.copy_to_read, group=self.group) if key is None else partial(self.region.gather, dim=dim)
             )
-            self.edges[key] = SharedEdge(convert)
-        return self.edges[key]
+            self.shared_conversions[key] = SharedConversion(convert)
+        return self.shared_conversions[key]
 
     def _width(self, row: ModuleRow) -> int:
         """The full output width of a column linear or embedding."""

@@ -56,7 +56,7 @@ def planned_call_sites(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Pl
             yield PlannedCallSite(fqn, _ROW_OPS[contract.leave], requested)
         elif contract.traits.splits_output and contract.enter in _COLUMN_OPS and is_plain_linear(model.objects[fqn]):
             if requested == "auto" and _has_siblings(fqn, resolved):
-                continue  # they share one edge, which sends less than a collective matmul of each
+                continue  # they share one boundary conversion, which sends less than a collective matmul of each
             yield PlannedCallSite(fqn, _COLUMN_OPS[contract.enter], requested, (fqn,))
         elif contract.traits.shares_input and contract.enter in _COLUMN_OPS:
             consumers = tuple(_consumers(fqn, resolved, model))

@@ -34,7 +34,7 @@ class Broken:
         from parallelize.comm.groups import Group
         from parallelize.ops import collectives
 
-        if self.name == "edge all_reduce":
+        if self.name == "boundary all_reduce":
             self.real, shim = collectives.dist, copy.copy(vars(dist))
             shim["all_reduce"] = self._all_reduce
             collectives.dist = type("dist", (), {k: staticmethod(v) if callable(v) else v for k, v in shim.items()})
@@ -65,7 +65,7 @@ class Broken:
         from parallelize.comm.groups import Group
         from parallelize.ops import collectives
 
-        if self.name == "edge all_reduce":
+        if self.name == "boundary all_reduce":
             collectives.dist = self.real
         else:
             setattr(Group, self.name, self.real)

@@ -1,4 +1,4 @@
-"""The style `ulysses`: attention inside the sequence-parallel region trades rows for heads over `tp`."""
+"""The style `ulysses`: attention inside the sequence-parallel region exchanges tokens for heads over `tp`."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class ColwiseParallel(ModuleStyle):
         if facts.kind == "embedding":
             planned.enter = partial(_full_ids, group=group, source=self.input_layouts[0])
         else:
-            planned.enter = target.column_edge(self.input_layouts[0])
+            planned.enter = target.column_conversion(self.input_layouts[0])
         planned.leave = partial(
             convert_output,
             mesh=mesh,

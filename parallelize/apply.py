@@ -78,7 +78,7 @@ def parallelize_module(
         fuse_loss: overrides the plan's default: the head returns `DeferredLogits`, whose loss computes logits in chunks of
             tokens.
         overlap: "auto", "off", "chunked" or "symm_mem"; overrides the plan's default. Collectives overlap with matmuls.
-            "auto" measures link and matmuls once, at the first forward, and overlaps where that pays; see
+            "auto" measures link and matmuls once, at the first forward, and overlaps where that is faster; see
             `overlap_report`.
         ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too. Overrides the plan's default.
         weights_dtype, device: of the stored parameters. Default: as they are.
@@ -234,17 +234,19 @@ def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
 
 def _foreign_readers(model: ModelFacts) -> Iterator[Problem]:
     """Modules whose code reads parameters of other modules, where it would meet DTensors."""
-    fix = "replace it by modules that call each other, or plan only what lies beside it"
+    fix = "replace it by modules that call each other, or plan only modules outside of it"
     for fqn, module in model.objects.items():
         reads_all = isinstance(module, (nn.MultiheadAttention, nn.ParameterList, nn.ParameterDict))
         if reads_all and list(module.parameters()):
-            what = f"{fqn} is a {type(module).__name__}, whose code reads parameters from outside the module that holds them"
+            what = (
+                f"{fqn} is a {type(module).__name__}, whose code reads parameters from outside the module that has them"
+            )
             yield Problem("reads-child-parameters", what, fix=fix)
     for module in {type(module): module for module in model.objects.values()}.values():
         for child, key in reads_of_children(module.__class__):
             owner = getattr(module, child, None)
             if isinstance(owner, nn.Module) and key in owner._parameters:
-                what = f"{type(module).__name__} reads self.{child}.{key} from outside the module that holds it"
+                what = f"{type(module).__name__} reads self.{child}.{key} from outside the module that has it"
                 yield Problem("reads-child-parameters", what, fix=fix)
 
 

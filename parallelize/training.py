@@ -172,7 +172,7 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
         build_schedule(options.schedule, spec.ranks("pp"), options.microbatches(spec), options.stages_per_rank)
     if initialize is None and any(parameter.is_meta for parameter in module.parameters()):
         fix = "initialize=0 (a seed), a folder of weights, or a function that fills the model"
-        raise ModelError(Problem("meta-without-values", "the model lies on meta, so it has no values", fix=fix))
+        raise ModelError(Problem("meta-without-values", "the model is on meta, so it has no values", fix=fix))
     if cut_of(module) is not None or data_of(module) is not None:
         what = "a part of this work has been done on the model already"
         raise ModelError(Problem("wrong-order", what, fix="call parallelize_model alone, or each part by itself"))
@@ -188,7 +188,7 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
 
 
 def _fill(module: nn.Module, mesh: DeviceMesh, device: Any, initialize: Any) -> None:
-    """Memory and values for a model that lay on meta."""
+    """Memory and values for a model that was on meta."""
     where = device if device is not None else mesh.device_type
     if isinstance(initialize, (str, os.PathLike)):
         load_weights(module, initialize, mesh=mesh, device=where)

@@ -56,7 +56,7 @@ class DropoutSites:
         self.last: ColumnOutput | None = None  # of the last planned module; None if its output is not sharded
         self.scopes: list[Scope] = []
         self.mode = _FunctionalDropout(self)
-        self.first_forward = ExitStack()  # holds the `FirstForwardCheck` while it is on
+        self.first_forward = ExitStack()  # stores the `FirstForwardCheck` while it is on
         self.checked = False
 
     def __deepcopy__(self, memo: dict) -> DropoutSites:

@@ -40,7 +40,7 @@ class SequenceParallel(ModuleStyle):
             what = (
                 f"{facts.fqn!r} has a module inside with parameters ({inside[0]}), whose gradients would not be summed"
             )
-            raise ModelError(Problem("wrong-module-for-style", what, fix="name the module that holds the parameters"))
+            raise ModelError(Problem("wrong-module-for-style", what, fix="name the module that has the parameters"))
 
     def install(self, target: Target) -> None:
         layouts = {key: replicated(shape, target.group.size) for key, shape in target.facts.shapes.items()}

@@ -124,6 +124,6 @@ def require_kind(style: Any, facts: ModuleFacts, kinds: tuple[str, ...]) -> None
             Problem(
                 "wrong-module-for-style",
                 f"{type(style).__name__} needs a {' or '.join(kinds)}; {facts.fqn!r} is a {facts.class_name}",
-                fix="name the module that holds the weight",
+                fix="name the module that has the weight",
             )
         )

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.applied.local_config import LocalConfig
 from parallelize.applied.parameters import Slot
 from parallelize.applied.pending_reductions import PendingReduction, PendingReductions
-from parallelize.applied.records import applied
 from parallelize.applied.sharding import shared_of
 from parallelize.comm.groups import Group, group_for
 from parallelize.errors import ModelError, Problem
@@ -29,6 +28,7 @@ from parallelize.tensor.planned_forward import (
     argument_of,
     install,
     install_overlapped,
+    installed,
     overlapped_block,
     overlapped_column,
     overlapped_consumer,
@@ -226,7 +226,9 @@ class Installer:
             install_overlapped(module, overlapped_column, shared)
             return
         install_overlapped(module, overlapped_block, shared)
-        applied(module).planned.enter = shared.enter
+        block = installed(module)
+        assert block is not None
+        block.enter = shared.enter
         for index, linear in enumerate(linears):
             install_overlapped(linear, overlapped_consumer, shared, index)
 
@@ -281,7 +283,7 @@ class Installer:
         objects[decoder].register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
 
     def _planned(self, module: nn.Module) -> Planned:
-        planned = applied(module).planned
+        planned = installed(module)
         return Planned((), module.__dict__.get("forward")) if planned is None else planned
 
 

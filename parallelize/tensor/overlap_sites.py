@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from parallelize.applied.records import require_record
+from parallelize.applied.step_results import expected
 from parallelize.comm.groups import Group
 from parallelize.comm.link_profile import AlgorithmChoice, LinearWork, LinkProfile
 from parallelize.errors import ModelError, Problem
@@ -237,4 +238,6 @@ def deferred_gradients(module: nn.Module) -> DeferredGradients:
     Raises: ModelError `not-parallelized`.
     Cost: no communication.
     """
-    return require_record(module).overlap.deferred
+    overlap = expected(require_record(module).overlap, Overlap)
+    assert overlap is not None
+    return overlap.deferred

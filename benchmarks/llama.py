@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as stock
 
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import Plan
 
 

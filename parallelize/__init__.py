@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from parallelize.comm.groups import group_for as group_for
     from parallelize.comm.groups import mesh_spec as mesh_spec
     from parallelize.comm.link_profile import LinkProfile as LinkProfile
-    from parallelize.context.apply import context_parallel as context_parallel
+    from parallelize.context.context_parallel import context_parallel as context_parallel
     from parallelize.context.inputs import next_tokens as next_tokens
     from parallelize.context.local_sequences import gather_sequence as gather_sequence
     from parallelize.context.local_sequences import split_sequence as split_sequence
@@ -82,9 +82,9 @@ if TYPE_CHECKING:
     from parallelize.pipeline.ties import tie_parameters as tie_parameters
     from parallelize.pipeline.timeline import Timeline as Timeline
     from parallelize.pipeline.timeline import simulate as simulate
-    from parallelize.plan.load import load_plan as load_plan
-    from parallelize.plan.load import shipped_plans as shipped_plans
     from parallelize.plan.options import Options as Options
+    from parallelize.plan.plan_file import load_plan as load_plan
+    from parallelize.plan.plan_file import shipped_plans as shipped_plans
     from parallelize.plan.schema import Cuts as Cuts
     from parallelize.plan.schema import Plan as Plan
     from parallelize.plan.schema import Tie as Tie
@@ -97,10 +97,10 @@ if TYPE_CHECKING:
     from parallelize.randomness.init.initialize import build_on_meta as build_on_meta
     from parallelize.randomness.init.initialize import initialize as initialize
     from parallelize.randomness.streams import Streams as Streams
-    from parallelize.recomputation.api import recompute as recompute
-    from parallelize.recomputation.api import recompute_cost as recompute_cost
-    from parallelize.recomputation.api import recomputed as recomputed
-    from parallelize.recomputation.api import set_recompute as set_recompute
+    from parallelize.recomputation.recompute import recompute as recompute
+    from parallelize.recomputation.recompute import recompute_cost as recompute_cost
+    from parallelize.recomputation.recompute import recomputed as recomputed
+    from parallelize.recomputation.recompute import set_recompute as set_recompute
     from parallelize.styles.contract import Contract as Contract
     from parallelize.styles.contract import Conversion as Conversion
     from parallelize.styles.contract import Traits as Traits
@@ -118,9 +118,9 @@ if TYPE_CHECKING:
     from parallelize.tensor.torch_styles.linear import ColwiseParallel as ColwiseParallel
     from parallelize.tensor.torch_styles.linear import RowwiseParallel as RowwiseParallel
     from parallelize.training import parallelize_model as parallelize_model
-    from parallelize.verification.api import assert_verified as assert_verified
-    from parallelize.verification.api import verify as verify
     from parallelize.verification.result import Verification as Verification
+    from parallelize.verification.verify import assert_verified as assert_verified
+    from parallelize.verification.verify import verify as verify
     from parallelize.vocabulary.generation.loop import generate as generate
     from parallelize.vocabulary.logits.deferred_logits import DeferredLogits as DeferredLogits
     from parallelize.vocabulary.logits.sharded_logits import ShardedLogits as ShardedLogits
@@ -133,8 +133,8 @@ if TYPE_CHECKING:
     from parallelize.vocabulary.loss.losses import loss_parallel as loss_parallel
     from parallelize.vocabulary.loss.losses import valid_tokens as valid_tokens
     from parallelize.vocabulary.sampling.draw import sample as sample
-    from parallelize.zero.apply import shard_data as shard_data
     from parallelize.zero.optimizer import build_optimizer as build_optimizer
+    from parallelize.zero.shard_data import shard_data as shard_data
     from parallelize.zero.state_bytes import bytes_per_rank as bytes_per_rank
 
 

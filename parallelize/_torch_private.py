@@ -219,7 +219,7 @@ def enable_symmetric_memory(pg: dist.ProcessGroup) -> str:
 try:  # simulation of all ranks in one process, private since 2.9
     from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 except ImportError:
-    LocalTensor = LocalTensorMode = None  # type: ignore[assignment]
+    LocalTensor = LocalTensorMode = None  # type: ignore[assignment,misc]
 
 
 def local_tensor(by_rank: dict[int, torch.Tensor]) -> Any:
@@ -254,7 +254,7 @@ def schedule_orders(
         get_schedule_class(name)
     except (ImportError, ValueError):
         return None
-    per_rank = get_schedule_ops(name, ranks, microbatches, stages_per_rank)
+    per_rank: Any = get_schedule_ops(name, ranks, microbatches, stages_per_rank)
     flat = [[part for op in order if op for part in getattr(op, "sub_actions", None) or (op,)] for order in per_rank]
     return [[(op.stage_index, op.computation_type.value, op.microbatch_index) for op in order] for order in flat]
 

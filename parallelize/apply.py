@@ -26,7 +26,7 @@ from parallelize.applied.state_dict import install_state_hooks
 from parallelize.applied.transaction import Transaction
 from parallelize.comm.groups import Group, mesh_spec, tp_mesh
 from parallelize.comm.handshake import TIMEOUT_S, agree_on, check_replicas, watch_inputs
-from parallelize.context.apply import apply_context, check_context, on_context
+from parallelize.context.context_parallel import apply_context, check_context, on_context
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.model_facts import ModelFacts
@@ -43,7 +43,7 @@ from parallelize.tensor.planned_forward import argument_of
 from parallelize.tensor.rms_norm import check_rms_norm
 from parallelize.tensor.torch_styles.dicts import apply_styles
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
-from parallelize.tensor.ulysses import check_ulysses
+from parallelize.tensor.ulysses_attention import check_ulysses
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 from parallelize.vocabulary.loss.fuse_loss import wrong_heads
 
@@ -78,7 +78,7 @@ def parallelize_module(
         fuse_loss: overrides the plan's default: the head returns `DeferredLogits`, whose loss computes logits in chunks of
             tokens.
         overlap: "auto", "off", "chunked" or "symm_mem"; overrides the plan's default. Collectives overlap with matmuls.
-            "auto" measures link and matmuls once, at the first forward, and overlaps where that pays; see
+            "auto" measures link and matmuls once, at the first forward, and overlaps where that is faster; see
             `overlap_report`.
         ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too. Overrides the plan's default.
         weights_dtype, device: of the stored parameters. Default: as they are.
@@ -183,11 +183,11 @@ def _agree_on_plan(
 
 
 def _refuse_ulysses_twice(resolved: ResolvedPlan) -> None:
-    traded = [row for row in resolved.modules.values() if row.contract.trades_heads]
-    if traded:
-        what = f"{traded[0].fqn} trades its rows for heads over tp, and the mesh cuts rows over cp too"
+    exchanging = [row for row in resolved.modules.values() if row.contract.exchanges_heads]
+    if exchanging:
+        what = f"{exchanging[0].fqn} exchanges tokens for heads over tp, and the mesh shards tokens over cp too"
         raise PlanError(
-            Problem("ulysses-over-cp", what, traded[0].rule.where, fix="heads over tp, and ulysses= over cp")
+            Problem("ulysses-over-cp", what, exchanging[0].rule.where, fix="heads over tp, and ulysses= over cp")
         )
 
 
@@ -234,17 +234,19 @@ def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
 
 def _foreign_readers(model: ModelFacts) -> Iterator[Problem]:
     """Modules whose code reads parameters of other modules, where it would meet DTensors."""
-    fix = "replace it by modules that call each other, or plan only what lies beside it"
+    fix = "replace it by modules that call each other, or plan only modules outside of it"
     for fqn, module in model.objects.items():
         reads_all = isinstance(module, (nn.MultiheadAttention, nn.ParameterList, nn.ParameterDict))
         if reads_all and list(module.parameters()):
-            what = f"{fqn} is a {type(module).__name__}, whose code reads parameters from outside the module that holds them"
+            what = (
+                f"{fqn} is a {type(module).__name__}, whose code reads parameters from outside the module that has them"
+            )
             yield Problem("reads-child-parameters", what, fix=fix)
     for module in {type(module): module for module in model.objects.values()}.values():
         for child, key in reads_of_children(module.__class__):
             owner = getattr(module, child, None)
             if isinstance(owner, nn.Module) and key in owner._parameters:
-                what = f"{type(module).__name__} reads self.{child}.{key} from outside the module that holds it"
+                what = f"{type(module).__name__} reads self.{child}.{key} from outside the module that has it"
                 yield Problem("reads-child-parameters", what, fix=fix)
 
 

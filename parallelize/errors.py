@@ -10,7 +10,7 @@
       GradientError     gradients that are not finite
       CheckpointError   a checkpoint that cannot be written, or whose contents do not match its manifest
 
-Floor 0: imports neither torch nor anything of this package.
+Imports neither torch nor anything of this package.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from parallelize.apply import apply_plan
 from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on
-from parallelize.context.apply import apply_context, dropout_refused
+from parallelize.context.context_parallel import apply_context, dropout_refused
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.pipeline.cut import check_uncut, cut_to_stages, with_cuts
@@ -36,13 +36,13 @@ from parallelize.plan.stages import Assignment, Costs
 from parallelize.randomness.dropout.call_sites import refused_modules
 from parallelize.randomness.dropout.install import drops, install_dropout
 from parallelize.randomness.init.initialize import initialize as draw
-from parallelize.recomputation.api import apply_recompute
+from parallelize.recomputation.recompute import apply_recompute
 from parallelize.tensor.torch_styles.dicts import is_styles
 from parallelize.tensor.torch_styles.lowering import plan_of_styles
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
-from parallelize.zero.apply import apply_data_axes, data_of
+from parallelize.zero.data_options import DataOptions
 from parallelize.zero.early_optimizers import refuse_early_optimizers
-from parallelize.zero.options import DataOptions
+from parallelize.zero.shard_data import apply_data_axes, data_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -172,7 +172,7 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
         build_schedule(options.schedule, spec.ranks("pp"), options.microbatches(spec), options.stages_per_rank)
     if initialize is None and any(parameter.is_meta for parameter in module.parameters()):
         fix = "initialize=0 (a seed), a folder of weights, or a function that fills the model"
-        raise ModelError(Problem("meta-without-values", "the model lies on meta, so it has no values", fix=fix))
+        raise ModelError(Problem("meta-without-values", "the model is on meta, so it has no values", fix=fix))
     if cut_of(module) is not None or data_of(module) is not None:
         what = "a part of this work has been done on the model already"
         raise ModelError(Problem("wrong-order", what, fix="call parallelize_model alone, or each part by itself"))
@@ -188,7 +188,7 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
 
 
 def _fill(module: nn.Module, mesh: DeviceMesh, device: Any, initialize: Any) -> None:
-    """Memory and values for a model that lay on meta."""
+    """Memory and values for a model that was on meta."""
     where = device if device is not None else mesh.device_type
     if isinstance(initialize, (str, os.PathLike)):
         load_weights(module, initialize, mesh=mesh, device=where)

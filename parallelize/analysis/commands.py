@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from parallelize.errors import ParallelizeError, PlanError, Problem
 from parallelize.mesh import MeshSpec
-from parallelize.plan.load import load_plan
 from parallelize.plan.option_arguments import add_options, options_given
+from parallelize.plan.plan_file import load_plan
 from parallelize.plan.schema import Plan
 from parallelize.terminal.console import (
     FINE,

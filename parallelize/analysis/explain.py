@@ -178,7 +178,7 @@ def _report(step: RankStep, memory: RankMemory, machine: Machine) -> RankReport:
 def _units(step: RankStep) -> str:
     """The units of the rank's stages, as text."""
     if step.stages is None:
-        return "the whole model"
+        return "the full model"
     texts = []
     for stage in step.local_stages:
         units = step.stages.units_of(stage)

@@ -16,7 +16,7 @@ import torch
 from parallelize.analysis.cost.setting import Setting, check_setting, make_setting
 from parallelize.analysis.record.fake_world import fake_mesh
 from parallelize.analysis.record.layer_dedup import drop_represented, layer_classes
-from parallelize.analysis.record.shapes import ForwardShapes, ModuleCall, Shape, forward_shapes
+from parallelize.analysis.record.shapes import CallShapes, ForwardShapes, Shape, forward_shapes
 from parallelize.analysis.subject import Subject
 from parallelize.apply import parallelize_module
 from parallelize.errors import ParallelizeError, Problem
@@ -157,7 +157,7 @@ class _Forwards:
     resolved: ResolvedPlan
     attention: str = ""
 
-    def pair(self, name: str) -> tuple[ModuleCall, ModuleCall] | None:
+    def pair(self, name: str) -> tuple[CallShapes, CallShapes] | None:
         """(planned call, unsharded call) of a module; None where one of them did not happen."""
         planned, unsharded = self.planned.calls.get(name), self.unsharded.calls.get(name)
         return None if planned is None or unsharded is None else (planned, unsharded)
@@ -368,7 +368,7 @@ def _not_reduced(forwards: _Forwards) -> Iterator[Problem]:
         yield Problem("gradient-not-reduced", what, row.rule.where, rows, fix)
 
 
-def _sees_a_part(planned: ModuleCall, unsharded: ModuleCall) -> bool:
+def _sees_a_part(planned: CallShapes, unsharded: CallShapes) -> bool:
     return len(planned.inputs) == len(unsharded.inputs) and planned.inputs != unsharded.inputs
 
 

@@ -15,7 +15,7 @@ from parallelize.analysis.cost.setting import Setting, check_setting
 from parallelize.analysis.cost.training_step import RankStep
 from parallelize.analysis.record.fake_world import fake_mesh
 from parallelize.analysis.record.layer_dedup import LayerClasses, consistent, layer_classes
-from parallelize.analysis.record.recording import RECORDED_OPTIONS, Batch, record
+from parallelize.analysis.record.recording import RECORDED_OPTIONS, RecordedBatch, record
 from parallelize.analysis.record.trace_data import MicrobatchTrace
 from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.mesh import MeshSpec
@@ -144,7 +144,7 @@ class Subject:
         source, sequence = self.source, setting.sequence
         model = source.build("meta", dtype=getattr(torch, setting.weights_dtype))
         axes = [(axis, size) for axis, size in setting.mesh.axes if axis == "tp" or (axis == "cp" and size > 1)]
-        batch = Batch(
+        batch = RecordedBatch(
             lambda module, size: source.inputs(module, size, sequence),
             setting.microbatch_size,
             source.loss,

@@ -15,6 +15,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.pending_reductions import PendingReductions
+from parallelize.applied.step_results import (
+    DataAxes,
+    OverlapOfModel,
+    PlannedModule,
+    RecomputedModule,
+    SequenceRegion,
+    ShardedSequences,
+    TiedCopies,
+)
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.mesh import MeshSpec
@@ -35,7 +44,7 @@ class PlanRecord:
     Attributes:
         resolved: the plan of this rank's part of the model; `resolution_of` has that of the full model.
         mesh, tp: the mesh of the job, and its axis `tp`. group: the process group of `tp`.
-        overlap: a tensor.overlap_sites.Overlap. region: a tensor.region.Region, under sequence parallelism.
+        overlap: the call sites where collectives overlap with matmuls. region: that of sequence parallelism.
     """
 
     resolved: ResolvedPlan
@@ -43,8 +52,8 @@ class PlanRecord:
     tp: DeviceMesh
     group: Group
     pending_reductions: PendingReductions
-    overlap: Any = None
-    region: Any = None
+    overlap: OverlapOfModel
+    region: SequenceRegion | None = None
 
     def __deepcopy__(self, memo: dict) -> PlanRecord:
         return self
@@ -92,41 +101,44 @@ class Cut:
 class Applied:
     """What was applied to one module. A field is None, or empty, until its step has run.
 
+    A field that only the room of its step reads is an `object` here; `step_results.expected` gives it back as its class.
+
     Attributes, of the root of a model:
         resolved: the plan of the full model, over the axes that were applied.
-        recipe: the initialization that `build_on_meta` recorded.
+        recipe: the initialization that `build_on_meta` recorded: a randomness.init.recipes.Recipe.
         cut: its pipeline stages. plan: its tensor-parallel plan.
-        context: a context.forward_state.Context. context_call: how its forward is called over `cp`.
-        data: a zero.apply.DataRecord. ties: a pipeline.ties.Ties. dropout_clock: of `install_dropout`.
+        context: its sequences over `cp`. context_call: how its forward is called over `cp`.
+        data: its data axes. ties: its parameters tied across stages.
+        dropout_clock: of `install_dropout`: a randomness.dropout.position.Clock.
         recompute_units: its recomputed modules, where the model would make a key/value cache.
     Attributes, of any module:
-        planned: a tensor.planned_forward.Planned: what its forward runs with.
-        attention: a context.forward_state.ContextAttention. dropout: its dropout call sites.
-        recompute_unit: a recomputation.unit.RecomputeUnit.
+        planned: what its forward runs with.
+        attention: a context.forward_state.ContextAttention. dropout: a randomness.dropout.call_sites.ModuleDropout.
+        recompute_unit: set where it is recomputed.
         state_rows: the resolved rows of its own parameters, by key, which state dicts are converted by.
         rebuilt_buffers: values of meta buffers that no checkpoint stores, by key.
         defers_logits: whether it is a head whose matmul is left to the loss. written_weight: the tensor that an optimizer
-            writes to under `fully_shard`, of such a head.
+            writes to under `fully_shard`, of such a head, and its local tensor.
     """
 
     resolved: ResolvedPlan | None = None
-    recipe: Any = None
+    recipe: object = None
     cut: Cut | None = None
     plan: PlanRecord | None = None
-    context: Any = None
-    context_call: Any = None
-    data: Any = None
-    ties: Any = None
-    dropout_clock: Any = None
-    recompute_units: tuple[Any, ...] = ()
-    planned: Any = None
-    attention: Any = None
-    dropout: Any = None
-    recompute_unit: Any = None
+    context: ShardedSequences | None = None
+    context_call: object = None
+    data: DataAxes | None = None
+    ties: TiedCopies | None = None
+    dropout_clock: object = None
+    recompute_units: tuple[RecomputedModule, ...] = ()
+    planned: PlannedModule | None = None
+    attention: object = None
+    dropout: object = None
+    recompute_unit: RecomputedModule | None = None
     state_rows: Mapping[str, ParameterRow] = field(default_factory=dict)
     rebuilt_buffers: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
     defers_logits: bool = False
-    written_weight: tuple[Any, ...] = ()
+    written_weight: tuple[torch.Tensor, ...] = ()
 
 
 _NOT_APPLIED = Applied()

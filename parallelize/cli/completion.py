@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallelize.plan.load import shipped_plans
+from parallelize.plan.plan_file import shipped_plans
 from parallelize.terminal.console import FINE
 
 _FILES = ("SOURCE", "FILE", "DEST", "DIR", "SRC", "DST")

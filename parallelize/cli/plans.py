@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelize.errors import PlanError, Problem
-from parallelize.plan.load import load_plan, plans_folder, read_plan, shipped_plans
+from parallelize.plan.plan_file import load_plan, plans_folder, read_plan, shipped_plans
 from parallelize.plan.schema import Plan
 from parallelize.terminal.console import FINE, add_json, print_json, say
 

@@ -32,7 +32,7 @@ class GroupState:
 
     Attributes:
         profiles: results of calibration by device type and dtype.
-        posted: lines that this rank has compared through the store (see `ops.matmul.agreement`).
+        posted: lines that this rank has compared through the store (see `ops.matmul.op_handshake`).
         first_choices: what the group's first rank decided, by line.
         store_prefix: where the lines of this group are in the store; empty before the first one.
     """

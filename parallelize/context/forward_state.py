@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import _torch_private as private
 from parallelize.applied.records import applied
+from parallelize.applied.step_results import expected
 from parallelize.comm.groups import Group, axis_group, group_for
 from parallelize.context.sequence_shards import Run, SequenceLayout
 from parallelize.errors import ModelError, Problem
@@ -133,7 +134,7 @@ class Context:
 
 def context_of(module: nn.Module) -> Context | None:
     """How this model's sequences are sharded over `cp`, or None."""
-    return applied(module).context
+    return expected(applied(module).context, Context)
 
 
 @dataclass
@@ -149,3 +150,8 @@ class ContextAttention:
     fqn: str
     kind: str
     stock: Any = None
+
+
+def attention_of(module: nn.Module) -> ContextAttention | None:
+    """What the attention of this module runs with over `cp`, or None."""
+    return expected(applied(module).attention, ContextAttention)

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize import _torch_private as private
-from parallelize.applied.records import applied
 from parallelize.context.forward_state import Context
 from parallelize.context.sequence_shards import SequenceLayout
 from parallelize.errors import ModelError, Problem, ShapeError
@@ -130,9 +129,9 @@ def is_registered(root: nn.Module) -> bool:
     return hasattr(getattr(root, "config", None), "_attn_implementation")
 
 
-def length_of(root: nn.Module, args: tuple, kwargs: dict) -> int:
+def length_of(root: Any, args: tuple, kwargs: dict) -> int:
     """Tokens of the full sequences in a call of a model on cp. Raises: ShapeError `no-sequence`."""
-    return length_in(applied(root).context_call.inputs.bound(args, kwargs).arguments)
+    return length_in(root._applied.context_call.inputs.bound(args, kwargs).arguments)
 
 
 def length_in(call: dict[str, Any]) -> int:

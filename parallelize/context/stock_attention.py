@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.applied.records import applied
 from parallelize.context.attention import attend, masking_of
-from parallelize.context.forward_state import ContextAttention
+from parallelize.context.forward_state import ContextAttention, attention_of
 from parallelize.errors import ModelError, Problem
 from parallelize.tensor.attention_calls import AttentionCalls
 
@@ -58,7 +57,7 @@ def interface(
 
 def forward_over_context(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of an attention module that calls `scaled_dot_product_attention`."""
-    planned = applied(self).attention
+    planned = self._applied.attention
     with AttentionCalls(partial(_sdpa, planned)):
         if planned.stock is None:
             return type(self).forward(self, *args, **kwargs)
@@ -94,7 +93,7 @@ def refuse_unplanned(*_: Any, **__: Any) -> T:
 
 
 def _planned_attention(module: nn.Module) -> ContextAttention:
-    planned = applied(module).attention
+    planned = attention_of(module)
     if planned is None:
         what = f"a {type(module).__name__} calls attention, and no rule of the plan names it"
         raise ModelError(Problem("unplanned-attention", what, fix="name it under `attention:`"))

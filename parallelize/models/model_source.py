@@ -174,7 +174,7 @@ def _config_of_file(path: Path, overrides: Mapping[str, Any]) -> Any:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(Problem("unknown-model", f"{path} holds no config: {error}")) from error
+        raise ModelError(Problem("unknown-model", f"{path} contains no config: {error}")) from error
     if not isinstance(data, dict) or "model_type" not in data:
         fix = "give a config.json that names its model_type, as `transformers` writes it"
         raise ModelError(Problem("unknown-model", f"{path} names no model_type", fix=fix))

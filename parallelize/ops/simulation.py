@@ -44,7 +44,7 @@ class GroupKernel:
         return self.function(*self.with_group(args, group))
 
 
-class _Messages:
+class _SimulatedMessages:
     """Messages between simulated ranks: a queue for each (source, target, tag)."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ def _run(kernel: GroupKernel, mode: Any, func: Any, types: Any, args: tuple = ()
     group = kernel.group(args)
     results: dict[int, Any] = {}
     for ranks in private.simulated_groups(group.pg):
-        messages = _Messages()
+        messages = _SimulatedMessages()
         jobs = [
             partial(_run_rank, kernel, args, group.simulated(n, partial(messages.wire, n)), rank, results)
             for n, rank in enumerate(ranks)

@@ -21,16 +21,16 @@ from parallelize.errors import HandshakeError, ModelError, ParallelizeError, Pro
 from parallelize.mesh import DATA_AXES
 from parallelize.pipeline import failure
 from parallelize.pipeline.microbatch_inputs import MicrobatchInputs, broadcast_nested, split_batch
-from parallelize.pipeline.payload import Header
+from parallelize.pipeline.payload import StageHeader
 from parallelize.pipeline.schedules import Action, Schedule, build_schedule
 from parallelize.pipeline.stage_forward import Outcome, StageRunner
 from parallelize.pipeline.step_check import StepCheck
-from parallelize.pipeline.step_runner import Data, Headers, StepRun
+from parallelize.pipeline.step_runner import Data, StageHeaders, StepRun
 from parallelize.pipeline.ties import ties_of
 from parallelize.pipeline.timeline import Timeline, with_messages
 from parallelize.pipeline.transport import Transport
 from parallelize.randomness.dropout.position import Clock, Position
-from parallelize.recomputation.api import recomputed
+from parallelize.recomputation.recompute import recomputed
 from parallelize.vocabulary.loss.losses import cross_entropy, valid_tokens
 
 T = torch.Tensor
@@ -105,7 +105,7 @@ class Pipeline:
         self.context = context_of(module)
         self.world = axis_group(mesh, *self.spec.names)
         self.check = StepCheck(mesh, self.device, check_replicated)
-        self._headers: Headers = {}
+        self._headers: StageHeaders = {}
         self._compared: set[tuple] = set()  # signatures of inputs that the pp ranks have compared
         self._spans: list[tuple[Action, float, float]] = []
         self.record = False
@@ -370,6 +370,12 @@ class SingleStageRunner:
         self.module = module
 
     def run(
-        self, stage: int, args: tuple, kwargs: dict, content: dict[str, Any], header: Header | None, make_header: bool
+        self,
+        stage: int,
+        args: tuple,
+        kwargs: dict,
+        content: dict[str, Any],
+        header: StageHeader | None,
+        make_header: bool,
     ) -> Outcome:
         return Outcome(output=self.module(*args, **kwargs))

@@ -71,7 +71,7 @@ class Nested:
 
 
 @dataclass(frozen=True)
-class Header:
+class StageHeader:
     """What both sides of a stage boundary store.
 
     Attributes:
@@ -90,7 +90,7 @@ class Header:
         return torch.frombuffer(bytearray(pickle.dumps(self)), dtype=torch.uint8)
 
     @staticmethod
-    def from_bytes(raw: T) -> Header:
+    def from_bytes(raw: T) -> StageHeader:
         return unpickled(raw)
 
 

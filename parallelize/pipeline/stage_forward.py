@@ -22,7 +22,7 @@ from parallelize import _torch_private as private
 from parallelize.applied.records import Cut
 from parallelize.comm.handshake import digest
 from parallelize.errors import ModelError, Problem
-from parallelize.pipeline.payload import Header, Nested
+from parallelize.pipeline.payload import Nested, StageHeader
 from parallelize.tensor.region import Region
 
 T = torch.Tensor
@@ -45,12 +45,12 @@ class Outcome:
     """
 
     output: Any = None
-    header: Header | None = None
+    header: StageHeader | None = None
     tensors: list[T] = field(default_factory=list)
 
 
 @dataclass
-class _Forward:
+class _RunningForward:
     """The state of a running forward.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Forward:
     first: int
     stop: int
     content: dict[str, Any]
-    header: Header | None
+    header: StageHeader | None
     make_header: bool
     grad: bool
     entered: bool = False
@@ -90,7 +90,7 @@ class StageRunner:
         self.module, self.cut, self.region = module, cut, region
         self.units = cut.stages.units
         self.modules: dict[str, nn.Module] = {}
-        self.current: _Forward | None = None
+        self.current: _RunningForward | None = None
         self._last_user = {source: cut.stages.stage_of_unit(target) for source, target in cut.stages.cuts.skips}
         for index, unit in enumerate(self.units):
             if unit in cut.facts.aliases:
@@ -102,7 +102,13 @@ class StageRunner:
         module.__dict__["forward"] = _Ending(self, forward)
 
     def run(
-        self, stage: int, args: tuple, kwargs: dict, content: dict[str, Any], header: Header | None, make_header: bool
+        self,
+        stage: int,
+        args: tuple,
+        kwargs: dict,
+        content: dict[str, Any],
+        header: StageHeader | None,
+        make_header: bool,
     ) -> Outcome:
         """The forward of one stage on one microbatch.
 
@@ -113,7 +119,7 @@ class StageRunner:
             make_header: the next stage has no header for inputs of this signature yet.
         """
         first, stop = self.cut.stages.bounds(stage)
-        now = self.current = _Forward(first, stop, content, header, make_header, torch.is_grad_enabled())
+        now = self.current = _RunningForward(first, stop, content, header, make_header, torch.is_grad_enabled())
         if make_header and header is not None:
             now.outputs |= header.outputs
         try:
@@ -123,7 +129,7 @@ class StageRunner:
                 raise self._order(first, "is never called")
             if now.end is None and stop < len(self.units):
                 raise self._order(stop, "is never called, so the stage has no end")
-            outcome = Outcome(output=result, header=Header(Nested((), None)))
+            outcome = Outcome(output=result, header=StageHeader(Nested((), None)))
             if now.end is not None:
                 outcome = self._package(stage, now.end, now)
             if make_header and stage:
@@ -170,7 +176,7 @@ class StageRunner:
             now.outputs[unit] = Nested.of(out)[0]
         return out
 
-    def _absent_output(self, index: int, now: _Forward) -> Any:
+    def _absent_output(self, index: int, now: _RunningForward) -> Any:
         """What the call of an absent unit returns: its true output where it is sent along, else NaN."""
         unit = self.units[index]
         if now.entered:
@@ -188,7 +194,7 @@ class StageRunner:
         assert self.current is not None
         return next((leaf.device for leaf in private.tree_leaves(self.current.content) if isinstance(leaf, T)), _CPU)
 
-    def _received_call(self, now: _Forward, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _received_call(self, now: _RunningForward, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments of the stage's first unit, with those from the previous stage in place of NaN."""
         assert now.header is not None
         call: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
@@ -205,7 +211,7 @@ class StageRunner:
         keywords = {key: value for key, value in call.items() if isinstance(key, str)}
         return tuple(call[position] for position in positions), keywords
 
-    def _received(self, leaf: Any, now: _Forward) -> Any:
+    def _received(self, leaf: Any, now: _RunningForward) -> Any:
         """A received tensor as the forward sees it: a view, because the gradient of the leaf itself is sent back."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -222,7 +228,7 @@ class StageRunner:
             fix = "split elsewhere, name the argument under `carry:`, or the module under `skips:` of the plan's `pipeline:`"
             raise ModelError(Problem("absent-module-used", what, self.cut.stages.cuts.where, fix=fix))
 
-    def _compare(self, now: _Forward, call: dict[int | str, Any]) -> None:
+    def _compare(self, now: _RunningForward, call: dict[int | str, Any]) -> None:
         """Arguments that are not sent must be equal on both stages, which compute them."""
         assert now.header is not None
         for key, digests in now.header.compared.items():
@@ -236,7 +242,7 @@ class StageRunner:
 
     # -- what is sent ---------------------------------------------------------------------------------------------
 
-    def _package(self, stage: int, end: _StageEnd, now: _Forward) -> Outcome:
+    def _package(self, stage: int, end: _StageEnd, now: _RunningForward) -> Outcome:
         unit = self.units[now.stop]
         carried = self._carried(unit, end.call)
         skips = {
@@ -244,10 +250,10 @@ class StageRunner:
         }
         form, tensors = Nested.of({"call": carried, "skips": skips})
         if not now.make_header:
-            return Outcome(header=Header(form), tensors=tensors)
+            return Outcome(header=StageHeader(form), tensors=tensors)
         compared = {key: _digests(value) for key, value in end.call.items() if key not in carried}
         length = self.region.inside if self.region is not None else None
-        header = Header(form, now.outputs, {key: digests for key, digests in compared.items() if digests}, length)
+        header = StageHeader(form, now.outputs, {key: digests for key, digests in compared.items() if digests}, length)
         return Outcome(header=header, tensors=tensors)
 
     def _carried(self, unit: str, call: dict[int | str, Any]) -> dict[int | str, Any]:

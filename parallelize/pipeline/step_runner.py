@@ -17,7 +17,7 @@ import torch
 from parallelize.errors import PipelineError
 from parallelize.pipeline.failure import Failure
 from parallelize.pipeline.microbatch_inputs import MicrobatchInputs
-from parallelize.pipeline.payload import Header, check_same_form
+from parallelize.pipeline.payload import StageHeader, check_same_form
 from parallelize.pipeline.schedules import Action, Schedule
 from parallelize.pipeline.split_backward import Wgrad, backward_inputs
 from parallelize.pipeline.stage_forward import Outcome
@@ -26,7 +26,7 @@ from parallelize.pipeline.transport import Pending, Transport, check_count
 
 T = torch.Tensor
 AHEAD = 2  # a receive is posted at most this many actions before the one that needs it
-Headers = dict[tuple[int, tuple], Header]
+StageHeaders = dict[tuple[int, tuple], StageHeader]
 """(receiving stage, signature of the inputs) to header. A boundary is named by the stage that receives over it in forward."""
 
 
@@ -34,7 +34,13 @@ class Runner(Protocol):
     """Runs a stage's forward."""
 
     def run(
-        self, stage: int, args: tuple, kwargs: dict, content: dict[str, Any], header: Header | None, make_header: bool
+        self,
+        stage: int,
+        args: tuple,
+        kwargs: dict,
+        content: dict[str, Any],
+        header: StageHeader | None,
+        make_header: bool,
     ) -> Outcome: ...
 
 
@@ -94,7 +100,7 @@ class StepRun:
     transport: Transport | None
     microbatches: list[MicrobatchInputs]
     signature: tuple
-    headers: Headers
+    headers: StageHeaders
     root: torch.nn.Module
     loss_of: Callable[[Any, Any], T] | None
     split: bool = True
@@ -203,7 +209,7 @@ class StepRun:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         microbatch_inputs = self.microbatches[microbatch]
-        header: Header | None = None
+        header: StageHeader | None = None
         tensors: list[T] = []
         if stage > 0:
             header, tensors = self._input_of(stage, microbatch)
@@ -226,7 +232,7 @@ class StepRun:
         else:
             self._pass_on(stage, microbatch, inputs, outcome)
 
-    def _input_of(self, stage: int, microbatch: int) -> tuple[Header | None, list[T]]:
+    def _input_of(self, stage: int, microbatch: int) -> tuple[StageHeader | None, list[T]]:
         """The output of the previous stage; no header where that stage failed."""
         key = (stage, microbatch)
         if key in self._content:

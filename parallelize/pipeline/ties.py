@@ -24,12 +24,14 @@ from parallelize.applied.records import (
     mark_parameter,
     resolution_so_far,
 )
+from parallelize.applied.step_results import expected
 from parallelize.comm.groups import Group, group_for
 from parallelize.comm.handshake import digest
 from parallelize.errors import HandshakeError, Problem
 from parallelize.plan.schema import Plan, Tie
 from parallelize.plan.tied_parameters import tied_parameters
 from parallelize.zero.buckets import to_local, wrap_like
+from parallelize.zero.shard_data import data_of
 
 T = torch.Tensor
 
@@ -132,7 +134,7 @@ class Ties:
 
     def _no_gradient(self, parameter: Any) -> Any:
         """A gradient of zeros, sharded as ZeRO shards gradients."""
-        data = applied(self.module).data
+        data = data_of(self.module)
         shards = data.shards if data is not None and data.zero == 2 else ()
         shard = next((shard for shard in shards if shard.param is parameter), None)
         dtype = getattr(data.engine, "dtype", None) if data is not None else None
@@ -158,7 +160,7 @@ class Ties:
 
 def ties_of(module: nn.Module) -> Ties | None:
     """The ties of a model, or None: what `tie_parameters` recorded."""
-    return applied(module).ties
+    return expected(applied(module).ties, Ties)
 
 
 def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, PipelineError, Problem
-from parallelize.pipeline.payload import Header, Meta
+from parallelize.pipeline.payload import Meta, StageHeader
 
 T = torch.Tensor
 
@@ -75,13 +75,13 @@ class Transport:
             )
         return Pending(tensors, works, peer)
 
-    def send_header(self, header: Header | None, peer: int, tag: int) -> None:
+    def send_header(self, header: StageHeader | None, peer: int, tag: int) -> None:
         """Start to send a header. None: this stage failed before it knew what it would send."""
         raw = torch.empty(0, dtype=torch.uint8) if header is None else header.to_bytes()
         size = torch.tensor([raw.numel() if header is not None else _FAILED], device=self.device)
         self.send([size] if header is None else [size, raw.to(self.device)], peer, tag)
 
-    def receive_header(self, peer: int, tag: int) -> Header | None:
+    def receive_header(self, peer: int, tag: int) -> StageHeader | None:
         """Wait for a header. None: the sender failed."""
         size = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._receive_now(size, peer, tag * _MAX_TENSORS)
@@ -89,7 +89,7 @@ class Transport:
             return None
         raw = torch.empty(int(size), dtype=torch.uint8, device=self.device)
         self._receive_now(raw, peer, tag * _MAX_TENSORS + 1)
-        return Header.from_bytes(raw)
+        return StageHeader.from_bytes(raw)
 
     def _receive_now(self, tensor: T, peer: int, tag: int) -> None:
         _finish(dist.irecv(tensor, self.group.ranks[peer], group=self.group.pg, tag=tag), peer)

@@ -1,6 +1,6 @@
 """Which modules attend to all tokens of a sequence, by the plan's `attention:`.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

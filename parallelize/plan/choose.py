@@ -1,6 +1,6 @@
 """Chooses the plan for a model: by its type, by its class, or its own `base_model_tp_plan`, translated.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from parallelize.errors import PlanError, Problem, did_you_mean
 from parallelize.plan.hf_plans import full_words, read_words
-from parallelize.plan.load import load_plan, read_plan, shipped_plans
+from parallelize.plan.plan_file import load_plan, read_plan, shipped_plans
 from parallelize.plan.schema import Plan, Rule
 from parallelize.styles.notation import parse_style
 

@@ -4,7 +4,7 @@ Such a dict has less than a plan file: no head counts, no region for sequence pa
 local, no rules for replicated parameters. The import adds what follows from the model and reports what is missing. The
 export refuses a rule that has no word in `transformers`; it never writes a weaker one.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallelize.errors import PlanError, Problem
-from parallelize.plan.load import parse_plan
 from parallelize.plan.pattern import alternatives, generic, matches
+from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import SCHEMA_VERSION, Plan, Rule
 from parallelize.styles.notation import parse_style, transformers_word
 from parallelize.styles.style import STYLES, StyleText

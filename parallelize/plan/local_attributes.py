@@ -1,6 +1,6 @@
 """Local values of the head counts and widths that a stock forward reads from its module.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A model as names, shapes and ties, which is all that `resolve` needs. The model may be on the meta device.
 
-Floor 2: reads modules by their ordinary methods, so nothing of torch is imported here.
+Torch-free: reads modules by their ordinary methods, so nothing of torch is imported here.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "sequence_parallel": {"help": "norms and residuals are sequence shards over tp"},
     "loss_parallel": {"help": "logits stay shards of the vocabulary over tp"},
     "fuse_loss": {"help": "compute head and loss together, one chunk of tokens at a time"},
-    "overlap": {"choices": OVERLAPS, "help": "collectives beside matmuls" + _BY_PLAN.format("off")},
+    "overlap": {"choices": OVERLAPS, "help": "collectives overlapped with matmuls" + _BY_PLAN.format("off")},
     "ulysses": {"type": int, "metavar": "N", "help": "ranks of cp that exchange heads; the rest forms a ring"},
     "recompute": {"choices": RECOMPUTE, "help": "activations computed again in backward" + _BY_PLAN.format("off")},
     "recompute_every": {"type": int, "metavar": "N", "help": "of the units, only every N-th"},

@@ -1,6 +1,6 @@
 """The options of a run on a mesh: one class for training, explaining, fitting, verifying, and a plan's `defaults:`.
 
-Floor 2: torch-free. dtypes are names, so that a plan file can hold them.
+Torch-free. dtypes are names, so that a plan file can contain them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Options:
         loss_parallel: logits stay shards of the vocabulary over `tp`.
         fuse_loss: the head returns `DeferredLogits`, and the loss computes logits in chunks of tokens. Needs no `tp`.
         overlap: "auto", "off", "chunked" or "symm_mem": collectives overlap with matmuls. "auto" measures link and matmuls
-            once, at the first forward, and overlaps where that pays; see `overlap_report`.
+            once, at the first forward, and overlaps where that is faster; see `overlap_report`.
         ulysses: ranks of `cp` that exchange heads, where the rest forms a ring: see `context_parallel`.
         recompute: "off", "selective" or "full": see `recompute`; so recompute_every and recompute_save.
         dtype: of compute, a name or a torch dtype; default: that of the weights. Where it is narrower than they are, the

@@ -1,6 +1,6 @@
 """From a parameter's use to its layout: reads the plan's sizes from the model, divides them, refuses what does not fit.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 | `tp` | the local shape of the layout | pending reductions of replicated parameters and shared heads, when a step ends |
 | data axes | rows are split over the shard axis by the ZeRO stage | summed over all of them, in backward or when a step ends |
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

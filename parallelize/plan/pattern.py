@@ -3,7 +3,7 @@
 `model.layers.*.self_attn.{q,k,v}_proj` has five segments and matches names with exactly five. Users cannot write regular
 expressions, so matching is linear in the length of the name.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `parallelize_model` and its steps, `explain`, `fit`, `lint`, `verify`, `describe_plan` and checkpoints read the result, so
 that `explain` shows what runs. Nothing is changed, and no process group is needed.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Training, `explain`, `fit`, `lint`, `verify`, `describe_plan` and checkpoints read it, so that they cannot disagree.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a plan's rules say about one module, one parameter, and the sequence-parallel region. Frozen data.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

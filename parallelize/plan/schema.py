@@ -1,6 +1,6 @@
 """The content of a plan file, as frozen data. `load.py` reads it; `resolve.py` matches it with a model's names and shapes.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Region:
+class RegionBounds:
     """The part of the model in which activations are sequence shards.
 
     It begins at the input of the first of `layers` and ends at the output of `leave` (where the model has no such module,
@@ -177,7 +177,7 @@ class Plan:
     classes: tuple[str, ...] = ()
     base: str = ""
     sizes: dict[str, Size] = field(default_factory=dict)
-    region: Region | None = None
+    region: RegionBounds | None = None
     local: tuple[LocalAttribute, ...] = ()
     cuts: Cuts | None = None
     ties: tuple[Tie, ...] = ()

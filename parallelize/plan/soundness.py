@@ -3,7 +3,7 @@
 Each check is a fact about shards: shards that are gathered must be in order, a contracted dim must be stored once, a
 column split must match the row split of its block, a replicated parameter among sharded ones must declare its gradient.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

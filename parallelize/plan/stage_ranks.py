@@ -1,6 +1,6 @@
 """Which rank of the pipeline runs which stage, by schedule. `pipeline/schedules.py` builds the order of their actions.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A *unit* is a module that is never split between stages: each layer, and the modules before and after the layers. Units are
 in calling order, and a stage owns consecutive ones. Everything here is arithmetic on names and counts.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The rules of a plan over `tp`: a row for each module and parameter, by names and shapes. Nothing is changed.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parallelize.plan.model_facts import ModelFacts, ParameterFacts
 from parallelize.plan.parameter_layouts import LayoutMaker
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.rows import ModuleRow, ParameterRow, RegionRow
-from parallelize.plan.schema import Plan, Region, Rule
+from parallelize.plan.schema import Plan, RegionBounds, Rule
 from parallelize.plan.soundness import check_soundness
 from parallelize.styles.contract import Conversion, Use
 from parallelize.styles.style import StyleContext, StyleText, contract_of
@@ -208,7 +208,7 @@ class _Resolver:
                 fix = "give the style to a module inside it, or move the boundaries of `sequence_parallel`"
                 self.problems.append(Problem("region-on-edge", what, row.rule.where, fix=fix))
 
-    def _inside(self, name: str, row: RegionRow, region: Region | None) -> bool:
+    def _inside(self, name: str, row: RegionRow, region: RegionBounds | None) -> bool:
         return region is not None and (name == row.leave or name.startswith(region.layers + "."))
 
     # -- parameters -----------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Which parameters are tied over pipeline stages: those that were one object, and those that a plan declares.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

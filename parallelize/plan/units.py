@@ -1,6 +1,6 @@
 """Units of a model: which modules ZeRO 3 gathers together, and which ones recompute their activations.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

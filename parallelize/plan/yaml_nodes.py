@@ -3,7 +3,7 @@
 Duplicate keys, aliases, anchors, tags, merge keys, and excessive size or depth are errors. The type of a scalar is the
 one that its field expects, so that `no`, `010` or `1e-5` are never converted silently. All problems are collected.
 
-Floor 2: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -31,9 +31,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from parallelize import _torch_private as private
 from parallelize.applied.records import applied, mark_applied
+from parallelize.applied.step_results import expected
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.replay_cache import ReplayCache, ResultKey, in_recompute, remembered
 from parallelize.recomputation.saving import SavePolicy, traced_ops
+from parallelize.tensor.planned_forward import installed
 from parallelize.tensor.shared_input import SharedInput
 
 log = logging.getLogger("parallelize")
@@ -178,7 +180,7 @@ def install(module: nn.Module, unit: RecomputeUnit) -> None:
 def recompute_units_in(module: nn.Module) -> Iterator[tuple[str, RecomputeUnit]]:
     """The recomputed units inside a module, by name."""
     for name, inner in module.named_modules():
-        if (unit := applied(inner).recompute_unit) is not None:
+        if (unit := expected(applied(inner).recompute_unit, RecomputeUnit)) is not None:
             yield name, unit
 
 
@@ -199,7 +201,7 @@ def refuse_foreign(module: nn.Module, name: str) -> None:
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    unit = applied(self).recompute_unit
+    unit = self._applied.recompute_unit
     if unit.on and self.training and torch.is_grad_enabled():
         return unit.record(self, args, kwargs)
     return unit.run(self, args, kwargs)
@@ -243,7 +245,7 @@ def _without_tensors(tree: Any) -> tuple[list[T], Callable[[Sequence[T]], Any]]:
 
 def _shared_inputs(module: nn.Module) -> list[SharedInput]:
     """The overlapped inputs in a module, which record in each forward which linears read them."""
-    overlaps = [getattr(applied(inner).planned, "overlap", None) for inner in module.modules()]
+    overlaps = [planned.overlap for inner in module.modules() if (planned := installed(inner)) is not None]
     return list({id(overlap): overlap for overlap in overlaps if isinstance(overlap, SharedInput)}.values())
 
 

@@ -1,6 +1,6 @@
 """The styles of this package, and how each makes a contract.
 
-Floor 1: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A *boundary conversion* redistributes an activation between two layouts, forward and backward as a pair. `apply` runs the
 conversions, `explain` counts them; both read them here.
 
-Floor 1: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -168,6 +168,6 @@ class Contract:
         return self.compute == "deferred_head"
 
     @property
-    def trades_heads(self) -> bool:
+    def exchanges_heads(self) -> bool:
         """Whether its attention exchanges a sequence shard for a head shard over tp."""
         return self.compute == "ulysses"

@@ -1,6 +1,6 @@
 """Reads style text: `word`, or `word(argument, key=value)`, as plans write it.
 
-Floor 1: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

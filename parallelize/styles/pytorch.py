@@ -3,7 +3,7 @@
 `tensor/torch_styles/lowering.py` makes a rule of each object that means the same. The words are those of PyTorch, so that
 `describe_plan` shows what was asked for. Layouts are written `replicate`, `features` (the last dim) or `dim<n>`.
 
-Floor 1: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A builder sees the module through `ModuleFacts`, and its surroundings (the sequence-parallel region, a gathered input, the
 modes that are on) through `StyleContext`. `builtin.py` has the styles of this package; `register_style` adds one.
 
-Floor 1: torch-free.
+Torch-free.
 """
 
 from __future__ import annotations

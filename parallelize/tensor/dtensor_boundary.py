@@ -14,26 +14,28 @@ from parallelize.comm.groups import Group
 from parallelize.styles.contract import Contract, Conversion
 from parallelize.tensor.placements import as_dtensor, convert_output, local_input
 from parallelize.tensor.planned_forward import Planned
-from parallelize.tensor.shared_edge import SharedEdge
+from parallelize.tensor.shared_conversion import SharedConversion
 
-Edges = dict[tuple[str, int], SharedEdge]
+SharedConversions = dict[tuple[str, int], SharedConversion]
 
 
-def input_conversion(contract: Contract, tp: DeviceMesh, group: Group, edges: Edges) -> Callable | None:
+def input_conversion(
+    contract: Contract, tp: DeviceMesh, group: Group, conversions: SharedConversions
+) -> Callable | None:
     """What makes the plain local input that a module computes with; None where it is one already.
 
-    edges: of the column linears of the model, which share them, by conversion and dim.
+    conversions: of the column linears of the model, which share them, by conversion and dim.
     """
     traits, dim = contract.traits, contract.sequence_dim
     if contract.enter in (Conversion.COPY, Conversion.GATHER_SEQUENCE):
         gathers = contract.enter is Conversion.GATHER_SEQUENCE
         key = contract.enter.value, dim if gathers else 0
         source: Placement = Shard(dim) if gathers else Replicate()
-        if key not in edges:
-            edges[key] = SharedEdge(
+        if key not in conversions:
+            conversions[key] = SharedConversion(
                 partial(local_input, mesh=tp, group=group, source=source, desired=Replicate(), partial_grad=True)
             )
-        return edges[key]
+        return conversions[key]
     if contract.takes_ids:
         return _full_ids
     if traits.splits_output:  # its block has gathered the input

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.applied.local_config import LocalConfig
 from parallelize.applied.parameters import Slot
 from parallelize.applied.pending_reductions import PendingReduction, PendingReductions
-from parallelize.applied.records import applied
 from parallelize.applied.sharding import shared_of
 from parallelize.comm.groups import Group, group_for
 from parallelize.errors import ModelError, Problem
@@ -21,7 +20,7 @@ from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ModuleRow, ParameterRow
 from parallelize.styles.contract import Conversion
-from parallelize.tensor.dtensor_boundary import Edges, input_conversion, return_dtensor
+from parallelize.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
 from parallelize.tensor.embedding import vocabulary_embedding
 from parallelize.tensor.overlap_sites import Overlap, PlannedCallSite
 from parallelize.tensor.planned_forward import (
@@ -29,6 +28,7 @@ from parallelize.tensor.planned_forward import (
     argument_of,
     install,
     install_overlapped,
+    installed,
     overlapped_block,
     overlapped_column,
     overlapped_consumer,
@@ -37,9 +37,9 @@ from parallelize.tensor.planned_forward import (
 from parallelize.tensor.region import EvenShards, Region
 from parallelize.tensor.rms_norm import sharded_rms_norm
 from parallelize.tensor.row_linear import OverlappedRowLinear
-from parallelize.tensor.shared_edge import SharedEdge
+from parallelize.tensor.shared_conversion import SharedConversion
 from parallelize.tensor.shared_input import SharedInput
-from parallelize.tensor.ulysses import ulysses_attention
+from parallelize.tensor.ulysses_attention import ulysses_attention
 from parallelize.vocabulary.logits.sharded_logits import mark
 from parallelize.vocabulary.loss.fuse_loss import deferred_head, mark_deferred
 
@@ -68,8 +68,8 @@ class Installer:
         self.region = EvenShards(tp, group) if resolved.plan.unclaimed == "leave" else Region(group)
         self.orders = {fqn: order for order, fqn in enumerate(resolved.parameters)}
         self.subgroups: dict[tuple[int, ...], Group] = {}
-        self.edges: dict[int | None, SharedEdge] = {}  # by the dim that they gather; None copies
-        self.dtensor_edges: Edges = {}
+        self.shared_conversions: dict[int | None, SharedConversion] = {}  # by the dim that they gather; None copies
+        self.dtensor_conversions: SharedConversions = {}
 
     def run(self) -> None:
         for fqn, facts in self.model.modules.items():
@@ -157,7 +157,7 @@ class Installer:
 
     def _input_conversion(self, row: ModuleRow) -> Callable | None:
         if row.contract.dtensors:
-            return input_conversion(row.contract, self.tp, self.group, self.dtensor_edges)
+            return input_conversion(row.contract, self.tp, self.group, self.dtensor_conversions)
         return self._conversion(row.contract.enter, row, fused=False)
 
     def _conversion(self, conversion: Conversion, row: ModuleRow, fused: bool) -> Callable | None:
@@ -169,9 +169,11 @@ class Installer:
             return None
         bound: dict[Conversion, Callable[[], Callable]] = {
             # a block may write to its input, which its copy refuses as a view; a linear only reads
-            Conversion.COPY: lambda: self._shared_edge(conversion, dim) if reads else partial(ops.copy, group=group),
+            Conversion.COPY: lambda: (
+                self._shared_conversion(conversion, dim) if reads else partial(ops.copy, group=group)
+            ),
             Conversion.REDUCE: lambda: partial(ops.reduce_owned if fused else ops.reduce, group=group),
-            Conversion.GATHER_SEQUENCE: lambda: self._shared_edge(conversion, dim),
+            Conversion.GATHER_SEQUENCE: lambda: self._shared_conversion(conversion, dim),
             Conversion.SCATTER_SEQUENCE: lambda: partial(self.region.scatter, dim=dim),
             Conversion.GATHER_LAST: lambda: partial(
                 ops.gather, group=group, dim=-1, full=self._width(row), gradient="replicate"
@@ -180,15 +182,15 @@ class Installer:
         }
         return bound[conversion]()
 
-    def _shared_edge(self, conversion: Conversion, dim: int) -> SharedEdge:
-        """The edge by which all modules of the model enter with this conversion."""
+    def _shared_conversion(self, conversion: Conversion, dim: int) -> SharedConversion:
+        """The one object by which all modules of the model do this conversion."""
         key = None if conversion is Conversion.COPY else dim
-        if key not in self.edges:
+        if key not in self.shared_conversions:
             convert = (
                 partial(ops.copy_to_read, group=self.group) if key is None else partial(self.region.gather, dim=dim)
             )
-            self.edges[key] = SharedEdge(convert)
-        return self.edges[key]
+            self.shared_conversions[key] = SharedConversion(convert)
+        return self.shared_conversions[key]
 
     def _width(self, row: ModuleRow) -> int:
         """The full output width of a column linear or embedding."""
@@ -224,7 +226,9 @@ class Installer:
             install_overlapped(module, overlapped_column, shared)
             return
         install_overlapped(module, overlapped_block, shared)
-        applied(module).planned.enter = shared.enter
+        block = installed(module)
+        assert block is not None
+        block.enter = shared.enter
         for index, linear in enumerate(linears):
             install_overlapped(linear, overlapped_consumer, shared, index)
 
@@ -279,7 +283,7 @@ class Installer:
         objects[decoder].register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
 
     def _planned(self, module: nn.Module) -> Planned:
-        planned = applied(module).planned
+        planned = installed(module)
         return Planned((), module.__dict__.get("forward")) if planned is None else planned
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from parallelize.applied.records import require_record
+from parallelize.applied.step_results import expected
 from parallelize.comm.groups import Group
 from parallelize.comm.link_profile import AlgorithmChoice, LinearWork, LinkProfile
 from parallelize.errors import ModelError, Problem
@@ -56,7 +57,7 @@ def planned_call_sites(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Pl
             yield PlannedCallSite(fqn, _ROW_OPS[contract.leave], requested)
         elif contract.traits.splits_output and contract.enter in _COLUMN_OPS and is_plain_linear(model.objects[fqn]):
             if requested == "auto" and _has_siblings(fqn, resolved):
-                continue  # they share one edge, which sends less than a collective matmul of each
+                continue  # they share one boundary conversion, which sends less than a collective matmul of each
             yield PlannedCallSite(fqn, _COLUMN_OPS[contract.enter], requested, (fqn,))
         elif contract.traits.shares_input and contract.enter in _COLUMN_OPS:
             consumers = tuple(_consumers(fqn, resolved, model))
@@ -237,4 +238,6 @@ def deferred_gradients(module: nn.Module) -> DeferredGradients:
     Raises: ModelError `not-parallelized`.
     Cost: no communication.
     """
-    return require_record(module).overlap.deferred
+    overlap = expected(require_record(module).overlap, Overlap)
+    assert overlap is not None
+    return overlap.deferred

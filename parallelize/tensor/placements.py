@@ -102,7 +102,7 @@ def convert(
 
 
 def _even_shard(x: torch.Tensor, source: Placement) -> torch.Tensor | None:
-    """The plain even shard that an input is, or that its DTensor holds, of the placement `source`; None for any other."""
+    """The plain even shard that an input is, or that its DTensor stores, of the placement `source`; None for any other."""
     if not source.is_shard():
         return None
     if not isinstance(x, DTensor):

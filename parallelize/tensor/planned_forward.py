@@ -17,6 +17,7 @@ from torch import nn
 
 from parallelize.applied.parameters import Slot
 from parallelize.applied.records import applied, mark_applied
+from parallelize.applied.step_results import expected
 from parallelize.errors import ModelError, Problem
 
 Conversion = Callable[[torch.Tensor], torch.Tensor]
@@ -83,9 +84,15 @@ def install(module: nn.Module, planned: Planned, forward: Callable | None = None
     module.__dict__["forward"] = MethodType(forward, module)
 
 
+def installed(module: nn.Module) -> Planned | None:
+    """What `install` gave to this module, or None."""
+    return expected(applied(module).planned, Planned)
+
+
 def install_overlapped(module: nn.Module, forward: Callable, overlap: Any, index: int = 0) -> None:
     """Make an installed module run `forward`, one of the overlapped forwards below, before the forward that it has."""
-    planned = applied(module).planned
+    planned = installed(module)
+    assert planned is not None
     if forward in (overlapped_column, overlapped_consumer):
         planned.enter = None  # the shared input is converted, for the plain forward too
     planned.overlap, planned.index, planned.plain = overlap, index, module.__dict__["forward"].__func__

@@ -8,6 +8,8 @@ computed ahead.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -128,7 +130,9 @@ class SharedInput:
 
     def _parameters(self, index: int) -> list[T]:
         """A linear's parameters as its next forward would read them, stored and local: a write changes either's version."""
-        planned, parameters = applied(self.linears[index]).planned, self.linears[index]._parameters
+        planned = applied(self.linears[index]).planned
+        assert planned is not None
+        parameters: dict[str, Any] = self.linears[index]._parameters
         slots = [slot for slot in (planned.weight, planned.bias) if slot is not None]
         return [tensor for slot in slots for tensor in (parameters[slot.key], slot.local(parameters))]
 
@@ -150,6 +154,7 @@ class SharedInput:
         casts = torch.is_autocast_enabled(x.device.type)
         for index, linear in enumerate(self.linears):
             planned, parameters = applied(linear).planned, linear._parameters
+            assert planned is not None and planned.weight is not None
             weight = planned.weight.local(parameters)
             weight = weight.t() if hasattr(linear, "nf") else weight
             if weight.shape != (self.widths[index], x.shape[-1]):

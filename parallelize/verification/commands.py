@@ -77,8 +77,8 @@ def _quiet_libraries() -> Iterator[None]:
 
 def _run(options: argparse.Namespace) -> Any:
     from parallelize.models.model_source import parse_overrides
-    from parallelize.verification.api import verify
     from parallelize.verification.torchrun import under_torchrun
+    from parallelize.verification.verify import verify
 
     backend = "torchrun" if under_torchrun() else options.backend
     return verify(

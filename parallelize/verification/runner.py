@@ -67,7 +67,7 @@ class VerificationRun:
             check_repeats(self.configuration, variants[0][1][0], self.bound)
         self.can_split = request.full_size or is_a_sum(self.configuration, variants[0][1][0], self.bound)
         if not self.can_split and request.data_ranks * request.fewest_microbatches > 1:
-            what = f"the loss of the whole batch is not the sum over its parts, and {request.mesh} computes it in parts"
+            what = f"the loss of the full batch is not the sum over its parts, and {request.mesh} computes it in parts"
             fix = "have `loss` return the sum over tokens or rows, and `count` what it is divided by"
             raise ModelError(Problem("loss-no-sum", what, fix=fix))
         self.comparisons = choose_comparisons(variants, self.can_split)

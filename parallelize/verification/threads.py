@@ -30,6 +30,7 @@ _STOP_S = 1.0  # for threads to end after they were stopped
 _RUN_LOCK = threading.Lock()
 _LOCAL = threading.local()  # .world, on the thread of a rank
 _UNSTOPPABLE: list[threading.Thread] = []
+"""Threads of earlier runs that still run. They belong to the process, which asks for them when it exits."""
 _stock: Any = private.threaded_groups()
 
 
@@ -373,7 +374,7 @@ def _stop(world: _World, threads: list[threading.Thread]) -> None:
         if thread.is_alive() and thread.ident is not None:
             raise_in_thread(ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped))
     _join_until(threads, time.monotonic() + _STOP_S)
-    _UNSTOPPABLE.extend(thread for thread in threads if thread.is_alive())
+    _UNSTOPPABLE[:] = [thread for thread in (*_UNSTOPPABLE, *threads) if thread.is_alive()]
 
 
 def still_running() -> bool:

@@ -17,7 +17,9 @@ from parallelize.verification.configuration import Request
 from parallelize.verification.runner import ProgressCallback, RunResult, on_this_rank
 
 _RUNS = itertools.count()  # the same number on every rank, because all ranks call `verify` equally often
-_STORE: list[Any] = []  # the store at torchrun's address, once it is connected
+_STORE: list[Any] = []
+"""The store at torchrun's address, once it is connected. It belongs to the process, as that address does: later runs must
+find it, and it ends with the process."""
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -18,7 +18,7 @@ from parallelize.comm.groups import axis_group, mesh_spec
 from parallelize.errors import ModelError, Problem
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
-from parallelize.zero.options import DataOptions
+from parallelize.zero.data_options import DataOptions
 
 
 class FsdpEngine:

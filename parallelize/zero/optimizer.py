@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from parallelize.applied.records import cut_of, record_of
 from parallelize.errors import ModelError, Problem
 from parallelize.loop.local_optimizer import ELEMENTWISE, local_optimizer
-from parallelize.zero.apply import DataRecord, data_of
 from parallelize.zero.optimizer_shards import OptimizerShard, gather_parameters
+from parallelize.zero.shard_data import DataRecord, data_of
 
 NEEDS_FULL_PARAMETERS = {
     "Adafactor": "computes means over the rows and columns of full matrices",

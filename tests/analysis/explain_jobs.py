@@ -22,8 +22,8 @@ from parallelize.comm.groups import mesh_spec
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.models.model_source import ModelSource
 from parallelize.ops import library
-from parallelize.zero.apply import data_of
 from parallelize.zero.buckets import to_local
+from parallelize.zero.shard_data import data_of
 from tests.support.models import tiny_batch, tiny_model
 
 OPS = {

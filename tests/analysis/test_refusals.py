@@ -10,7 +10,7 @@ from torch import nn
 
 from parallelize import Finding, PlanError, explain, lint
 from parallelize.analysis.cost.machine import PROFILES
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from tests.support.refused import RULES, WIDTH, Block, refused
 
 # -- hardware -------------------------------------------------------------------------------------------------------------

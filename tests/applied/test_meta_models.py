@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parallelize import ModelError, build_mesh, full_gradients, materialize, parallelize_module
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from tests.support.models import FAMILIES, tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst
 from tests.support.threads import run_ranks

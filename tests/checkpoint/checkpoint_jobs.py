@@ -19,7 +19,7 @@ from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, targets
 from parallelize.pipeline.parallel_model import ParallelModel
 from parallelize.training import parallelize_model
-from parallelize.zero.apply import data_of
+from parallelize.zero.shard_data import data_of
 from tests.support.models import tiny_batch, tiny_model
 
 OVERRIDES = {"llama": {"num_key_value_heads": 2}, "gpt2": {}, "phi3": {"num_key_value_heads": 2}}

@@ -23,8 +23,8 @@ from parallelize.cli.transformers_plans import read_source
 from parallelize.errors import Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.hf_plans import ForeignPlan, export_plan, import_plan
-from parallelize.plan.load import parse_plan
 from parallelize.plan.model_facts import describe
+from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
 from parallelize.styles.notation import TRANSFORMERS_WORDS, parse_style, transformers_word
 from parallelize.terminal.console import shows_progress, status_of

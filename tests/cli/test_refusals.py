@@ -62,8 +62,8 @@ def test_names_of_no_model(name, expected, refusal):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (None, "holds no config: [Errno 2]"),
-        ("{", "holds no config: Expecting property name"),
+        (None, "contains no config: [Errno 2]"),
+        ("{", "contains no config: Expecting property name"),
         ("[]", "names no model_type"),
         ('{"hidden_size": 8}', "names no model_type"),
         ('{"model_type": "lama"}', "model type `lama`"),

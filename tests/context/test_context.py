@@ -22,7 +22,7 @@ from parallelize import (
     split_sequence,
 )
 from parallelize.context.inputs import documents_of
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from tests.support.context import alone, batch_of, error_of, family, on_mesh
 from tests.support.models import FAMILIES
 from tests.support.parity import worst

@@ -10,7 +10,7 @@ from torch import nn
 
 from parallelize import build_mesh, gather_sequence, parallelize_model, recompute, verify
 from parallelize.context.forward_state import context_of
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from tests.context.two_ranks import IDS, WithStockAttention, outputs, over_cp
 from tests.support.context import batch_of, family
 from tests.support.parity import worst

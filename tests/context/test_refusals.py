@@ -12,7 +12,7 @@ from torch import nn
 
 from parallelize import ModelError, ParallelizeError, ShapeError, build_mesh, context_parallel
 from parallelize.applied.records import applied
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from tests.support.models import tiny_model
 from tests.support.refused import WIDTH, refused, small_mesh
 from tests.support.threads import run_ranks

@@ -19,7 +19,7 @@ from parallelize import (
     parallelize_model,
     parallelize_module,
 )
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from tests.context.two_ranks import IDS, WithStockAttention, llama_head, over_cp, refused
 from tests.support.context import family
 from tests.support.threads import run_ranks

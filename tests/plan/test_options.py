@@ -17,9 +17,9 @@ from parallelize.cli.parser import build_parser
 from parallelize.context.forward_state import context_of
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource
-from parallelize.plan.load import parse_plan
 from parallelize.plan.option_keywords import OptionKeywords
 from parallelize.plan.options import NAMES, STANDARD, options_of
+from parallelize.plan.plan_file import parse_plan
 from parallelize.verification.configuration import Request, checked
 from tests.support.models import tiny_model
 

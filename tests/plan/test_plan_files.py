@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from parallelize import PlanError, load_plan, shipped_plans
-from parallelize.plan.load import parse_plan, plans_folder
 from parallelize.plan.pattern import alternatives, matches
+from parallelize.plan.plan_file import parse_plan, plans_folder
 from parallelize.styles.notation import TRANSFORMERS_WORDS, parse_style
 from parallelize.styles.style import STYLES
 

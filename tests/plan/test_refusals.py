@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parallelize import PlanError, Tie, lint, parallelize_model, parallelize_module
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from tests.support.refused import RULES, Block, refused, small_mesh
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from parallelize import PlanError
 from parallelize.mesh import MeshSpec
 from parallelize.plan.choose import choose_plan
-from parallelize.plan.load import load_plan, parse_plan, shipped_plans
 from parallelize.plan.model_facts import describe
+from parallelize.plan.plan_file import load_plan, parse_plan, shipped_plans
 from parallelize.plan.resolve import resolve
 from tests.support.models import FAMILIES, tiny_model
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from parallelize import ModelError, ParallelizeError, PlanError, load_plan
 from parallelize.mesh import MeshSpec
-from parallelize.plan.load import parse_plan
 from parallelize.plan.model_facts import describe
+from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
 from parallelize.styles.notation import parse_style
 from parallelize.tensor.rms_norm import check_rms_norm

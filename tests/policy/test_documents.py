@@ -227,7 +227,7 @@ def test_a_broken_link_is_noticed(tmp_path):
 
 @pytest.mark.torch_free
 def test_an_absent_path_is_noticed():
-    assert absent_paths("`docs/absent.md`, `plan/load.py`, `show/`, `nowhere/`, `tp_plans/NAME.yaml`") == [
+    assert absent_paths("`docs/absent.md`, `plan/plan_file.py`, `show/`, `nowhere/`, `tp_plans/NAME.yaml`") == [
         "docs/absent.md",
         "nowhere/",
     ]

@@ -67,7 +67,7 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
     "cli.transformers_plans": {"models.model_source": COMMAND, "transformers": OPTIONAL},
     "verification.commands": {
         "models.model_source": COMMAND,
-        "verification.api": COMMAND,
+        "verification.verify": COMMAND,
         "verification.torchrun": COMMAND,
     },
     "pipeline.schedules": {
@@ -89,7 +89,7 @@ TYPES_ONLY = {
     "checkpoint.tools.commands": COMMAND,
     "plan.option_keywords": "dtypes of torch, and a plan file is checked without torch",
     "training": "a type of typing_extensions in older versions of Python",
-    "verification.api": "a type of typing_extensions in older versions of Python",
+    "verification.verify": "a type of typing_extensions in older versions of Python",
 }
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from parallelize import ModelError, build_mesh, full_gradients, parallelize_module
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from parallelize.randomness.dropout.install import dropout_clock, install_dropout
 from parallelize.randomness.dropout.masks import attention
 from parallelize.randomness.dropout.position import Position
@@ -237,7 +237,7 @@ def test_recompute_draws_the_masks_of_its_own_forward(reentrant, order):
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_the_toolkits_recompute(mode):
-    from parallelize.recomputation.api import recompute
+    from parallelize.recomputation.recompute import recompute
 
     model, expected = one_process("gpt2")
     models = [copy.deepcopy(model) for _ in range(2)]
@@ -294,7 +294,7 @@ def test_a_module_called_twice_draws_twice_and_its_recompute_is_refused():
 
 
 def test_the_toolkits_recompute_tells_calls_of_one_module_apart():
-    from parallelize.recomputation.api import recompute
+    from parallelize.recomputation.recompute import recompute
 
     plain, recomputed = Twice(), Twice()
     recomputed.load_state_dict(plain.state_dict())

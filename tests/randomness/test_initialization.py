@@ -15,7 +15,7 @@ from torch import nn
 
 from parallelize import ModelError, PlanError, build_mesh, full_parameter, full_state_dict, parallelize_module
 from parallelize.applied.records import applied
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from parallelize.randomness.init import stock_generator as stock_numbers
 from parallelize.randomness.init.distributions import Normal
 from parallelize.randomness.init.initialize import build_on_meta, initialize, recipe_of

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from parallelize import build_mesh, parallelize_module
-from parallelize.recomputation.api import recompute, recompute_cost
+from parallelize.recomputation.recompute import recompute, recompute_cost
 from tests.support.live import saved_bytes
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of

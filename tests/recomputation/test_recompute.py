@@ -29,8 +29,8 @@ from parallelize.comm import blocking
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
 from parallelize.ops import replay_cache
-from parallelize.plan.load import parse_plan
-from parallelize.recomputation.api import (
+from parallelize.plan.plan_file import parse_plan
+from parallelize.recomputation.recompute import (
     in_recompute,
     recompute,
     recompute_cost,

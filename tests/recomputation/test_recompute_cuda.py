@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.recomputation.api import recompute, recompute_cost
+from parallelize.recomputation.recompute import recompute, recompute_cost
 from tests.support.parity import worst
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -30,7 +30,7 @@ from parallelize.applied.records import record_of
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource
 from parallelize.ops.collectives import sum_both
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from parallelize.randomness.dropout.install import _layout_changes
 from parallelize.styles.style import STYLES
 
@@ -89,7 +89,7 @@ def gated(style, module, context):
     return Contract(style.word, enter, uses=dict.fromkeys(module.shapes, Use(0, style.unit)))
 
 
-def gated_without_edge(style, module, context):
+def gated_without_conversion(style, module, context):
     return Contract(style.word, uses=dict.fromkeys(module.shapes, Use(0, style.unit)))
 
 
@@ -118,7 +118,7 @@ def styles(monkeypatch):
     monkeypatch.setattr("parallelize.styles.style.STYLES", STYLES)
     before = dict(STYLES)
     options = {"unit": None}
-    for word, build in [("gated", gated), ("edgeless", gated_without_edge)]:
+    for word, build in [("gated", gated), ("unconverted", gated_without_conversion)]:
         register_style(Style(word, build, options, "unit", Traits(splits_output=True)))
     for word, build in [("scaled", scaled), ("unscaled", scaled_locally)]:
         register_style(Style(word, build, traits=Traits(keeps_layout=True)))
@@ -137,7 +137,7 @@ def test_it_is_right(styles, mesh):
     assert result.ok, result
 
 
-@pytest.mark.parametrize("wrong", [{"unit": "edgeless"}, {"scale": "unscaled"}])
+@pytest.mark.parametrize("wrong", [{"unit": "unconverted"}, {"scale": "unscaled"}])
 def test_a_wrong_contract_is_found(styles, wrong):
     assert not verify(model, plan(**wrong), "tp=2").ok
 

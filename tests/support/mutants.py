@@ -21,9 +21,9 @@ from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.resolve import resolve
 from parallelize.plan.schema import LocalAttribute, Plan, Rule
 from parallelize.styles.style import StyleText
-from parallelize.verification.api import verify
 from parallelize.verification.configuration import Request, build_configuration
 from parallelize.verification.result import Verification
+from parallelize.verification.verify import verify
 
 SWAPS = {  # styles that a user could confuse with a style
     "colwise": ("rowwise", "replicate", "sequence"),

@@ -60,7 +60,7 @@ class Transformer(nn.Module):
 
 
 def tensor_parallel(styles) -> dict:
-    """The tutorial's first plan; `styles` is the module that holds the style classes."""
+    """The tutorial's first plan; `styles` is the module that has the style classes."""
     from torch.distributed.tensor import Replicate
 
     col, row = styles.ColwiseParallel, styles.RowwiseParallel

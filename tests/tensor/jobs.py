@@ -35,7 +35,7 @@ class Broken:
         from parallelize.comm.groups import Group
         from parallelize.ops import collectives
 
-        if self.name == "edge all_reduce":
+        if self.name == "boundary all_reduce":
             self.real, collectives.blocking = collectives.blocking, SimpleNamespace(all_reduce=self._all_reduce)
             return
         self.real = getattr(Group, self.name)
@@ -64,7 +64,7 @@ class Broken:
         from parallelize.comm.groups import Group
         from parallelize.ops import collectives
 
-        if self.name == "edge all_reduce":
+        if self.name == "boundary all_reduce":
             collectives.blocking = self.real
         else:
             setattr(Group, self.name, self.real)

@@ -349,5 +349,5 @@ def link_is_busy_during_matmuls(rank: int) -> dict[str, float]:
         all_gather_linear(x, weight, group=group, overlap="chunked")
     finally:
         chunked_matmul.matmul, Exchange.post = real_matmul, real_wait  # type: ignore[method-assign]
-    order = [kind for kind, _ in sorted(times, key=lambda item: item[1])][1:]  # the first message is the agreement
+    order = [kind for kind, _ in sorted(times, key=lambda item: item[1])][1:]  # the first message is the handshake
     return {"posts before matmuls": float(order.index("matmul")), "posts": float(order.count("post"))}

@@ -21,7 +21,7 @@ from parallelize import (
     parallelize_module,
     shard_info,
 )
-from parallelize.plan.load import parse_plan
+from parallelize.plan.plan_file import parse_plan
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst
 from tests.support.threads import run_ranks

@@ -29,8 +29,8 @@ from parallelize import (
 from parallelize.comm.groups import Group
 from parallelize.comm.link_profile import choose, gather_work, reduce_work
 from parallelize.errors import ModelError, ParallelizeError, PlanError
-from parallelize.ops.matmul import agreement
-from parallelize.plan.load import parse_plan
+from parallelize.ops.matmul import op_handshake
+from parallelize.plan.plan_file import parse_plan
 from tests.support.models import FAMILIES
 from tests.support.parity import compare, loss_of, planned_run, worst
 from tests.support.threads import run_ranks
@@ -540,12 +540,12 @@ def test_a_rule_that_asks_for_what_it_cannot_have():
 
 def test_the_first_ranks_choice_is_used_where_lines_go_through_the_store(monkeypatch):
     """As over NCCL: a line that is known is not sent again, and its algorithm stays that of the first rank."""
-    monkeypatch.setattr(agreement, "_BY_STORE", ("threaded",))
+    monkeypatch.setattr(op_handshake, "_BY_STORE", ("threaded",))
     store = dist.HashStore()
-    monkeypatch.setattr(agreement.private, "default_store", lambda: store)
+    monkeypatch.setattr(op_handshake.private, "default_store", lambda: store)
 
     def body(rank: int) -> list[str]:
         group, device = Group(dist.group.WORLD), torch.device("cpu")
-        return [agreement.agree_on_first(group, device, "a line", ["chunked/4", "sync"][rank]) for _ in range(3)]
+        return [op_handshake.agree_on_first(group, device, "a line", ["chunked/4", "sync"][rank]) for _ in range(3)]
 
     assert run_ranks(2, body) == [["chunked/4"] * 3] * 2

@@ -40,7 +40,7 @@ TENSOR = {"sequence_parallel": False, "loss_parallel": False}
 
 @pytest.mark.parametrize("how", ["dropped", "doubled", "scaled"])
 def test_each_broken_edge_of_tensor_parallelism_is_noticed(two_processes, how):
-    assert min(two_processes.run(jobs.largest_error, "qwen3", TENSOR, ("edge all_reduce", how))) > 1e-3
+    assert min(two_processes.run(jobs.largest_error, "qwen3", TENSOR, ("boundary all_reduce", how))) > 1e-3
 
 
 @pytest.mark.parametrize("how", ["dropped", "doubled", "scaled"])

@@ -1,4 +1,4 @@
-"""The style `ulysses`: attention inside the sequence-parallel region trades rows for heads over `tp`."""
+"""The style `ulysses`: attention inside the sequence-parallel region exchanges tokens for heads over `tp`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallelize import ModelError, build_mesh, parallelize_module
-from parallelize.plan.load import parse_plan, plans_folder
+from parallelize.plan.plan_file import parse_plan, plans_folder
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import compare, planned_run, reference_run
 from tests.support.threads import run_ranks

@@ -14,8 +14,8 @@ from parallelize import build_mesh
 from parallelize.errors import ParallelizeError
 from parallelize.plan.schema import Cuts
 from parallelize.training import parallelize_model
-from parallelize.zero.apply import shard_data
 from parallelize.zero.optimizer import build_optimizer
+from parallelize.zero.shard_data import shard_data
 from tests.pipeline.pipeline_jobs import build, full_value, reference
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst

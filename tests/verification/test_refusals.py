@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import HandshakeError, ModelError, verify
-from parallelize.tensor.torch_styles.style import ParallelStyle
+from parallelize.tensor.torch_styles.module_style import ParallelStyle
 from parallelize.verification.processes import _Answers
 from tests.support.refused import RULES, WIDTH, Block, refused
 

@@ -117,7 +117,7 @@ def test_overlap_auto_is_run_as_chunked(monkeypatch):
 @pytest.mark.processes
 def test_the_helper_raises_without_assert(monkeypatch):
     code = (
-        "import parallelize.verification.api as api\n"
+        "import parallelize.verification.verify as api\n"
         "api.verify = lambda *a, **k: type('F', (), {'ok': False})()\n"
         "try:\n    api.assert_verified(None)\nexcept AssertionError:\n    print('raised')"
     )

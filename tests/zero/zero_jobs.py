@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from parallelize import accumulate_gradients, build_mesh, parallelize_module
 from parallelize.errors import ParallelizeError
 from parallelize.training import parallelize_model
-from parallelize.zero.apply import data_of, shard_data
 from parallelize.zero.optimizer import build_optimizer
+from parallelize.zero.shard_data import data_of, shard_data
 from parallelize.zero.state_bytes import bytes_per_rank
 from tests.pipeline.pipeline_jobs import build, full_value
 from tests.support.models import tiny_batch, tiny_model

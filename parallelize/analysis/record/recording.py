@@ -26,7 +26,7 @@ from parallelize.analysis.record.tracing import Event, MeshAxes, Tracer
 from parallelize.applied.records import record_of
 from parallelize.apply import apply_plan
 from parallelize.comm.groups import mesh_spec
-from parallelize.context.apply import apply_context
+from parallelize.context.context_parallel import apply_context
 from parallelize.context.forward_state import context_of
 from parallelize.context.inputs import length_of
 from parallelize.context.local_sequences import local_targets
@@ -41,11 +41,11 @@ from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.stages import Stages
-from parallelize.recomputation.api import recompute
+from parallelize.recomputation.recompute import recompute
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
 from parallelize.vocabulary.loss.losses import cross_entropy, valid_tokens
-from parallelize.zero.apply import cast_parameters
 from parallelize.zero.buckets import to_local
+from parallelize.zero.shard_data import cast_parameters
 
 T = torch.Tensor
 RECORDED_OPTIONS = (
@@ -63,7 +63,7 @@ NUM_MICROBATCHES = 2  # the first allocates gradients, the second adds to them
 
 
 @dataclass(frozen=True)
-class Batch:
+class RecordedBatch:
     """The inputs of a rank and its loss. make: (model, number of sequences) -> inputs on meta. size: sequences per
     microbatch. loss, count: as `Pipeline` takes them."""
 
@@ -81,7 +81,7 @@ def record(
     stages: Stages | None,
     classes: LayerClasses,
     options: Options,
-    batch: Batch,
+    batch: RecordedBatch,
     split_backward: bool = False,
 ) -> MicrobatchTrace:
     """Run two microbatches of `model`, which is modified and cannot be used afterwards.
@@ -135,7 +135,7 @@ def _inside(fqn: str, module: str) -> bool:
 
 
 def _run(
-    model: nn.Module, tracer: Tracer, boundaries: _Boundaries, batch: Batch, entry: nn.Module | None
+    model: nn.Module, tracer: Tracer, boundaries: _Boundaries, batch: RecordedBatch, entry: nn.Module | None
 ) -> list[list[Event]]:
     """Events of the actions of two microbatches.
 

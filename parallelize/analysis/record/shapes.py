@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class ModuleCall:
+class CallShapes:
     """A module's first call.
 
     Attributes:
@@ -51,11 +51,11 @@ class ModuleCall:
 class ForwardShapes:
     """One forward: calls by module name in the order of entry, and the error that ended it with the module that raised it."""
 
-    calls: dict[str, ModuleCall] = field(default_factory=dict)
+    calls: dict[str, CallShapes] = field(default_factory=dict)
     error: Exception | None = None
     failed_module: str = ""
 
-    def innermost_first(self) -> list[tuple[str, ModuleCall]]:
+    def innermost_first(self) -> list[tuple[str, CallShapes]]:
         """Calls that returned, in the order in which they did: modules before the modules that call them."""
         returned = [(call.finished, name, call) for name, call in self.calls.items() if call.finished is not None]
         return [(name, call) for _, name, call in sorted(returned, key=lambda item: item[0])]
@@ -77,7 +77,7 @@ def forward_shapes(model: nn.Module, inputs: dict[str, Any], spec: MeshSpec | No
         if name is not None and name not in shapes.calls:
             tensors = _tensors((args, kwargs))
             alive.extend(tensors)
-            shapes.calls[name] = ModuleCall(_shapes(tensors), tuple(map(id, tensors)))
+            shapes.calls[name] = CallShapes(_shapes(tensors), tuple(map(id, tensors)))
 
     def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         nonlocal num_finished

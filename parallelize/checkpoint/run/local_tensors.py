@@ -25,7 +25,7 @@ from parallelize.checkpoint.format.host_memory import code_of
 from parallelize.comm.groups import mesh_spec
 from parallelize.errors import CheckpointError, ModelError, Problem
 from parallelize.layout import even_interval, replicated
-from parallelize.zero.apply import data_of
+from parallelize.zero.shard_data import data_of
 
 T = torch.Tensor
 SPLIT_BYTES = 4 << 20

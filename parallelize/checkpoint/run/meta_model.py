@@ -14,8 +14,8 @@ from parallelize.applied.stored_slices import named_once
 from parallelize.checkpoint.format.host_memory import Arena
 from parallelize.checkpoint.run.fill_tensors import clear_padding
 from parallelize.checkpoint.run.local_tensors import LocalTensor
-from parallelize.zero.apply import data_of
 from parallelize.zero.buckets import to_local
+from parallelize.zero.shard_data import data_of
 
 
 class MetaModel:

@@ -20,7 +20,7 @@ from parallelize.mesh import MeshSpec
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
 from parallelize.plan.resolve import resolve
-from parallelize.zero.apply import data_of
+from parallelize.zero.shard_data import data_of
 
 
 def run_metadata(on_mesh: ModelOnMesh) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from parallelize.checkpoint.format.json_encoder import TensorSink, encode
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh
 from parallelize.checkpoint.run.scheduler_state import describe_optimizer_class
 from parallelize.errors import CheckpointError, Problem, short_list
-from parallelize.zero.apply import data_of
 from parallelize.zero.buckets import to_local
+from parallelize.zero.shard_data import data_of
 
 T = torch.Tensor
 OWN_OPTIONS = ("capturable", "differentiable", "foreach", "fused")

@@ -96,9 +96,11 @@ def _report(file: FileInfo | None, snapshot: Snapshot, error: ParallelizeError |
 
 def _publish(root: Path, writing: Path, step: int, reports: dict[int, Report], about: dict[str, Any]) -> Any:
     """The published folder's name; or [[rank, problem]] of everything that went wrong, without a rank for disagreements."""
-    problems = [(rank, problem) for rank, report in reports.items() for problem in report.get("problems", ())]
+    problems: list[tuple[int | None, Any]] = [
+        (rank, problem) for rank, report in reports.items() for problem in report.get("problems", ())
+    ]
     if not problems:
-        rank = None
+        rank: int | None = None
         try:
             manifest = _manifest(step, reports, about).to_bytes()
             rank = next(iter(reports))

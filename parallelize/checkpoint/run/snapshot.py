@@ -5,7 +5,7 @@ For a save in the background, everything is copied once, into buffers that the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,10 +144,14 @@ def _add(tensor: LocalTensor, outgoing: list[TensorToWrite], table: Table, stagi
     boxes = []
     for owned in tensor.owned():
         value = owned.value if staging is None else staging.copy(owned.key, owned.value)
-        outgoing.append(TensorToWrite(owned.key, tensor.dtype, tuple(value.shape), lambda value=value: value))
+        outgoing.append(TensorToWrite(owned.key, tensor.dtype, tuple(value.shape), _returning(value)))
         boxes.append([owned.key, [list(side) for side in owned.box]])
     if boxes or (tensor.owner and tensor.replica == 0 and 0 in tensor.stored.shape):  # an empty tensor has no box
         table[tensor.name] = [tensor.dtype, list(tensor.stored.shape), boxes, tensor.about]
+
+
+def _returning(value: T) -> Callable[[], T]:
+    return lambda: value
 
 
 class _TensorsInValues:

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -363,9 +364,7 @@ def _add_slices(tensor: NewTensor, mesh: MeshSpec, by_rank: dict[int, list[Tenso
         number = num_slices.get(rank, 0)
         num_slices[rank] = number + 1
         key = saved.name if number == 0 else f"{saved.name}@{number}"
-        by_rank.setdefault(rank, []).append(
-            TensorToWrite(key, saved.dtype, shape_of(box), lambda box=box: tensor.read(box))
-        )
+        by_rank.setdefault(rank, []).append(TensorToWrite(key, saved.dtype, shape_of(box), partial(tensor.read, box)))
         slices.append(SavedSlice(file_of(rank), key, box))
     return replace(saved, slices=tuple(slices))
 

@@ -17,7 +17,7 @@ from parallelize.comm.groups import Group, tp_mesh
 from parallelize.comm.link_profile import LinkProfile, known_peak
 from parallelize.comm.p2p import Exchange
 from parallelize.ops.matmul import chunked_matmul, symmetric_memory
-from parallelize.ops.matmul.agreement import agree
+from parallelize.ops.matmul.op_handshake import agree
 
 T = torch.Tensor
 _ENOUGH_S = 0.008  # a measurement that takes this long is not repeated with more work

@@ -6,7 +6,7 @@
 
 All of them follow three rules. Matmuls are split by rows only, and contributions are summed in rank order, so the result does
 not depend on the number of chunks (bit for bit if the matmul kernel's result for a row does not depend on the other rows).
-Everything is allocated before the first message, in which the ranks compare a line (see `agreement`): if a rank fails
+Everything is allocated before the first message, in which the ranks compare a line (see `op_handshake`): if a rank fails
 before it, the rank's next op reports the failure, and no rank waits. After it, the messages of an op are always completed:
 if a matmul fails, the peers receive NaN and this rank raises at the end, so that no message of this op can be matched with
 one of the next op.
@@ -28,7 +28,7 @@ import torch
 
 from parallelize.comm.groups import Group
 from parallelize.comm.p2p import Exchange, Step
-from parallelize.ops.matmul.agreement import Rendezvous
+from parallelize.ops.matmul.op_handshake import Rendezvous
 from parallelize.ops.matmul.row_chunks import Box, RowChunks, as_rows, flat, row_chunks_of, take
 
 T = torch.Tensor

@@ -36,9 +36,9 @@ from parallelize.comm.link_profile import AlgorithmChoice, LinearWork, choose, g
 from parallelize.errors import ParallelizeError, Problem, ShapeError
 from parallelize.layout import even_interval
 from parallelize.ops.matmul import dtensor_rules, linear_gradients, symmetric_memory
-from parallelize.ops.matmul.agreement import report_failure
 from parallelize.ops.matmul.calibrate import profile_of
 from parallelize.ops.matmul.linear_gradients import DeferredGradients
+from parallelize.ops.matmul.op_handshake import report_failure
 from parallelize.styles.contract import OVERLAPS
 
 T = torch.Tensor

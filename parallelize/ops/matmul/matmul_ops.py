@@ -24,8 +24,8 @@ from parallelize.comm.groups import Group
 from parallelize.layout import even_interval
 from parallelize.ops.library import define, fake
 from parallelize.ops.matmul import chunked_matmul, symmetric_memory
-from parallelize.ops.matmul.agreement import agree_on_first
 from parallelize.ops.matmul.chunked_matmul import MatmulSum, Thunk
+from parallelize.ops.matmul.op_handshake import agree_on_first
 from parallelize.ops.matmul.row_chunks import Box, as_rows, flat, merged, take
 
 T = torch.Tensor

@@ -14,8 +14,8 @@ from parallelize import _torch_private as private
 from parallelize.comm.groups import Group
 from parallelize.errors import MeshError, Problem
 from parallelize.ops.matmul import chunked_matmul
-from parallelize.ops.matmul.agreement import agree
 from parallelize.ops.matmul.chunked_matmul import MatmulSum, Thunk
+from parallelize.ops.matmul.op_handshake import agree
 
 T = torch.Tensor
 _STEPS = 4  # of the chunked version, if no kernel fits

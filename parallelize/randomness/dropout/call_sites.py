@@ -7,12 +7,12 @@ first call, from the last planned module that ran before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from parallelize import _torch_private as private
-from parallelize.applied.records import applied
+from parallelize.applied.step_results import SequenceRegion
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import Layout
 from parallelize.randomness.dropout.global_index import ActivationLayout, columns_of, no_global_mask
@@ -50,13 +50,13 @@ class DropoutSites:
         region: the sequence-parallel region, or None.
     """
 
-    def __init__(self, clock: Clock, rank: int = 0, size: int = 1, region: Any = None):
+    def __init__(self, clock: Clock, rank: int = 0, size: int = 1, region: SequenceRegion | None = None):
         self.clock, self.rank, self.size, self.region = clock, rank, size, region
         self.layouts: dict[str, ActivationLayout] = {}
         self.last: ColumnOutput | None = None  # of the last planned module; None if its output is not sharded
         self.scopes: list[Scope] = []
         self.mode = _FunctionalDropout(self)
-        self.first_forward = ExitStack()  # holds the `FirstForwardCheck` while it is on
+        self.first_forward = ExitStack()  # stores the `FirstForwardCheck` while it is on
         self.checked = False
 
     def __deepcopy__(self, memo: dict) -> DropoutSites:
@@ -104,6 +104,7 @@ class DropoutSites:
         if p >= 1.0:
             return torch.zeros(shape, dtype=torch.bool, device=device)
         if layout.kind == "sequence" and private.backward_id() == -1:
+            assert self.region is not None
             forward.tokens = self.region.inside
             if forward.tokens is None:  # one token is decoded: nothing is sharded
                 layout = ActivationLayout("full")
@@ -142,6 +143,18 @@ class DropoutSites:
                 call_site,
             )
         return ActivationLayout("heads", self.rank, self.size)
+
+
+class ModuleDropout(NamedTuple):
+    """The dropout of one module.
+
+    stock: the forward that was set on the instance before, or None. rates: see `rates_of`.
+    """
+
+    sites: DropoutSites
+    fqn: str
+    stock: Callable[..., Any] | None = None
+    rates: Sequence[tuple[nn.Module, str]] = ()
 
 
 class Scope:
@@ -270,13 +283,13 @@ def dropout_forward(self: Any, input: torch.Tensor) -> torch.Tensor:
     """`nn.Dropout.forward` with the global mask."""
     if not self.training or self.p == 0.0:
         return input
-    sites, fqn = applied(self).dropout
-    return sites.dropout(input, self.p, fqn, self.inplace)
+    planned: ModuleDropout = self._applied.dropout
+    return planned.sites.dropout(input, self.p, planned.fqn, self.inplace)
 
 
 def scoped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module whose code calls dropout functions; they are intercepted in training at a rate above zero."""
-    sites, fqn, stock, rates = applied(self).dropout
+    sites, fqn, stock, rates = self._applied.dropout
     if stock is None:
         stock = MethodType(type(self).forward, self)
     if not self.training or (rates and not any(holder.__dict__[name] for holder, name in rates)):

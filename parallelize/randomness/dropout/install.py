@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.records import applied, mark_applied, record_of
 from parallelize.applied.sharding import PlanRecord
+from parallelize.applied.step_results import expected
 from parallelize.applied.stored_slices import data_rank
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import Layout
@@ -21,6 +22,7 @@ from parallelize.mesh import DATA_AXES
 from parallelize.randomness.dropout.call_sites import (
     ColumnOutput,
     DropoutSites,
+    ModuleDropout,
     dropout_forward,
     rates_of,
     refused_modules,
@@ -58,10 +60,10 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
     sites = DropoutSites(clock, group.rank, group.size, record.region) if group and record else DropoutSites(clock)
     for fqn, inner in module.named_modules():
         if type(inner).forward is nn.Dropout.forward and "forward" not in inner.__dict__:
-            mark_applied(inner, dropout=(sites, fqn))
+            mark_applied(inner, dropout=ModuleDropout(sites, fqn))
             inner.__dict__["forward"] = MethodType(dropout_forward, inner)
         elif drops_by_function(inner.__class__):
-            mark_applied(inner, dropout=(sites, fqn, inner.__dict__.get("forward"), rates_of(inner)))
+            mark_applied(inner, dropout=ModuleDropout(sites, fqn, inner.__dict__.get("forward"), rates_of(inner)))
             inner.__dict__["forward"] = MethodType(scoped_forward, inner)
     if record is not None and sites.size > 1:
         for fqn, columns in _layout_changes(record):
@@ -74,7 +76,7 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
 
 def dropout_clock(module: nn.Module) -> Clock | None:
     """The clock of a model that `install_dropout` was called on, or None."""
-    return applied(module).dropout_clock
+    return expected(applied(module).dropout_clock, Clock)
 
 
 def _check(module: nn.Module, record: PlanRecord | None, mesh: DeviceMesh | None) -> None:

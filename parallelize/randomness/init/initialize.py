@@ -14,6 +14,7 @@ from torch import nn
 
 from parallelize.applied.meta_buffers import allocate
 from parallelize.applied.records import applied, cut_of, mark_applied
+from parallelize.applied.step_results import expected
 from parallelize.applied.stored_slices import StoredTensor, stored_parameters
 from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.layout import replicated
@@ -53,7 +54,7 @@ def build_on_meta(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) ->
 
 def recipe_of(module: nn.Module) -> Recipe | None:
     """What `build_on_meta` recorded, or None."""
-    return applied(module).recipe
+    return expected(applied(module).recipe, Recipe)
 
 
 def initialize(

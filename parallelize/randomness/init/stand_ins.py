@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def _run_initializers(stand_in: Any) -> dict[str, str]:
         if callable(getattr(module, "initialize_weights", None)):
             _try(module.initialize_weights, name, failures)
         else:
-            _try(lambda module=module: module.apply(module._init_weights), name, failures)
+            _try(partial(module.apply, module._init_weights), name, failures)
     return failures
 
 

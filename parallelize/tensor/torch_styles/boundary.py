@@ -13,7 +13,7 @@ from parallelize.layout import replicated
 from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.placements import as_dtensor, convert, local_input
 from parallelize.tensor.planned_forward import install
-from parallelize.tensor.torch_styles.style import ModuleStyle, Target, planned_of
+from parallelize.tensor.torch_styles.module_style import ModuleStyle, Target, planned_of
 
 Layouts = Placement | tuple[Placement | None, ...] | None
 
@@ -40,7 +40,7 @@ class SequenceParallel(ModuleStyle):
             what = (
                 f"{facts.fqn!r} has a module inside with parameters ({inside[0]}), whose gradients would not be summed"
             )
-            raise ModelError(Problem("wrong-module-for-style", what, fix="name the module that holds the parameters"))
+            raise ModelError(Problem("wrong-module-for-style", what, fix="name the module that has the parameters"))
 
     def install(self, target: Target) -> None:
         layouts = {key: replicated(shape, target.group.size) for key, shape in target.facts.shapes.items()}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import parallel as stock
 from parallelize.applied.pending_reductions import PendingReductions
 from parallelize.applied.records import facts_of
 from parallelize.errors import ModelError, PlanError, Problem, near
-from parallelize.tensor.shared_edge import SharedEdge
+from parallelize.tensor.shared_conversion import SharedConversion
 from parallelize.tensor.torch_styles.boundary import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -23,7 +23,7 @@ from parallelize.tensor.torch_styles.boundary import (
     SequenceParallel,
 )
 from parallelize.tensor.torch_styles.linear import ColwiseParallel, RowwiseParallel
-from parallelize.tensor.torch_styles.style import ModuleStyle, ParallelStyle, target_of
+from parallelize.tensor.torch_styles.module_style import ModuleStyle, ParallelStyle, target_of
 
 
 def is_style(plan: Any) -> bool:
@@ -85,12 +85,12 @@ def apply_styles(
 ) -> None:
     """Apply (fqn, style) pairs as they are. Tied parameters stay tied."""
     pending_reductions = PendingReductions()
-    edges: dict[Placement, SharedEdge] = {}
+    conversions: dict[Placement, SharedConversion] = {}
     ties = _Ties(root)
     for fqn, style in styles:
         module = root.get_submodule(fqn)
         if isinstance(style, ModuleStyle):
-            style.install(target_of(module, fqn, mesh, pending_reductions, source, edges))
+            style.install(target_of(module, fqn, mesh, pending_reductions, source, conversions))
         else:  # a style of PyTorch or of a third party
             copied = copy.copy(style)  # such a style may change itself while it is applied
             if hasattr(copied, "src_data_rank"):

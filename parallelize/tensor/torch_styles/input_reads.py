@@ -23,7 +23,7 @@ def readers_of_input(cls: Any) -> frozenset[str] | None:
 
     Reading its shape, dtype or device does not count.
     """
-    code = _Forward.of(cls)
+    code = _ForwardSyntax.of(cls)
     if code is None or len(code.definition.args.args) < 2:
         return None
     readers = code.readers_of_argument(code.definition.args.args[1].arg)
@@ -37,7 +37,7 @@ def readers_of_output(cls: Any, child: str) -> frozenset[str] | None:
 
     None if anything else reads it, its shape included, which differs between a DTensor and its shard.
     """
-    code = _Forward.of(cls)
+    code = _ForwardSyntax.of(cls)
     if code is None:
         return None
     calls = [
@@ -84,7 +84,7 @@ def _mentions(cls: Any, child: str) -> int:
     return count
 
 
-class _Forward:
+class _ForwardSyntax:
     """The syntax tree of one forward."""
 
     def __init__(self, definition: ast.FunctionDef):
@@ -93,7 +93,7 @@ class _Forward:
         self.receiver = definition.args.args[0].arg if definition.args.args else ""
 
     @classmethod
-    def of(cls, module_class: Any) -> _Forward | None:
+    def of(cls, module_class: Any) -> _ForwardSyntax | None:
         """None where there is no source to read."""
         tree = _parsed(module_class.forward)
         if tree is None:

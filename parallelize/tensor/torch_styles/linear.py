@@ -17,7 +17,7 @@ from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.embedding import check_embedding, vocabulary_embedding
 from parallelize.tensor.placements import as_dtensor, convert_output, dim_of, local_input
 from parallelize.tensor.planned_forward import Planned, install
-from parallelize.tensor.torch_styles.style import ModuleStyle, Target, planned_of, require_kind
+from parallelize.tensor.torch_styles.module_style import ModuleStyle, Target, planned_of, require_kind
 
 
 class ColwiseParallel(ModuleStyle):
@@ -64,7 +64,7 @@ class ColwiseParallel(ModuleStyle):
         if facts.kind == "embedding":
             planned.enter = partial(_full_ids, group=group, source=self.input_layouts[0])
         else:
-            planned.enter = target.column_edge(self.input_layouts[0])
+            planned.enter = target.column_conversion(self.input_layouts[0])
         planned.leave = partial(
             convert_output,
             mesh=mesh,

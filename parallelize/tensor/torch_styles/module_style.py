@@ -22,14 +22,14 @@ from parallelize.plan.model_facts import describe
 from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.placements import local_input
 from parallelize.tensor.planned_forward import Planned
-from parallelize.tensor.shared_edge import SharedEdge
+from parallelize.tensor.shared_conversion import SharedConversion
 
 ParallelStyle: Any = private.parallel_style_class()
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a style is applied to: one module on one mesh. `edges`: of the column linears of one model, by input layout."""
+    """What a style is applied to: one module on one mesh. `conversions`: of the column linears of one model, by input layout."""
 
     module: nn.Module
     facts: ModuleFacts
@@ -37,17 +37,17 @@ class Target:
     group: Group
     sharder: Sharder
     pending_reductions: PendingReductions
-    edges: dict[Placement, SharedEdge]
+    conversions: dict[Placement, SharedConversion]
 
-    def column_edge(self, source: Placement) -> SharedEdge:
+    def column_conversion(self, source: Placement) -> SharedConversion:
         """The conversion of an input to a full plain tensor whose gradient is one term of a sum."""
-        if source not in self.edges:
+        if source not in self.conversions:
             desired = Replicate()
             convert = partial(
                 local_input, mesh=self.mesh, group=self.group, source=source, desired=desired, partial_grad=True
             )
-            self.edges[source] = SharedEdge(convert)
-        return self.edges[source]
+            self.conversions[source] = SharedConversion(convert)
+        return self.conversions[source]
 
 
 class ModuleStyle(ParallelStyle):
@@ -75,7 +75,7 @@ def target_of(
     mesh: DeviceMesh,
     pending_reductions: PendingReductions,
     source: int | None,
-    edges: dict[Placement, SharedEdge],
+    conversions: dict[Placement, SharedConversion],
 ) -> Target:
     """Raises: ModelError `already-parallelized`."""
     group = Group(mesh.get_group())
@@ -83,7 +83,7 @@ def target_of(
     planned = applied(module).planned
     if planned is not None and planned.slots:
         raise ModelError(Problem("already-parallelized", f"{fqn or type(module).__name__} has a style already"))
-    return Target(module, facts, mesh, group, Sharder(mesh, group, source, None, None), pending_reductions, edges)
+    return Target(module, facts, mesh, group, Sharder(mesh, group, source, None, None), pending_reductions, conversions)
 
 
 def planned_of(target: Target, layouts: dict[str, Layout], partial_keys: tuple[str, ...] = ()) -> Planned:
@@ -124,6 +124,6 @@ def require_kind(style: Any, facts: ModuleFacts, kinds: tuple[str, ...]) -> None
             Problem(
                 "wrong-module-for-style",
                 f"{type(style).__name__} needs a {' or '.join(kinds)}; {facts.fqn!r} is a {facts.class_name}",
-                fix="name the module that holds the weight",
+                fix="name the module that has the weight",
             )
         )

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.records import applied, cut_of, facts_of, mark_applied, record_of, resolution_so_far
 from parallelize.applied.sharding import rows_by_name
+from parallelize.applied.step_results import expected
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.errors import MeshError, ModelError, Problem, short_list
 from parallelize.mesh import DATA_AXES, MeshSpec
@@ -33,10 +34,10 @@ from parallelize.plan.parameter_shards import shards_of, splits_of
 from parallelize.plan.resolve import for_base_model
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.units import zero_units
+from parallelize.zero.data_options import DataOptions
 from parallelize.zero.early_optimizers import refuse_early_optimizers
-from parallelize.zero.fsdp import apply_fsdp
+from parallelize.zero.fsdp import FsdpEngine, apply_fsdp
 from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
-from parallelize.zero.options import DataOptions
 from parallelize.zero.reducer import BUCKET_BYTES, ReducedParameter, Reducer
 
 STAGES = (0, 1, 2, 3)
@@ -55,7 +56,7 @@ class DataRecord:
 
     zero: int
     mesh: DeviceMesh
-    engine: Any
+    engine: Reducer | FsdpEngine | None
     shards: list[OptimizerShard] = field(default_factory=list)
     masters: bool = False
     compute: torch.dtype | None = None
@@ -66,7 +67,7 @@ class DataRecord:
 
 def data_of(module: nn.Module) -> DataRecord | None:
     """What `shard_data` did to this model, or None."""
-    return applied(module).data
+    return expected(applied(module).data, DataRecord)
 
 
 def shard_data(

@@ -1,4 +1,4 @@
-"""Linears that are called on one tensor share its entry edge: one gather or one reduction, and the same numbers."""
+"""Linears that are called on one tensor share its input conversion: one gather or one reduction, and the same numbers."""
 
 from __future__ import annotations
 
@@ -12,61 +12,61 @@ import torch
 
 from parallelize.ops.collectives import copy_to_read
 from parallelize.ops.replay_cache import RecomputePass, ReplayCache
-from parallelize.tensor.shared_edge import SharedEdge
-from tests.tensor import shared_edge_jobs as jobs
+from parallelize.tensor.shared_conversion import SharedConversion
+from tests.tensor import shared_conversion_jobs as jobs
 
 
-def counting() -> tuple[SharedEdge, list[int]]:
+def counting() -> tuple[SharedConversion, list[int]]:
     calls: list[int] = []
 
     def convert(x: torch.Tensor) -> torch.Tensor:
         calls.append(1)
         return x * 2
 
-    return SharedEdge(convert), calls
+    return SharedConversion(convert), calls
 
 
 def test_the_same_tensor_is_converted_once():
-    edge, calls = counting()
+    conversion, calls = counting()
     x, y = torch.ones(2), torch.ones(2)
-    assert edge(x) is edge(x) and len(calls) == 1
-    edge(y)
-    edge(x)
+    assert conversion(x) is conversion(x) and len(calls) == 1
+    conversion(y)
+    conversion(x)
     assert len(calls) == 3, "only the last input is remembered"
 
 
 @pytest.mark.parametrize("change", ["written", "detached from gradients", "no_grad", "inference"])
 def test_whatever_changes_the_result_is_converted_again(change):
-    edge, calls = counting()
+    conversion, calls = counting()
     x = torch.ones(2)
-    first = edge(x)
+    first = conversion(x)
     if change == "written":
         x.mul_(3)
-        assert not torch.equal(edge(x), first) and len(calls) == 2
+        assert not torch.equal(conversion(x), first) and len(calls) == 2
     elif change == "detached from gradients":
         x.requires_grad_()
-        assert edge(x).requires_grad and len(calls) == 2
+        assert conversion(x).requires_grad and len(calls) == 2
     elif change == "no_grad":
         with torch.no_grad():
-            edge(x)
+            conversion(x)
         assert len(calls) == 2
     else:
         with torch.inference_mode():
             y = torch.ones(2)
-            edge(y)
+            conversion(y)
             y.mul_(3)
-            assert torch.equal(edge(y), torch.full((2,), 6.0)) and len(calls) == 3
+            assert torch.equal(conversion(y), torch.full((2,), 6.0)) and len(calls) == 3
 
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_nothing_is_kept_once_the_input_is_gone(trains):
     group = SimpleNamespace(size=2)
-    edge = SharedEdge(partial(copy_to_read, group=group))
+    conversion = SharedConversion(partial(copy_to_read, group=group))
     x = torch.ones(2, requires_grad=trains) * 1
-    edge(x)
-    assert edge._last is not None
+    conversion(x)
+    assert conversion._last is not None
     del x
-    assert edge._last is None
+    assert conversion._last is None
 
 
 def test_a_write_to_a_read_copy_is_seen_by_the_readers_of_the_original():
@@ -78,24 +78,24 @@ def test_a_write_to_a_read_copy_is_seen_by_the_readers_of_the_original():
 
 
 def test_a_recomputed_unit_shares_with_nothing_outside_and_keeps_nothing():
-    edge, calls = counting()
+    conversion, calls = counting()
     x, cache = torch.ones(2), ReplayCache()
-    edge(x)
+    conversion(x)
     with RecomputePass(cache, replay=False):
-        edge(x)
-        edge(x)
-    assert len(calls) == 2 and edge._last is None
-    edge(x)
+        conversion(x)
+        conversion(x)
+    assert len(calls) == 2 and conversion._last is None
+    conversion(x)
     with RecomputePass(cache, replay=True):
-        edge(x)
+        conversion(x)
     assert len(calls) == 4
 
 
 def test_copies_share_nothing_with_the_original():
-    edge = SharedEdge(torch.neg)
+    conversion = SharedConversion(torch.neg)
     x = torch.ones(2)
-    out = edge(x)
-    for other in (copy.deepcopy(edge), pickle.loads(pickle.dumps(edge))):
+    out = conversion(x)
+    for other in (copy.deepcopy(conversion), pickle.loads(pickle.dumps(conversion))):
         assert other(x) is not out and torch.equal(other(x), out)
 
 

@@ -31,8 +31,8 @@ from parallelize.applied.records import cut_of, facts_of, mark_applied, record_o
 from parallelize.comm.handshake import agree_on
 from parallelize.errors import ModelError, PlanError, Problem, did_you_mean
 from parallelize.ops.replay_cache import in_recompute, remembered, replay_key
-from parallelize.plan.load import load_plan
 from parallelize.plan.options import Options
+from parallelize.plan.plan_file import load_plan
 from parallelize.plan.resolve import for_base_model
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan

@@ -1,8 +1,8 @@
-"""The entry edge of column linears: a tensor that several of them read, one after another, is converted once.
+"""The input conversion of column linears: a tensor that several of them read, one after another, is converted once.
 
-q, k and v of a block without a module boundary around them are called on one tensor. Their edges are one object, which
+q, k and v of a block without a module boundary around them are called on one tensor. Their conversions are one object, which
 remembers its last input: the second and the third call get the tensor that the first one made. So one gather is sent, and,
-because autograd sums the three gradients before the edge's backward, one reduction.
+because autograd sums the three gradients before the backward of the conversion, one reduction.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class _Last(NamedTuple):
     converted: T
 
 
-class SharedEdge:
+class SharedConversion:
     """A boundary conversion that returns its last result again for the same, unchanged input.
 
     Args:
-        convert: its result must be no view of its input, which would then live as long as the edge.
+        convert: its result must be no view of its input, which would then live as long as this object.
 
     The result lives as long as that input, until another input comes, or until a recomputed unit ends. Such a unit shares
     nothing with what runs outside of it, so that its replays send what its forward did. Inference tensors have no version, so
@@ -66,11 +66,11 @@ class SharedEdge:
     def _forget(self, _: Any = None) -> None:
         self._last = None
 
-    def __deepcopy__(self, memo: dict) -> SharedEdge:
-        return memo.setdefault(id(self), SharedEdge(copy.deepcopy(self.convert, memo)))
+    def __deepcopy__(self, memo: dict) -> SharedConversion:
+        return memo.setdefault(id(self), SharedConversion(copy.deepcopy(self.convert, memo)))
 
     def __reduce__(self):
-        return SharedEdge, (self.convert,)
+        return SharedConversion, (self.convert,)
 
 
 def _is_captured(x: T) -> bool:

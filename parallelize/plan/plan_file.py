@@ -1,6 +1,6 @@
 """Loads plan files strictly: every mistake is reported with line and column, all at once.
 
-Floor 2: torch-free, so that `parallelize lint` starts fast.
+Torch-free, so that `parallelize lint` starts fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mea
 from parallelize.plan.options import FLAGS, NUMBERS, Options
 from parallelize.plan.options import NAMES as OPTION_NAMES
 from parallelize.plan.pattern import check_pattern
-from parallelize.plan.schema import ATTENTION, SCHEMA_VERSION, Cuts, LocalAttribute, Plan, Region, Rule, Size, Tie
+from parallelize.plan.schema import ATTENTION, SCHEMA_VERSION, Cuts, LocalAttribute, Plan, RegionBounds, Rule, Size, Tie
 from parallelize.plan.yaml_nodes import Reader, compose, is_decimal
 from parallelize.styles.notation import parse_style
 
@@ -233,7 +233,7 @@ def _rules_below(reader: Reader, node: yaml.Node, prefix: str) -> Iterator[Rule]
             reader.problems.extend(error.problems)
 
 
-def _region(reader: Reader, top: dict[str, yaml.Node]) -> Region | None:
+def _region(reader: Reader, top: dict[str, yaml.Node]) -> RegionBounds | None:
     if "sequence_parallel" not in top:
         return None
     node = top["sequence_parallel"]
@@ -242,7 +242,7 @@ def _region(reader: Reader, top: dict[str, yaml.Node]) -> Region | None:
         reader.wrong(node, "missing-key", "sequence_parallel has no `layers`", "name the list of layers")
         return None
     texts: dict[str, Any] = {key: reader.text(value, key) or "" for key, value in fields.items()}
-    return Region(texts["layers"], texts.get("leave", ""), texts.get("argument", ""), reader.where(node))
+    return RegionBounds(texts["layers"], texts.get("leave", ""), texts.get("argument", ""), reader.where(node))
 
 
 def _local(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalAttribute]:

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize import _torch_private as private
 from parallelize.applied.local_config import LocalConfig
 from parallelize.applied.module_moves import refuse_ddp
-from parallelize.applied.records import applied, cut_of, facts_of, mark_applied, resolution_of
+from parallelize.applied.records import cut_of, facts_of, mark_applied, resolution_of
 from parallelize.applied.transaction import Transaction
 from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on, check_replicas
-from parallelize.context.forward_state import Context, ContextAttention, context_of
+from parallelize.context.forward_state import Context, ContextAttention, attention_of, context_of
 from parallelize.context.inputs import ContextInputs, is_registered
 from parallelize.context.stock_attention import NAME, forward_over_context, refuse_unplanned, register
 from parallelize.errors import MeshError, ModelError, Problem
@@ -235,8 +235,8 @@ class _FirstCallCheck:
     """A hook for the first call of a planned module: one that computes attention itself has seen local tokens only."""
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        planned = applied(module).attention
-        if planned.fqn not in planned.context.attended:
+        planned = attention_of(module)
+        if planned is not None and planned.fqn not in planned.context.attended:
             what = f"{planned.fqn}, a {type(module).__name__}, never calls attention"
             fix = "name the module that calls F.scaled_dot_product_attention, or the interface of transformers"
             raise ModelError(Problem("no-attention-call", what, fix=fix))

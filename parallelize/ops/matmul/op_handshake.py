@@ -33,12 +33,12 @@ class Rendezvous:
 
     def __init__(self, group: Group, device: torch.device, line: str):
         self.group, self.line = group, line
-        self.messages: _Messages | None = None
+        self.messages: _LineMessages | None = None
         backend = group.backend(device)
         if not line or backend == "fake" or group.size == 1:
             self.line = ""
         elif backend not in _BY_STORE:
-            self.messages = _Messages(group, line)
+            self.messages = _LineMessages(group, line)
 
     def check(self) -> None:
         """Wait for the lines of the other ranks; only the first call does anything.
@@ -99,10 +99,10 @@ def _exchange(group: Group, device: torch.device, line: str) -> list[str]:
     backend = group.backend(device)
     if backend == "fake" or group.size == 1:
         return [line]
-    return _exchange_by_store(group, line) if backend in _BY_STORE else _Messages(group, line).receive()
+    return _exchange_by_store(group, line) if backend in _BY_STORE else _LineMessages(group, line).receive()
 
 
-class _Messages:
+class _LineMessages:
     """Lines that are sent between ranks as messages of the group."""
 
     def __init__(self, group: Group, line: str):
@@ -133,7 +133,7 @@ def _exchange_by_store(group: Group, line: str) -> list[str]:
         return [line]
     if not state.store_prefix:
         # a store may outlive a group, and a later group may have the same name: its keys must be new ones
-        name = f"parallelize/agreement/{group.pg.group_name}"
+        name = f"parallelize/op_handshake/{group.pg.group_name}"
         state.store_prefix = f"{name}/{store.add(f'{name}/uses/{group.rank}', 1)}"
     prefix = f"{state.store_prefix}/{len(state.posted)}"
     state.posted.add(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.analysis import explain_jobs as jobs
+from tests.analysis.cost import explain_jobs as jobs
 from tests.support.models import FAMILIES
 
 pytestmark = pytest.mark.processes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.analysis import explain_jobs
-from tests.vocabulary import vocabulary_loss_jobs as jobs
+from tests.analysis.cost import explain_jobs
+from tests.vocabulary.loss import vocabulary_loss_jobs as jobs
 
 
 def below(result: list[dict[str, float]], dtype: torch.dtype) -> None:

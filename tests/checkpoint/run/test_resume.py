@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.checkpoint import resume_jobs as jobs
+from tests.checkpoint.run import resume_jobs as jobs
 
 pytestmark = pytest.mark.processes
 SAME = [

@@ -39,7 +39,7 @@ from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.checkpoint.run.save import write_snapshot
 from parallelize.checkpoint.run.snapshot import Snapshot, take
 from parallelize.errors import CheckpointError
-from tests.checkpoint.fault_jobs import Bench, Tiny, same_bits, state_of
+from tests.checkpoint.run.fault_jobs import Bench, Tiny, same_bits, state_of
 
 SEED = 20
 STEP = 5

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallelize.terminal.progress_line import Progress
-from tests.checkpoint import pretrained_jobs as jobs
+from tests.checkpoint.hub import pretrained_jobs as jobs
 
 pytestmark = pytest.mark.processes
 MESHES = [

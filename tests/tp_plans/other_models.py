@@ -1,7 +1,7 @@
 """`transformers` models without a shipped plan: parity under their own plan, translated, or a named error.
 
-python -m tests.plans.other_models                         # prints the table
-python -m tests.plans.other_models docs/other-models.md    # replaces the table of the page, which ends with it
+python -m tests.tp_plans.other_models                         # prints the table
+python -m tests.tp_plans.other_models docs/other-models.md    # replaces the table of the page, which ends with it
 """
 
 from __future__ import annotations

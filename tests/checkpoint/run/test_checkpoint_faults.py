@@ -24,7 +24,7 @@ import torch
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.run.checkpointer import Checkpointer, load_checkpoint
 from parallelize.errors import CheckpointError
-from tests.checkpoint import crash_replay, fault_jobs
+from tests.checkpoint.run import crash_replay, fault_jobs
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("ranks")]  # one worker: the faults are counted
 REPOSITORY = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ class Servers:
         self.all = []
         for number in range(SERVERS):
             (work / str(number)).mkdir()
-            command = [sys.executable, "-m", "tests.checkpoint.fault_jobs", str(work / str(number))]
+            command = [sys.executable, "-m", "tests.checkpoint.run.fault_jobs", str(work / str(number))]
             pipes: Any = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             self.all.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, **pipes))
 

@@ -566,3 +566,11 @@ def test_an_activation_that_cannot_be_placed_is_refused_by_name():
         assert error.value.slugs == ("unplaceable-dropout",) and "drop" in str(error.value)
 
     run_ranks(2, body)
+
+
+def test_dropout_modules_keep_their_eval_and_zero_rate():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.0))
+    install_dropout(model, 0)
+    x = torch.ones(4, 6)
+    assert not torch.equal(model(x), x)
+    assert torch.equal(model.eval()(x), x)

@@ -1,32 +1,17 @@
-"""The counter-based generator, the normal distribution in exact ops, recipes of initializers, and named streams."""
+"""The counter-based generator, and the normal distribution in exact ops."""
 
 from __future__ import annotations
 
-import io
 import math
-import random
 import subprocess
 import sys
 
-import numpy
 import pytest
 import torch
-from torch import nn
 
-from parallelize import MeshError, ModelError
 from parallelize.ops.random import counter, normal
 from parallelize.ops.random.counter import IndexRun, bits, block_size, blocks, keep_mask, key, open_uniform, uniform
 from parallelize.ops.random.normal import inverse_normal, log
-from parallelize.randomness.init.distributions import (
-    Constant,
-    Normal,
-    TruncatedNormal,
-    Uniform,
-    kaiming_uniform,
-    xavier_normal,
-    xavier_uniform,
-)
-from parallelize.randomness.streams import Streams
 
 COUNT = 1 << 18
 KEYS = [key(0, "a", 0), key(0, "a", 1), key(0, "b", 0), key(1, "a", 0)]
@@ -43,9 +28,6 @@ def one_bits(words: torch.Tensor) -> torch.Tensor:
 
 def chi_square(counts: torch.Tensor, expected: float) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
-
-
-# -- bits -----------------------------------------------------------------------------------------------------------------
 
 
 def test_bits_are_those_of_an_independent_implementation():
@@ -159,9 +141,6 @@ def test_blocks_cover_everything_once_whatever_their_size(size, monkeypatch):
     assert torch.equal(out, offsets[:, None] + columns)
 
 
-# -- the normal distribution ----------------------------------------------------------------------------------------------
-
-
 def test_inverse_normal_is_accurate_to_the_last_bits():
     edges = torch.tensor([2.0**-53, 1e-15, 1e-10, 0.075, 0.425, 0.5, 0.925], dtype=torch.float64)
     u = torch.cat([open_uniform(KEYS[0], indices()), edges])
@@ -227,197 +206,5 @@ def test_normal_has_the_same_bits_in_chunks_of_any_size(chunk):
     assert torch.equal(torch.cat(parts), full)
 
 
-def moments(drawn: torch.Tensor) -> list[float]:
-    z = (drawn - drawn.mean()) / drawn.std()
-    return [float(drawn.mean()), float(drawn.std()), float((z**3).mean()), float((z**4).mean())]
-
-
-@pytest.mark.parametrize(
-    ("distribution", "mean", "std", "kurtosis"),
-    [
-        (Normal(0.5, 2.0), 0.5, 2.0, 3.0),
-        (Uniform(-1.0, 3.0), 1.0, 4 / math.sqrt(12), 1.8),
-        (TruncatedNormal(0.0, 1.0, -2.0, 2.0), 0.0, 0.879626, 2.37),
-        (TruncatedNormal(0.0, 1.0, 1.0, 40.0), 1.525135, 0.446, None),
-        (Constant(2.5), 2.5, 0.0, None),
-        (kaiming_uniform(48), 0.0, 1 / 12, 1.8),
-        (xavier_uniform(30, 18), 0.0, math.sqrt(2 / 48), 1.8),
-        (xavier_normal(30, 18), 0.0, math.sqrt(2 / 48), 3.0),
-    ],
-    ids=str,
-)
-def test_distributions_have_their_moments(distribution, mean, std, kurtosis):
-    drawn = distribution.draw(KEYS[0], indices())
-    actual = moments(drawn) if std else [float(drawn.mean()), float(drawn.std()), 0.0, 0.0]
-    assert abs(actual[0] - mean) < 5 * max(std, 1e-9) / math.sqrt(COUNT) and abs(actual[1] - std) < 0.005 * max(
-        std, 1e-9
-    )
-    assert kurtosis is None or (abs(actual[2]) < 0.03 and abs(actual[3] - kurtosis) < 0.06)
-
-
-def test_truncation_holds_and_scaling_is_that_of_the_numbers():
-    drawn = TruncatedNormal(0.1, 0.5, -0.3, 0.2).draw(KEYS[0], indices())
-    assert float(drawn.min()) >= -0.3 and float(drawn.max()) <= 0.2 and drawn.unique().numel() > COUNT * 0.99
-    for distribution in (Constant(3.0), Uniform(-1.0, 2.0), Normal(1.0, 2.0), TruncatedNormal(0.0, 1.0, -1.0, 2.0)):
-        scaled = distribution.affine(2.0, 1.0).draw(KEYS[0], indices(1000))
-        assert torch.allclose(scaled, distribution.draw(KEYS[0], indices(1000)) * 2.0 + 1.0, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "wrong", [lambda: Normal(0.0, -1.0), lambda: Uniform(2.0, 1.0), lambda: TruncatedNormal(0.0, 1.0, 60.0, 61.0)]
-)
-def test_what_is_no_distribution_is_refused(wrong):
-    with pytest.raises(ModelError) as error:
-        wrong()
-    assert error.value.slugs == ("bad-distribution",)
-
-
 def test_blocks_are_small_and_fixed():
     assert block_size(torch.device("cpu")) == 1 << 16  # on the one thread of these tests
-
-
-# -- streams --------------------------------------------------------------------------------------------------------------
-
-
-class Mesh:
-    """The little that streams ask of a `DeviceMesh`."""
-
-    mesh_dim_names = ("dp", "tp")
-
-    def __init__(self, **places: int):
-        self.places = places
-
-    def get_local_rank(self, axis: str) -> int:
-        return self.places[axis]
-
-
-def draws() -> tuple[float, ...]:
-    return (float(torch.rand(())), random.random(), float(numpy.random.rand()), float(torch.randn(())))
-
-
-def streams(**places: int) -> Streams:
-    made = Streams(3, Mesh(**({"dp": 0, "tp": 0} | places)))
-    made.declare("shared")
-    made.declare("augment", differs_over=("dp",))
-    return made
-
-
-def test_streams_agree_and_differ_over_their_axes():
-    drawn = {}
-    for dp in range(2):
-        for tp in range(2):
-            here = streams(dp=dp, tp=tp)
-            for name in ("shared", "augment"):
-                with here(name):
-                    drawn[name, dp, tp] = draws()
-    assert len({drawn["shared", dp, tp] for dp in range(2) for tp in range(2)}) == 1
-    assert drawn["augment", 0, 0] == drawn["augment", 0, 1] != drawn["augment", 1, 0] == drawn["augment", 1, 1]
-    assert not set(drawn["augment", 0, 0]) & set(drawn["shared", 0, 0])
-
-
-def test_what_is_outside_a_stream_does_not_notice_it():
-    def seeded() -> None:
-        torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
-
-    seeded()
-    expected = [draws() for _ in range(3)]
-    seeded()
-    here = streams()
-    actual = [draws()]
-    with here("shared"):
-        draws()
-    actual.append(draws())
-    with pytest.raises(ZeroDivisionError), here("augment"):
-        draws()
-        raise ZeroDivisionError
-    actual.append(draws())
-    assert actual == expected
-
-
-def test_streams_nest_in_any_order_and_each_goes_on_where_it_was():
-    plain, nested = streams(), streams()
-    expected = {}
-    for name in ("shared", "augment"):
-        with plain(name):
-            expected[name] = [draws() for _ in range(4)]
-    actual: dict[str, list] = {"shared": [], "augment": []}
-    with nested("shared"):
-        actual["shared"].append(draws())
-        with nested("augment"):
-            actual["augment"].append(draws())
-            with nested("shared"):
-                actual["shared"].append(draws())
-            actual["augment"].append(draws())
-        actual["shared"].append(draws())
-    with nested("augment"):
-        actual["augment"] += [draws(), draws()]
-    with nested("shared"):
-        actual["shared"].append(draws())
-    assert actual == expected
-
-
-def test_streams_are_saved_and_go_on():
-    here = streams()
-    with here("augment"):
-        draws()
-    file = io.BytesIO()
-    torch.save(here.state_dict(), file)
-    assert file.tell() < 50_000
-    with here("augment"):
-        expected = draws()
-    with here("shared"):
-        fresh = draws()
-    file.seek(0)
-    again = Streams(99, Mesh(dp=0, tp=1))
-    again.load_state_dict(torch.load(file, weights_only=True))
-    with again("augment"):
-        assert draws() == expected
-    with again("shared"):
-        assert draws() == fresh
-    file.seek(0)
-    moved = Streams(99, Mesh(dp=1, tp=0))  # another place: its own numbers, from the start
-    moved.load_state_dict(torch.load(file, weights_only=True))
-    with moved("augment"), streams(dp=1)("augment"):
-        pass
-    with moved("augment"):
-        actual = draws()
-    with streams(dp=1)("augment"):
-        assert actual == draws()
-
-
-@pytest.mark.processes
-def test_numpy_is_used_only_where_it_is_imported():
-    code = (
-        "import sys, random, torch\n"
-        "from parallelize.randomness.streams import Streams\n"
-        "had = 'numpy' in sys.modules\n"
-        "s = Streams(0); s.declare('a')\n"
-        "with s('a'): random.random()\n"
-        "assert ('numpy' in sys.modules) == had and ('numpy' in s.state_dict()['states']['a']) == had\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_mistakes_with_streams_are_named():
-    here = streams()
-    for call, slug, kind in (
-        (lambda: here("augmnet").__enter__(), "unknown-stream", ModelError),
-        (lambda: here.declare("x", ("pp",)), "unknown-axis", MeshError),
-        (lambda: here.declare("augment"), "stream-declared", ModelError),
-    ):
-        with pytest.raises(kind) as error:
-            call()
-        assert error.value.slugs == (slug,)
-    with here("shared"), pytest.raises(ModelError) as error:
-        here.load_state_dict(streams().state_dict())
-    assert error.value.slugs == ("stream-open",)
-
-
-def test_dropout_modules_keep_their_eval_and_zero_rate():
-    from parallelize.randomness.dropout.install import install_dropout
-
-    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.0))
-    install_dropout(model, 0)
-    x = torch.ones(4, 6)
-    assert not torch.equal(model(x), x)
-    assert torch.equal(model.eval()(x), x)

@@ -74,11 +74,7 @@ class Pool:
         return Path(self._stacks.name, str(rank)).read_text()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.preload"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        context, port = server_context(), free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             args = (rank, self.world_size, port, theirs, Path(self._stacks.name, str(rank)))
@@ -99,6 +95,19 @@ class Pool:
                 process.kill()
                 process.join()
         self._workers = []
+
+
+def server_context() -> Any:
+    """Starts processes that are forked from a server which has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preload"])
+    return context
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Any, stacks: Path) -> None:

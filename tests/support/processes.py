@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 GROUP_TIMEOUT_S = 60.0
+STACK_TIMEOUT_S = 10.0
+END_OF_STACK = "in <module>\n"  # of the main thread
 
 
 class Pool:
@@ -70,8 +72,10 @@ class Pool:
     def _stack(self, rank: int) -> str:
         """The stacks of all threads of a rank that does not answer."""
         os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return Path(self._stacks.name, str(rank)).read_text()
+        path, deadline = Path(self._stacks.name, str(rank)), time.monotonic() + STACK_TIMEOUT_S
+        while END_OF_STACK not in path.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return path.read_text()
 
     def _start(self) -> None:
         context, port = server_context(), free_port()

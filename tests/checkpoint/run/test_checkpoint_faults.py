@@ -27,7 +27,7 @@ from parallelize.errors import CheckpointError
 from tests.checkpoint.run import crash_replay, fault_jobs
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("ranks")]  # one worker: the faults are counted
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 SERVERS = 4  # ranks wait for each other more than they compute
 MOST_HANGING = 4  # each takes long, and so many tell enough
 FEWEST_FAULTS = 300

@@ -193,7 +193,14 @@ class Plan:
     unclaimed: str = "refuse"
 
     def with_options(self, options: Options | None = None, **keywords: Any) -> Plan:
-        """The plan with complete options: the caller's, over its defaults, over the package's. None keeps a default."""
+        """The plan with complete options: the caller's, over its defaults, over the package's. None keeps a default.
+
+        Args:
+            options: the caller's options as one object.
+            keywords: the caller's options by name, which win over `options`.
+
+        Raises: ModelError `unknown-option`, and as `Options`.
+        """
         return replace(self, options=options_of(options, keywords).complete(self.options))
 
     def facts(self) -> dict[str, str]:

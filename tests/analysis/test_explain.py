@@ -21,7 +21,7 @@ from parallelize.analysis.fit import fit, meshes
 from parallelize.analysis.subject import Subject
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError
 from parallelize.mesh import MeshSpec
-from parallelize.models.model_source import parse_overrides, read_model
+from parallelize.models.model_source import read_model
 
 SMALL = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, vocab_size=131)
 FAMILIES = {
@@ -288,15 +288,6 @@ def test_advice_and_explain_agree():
         if change in listed:
             changed = explain_subject(llama, setting, machine)
             assert (changed.time.overlapped_s, changed.peak_bytes) == (listed[change].step_s, listed[change].peak_bytes)
-
-
-def test_overrides():
-    assert parse_overrides(["a=2", "b=relu", "c=[1, 2]", "d=true"]) == {"a": 2, "b": "relu", "c": [1, 2], "d": True}
-    with pytest.raises(ModelError):
-        parse_overrides(["a"])
-    with pytest.raises(ModelError) as caught:
-        read_model("llama", {"num_hiden_layers": 2})
-    assert "num_hidden_layers" in str(caught.value)
 
 
 @pytest.mark.sweep

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 import os
 import shutil
@@ -20,15 +18,12 @@ from parallelize.cli.completion import walk_commands
 from parallelize.cli.environment import absent_features, environment
 from parallelize.cli.parser import build_parser
 from parallelize.cli.transformers_plans import read_source
-from parallelize.errors import Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.hf_plans import ForeignPlan, export_plan, import_plan
 from parallelize.plan.model_facts import describe
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
 from parallelize.styles.notation import TRANSFORMERS_WORDS, parse_style, transformers_word
-from parallelize.terminal.console import shows_progress, status_of
-from parallelize.terminal.progress_line import Progress
 
 LINEARS = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
 
@@ -135,12 +130,6 @@ def test_a_broken_package_ends_with_3(message, tmp_path, monkeypatch, capsys):
     assert main(["plans", "import", "qwen3"]) == 3
     printed = capsys.readouterr().err
     assert "missing-package: a package cannot be imported: " + (message or "ImportError") in printed
-
-
-def test_only_problems_of_the_environment_alone_end_with_3():
-    environment, mistake = Problem("no-gpu", ""), Problem("bad-mesh", "")
-    statuses = [status_of(problems) for problems in ([environment] * 2, [environment, mistake], [mistake])]
-    assert statuses == [3, 2, 2]
 
 
 @pytest.mark.processes
@@ -446,7 +435,7 @@ def test_one_table_of_words_serves_both_directions():
     assert transformers_word(parse_style("rms_norm")) is None
 
 
-# -- schedule, env, progress ----------------------------------------------------------------------------------------------
+# -- schedule, env ------------------------------------------------------------------------------------------------------
 
 
 def test_a_schedule_as_json(capsys):
@@ -513,35 +502,6 @@ def test_env_names_the_features_whose_private_names_are_gone(monkeypatch):
 
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     assert [feature.partition(":")[0] for feature, _ in absent_features()] == ["backward_id"]
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_is_one_line_that_is_cleared_after_an_error(monkeypatch):
-    monkeypatch.setattr("parallelize.terminal.progress_line._EVERY_S", 0)
-    stream = Terminal()
-    with Progress("trying", total=2, unit="configurations", stream=stream) as progress:
-        progress()
-        progress()
-    text = stream.getvalue()
-    assert text.count("\n") == 1 and text.endswith("\n") and "trying 100%: 2 configurations of 2" in text
-    assert text.count("\r\x1b[K") == 3  # each over the one before
-    stream = Terminal()
-    with pytest.raises(ValueError), Progress("trying", total=2, stream=stream) as progress:
-        progress()
-        raise ValueError
-    assert stream.getvalue().endswith("\r\x1b[K")
-
-
-def test_progress_is_for_one_rank_and_not_with_json(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert shows_progress(argparse.Namespace(json=False, quiet=False)) and shows_progress(argparse.Namespace())
-    assert not shows_progress(argparse.Namespace(json=True)) and not shows_progress(argparse.Namespace(quiet=True))
-    monkeypatch.setenv("RANK", "1")
-    assert not shows_progress(argparse.Namespace())
 
 
 # -- completion -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tensor import behavior_jobs as jobs
+from tests.pipeline import behavior_jobs as jobs
 
 pytestmark = pytest.mark.processes
 

@@ -18,6 +18,7 @@ import yaml
 
 import parallelize
 from parallelize.cli import main
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {
@@ -268,9 +269,32 @@ def test_the_llama_plan_is_the_shipped_one(name):
     assert shipped in [yaml.safe_load(body) for body in blocks_of(name, "yaml")]
 
 
+EXAMPLES = [("README.md", "first.py"), ("docs/quick-start.md", "train.py")]
+
+
+@pytest.mark.processes
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(("document", "script"), EXAMPLES, ids=["first example", "quick start"])
+def test_examples_print_the_losses_that_documents_show(document, script, tmp_path):
+    write_example(document, tmp_path)
+    losses = losses_in(run_script(tmp_path / script, 2))
+    assert losses == pytest.approx(printed_losses(document), rel=0.02)
+
+
+@pytest.mark.processes
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(
+    ("body", "text"), [("raise SystemExit(3)", r"exit codes \[3, 3\]"), ("1 / 0", "ZeroDivisionError")]
+)
+def test_an_example_that_fails_is_noticed(body, text, tmp_path):
+    (tmp_path / "fails.py").write_text(body)
+    with pytest.raises(AssertionError, match=text):
+        run_script(tmp_path / "fails.py", 2)
+
+
 @pytest.mark.sweep
 @pytest.mark.processes
-def test_the_first_example_runs(tmp_path):
+def test_the_first_example_runs_under_torchrun(tmp_path):
     write_example("README.md", tmp_path)
     losses = losses_in(run_on_two_ranks("first.py", tmp_path))
     assert losses == pytest.approx(printed_losses("README.md"), rel=0.02)
@@ -278,7 +302,7 @@ def test_the_first_example_runs(tmp_path):
 
 @pytest.mark.sweep
 @pytest.mark.processes
-def test_the_quick_start_runs(tmp_path):
+def test_the_quick_start_runs_under_torchrun(tmp_path):
     write_example("docs/quick-start.md", tmp_path)
     losses = losses_in(run_on_two_ranks("train.py", tmp_path))
     assert losses == pytest.approx(printed_losses("docs/quick-start.md"), rel=0.02)

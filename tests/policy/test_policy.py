@@ -112,14 +112,10 @@ def test_public_functions_have_docstrings():
 
 
 PUBLIC = {name: getattr(parallelize, name) for name in parallelize._HOME}
-NO_RETURNS_YET = {"overlap_counts", "overlap_report"}
-NOT_NAMED_YET = {"Plan.with_options": {"keywords"}}
 
 
 def without_docstring_check(value):
-    """The style objects follow PyTorch's interface; the parameters of an enum or an exception are Python's."""
-    if "torch_styles" in value.__module__:
-        return True
+    """The parameters of an enum or an exception are Python's."""
     return inspect.isclass(value) and issubclass(value, (enum.Enum, Exception))
 
 
@@ -133,9 +129,9 @@ def public_methods(owner):
             yield f"{owner.__name__}.{name}", function
 
 
-def unnamed_parameters(function, doc, exempt=()):
+def unnamed_parameters(function, doc):
     """The parameters that the docstring does not name."""
-    named = set(re.findall(r"\w+", doc)) | {"self", "cls", *exempt}
+    named = set(re.findall(r"\w+", doc)) | {"self", "cls"}
     return [name for name in inspect.signature(function).parameters if name not in named]
 
 
@@ -149,7 +145,7 @@ def test_docstrings_of_functions_name_parameters_and_result(name):
     doc = inspect.getdoc(function)
     assert not unnamed_parameters(function, doc)
     annotation = inspect.signature(function).return_annotation
-    if annotation not in (None, "None", inspect.Signature.empty) and name not in NO_RETURNS_YET:
+    if annotation not in (None, "None", inspect.Signature.empty):
         assert re.search(r"^Returns:", doc, re.MULTILINE), f"returns {annotation}"
 
 
@@ -162,7 +158,7 @@ def test_docstrings_of_classes_and_methods_name_parameters(name):
     for method, function in public_methods(owner):
         assert function.__doc__, method
         doc = inspect.getdoc(function)
-        assert not unnamed_parameters(function, doc, NOT_NAMED_YET.get(method, ())), method
+        assert not unnamed_parameters(function, doc), method
 
 
 @pytest.mark.processes

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 GROUP_TIMEOUT_S = 60.0
+STACK_TIMEOUT_S = 10.0
+END_OF_STACK = "in <module>\n"  # of the main thread
 
 
 class Pool:
@@ -70,15 +72,13 @@ class Pool:
     def _stack(self, rank: int) -> str:
         """The stacks of all threads of a rank that does not answer."""
         os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        return Path(self._stacks.name, str(rank)).read_text()
+        path, deadline = Path(self._stacks.name, str(rank)), time.monotonic() + STACK_TIMEOUT_S
+        while END_OF_STACK not in path.read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return path.read_text()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.preload"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        context, port = server_context(), free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             args = (rank, self.world_size, port, theirs, Path(self._stacks.name, str(rank)))
@@ -99,6 +99,19 @@ class Pool:
                 process.kill()
                 process.join()
         self._workers = []
+
+
+def server_context() -> Any:
+    """Starts processes that are forked from a server which has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preload"])
+    return context
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Any, stacks: Path) -> None:

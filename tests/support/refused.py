@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import MeshSpec, ParallelizeError
 from parallelize.analysis.record.fake_world import fake_mesh
+from parallelize.cli import main
+from parallelize.terminal.console import MISTAKE
 
 WIDTH = 8
 RULES = {"up": "colwise", "down": "rowwise"}
@@ -42,3 +45,10 @@ def refused(kind: type[ParallelizeError], slug: str, *named: str) -> Iterator[No
     assert problems, f"{slug} is not among {caught.value.slugs}"
     text = str(problems[0])
     assert all(name in text for name in named), text
+
+
+def refused_command(capsys: pytest.CaptureFixture, *arguments: object, status: int = MISTAKE) -> tuple[list[str], str]:
+    """Runs a command that must fail with `status`; returns its slugs, and its JSON output as one text."""
+    assert main([*map(str, arguments), "--json"]) == status
+    problems = json.loads(capsys.readouterr().out)["error"]
+    return [problem["slug"] for problem in problems], json.dumps(problems, ensure_ascii=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,11 +125,15 @@ class _Nothing:
     def __exit__(self, *_: Any) -> None: ...
 
 
+ERROR_RAISED = "the rank that is there has raised its error"
+
+
 def fails(rank: int, setup: str) -> tuple[str, ...]:
     """Slugs of the error that a mistake on one rank gives here, and whether the model was left alone."""
     model = tiny_model("llama")
     before = {name: (id(p), type(p)) for name, p in model.named_parameters()}
     plan, options = "llama", {"handshake_timeout_s": 3.0}
+    store = dist.distributed_c10d._get_default_store()
     if setup == "other plan" and rank == 1:
         llama = load_plan("llama")
         head = next(rule for rule in llama.rules if rule.pattern == "lm_head")
@@ -150,14 +155,15 @@ def fails(rank: int, setup: str) -> tuple[str, ...]:
                 model.model.norm.weight[3] += 1e-3
         options["check_replicated"] = True
     if setup == "missing" and rank == 1:
-        import time
-
-        time.sleep(5)
+        store.wait([ERROR_RAISED], timedelta(seconds=60))
+        store.delete_key(ERROR_RAISED)
         return ("absent",)
     mesh = build_mesh("cpu", tp=2)
     try:
         parallelize_module(model, mesh, plan, **options)
     except ParallelizeError as error:
+        if setup == "missing":
+            store.set(ERROR_RAISED, "")
         assert {name: (id(p), type(p)) for name, p in model.named_parameters()} == before, "half applied"
         assert not any("forward" in vars(m) or "_applied" in vars(m) for m in model.modules()), "half applied"
         return (*error.slugs, str(error))

@@ -26,10 +26,7 @@ from parallelize import (
     overlap_report,
     parallelize_module,
 )
-from parallelize.comm.groups import Group
-from parallelize.comm.link_profile import choose, gather_work, reduce_work
 from parallelize.errors import ModelError, ParallelizeError, PlanError
-from parallelize.ops.matmul import op_handshake
 from parallelize.plan.plan_file import parse_plan
 from tests.support.models import FAMILIES
 from tests.support.parity import compare, loss_of, planned_run, worst
@@ -417,21 +414,7 @@ def test_a_given_profile_decides_and_is_kept():
     run_ranks(2, body)
 
 
-def test_the_model_of_time():
-    """Nothing is overlapped that hides nothing; where all is hidden and both take long, chunks win; a near tie stays sync."""
-    work = gather_work(4096, 1024, 1024, 4, 4)
-    hides = LinkProfile(10.0, 1e9, 1e12, 1.0, {"chunked": 1.0})
-    assert choose(work, hides).algorithm.startswith("chunked/")
-    assert choose(work, replace(hides, hidden={"chunked": 0.0})).algorithm == "sync"
-    assert choose(work, replace(hides, hidden={})).algorithm == "sync"
-    assert choose(work, replace(hides, bytes_per_s=1e13)).algorithm == "sync"  # nothing to gain: the link takes no time
-    assert choose(work, replace(hides, step_us=1e6)).algorithm == "sync"
-    assert choose(reduce_work(4096, 1024, 1024, 4, 4), hides).algorithm.startswith("chunked/")
-    both = choose(work, replace(hides, hidden={"chunked": 0.5, "symm_mem": 1.0}))
-    assert both.algorithm == "symm_mem" and "sequentially" in both.reason
-
-
-# -- found in the second review ------------------------------------------------------------------------------------------------
+# -- after the plan: hooks, writes, late profiles --------------------------------------------------------------------------
 
 
 def halve(module: nn.Module, args: tuple) -> None:
@@ -514,10 +497,6 @@ def test_a_profile_given_later_counts():
     run_ranks(2, body)
 
 
-def test_calibration_of_one_rank():
-    run_ranks(1, lambda rank: calibrate(build_mesh("cpu", tp=1)))
-
-
 def test_a_rule_that_asks_for_what_it_cannot_have():
     class Odd(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -536,16 +515,3 @@ def test_a_rule_that_asks_for_what_it_cannot_have():
             parallelize_module(model, build_mesh("cpu", tp=2), plan)
 
     run_ranks(2, body)
-
-
-def test_the_first_ranks_choice_is_used_where_lines_go_through_the_store(monkeypatch):
-    """As over NCCL: a line that is known is not sent again, and its algorithm stays that of the first rank."""
-    monkeypatch.setattr(op_handshake, "_BY_STORE", ("threaded",))
-    store = dist.HashStore()
-    monkeypatch.setattr(op_handshake.private, "default_store", lambda: store)
-
-    def body(rank: int) -> list[str]:
-        group, device = Group(dist.group.WORLD), torch.device("cpu")
-        return [op_handshake.agree_on_first(group, device, "a line", ["chunked/4", "sync"][rank]) for _ in range(3)]
-
-    assert run_ranks(2, body) == [["chunked/4"] * 3] * 2

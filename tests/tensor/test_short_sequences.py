@@ -10,7 +10,7 @@ import torch
 from parallelize import build_mesh, parallelize_module
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
-from tests.vocabulary.generation_jobs import lively_model
+from tests.vocabulary.generation.generation_jobs import lively_model
 
 
 @pytest.mark.parametrize("tp", [2, 4])

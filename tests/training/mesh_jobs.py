@@ -16,10 +16,10 @@ from parallelize.plan.schema import Cuts
 from parallelize.training import parallelize_model
 from parallelize.zero.optimizer import build_optimizer
 from parallelize.zero.shard_data import shard_data
+from tests.pipeline.behavior_jobs import BLOCKS, _Bomb
 from tests.pipeline.pipeline_jobs import build, full_value, reference
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst
-from tests.tensor.behavior_jobs import BLOCKS, _Bomb
 
 
 def fails_then_works(

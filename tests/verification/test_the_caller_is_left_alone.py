@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -28,10 +29,12 @@ def _only_threads_of_this_test(monkeypatch):
     monkeypatch.setattr(threads, "_UNSTOPPABLE", [])
 
 
-class Slow(Tower):
+class Waits(Tower):
+    may_go_on = threading.Event()
+
     def forward(self, x):
         if on_a_rank():
-            time.sleep(4)
+            self.may_go_on.wait(60)
         return super().forward(x)
 
 
@@ -45,13 +48,13 @@ class Loop(Tower):
 @pytest.mark.sweep
 def test_late_ranks_leave_the_callers_group_alone(tmp_path):
     with pytest.raises(HandshakeError, match="ranks-timed-out"):
-        verify(lambda: tower(cls=Slow), RULES, "dp=2", timeout_s=0.5)
+        verify(lambda: tower(cls=Waits), RULES, "dp=2", timeout_s=0.5)
     assert still_running()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
-        until = time.monotonic() + 20
-        while still_running() and time.monotonic() < until:
-            time.sleep(0.1)
+        Waits.may_go_on.set()
+        for thread in threads._UNSTOPPABLE:
+            thread.join(60)
         assert not still_running() and dist.is_initialized()
         assert verify(tower, RULES, "tp=2").ok and dist.get_world_size() == 1
     finally:

@@ -213,7 +213,11 @@ class Checkpointer:
             self._failed = error
 
     def wait(self) -> None:
-        """Wait for a save in the background. Raises: the error of that save."""
+        """Wait for a save in the background.
+
+        Raises: the error of that save.
+        Cost: nothing is sent but the messages of that save.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -294,7 +298,11 @@ class Checkpointer:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for a save in the background, and unlock the folder. Raises: the error of that save."""
+        """Wait for a save in the background, and unlock the folder.
+
+        Raises: the error of that save.
+        Cost: nothing is sent but the messages of that save.
+        """
         try:
             self.wait()
         finally:

@@ -35,6 +35,10 @@ class SequenceParallel(ModuleStyle):
         self.use_local_output = use_local_output
 
     def check(self, facts: ModuleFacts, module: nn.Module) -> None:
+        """Check that `module`, which `facts` describe, holds its parameters itself.
+
+        Raises: ModelError `wrong-module-for-style` where a module inside has parameters.
+        """
         inside = [name for name, _ in module.named_parameters() if "." in name]
         if inside:
             what = (
@@ -43,6 +47,7 @@ class SequenceParallel(ModuleStyle):
             raise ModelError(Problem("wrong-module-for-style", what, fix="name the module that has the parameters"))
 
     def install(self, target: Target) -> None:
+        """Apply the style to `target`, a module on a mesh. Its forward runs on sequence shards, and its parameters are DTensors."""
         layouts = {key: replicated(shape, target.group.size) for key, shape in target.facts.shapes.items()}
         planned = planned_of(target, layouts, partial_keys=tuple(layouts))
         shard = self.sequence_sharding[0]
@@ -93,6 +98,7 @@ class PrepareModuleInput(ModuleStyle):
             )
 
     def install(self, target: Target) -> None:
+        """Apply the style to `target`, a module on a mesh. A hook before its forward converts the inputs."""
         conversion = partial(convert, mesh=target.mesh, group=target.group, local=self.use_local_output)
 
         def pre(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -139,6 +145,7 @@ class PrepareModuleOutput(ModuleStyle):
             )
 
     def install(self, target: Target) -> None:
+        """Apply the style to `target`, a module on a mesh. A hook after its forward converts the outputs."""
         conversion = partial(convert, mesh=target.mesh, group=target.group, local=self.use_local_output)
         pairs = list(zip(self.output_layouts, self.desired_output_layouts, strict=True))
 
@@ -157,7 +164,16 @@ class PrepareModuleOutput(ModuleStyle):
 
 
 class PrepareModuleInputOutput(ModuleStyle):
-    """`PrepareModuleInput` and `PrepareModuleOutput` in one style. `use_local_input` is the `use_local_output` of the former."""
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one style.
+
+    Args:
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: those of `PrepareModuleInput`.
+        use_local_input: pass plain local tensors to the module rather than DTensors.
+        output_layouts, desired_output_layouts, use_local_output: those of `PrepareModuleOutput`.
+
+    Raises: PlanError `layout-count`; ModelError `layout-count` from the forward.
+    Cost: the collectives of each conversion, in forward and backward.
+    """
 
     def __init__(
         self,
@@ -186,6 +202,7 @@ class PrepareModuleInputOutput(ModuleStyle):
         )
 
     def install(self, target: Target) -> None:
+        """Apply the style to `target`, a module on a mesh. Hooks convert the inputs before its forward, and the outputs after it."""
         self.prepare_module_input.install(target)
         self.prepare_module_output.install(target)
 

@@ -50,9 +50,14 @@ class ColwiseParallel(ModuleStyle):
         self.use_local_output = use_local_output
 
     def check(self, facts: ModuleFacts, module: nn.Module) -> None:
+        """Check that `module`, which `facts` describe, is a linear or an embedding.
+
+        Raises: ModelError `wrong-module-for-style`.
+        """
         require_kind(self, facts, ("linear", "conv1d", "embedding"))
 
     def install(self, target: Target) -> None:
+        """Apply the style to `target`, a module on a mesh. Its parameters become DTensors, and its forward a planned one."""
         facts, mesh, group = target.facts, target.mesh, target.group
         dim = 0 if facts.kind == "linear" else 1
         layouts = {
@@ -107,6 +112,10 @@ class RowwiseParallel(ModuleStyle):
         self.use_local_output = use_local_output
 
     def check(self, facts: ModuleFacts, module: nn.Module) -> None:
+        """Check that `module`, which `facts` describe, is a linear or an embedding that can be split by rows.
+
+        Raises: ModelError `wrong-module-for-style`, `unsplittable-embedding`, `bias-on-shards`.
+        """
         require_kind(self, facts, ("linear", "conv1d", "embedding"))
         if facts.kind == "embedding":
             check_embedding(module, facts.fqn)
@@ -118,6 +127,7 @@ class RowwiseParallel(ModuleStyle):
             )
 
     def install(self, target: Target) -> None:
+        """Apply the style to `target`, a module on a mesh. Its parameters become DTensors, and its forward a planned one."""
         facts, group = target.facts, target.group
         dim = 1 if facts.kind == "linear" else 0
         layouts = {

@@ -144,7 +144,11 @@ class DeferredLogits(ShardedLogits):
         return self.__dict__["_computed"] if deferred is None else deferred.logits()
 
     def to_local(self) -> T:
-        """Compute this rank's shard [..., V/P] of the logits as a plain tensor, with autograd. Raises: as `made`."""
+        """Compute this rank's shard [..., V/P] of the logits as a plain tensor, with autograd.
+
+        Raises: as `made`.
+        Cost: the head's matmul, forward without communication. Full logits that were made before are cut.
+        """
         deferred = self.deferred
         if deferred is not None:
             deferred.check()

@@ -1,0 +1,86 @@
+"""The messages that `explain` predicts are those that real processes send: operation, axis, bytes and count, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallelize import load_plan
+from tests.analysis.cost import explain_jobs as jobs
+from tests.support.models import FAMILIES
+
+pytestmark = pytest.mark.processes
+
+
+def check(pool, family, sizes, options, *, batch=2, length=9, model=None):
+    configuration = (family, sizes, batch, length, options, model or {})
+    predictions = jobs.predicted_messages(*configuration)
+    for pp_rank, tp_rank, sent in pool.run(jobs.sent_messages, *configuration):
+        predicted = predictions[pp_rank]
+        if tp_rank == 0:  # other ranks may have smaller shards
+            keys = [key for key in {*sent, *predicted} if sent.get(key) != predicted.get(key)]
+            assert sent == predicted, (pp_rank, {key: (sent.get(key), predicted.get(key)) for key in keys})
+
+
+MODES = [(plan, sp) for plan in FAMILIES for sp in (False, True) if not sp or load_plan(plan).region]
+
+
+@pytest.mark.variants(every=6)
+@pytest.mark.parametrize(("family", "sequence_parallel"), MODES)
+def test_every_plan_on_two(two_processes, family, sequence_parallel):
+    check(two_processes, family, {"tp": 2}, {"sequence_parallel": sequence_parallel})
+
+
+@pytest.mark.variants(every=7)
+@pytest.mark.parametrize(("family", "sequence_parallel"), MODES)
+def test_every_plan_on_four(four_processes, family, sequence_parallel):
+    options = {"sequence_parallel": sequence_parallel, "loss_parallel": family not in ("bert",)}
+    check(four_processes, family, {"tp": 4}, options)
+
+
+@pytest.mark.variants(every=4)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_zero(four_processes, zero):
+    check(four_processes, "llama", {"dp": 2, "tp": 2}, {"zero": zero, "sequence_parallel": True})
+
+
+@pytest.mark.variants(every=3)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_over_replicas_and_microbatches(four_processes, zero):
+    options = {"zero": zero, "num_microbatches": 2}
+    check(four_processes, "gpt2", {"dp_replicate": 2, "dp": 2}, options)
+
+
+@pytest.mark.variants(every=5)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zbv"])
+def test_a_pipeline(four_processes, schedule, family):
+    options = {"schedule": schedule, "num_microbatches": 4, "zero": 0}
+    model = {"num_hidden_layers": 4, "tie_word_embeddings": family == "gpt2"}
+    check(four_processes, family, {"pp": 2, "tp": 2}, options, batch=4, model=model)
+
+
+@pytest.mark.sweep
+def test_the_whole_mesh(eight_processes):
+    options = {"zero": 2, "num_microbatches": 4, "sequence_parallel": True, "loss_parallel": True, "recompute": "full"}
+    model = {"num_hidden_layers": 5, "tie_word_embeddings": True}
+    check(eight_processes, "llama", {"pp": 2, "dp": 2, "tp": 2}, options, batch=4, model=model)
+
+
+@pytest.mark.variants(every=4)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"cp": 2}, {}),
+        ({"cp": 4}, {"recompute": "full"}),
+        ({"cp": 4}, {"ulysses": 2}),
+        ({"cp": 4}, {"ulysses": 4, "recompute": "selective"}),
+        ({"cp": 2, "tp": 2}, {"sequence_parallel": True, "loss_parallel": True}),
+        ({"dp": 2, "cp": 2}, {"zero": 1}),
+        ({"dp": 2, "cp": 2}, {"zero": 2}),
+        ({"dp": 2, "cp": 2}, {"zero": 3}),
+        ({"pp": 2, "cp": 2}, {"num_microbatches": 2, "zero": 0}),
+    ],
+)
+def test_over_cp(two_processes, four_processes, sizes, options):
+    pool = two_processes if sizes == {"cp": 2} else four_processes
+    check(pool, "llama", sizes, options, length=16)

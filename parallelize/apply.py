@@ -41,11 +41,12 @@ from parallelize.tensor.installer import Installer
 from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
 from parallelize.tensor.planned_forward import argument_of
 from parallelize.tensor.rms_norm import check_rms_norm
-from parallelize.tensor.torch_styles.dicts import apply_styles
+from parallelize.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 from parallelize.tensor.ulysses import check_ulysses
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 from parallelize.vocabulary.loss.fuse_loss import wrong_heads
+from parallelize.zero.early_optimizers import refuse_early_optimizers
 
 PlanLike = Plan | str | os.PathLike | Mapping[str, Any] | Any
 
@@ -86,8 +87,8 @@ def parallelize_module(
         handshake_timeout_s: how long ranks wait for each other before the missing ones are named.
 
     Returns: the same module; its parameters are DTensors, its activations plain local tensors.
-    Raises: PlanError, ModelError, MeshError, ShapeError before anything is changed; HandshakeError where ranks differ.
-        The same on every rank.
+    Raises: PlanError, ModelError (such as `early-optimizer`), MeshError, ShapeError before anything is changed;
+        HandshakeError where ranks differ. On every rank.
     Cost: one exchange of digests, and, unless src_data_rank is None, one broadcast over `tp` of every parameter's bytes.
     """
     mesh = device_mesh if device_mesh is not None else private.current_mesh()
@@ -178,8 +179,19 @@ def _agree_on_plan(
         local_model = part_of(module, resolved.facts)
         local_plan = resolved.restricted(local_model)
         _check_modules(local_plan, local_model)
+        refuse_early_optimizers(module, _replaced(module, local_plan))
         overlapped = check_call_sites(local_plan, local_model, Group(tp.get_group()), torch.device(mesh.device_type))
     return _Agreed(resolved, local_model, local_plan, overlapped)
+
+
+def _replaced(module: nn.Module, plan: ResolvedPlan) -> Iterator[str]:
+    """The names of the parameters that become DTensors, which other objects must not refer to."""
+    yield from (name for row in plan.parameters.values() if not row.plain for name in row.fact.names)
+    cut = cut_of(module)
+    for item in plan.plan.kept:
+        if cut is None or cut.present(item.fqn):
+            prefix = f"{item.fqn}." if item.fqn else ""
+            yield from (prefix + key for key in keys_replaced(module.get_submodule(item.fqn), item.style))
 
 
 def _refuse_ulysses_twice(resolved: ResolvedPlan) -> None:

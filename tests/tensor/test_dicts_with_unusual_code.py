@@ -277,12 +277,12 @@ def test_steps_see_modules_that_were_added_in_between():
     initial, added = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)
 
     def body(rank: int) -> None:
-        mesh, model = build_mesh("cpu", tp=2), copy.deepcopy(initial)
+        mesh, model = build_mesh("cpu", dp=1, tp=2), copy.deepcopy(initial)
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
         model.append(copy.deepcopy(added))
         recompute(model, units=["2"])
         assert list(recomputed(model)) == ["2"]
-        shard_data(model, build_mesh("cpu", dp=2), 0)
+        shard_data(model, mesh, 0)
 
     run_ranks(2, body)
 

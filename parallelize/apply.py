@@ -25,7 +25,7 @@ from parallelize.applied.sharding import Sharder
 from parallelize.applied.state_dict import install_state_hooks
 from parallelize.applied.transaction import Transaction
 from parallelize.comm.groups import Group, mesh_spec, tp_mesh
-from parallelize.comm.handshake import TIMEOUT_S, agree_on, check_replicas, watch_inputs
+from parallelize.comm.handshake import TIMEOUT_S, agree_on, watch_inputs
 from parallelize.context.context_parallel import apply_context, check_context, on_context
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
 from parallelize.mesh import MeshSpec
@@ -41,11 +41,13 @@ from parallelize.tensor.installer import Installer
 from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
 from parallelize.tensor.planned_forward import argument_of
 from parallelize.tensor.rms_norm import check_rms_norm
-from parallelize.tensor.torch_styles.dicts import apply_styles
+from parallelize.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 from parallelize.tensor.ulysses_attention import check_ulysses
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 from parallelize.vocabulary.loss.fuse_loss import wrong_heads
+from parallelize.zero.early_optimizers import refuse_early_optimizers
+from parallelize.zero.replicas import compare_weights
 
 PlanLike = Plan | str | os.PathLike | Mapping[str, Any] | Any
 
@@ -63,7 +65,7 @@ def parallelize_module(
     ulysses: int | None = None,
     weights_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    check_replicated: bool = False,
+    check_replicated: bool | None = None,
     handshake_timeout_s: float = TIMEOUT_S,
 ) -> nn.Module:
     """Apply tensor, sequence and loss parallelism to a stock module, in place, and return it.
@@ -82,12 +84,13 @@ def parallelize_module(
             `overlap_report`.
         ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too. Overrides the plan's default.
         weights_dtype, device: of the stored parameters. Default: as they are.
-        check_replicated: compare replicated parameters now, and the inputs at each forward, over `tp` by digest.
+        check_replicated: compare over `tp`, by digest. True: now, the parameters that all ranks store in full, and the inputs
+            at each forward. None: the parameters, if src_data_rank is None. False: nothing.
         handshake_timeout_s: how long ranks wait for each other before the missing ones are named.
 
     Returns: the same module; its parameters are DTensors, its activations plain local tensors.
-    Raises: PlanError, ModelError, MeshError, ShapeError before anything is changed; HandshakeError where ranks differ.
-        The same on every rank.
+    Raises: PlanError, ModelError (such as `early-optimizer`), MeshError, ShapeError before anything is changed;
+        HandshakeError where ranks differ. On every rank.
     Cost: one exchange of digests, and, unless src_data_rank is None, one broadcast over `tp` of every parameter's bytes.
     """
     mesh = device_mesh if device_mesh is not None else private.current_mesh()
@@ -118,6 +121,9 @@ def apply_plan(
     """`parallelize_module` by a resolved plan. decide: returns it; what it raises is raised on every rank."""
     storage = storage or Storage()
     agreed = _agree_on_plan(module, mesh, decide, storage, timeout_s)
+    if storage.compares:
+        names = _full_on_each_rank(module, agreed.plan)
+        compare_weights(module, mesh, Group(tp_mesh(mesh).get_group()), "tp", names)
     with Transaction(module):
         if agreed.resolved.plan.kept:
             _apply_kept(module, mesh, agreed.resolved, storage)
@@ -134,7 +140,12 @@ class Storage:
     src_data_rank: int | None = 0
     weights_dtype: torch.dtype | None = None
     device: torch.device | str | None = None
-    check_replicated: bool = False
+    check_replicated: bool | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether parameters that all ranks store in full are compared; by default, where they are not broadcast."""
+        return self.src_data_rank is None if self.check_replicated is None else self.check_replicated
 
     def facts(self) -> dict[str, str]:
         """What every rank must have been given alike."""
@@ -178,8 +189,27 @@ def _agree_on_plan(
         local_model = part_of(module, resolved.facts)
         local_plan = resolved.restricted(local_model)
         _check_modules(local_plan, local_model)
+        refuse_early_optimizers(module, _replaced(module, local_plan))
         overlapped = check_call_sites(local_plan, local_model, Group(tp.get_group()), torch.device(mesh.device_type))
     return _Agreed(resolved, local_model, local_plan, overlapped)
+
+
+def _replaced(module: nn.Module, plan: ResolvedPlan) -> Iterator[str]:
+    """The names of the parameters that become DTensors, which other objects must not refer to."""
+    yield from (name for row in plan.parameters.values() if not row.plain for name in row.fact.names)
+    cut = cut_of(module)
+    for item in plan.plan.kept:
+        if cut is None or cut.present(item.fqn):
+            prefix = f"{item.fqn}." if item.fqn else ""
+            yield from (prefix + key for key in keys_replaced(module.get_submodule(item.fqn), item.style))
+
+
+def _full_on_each_rank(module: nn.Module, plan: ResolvedPlan) -> list[str]:
+    """The names of the parameters that every rank of `tp` stores in full."""
+    replaced = set(_replaced(module, plan))
+    replicated = {row.fqn for row in plan.parameters.values() if row.layout.dim is None}
+    names = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
+    return [name for name in names if name not in replaced or name in replicated]
 
 
 def _refuse_ulysses_twice(resolved: ResolvedPlan) -> None:
@@ -263,9 +293,6 @@ def _wrong_with_parameter(name: str, parameter: Any) -> Iterator[Problem]:
 def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storage) -> None:
     tp, plan = tp_mesh(mesh), agreed.plan
     group = Group(tp.get_group())
-    if storage.check_replicated:
-        replicated = [row.fqn for row in plan.parameters.values() if row.layout.dim is None and not row.plain]
-        check_replicas(group, {fqn: module.get_parameter(fqn) for fqn in replicated}, "replicated parameters")
     Sharder(tp, group, storage.src_data_rank, storage.weights_dtype, storage.device).shard(module, plan)
     pending_reductions = PendingReductions()
     installer = Installer(tp, group, agreed.model, plan, pending_reductions, agreed.overlapped)

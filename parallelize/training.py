@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from parallelize.pipeline.ties import mark_stages, tie_parameters
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options, options_of
+from parallelize.plan.parameter_shards import shards_of
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Cuts, Plan
@@ -42,6 +43,7 @@ from parallelize.tensor.torch_styles.lowering import plan_of_styles
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
 from parallelize.zero.data_options import DataOptions
 from parallelize.zero.early_optimizers import refuse_early_optimizers
+from parallelize.zero.replicas import compare_data_ranks
 from parallelize.zero.shard_data import apply_data_axes, data_of
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ def parallelize_model(
     count: Callable[[Any], T | int] | None = None,
     whole: Collection[str] = (),
     share_inputs: bool = False,
+    check_replicated: bool = True,
     **keywords: Unpack[OptionKeywords],
 ) -> ParallelModel:
     """Put a stock model on a mesh of `pp`, `dp_replicate`, `dp` (or `dp_shard`), `cp` and `tp`, in place; axes may be absent.
@@ -84,13 +87,15 @@ def parallelize_model(
             fills the allocated model.
         dropout_seed: masks are a function of it, the step and the position in the global batch, whatever the mesh.
         loss, count, whole, share_inputs: of a step: see `Pipeline`.
+        check_replicated: compare what ranks must have alike, by digest: the parameters of data ranks now, and in each step
+            inputs, targets, mode and hyperparameters.
 
     Returns: the model with its step, optimizer and clipping.
     Raises: MeshError `unknown-axis`, `no-data-axis`; ModelError `unknown-option`, `bad-option`, `bad-zero-stage`,
-        `meta-without-values`, `wrong-order`, `early-optimizer`; PlanError, and what the called functions raise. Before
-        anything is changed, where it can be known by then; the same on every rank.
-    Cost: of the call itself: an exchange of digests for each of the steps that decide something, the broadcast of `parallelize_module`, and of tied copies. Of a step:
-        see `explain`.
+        `meta-without-values`, `wrong-order`, `early-optimizer`; HandshakeError `replicas-differ`; PlanError, and what
+        the called functions raise. Before anything is changed, where it can be known by then; the same on every rank.
+    Cost: of the call itself: an exchange of digests for each of the steps that decide something, with `check_replicated` a
+        read of the parameters, the broadcast of `parallelize_module`, and of tied copies. Of a step: see `explain`.
     """
     spec, requested = mesh_spec(mesh), options_of(options, keywords)
     with agree_on(mesh) as agreed:
@@ -100,12 +105,14 @@ def parallelize_model(
         resolved = resolve(chosen, describe(module), spec, complete, costs=costs, assignment=assignment)
         agreed |= resolved.structure()
 
+    if check_replicated:
+        _compare_data_ranks(module, mesh, resolved)
     if spec.ranks("pp") > 1:
         cut_to_stages(module, mesh, resolved)
     _apply_tensor_axes(module, mesh, resolved)
     if complete.recompute != "off":
         apply_recompute(module, lambda: resolved)
-    _apply_data_axes(module, mesh, resolved, device, initialize)
+    _apply_data_axes(module, mesh, resolved, _Values(device, initialize, check_replicated))
     _tie(module)
     mark_stages(module)
     clock = install_dropout(module, dropout_seed, mesh) if drops(module) else None
@@ -123,6 +130,7 @@ def parallelize_model(
         share_inputs=share_inputs,
         data=data.engine if data is not None else None,
         clock=clock,
+        check_replicated=check_replicated,
     )
     return ParallelModel(module, mesh, pipeline)
 
@@ -135,6 +143,14 @@ def _plan(module: nn.Module, spec: MeshSpec, plan: Any) -> Plan | None:
     return plan_or_none(module, plan) or plan_or_none(module, None)
 
 
+def _compare_data_ranks(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -> None:
+    """Compare this rank's stages over the data axes: of the first rank of `tp` alone, whose values the others get."""
+    spec = mesh_spec(mesh)
+    tp_rank, pp_rank = (mesh.get_local_rank(axis) if spec.ranks(axis) > 1 else 0 for axis in ("tp", "pp"))
+    names = [shard.name for shard in shards_of(resolved, pp_rank, tp_rank)]
+    compare_data_ranks(module, mesh, names, compares=tp_rank == 0)
+
+
 def _apply_tensor_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -> None:
     """The axes `tp` and `cp`."""
     if "tp" in resolved.mesh.names:
@@ -145,14 +161,25 @@ def _apply_tensor_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPl
     apply_context(module, mesh, lambda: resolved)
 
 
-def _apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, device: Any, initialize: Any) -> None:
+class _Values(NamedTuple):
+    """Where the values of a model on meta come from; see `parallelize_model`."""
+
+    device: Any
+    initialize: Any
+    check_replicated: bool
+
+
+def _apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, values: _Values) -> None:
     """The data axes, and values for a model on meta: of ZeRO 3 it is sharded before anything is allocated."""
     options = resolved.options
     data_options = DataOptions.of(options)
     if options.zero == 3:
         apply_data_axes(module, mesh, resolved, data_options)
     if any(parameter.is_meta for parameter in module.parameters()):
-        _fill(module, mesh, device, initialize)
+        _fill(module, mesh, values.device, values.initialize)
+        if values.check_replicated:
+            sharded = (resolved.mesh.shard_axis,) if options.zero == 3 else ()
+            compare_data_ranks(module, mesh, axes=[axis for axis in DATA_AXES if axis not in sharded])
     if options.zero < 3 and (options.dtype is not None or set(DATA_AXES) & set(resolved.mesh.names)):
         apply_data_axes(module, mesh, resolved, data_options)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -18,11 +18,20 @@ from torch.optim import Optimizer
 from parallelize.errors import ModelError, Problem
 
 
-def refuse_early_optimizers(module: nn.Module) -> None:
-    """Raises: ModelError `early-optimizer` where an optimizer steps a parameter of this model."""
-    if not _referenced_elsewhere(module):
+def refuse_early_optimizers(module: nn.Module, replaced: Iterable[str] | None = None) -> None:
+    """Refuse a model of which an optimizer steps parameters that will be replaced.
+
+    Args:
+        module: the root of the model.
+        replaced: names of the parameters that will be replaced. None: all.
+
+    Raises: ModelError `early-optimizer`.
+    """
+    names = None if replaced is None else set(replaced)
+    named = module.named_parameters(remove_duplicate=False)
+    parameters = {id(parameter) for name, parameter in named if names is None or name in names}
+    if not parameters or not _referenced_elsewhere(module):
         return
-    parameters = {id(parameter) for parameter in module.parameters()}
     if any(True for _ in _optimizers_of(parameters)):
         gc.collect()  # an unused optimizer may still exist in a reference cycle
     for optimizer in _optimizers_of(parameters):

@@ -27,6 +27,7 @@ from parallelize.applied.records import applied, cut_of, facts_of, mark_applied,
 from parallelize.applied.sharding import rows_by_name
 from parallelize.applied.step_results import expected
 from parallelize.comm.groups import Group, axis_group, mesh_spec
+from parallelize.comm.handshake import agree_on
 from parallelize.errors import MeshError, ModelError, Problem, short_list
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.choose import plan_or_none
@@ -39,6 +40,7 @@ from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.fsdp import FsdpEngine, apply_fsdp
 from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
 from parallelize.zero.reducer import BUCKET_BYTES, ReducedParameter, Reducer
+from parallelize.zero.replicas import compare_data_ranks
 
 STAGES = (0, 1, 2, 3)
 
@@ -81,6 +83,7 @@ def shard_data(
     defer: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
     reshard_after_forward: bool = True,
+    check_replicated: bool = True,
 ) -> nn.Module:
     """Keep the data-parallel ranks of a mesh in step, in place, and return the model.
 
@@ -99,25 +102,31 @@ def shard_data(
             gradients (parameters x reduce_dtype bytes) are stored until then.
         bucket_bytes: gradients of at least this many bytes are reduced together (stages 0 to 2).
         reshard_after_forward: for stage 3, whether units are resharded after forward and gathered again in backward.
+        check_replicated: compare the parameters over the data axes, by digest. Those on meta have no values to compare.
 
     Returns: the same module.
     Raises: MeshError `no-data-axis`; ModelError `bad-zero-stage`, `data-axes-taken`, `early-optimizer`; for stage 3 also
-        ModelError `unmatched-unit`, `scalar-parameter`.
-    Cost: nothing is sent here. A step sends, with P bytes of gradients and n ranks: stages 0 and 1, one all-reduce of P (and
+        ModelError `unmatched-unit`, `scalar-parameter`; HandshakeError `replicas-differ`, and `ranks-disagree` where ranks
+        were given other settings. On every rank; before anything is changed, but for `scalar-parameter`.
+    Cost: handshakes, and with `check_replicated` a read of the parameters and an all-gather of 40 bytes. A step sends, with P bytes of gradients and n ranks: stages 0 and 1, one all-reduce of P (and
         stage 1 an all-gather of the parameters after the optimizer's step); stage 2, a reduce-scatter of P per backward, or
         per step with `defer`, and the all-gather; stage 3, an all-gather of the parameters in forward and in backward, and a
         reduce-scatter of P.
     Source: ZeRO, arXiv:1910.02054.
     """
     spec = mesh_spec(mesh)
-    _check(module, spec, zero)
-    refuse_early_optimizers(module)
-    earlier = resolution_so_far(module)
-    resolved = replace(
-        earlier.with_options(zero=zero, defer=defer, dtype=dtype, reduce_dtype=reduce_dtype),
-        mesh=earlier.mesh.with_axes(spec.only(*DATA_AXES)),
-        zero_units=_units(module, earlier, units) if zero == 3 else (),
-    )
+    with agree_on(mesh) as agreed:
+        _check(module, spec, zero)
+        refuse_early_optimizers(module)
+        earlier = resolution_so_far(module)
+        resolved = replace(
+            earlier.with_options(zero=zero, defer=defer, dtype=dtype, reduce_dtype=reduce_dtype),
+            mesh=earlier.mesh.with_axes(spec.only(*DATA_AXES)),
+            zero_units=_units(module, earlier, units) if zero == 3 else (),
+        )
+        agreed |= resolved.structure() | {"option bucket_bytes": str(bucket_bytes)}
+    if check_replicated:
+        compare_data_ranks(module, mesh)
     return apply_data_axes(
         module, mesh, resolved, DataOptions.of(resolved.options, bucket_bytes, reshard_after_forward)
     )

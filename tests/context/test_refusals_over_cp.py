@@ -104,8 +104,10 @@ def test_ranks_with_different_settings_or_batches_are_refused():
 
 
 def test_targets_without_a_row_for_each_token_are_refused():
+    models = [family("llama") for _ in range(2)]  # not on threads, which share a generator
+
     def body(rank):
-        parallel = parallelize_model(family("llama"), build_mesh("cpu", cp=2))
+        parallel = parallelize_model(models[rank], build_mesh("cpu", cp=2))
         for targets in (torch.ones(2, 3, dtype=torch.int64), torch.ones(2, dtype=torch.int64)):
             with pytest.raises(ParallelizeError, match="wrong-rows"):
                 parallel.step(input_ids=IDS, targets=targets)

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from parallelize import (
     ColwiseParallel,
@@ -42,6 +43,38 @@ def test_a_model_that_has_gradients():
     block(HIDDEN).sum().backward()
     with small_mesh(tp=2) as mesh, refused(ModelError, "gradient-present", "up.weight", "zero_grad"):
         parallelize_module(block, mesh, RULES)
+
+
+class _Replicated(ParallelStyle):
+    """A style of a third party, for which there are no rules: dicts that have one are applied as PyTorch does."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        return distribute_module(module, device_mesh)
+
+
+STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+@pytest.mark.parametrize("plan", [RULES, STYLES, {"up": _Replicated()}], ids=["plan", "styles", "unknown style"])
+def test_an_optimizer_that_steps_parameters_before_they_are_replaced(plan):
+    block = Block()
+    optimizer = torch.optim.SGD(block.parameters(), 0.1)
+    with small_mesh(tp=2) as mesh:
+        with refused(ModelError, "early-optimizer", "SGD", "build the optimizer afterwards"):
+            parallelize_module(block, mesh, plan)
+        assert not any(isinstance(parameter, DTensor) for parameter in block.parameters())
+        del optimizer
+        parallelize_module(block, mesh, plan)
+        assert isinstance(block.up.weight, DTensor)
+
+
+def test_an_optimizer_of_parameters_that_stay():
+    block = nn.ModuleDict({"planned": Block(), "rest": nn.Linear(WIDTH, WIDTH)})
+    optimizer = torch.optim.SGD(block.rest.parameters(), 0.1)
+    styles = {"planned.up": ColwiseParallel(), "planned": PrepareModuleInput()}
+    with small_mesh(tp=2) as mesh:
+        parallelize_module(block, mesh, styles)
+    assert optimizer.param_groups[0]["params"][0] is block.rest.weight
 
 
 def test_a_planned_parameter_that_was_replaced():

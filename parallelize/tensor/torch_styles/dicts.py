@@ -99,6 +99,16 @@ def apply_styles(
         ties.restore(module)
 
 
+def keys_replaced(module: nn.Module, style: Any) -> Iterator[str]:
+    """The names, below a module, of the parameters that a style replaces by DTensors.
+
+    Of a style that is not known here, all: PyTorch's `distribute_module` replaces those that no function replaces.
+    """
+    if not isinstance(style, _CONVERTS):
+        shards_own = isinstance(style, ModuleStyle)
+        yield from (key for key, _ in module.named_parameters(recurse=not shards_own))
+
+
 def from_pytorch(style: Any, module: nn.Module) -> Any:
     """This package's style that means the same as one of PyTorch's own. Any other style, subclasses included, is returned.
 
@@ -124,6 +134,7 @@ def _output_options(style: Any) -> dict[str, Any]:
 
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_CONVERTS = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 _FROM_PYTORCH: dict[type, Callable[[Any], ModuleStyle]] = {
     stock.ColwiseParallel: lambda style: ColwiseParallel(**_linear_options(style)),
     stock.RowwiseParallel: lambda style: RowwiseParallel(**_linear_options(style)),

@@ -274,13 +274,15 @@ def test_zero_3_gathers_layers_with_a_dict_too():
 
 
 def test_steps_see_modules_that_were_added_in_between():
+    initial, added = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)
+
     def body(rank: int) -> None:
-        mesh, model = build_mesh("cpu", tp=2), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        mesh, model = build_mesh("cpu", dp=1, tp=2), copy.deepcopy(initial)
         parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
-        model.append(nn.Linear(8, 8))
+        model.append(copy.deepcopy(added))
         recompute(model, units=["2"])
         assert list(recomputed(model)) == ["2"]
-        shard_data(model, build_mesh("cpu", dp=2), 0)
+        shard_data(model, mesh, 0)
 
     run_ranks(2, body)
 

@@ -75,22 +75,11 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def blocking_options() -> tuple[Any, Any, Any] | None:
-    """Options of all-reduce, all-gather and reduce-scatter as their blocking wrappers set them (2.9); backends only read them."""
-    try:
-        from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
-    except ImportError:
-        return None
-    options = AllreduceOptions(), AllgatherOptions(), ReduceScatterOptions()
-    for each in options:
-        each.asyncOp = False
+def blocking_options(kind: str) -> Any:
+    """The options "Allreduce", "Allgather" or "ReduceScatter" of a blocking call (2.9); backends only read them."""
+    options = getattr(torch._C._distributed_c10d, f"{kind}Options")()
+    options.asyncOp = False
     return options
-
-
-# torch 2.13 renamed these two
-_NEW_NAMES = hasattr(dist.ProcessGroup, "all_gather_single")
-all_gather_method = attrgetter("all_gather_single" if _NEW_NAMES else "_allgather_base")
-reduce_scatter_method = attrgetter("reduce_scatter_single" if _NEW_NAMES else "_reduce_scatter_base")
 
 
 def backward_id() -> int:

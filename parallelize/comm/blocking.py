@@ -8,17 +8,21 @@ alone, and complex tensors, which the wrappers view as real ones, take the wrapp
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 import torch.distributed as dist
 
 from parallelize import _torch_private as private
 
-# torch 2.13 renamed these two, and warns about the old names
-wrapped_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-wrapped_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed these, and warns about the old names
+_RENAMED = hasattr(dist, "all_gather_single")
+wrapped_all_gather = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
+wrapped_reduce_scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
+_all_gather = attrgetter("all_gather_single" if _RENAMED else "_allgather_base")
+_reduce_scatter = attrgetter("reduce_scatter_single" if _RENAMED else "_reduce_scatter_base")
 
-_OPTIONS = private.blocking_options()
-_SUM, _GATHER, _SCATTER = _OPTIONS or (None, None, None)
+_SUM, _GATHER, _SCATTER = (private.blocking_options(kind) for kind in ("Allreduce", "Allgather", "ReduceScatter"))
 
 
 def all_reduce(x: torch.Tensor, pg: dist.ProcessGroup) -> None:
@@ -34,7 +38,7 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> Non
     if _needs_wrapper(x):
         wrapped_all_gather(out, x, group=pg)
     else:
-        _wait(private.all_gather_method(pg)(out, x, _GATHER))
+        _wait(_all_gather(pg)(out, x, _GATHER))
 
 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> None:
@@ -42,11 +46,11 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) ->
     if _needs_wrapper(x):
         wrapped_reduce_scatter(out, x, group=pg)
     else:
-        _wait(private.reduce_scatter_method(pg)(out, x, _SCATTER))
+        _wait(_reduce_scatter(pg)(out, x, _SCATTER))
 
 
 def _needs_wrapper(x: torch.Tensor) -> bool:
-    return torch.compiler.is_compiling() or x.is_complex() or _OPTIONS is None
+    return torch.compiler.is_compiling() or x.is_complex()
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -94,6 +94,31 @@ def _judge(store: dist.Store, prefix: str, ranks: list[int], deadline: float) ->
     return problems + _differences(facts), missing
 
 
+def silent_ranks(ranks: list[int], occasion: str, timeout_s: float) -> list[int]:
+    """The ranks that do not come here within `timeout_s`: those of a failed collective that every other rank noticed.
+
+    Args:
+        occasion: distinguishes calls; the same on every rank.
+
+    Returns: their numbers, in ascending order; none where the store is lost too.
+    """
+    store = private.default_store()
+    if store is None:
+        return []
+    silent, deadline = [], time.monotonic() + timeout_s
+    key = f"parallelize/present/{occasion}"
+    try:
+        store.set(f"{key}/{dist.get_rank()}", "")
+    except (RuntimeError, dist.DistError):
+        return []
+    for rank in ranks:
+        try:
+            store.wait([f"{key}/{rank}"], timedelta(seconds=max(0.05, deadline - time.monotonic())))
+        except (RuntimeError, dist.DistError):
+            silent.append(rank)
+    return silent
+
+
 def _await_verdict(store: dist.Store, prefix: str, ranks: list[int], timeout_s: float) -> list[Problem]:
     try:
         store.wait([f"{prefix}/verdict"], timedelta(seconds=timeout_s))

@@ -21,19 +21,20 @@ from torch.optim import Optimizer
 
 from parallelize import _torch_private as private
 from parallelize.comm.groups import axis_group, mesh_spec
-from parallelize.comm.handshake import Facts, differing_rows, digest
-from parallelize.errors import HandshakeError, Problem
+from parallelize.comm.handshake import Facts, differing_rows, digest, silent_ranks
+from parallelize.errors import HandshakeError, PipelineError, Problem, short_list
 from parallelize.mesh import DATA_AXES, SAMPLE_AXES, MeshSpec
 
 T = torch.Tensor
 
 MESSAGE_BYTES = 64
+LOST_AFTER_S = 5.0
 _MOST_WORDS = 1 << 16
 """Words of eight bytes that are summed with cached weights; larger tensors take `digest`."""
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Facts:
     """The facts of one call on this rank.
 
     Attributes:
@@ -61,8 +62,9 @@ class StepCheck:
         self.world = axis_group(mesh, *self.spec.names)
         self.compares = compares and mesh.size() > 1 and dist.get_backend(self.world) != "fake"
         self._optimizers: list[tuple[weakref.ref[Optimizer], list[int]]] = []
-        self._sent: _Call | None = None
+        self._sent: _Facts | None = None
         self._message: T | None = None
+        self._calls = 0
         flat = mesh.mesh.flatten().tolist()
         index = flat.index(dist.get_rank()) if mesh.size() > 1 else 0
         self._weights = [_weight(self.spec, index, axes) for axes in (SAMPLE_AXES, self.spec.names[:0], ("pp",))]
@@ -87,7 +89,8 @@ class StepCheck:
             batch: inputs and targets by name, which must be the same on all ranks of a data rank.
             settings: facts that must be the same on all ranks.
 
-        Raises: HandshakeError `ranks-diverged`; on an accelerator `raise_difference` does, after the step.
+        Raises: PipelineError `peer-lost`; HandshakeError `ranks-diverged`, which on an accelerator `raise_difference` raises
+            after the step.
         Cost: one all-reduce of 64 bytes over the mesh; another one of the count, where that is no integer.
         """
         local = (count.detach().clone() if isinstance(count, torch.Tensor) else torch.tensor(count)).to(self.device)
@@ -97,13 +100,26 @@ class StepCheck:
         if self._counts and not local.is_floating_point():
             message[0] = local
         if self.compares:
-            self._sent = _Call(batch, settings, self._hyperparameters())
+            self._sent = _Facts(batch, settings, self._hyperparameters())
             self._add_digests(message, self._sent)
-        dist.all_reduce(message, group=self.world)
+        self._send(message)
         self._message = message
         if self.device.type == "cpu":  # elsewhere reading it would wait for the device
             self.raise_difference()
         return self._sum_of_floats(local) if local.is_floating_point() else message[0]
+
+    def _send(self, message: T) -> None:
+        """Raises: PipelineError `peer-lost` with the ranks that did not take part."""
+        self._calls += 1
+        try:
+            dist.all_reduce(message, group=self.world)
+        except RuntimeError as error:
+            ranks = self.mesh.mesh.flatten().tolist()
+            lost = silent_ranks(ranks, f"step/{self._calls}", LOST_AFTER_S)
+            who = short_list([f"rank {rank}" for rank in lost]) or "a rank"
+            what = f"{who} did not take part in the step: {str(error).strip().splitlines()[0]}"
+            fix = "look at that rank's own output; start again on all ranks"
+            raise PipelineError(Problem("peer-lost", what, fix=fix)) from error
 
     def differs(self) -> bool:
         """Whether the last message says that ranks differ. On an accelerator it waits for the message."""
@@ -119,7 +135,7 @@ class StepCheck:
         dist.all_gather_object(every, (_readable(call.batch), call.settings, call.stage), group=self.world)
         raise HandshakeError(_problem(self.spec, self.mesh.mesh.flatten().tolist(), every))
 
-    def _add_digests(self, message: T, call: _Call) -> None:
+    def _add_digests(self, message: T, call: _Facts) -> None:
         batch, everyone, stage = self._weights
         leaves, structure = private.tree_flatten(dict(call.batch))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -143,9 +159,9 @@ class StepCheck:
             name = f"{type(optimizer).__name__} {number}" if number else type(optimizer).__name__
             facts[f"{name}, steps"] = str(steps[0])
             for index, group in enumerate(optimizer.param_groups):
-                facts[f"{name}, group {index}"] = ", ".join(
-                    f"{key}={_scalar(value)}" for key, value in sorted(group.items()) if _is_scalar(value)
-                )
+                for key, value in group.items():
+                    if _is_scalar(value):
+                        facts[f"{name}, group {index}, {key}"] = _scalar(value)
         return facts
 
     def _sum_of_floats(self, local: T) -> T:
@@ -180,7 +196,9 @@ def _signed(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-_WORD_WEIGHTS: dict[torch.device, T] = {}  # at most one tensor of 512 KiB for each device of the process
+_WORD_WEIGHTS: dict[
+    torch.device, T
+] = {}  # one tensor for each device of the process, as long as the largest input so far
 
 
 def _content(tensor: T) -> T:
@@ -191,12 +209,17 @@ def _content(tensor: T) -> T:
     words = flat.view(torch.int64)
     if words.numel() > _MOST_WORDS:
         return digest(flat)[:2].sum()
-    weights = _WORD_WEIGHTS.get(words.device)
-    if weights is None:
+    return (words * _word_weights(words.numel(), words.device)).sum()
+
+
+def _word_weights(count: int, device: torch.device) -> T:
+    """Odd numbers, the same on every rank."""
+    weights = _WORD_WEIGHTS.get(device)
+    if weights is None or weights.numel() < count:
         generator = torch.Generator().manual_seed(0)
-        weights = torch.randint(-(1 << 62), 1 << 62, (_MOST_WORDS,), generator=generator).to(words.device) | 1
-        _WORD_WEIGHTS[words.device] = weights
-    return (words * weights[: words.numel()]).sum()
+        weights = torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator).to(device) | 1
+        _WORD_WEIGHTS[device] = weights
+    return weights[:count]
 
 
 def _form(leaf: Any) -> str:

@@ -95,7 +95,7 @@ class StageRunner:
         for index, unit in enumerate(self.units):
             if unit in cut.facts.aliases:
                 self.modules[unit] = inner = module.get_submodule(unit)
-                private.intercept_call(inner, _Call(self, index, inner))
+                private.intercept_call(inner, _UnitCall(self, index, inner))
         # the end of a stage is caught inside the call of the root, so that wrappers around the model see a normal return
         forward = module.__dict__.get("forward") or MethodType(type(module).forward, module)
         forward = forward.forward if isinstance(forward, _Ending) else forward  # of an earlier runner
@@ -328,7 +328,7 @@ def _name(module: nn.Module | None, key: int | str) -> str:
     return names[key] if key < len(names) else str(key)
 
 
-class _Call:
+class _UnitCall:
     """The interception of a unit's call. Copies of the model are not part of the pipeline and have none."""
 
     def __init__(self, runner: StageRunner, index: int, module: nn.Module):

@@ -18,8 +18,8 @@ from parallelize.comm.groups import Group
 from parallelize.comm.link_profile import AlgorithmChoice, LinearWork, LinkProfile
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.matmul import symmetric_memory as symmetric
-from parallelize.ops.matmul.collective_matmul import algorithm_of, decide
 from parallelize.ops.matmul.linear_gradients import DeferredGradients
+from parallelize.ops.matmul.overlapped_linear import algorithm_of, decide
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.styles.contract import Conversion

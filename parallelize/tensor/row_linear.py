@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from parallelize.ops.collectives import pad_to
-from parallelize.ops.matmul.collective_matmul import OverlappedLinear
+from parallelize.ops.matmul.overlapped_linear import OverlappedLinear
 from parallelize.tensor.overlap_sites import CallSite
 from parallelize.tensor.region import Region
 

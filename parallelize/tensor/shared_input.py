@@ -17,7 +17,7 @@ from parallelize import _torch_private as private
 from parallelize.applied.records import applied
 from parallelize.layout import even_interval
 from parallelize.ops import collectives as ops
-from parallelize.ops.matmul.collective_matmul import OverlappedLinear
+from parallelize.ops.matmul.overlapped_linear import OverlappedLinear
 from parallelize.tensor.overlap_sites import CallSite
 from parallelize.tensor.region import Region
 

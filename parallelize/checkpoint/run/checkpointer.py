@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.run.load import Loading, LoadOptions, load_run
-from parallelize.checkpoint.run.local_tensors import bare, model_on_mesh
+from parallelize.checkpoint.run.local_tensors import model_on_mesh
 from parallelize.checkpoint.run.metadata import run_metadata
 from parallelize.checkpoint.run.rank_sync import (
     TIMEOUT_S,
@@ -25,8 +25,9 @@ from parallelize.checkpoint.run.rank_sync import (
     problem_from_json,
     problems_to_json,
 )
+from parallelize.checkpoint.run.run_contents import run_of
 from parallelize.checkpoint.run.save import write_snapshot
-from parallelize.checkpoint.run.snapshot import Run, Snapshot, Staging, take
+from parallelize.checkpoint.run.snapshot import Snapshot, Staging, take
 from parallelize.errors import CheckpointError, Problem, short_list
 from parallelize.randomness.streams import Streams
 from parallelize.terminal.progress_line import Progress
@@ -334,53 +335,6 @@ def _check_retention(keep_last: int | None, keep_every: int | None) -> None:
     if keep_every is not None and keep_last is None:
         fix = "pass keep_last too: how many of the newest are kept besides every k-th"
         raise CheckpointError(Problem("bad-retention", "keep_every alone removes nothing", fix=fix))
-
-
-def run_of(
-    model: ParallelModel | nn.Module,
-    *,
-    optimizer: Any = None,
-    scheduler: Any = None,
-    streams: Streams | None = None,
-    data: Any = None,
-    user: Mapping[str, Any] | None = None,
-    generators: bool = False,
-) -> Run:
-    """What a checkpoint contains.
-
-    Raises: CheckpointError `not-stateful` for an object without a state to save, `bad-name`.
-    """
-    stateful = {"data": data} if data is not None else {}
-    for name, value in [*stateful.items(), *(user or {}).items()]:
-        if value is not None and not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
-            what = f"{name} is of type {type(value).__name__}, which has no state_dict and load_state_dict"
-            raise CheckpointError(Problem("not-stateful", what, fix="pass plain values as save(step, values=...)"))
-    if isinstance(model, nn.Module):
-        module, pipeline = model, None
-    else:
-        module, pipeline = model.module, model.pipeline
-    return Run(
-        bare(module),
-        pipeline,
-        _by_name(optimizer, "optimizer"),
-        _by_name(scheduler, "scheduler"),
-        streams,
-        data,
-        dict(user or {}),
-        generators,
-    )
-
-
-def _by_name(value: Any, default_name: str) -> dict[str, Any]:
-    """Optimizers or schedulers by name. The names begin the names of tensors, and must not be those of other tensors."""
-    if value is None:
-        return {}
-    by_name = dict(value) if isinstance(value, Mapping) else {default_name: value}
-    for name in by_name:
-        if not isinstance(name, str) or "/" in name or name in ("model", "state"):
-            what = f"{name!r} cannot be the name of an optimizer or scheduler"
-            raise CheckpointError(Problem("bad-name", what, fix='use a string without "/", not "model" or "state"'))
-    return by_name
 
 
 def load_checkpoint(

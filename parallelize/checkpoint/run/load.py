@@ -27,8 +27,9 @@ from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, t
 from parallelize.checkpoint.run.meta_model import MetaModel
 from parallelize.checkpoint.run.optimizer_restore import RestoredOptimizer, plan_optimizer
 from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error, ranks_by_value
+from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.scheduler_state import check_scheduler, load_scheduler
-from parallelize.checkpoint.run.snapshot import Run, reshard_units
+from parallelize.checkpoint.run.snapshot import reshard_units
 from parallelize.errors import CheckpointError, ParallelizeError, Problem, near, short_list
 
 T = torch.Tensor

@@ -6,7 +6,7 @@ For a save in the background, everything is copied once, into buffers that the n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,34 +20,14 @@ from parallelize.checkpoint.format.json_encoder import TensorSink, encode
 from parallelize.checkpoint.format.writer import TensorToWrite
 from parallelize.checkpoint.run import optimizer_state, run_state
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, weights
+from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.scheduler_state import describe_scheduler
 from parallelize.errors import CheckpointError, Problem
 from parallelize.layout import replicated
-from parallelize.randomness.streams import Streams
 
 T = torch.Tensor
 Table = dict[str, list[Any]]
 """Tensor name -> [dtype, full shape, [[key, box]], about]: what a rank reports about the tensors it has written."""
-
-
-@dataclass
-class Run:
-    """What a checkpoint contains. Everything but the model may be absent.
-
-    Attributes:
-        optimizers, schedulers: by name. user: objects with `state_dict` and `load_state_dict`, by name; the first rank's
-            state is saved. data: one such object, for the position in the data. generators: save the generators of torch,
-            Python and NumPy.
-    """
-
-    module: nn.Module
-    pipeline: Any = None
-    optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
-    schedulers: Mapping[str, Any] = field(default_factory=dict)
-    streams: Streams | None = None
-    data: Any = None
-    user: Mapping[str, Any] = field(default_factory=dict)
-    generators: bool = True
 
 
 @dataclass

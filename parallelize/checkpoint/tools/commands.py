@@ -25,7 +25,7 @@ from parallelize.terminal.console import (
 from parallelize.terminal.progress_line import Progress
 
 if TYPE_CHECKING:
-    from parallelize.checkpoint.tools.offline import CheckReport
+    from parallelize.checkpoint.tools.file_check import CheckReport
 
 _MAX_SHOWN = 50
 
@@ -78,7 +78,7 @@ def _command(inner: Any, name: str, run: Any, about: str, source: str = "DIR") -
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from parallelize.checkpoint.tools.offline import inspect_checkpoint
+    from parallelize.checkpoint.tools.contents import inspect_checkpoint
 
     info = inspect_checkpoint(options.source, options.step)
     if options.json:
@@ -191,7 +191,7 @@ def _table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from parallelize.checkpoint.tools.offline import check_folder
+    from parallelize.checkpoint.tools.file_check import check_folder
 
     with _progress("checking", options) as progress:
         result = check_folder(options.source, options.step, progress)
@@ -228,7 +228,7 @@ def _print_checked(result: CheckReport) -> None:
 
 def _progress(what: str, options: argparse.Namespace) -> Progress:
     """A progress line. The size of the folder is computed even if nothing is shown, so that errors do not depend on it."""
-    from parallelize.checkpoint.tools.offline import total_bytes
+    from parallelize.checkpoint.tools.contents import total_bytes
 
     return Progress(what, shows_progress(options), total_bytes(options.source, options.step))
 
@@ -247,7 +247,7 @@ def _reshape(options: argparse.Namespace) -> int:
 
 
 def _to_hf(options: argparse.Namespace) -> int:
-    from parallelize.checkpoint.tools.convert import to_hub
+    from parallelize.checkpoint.tools.to_hub import to_hub
 
     with Progress("writing", shows_progress(options)) as progress:
         folder = to_hub(
@@ -263,8 +263,8 @@ def _to_hf(options: argparse.Namespace) -> int:
 
 
 def _from_hf(options: argparse.Namespace) -> int:
-    from parallelize.checkpoint.tools.convert import from_hub
-    from parallelize.checkpoint.tools.offline import total_bytes
+    from parallelize.checkpoint.tools.contents import total_bytes
+    from parallelize.checkpoint.tools.from_hub import from_hub
 
     with Progress("writing", shows_progress(options), total_bytes(options.source)) as progress:
         folder = from_hub(options.source, options.target, mesh=options.mesh, step=options.step, progress=progress)
@@ -272,7 +272,7 @@ def _from_hf(options: argparse.Namespace) -> int:
 
 
 def _print_written(folder: Path, options: argparse.Namespace) -> int:
-    from parallelize.checkpoint.tools.offline import inspect_checkpoint
+    from parallelize.checkpoint.tools.contents import inspect_checkpoint
 
     info = inspect_checkpoint(folder)
     if options.json:

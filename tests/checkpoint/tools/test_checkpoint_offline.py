@@ -21,9 +21,10 @@ from parallelize.checkpoint.format.boxes import volume
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor, check_tensors, read_manifest
 from parallelize.checkpoint.format.reader import TensorFile
 from parallelize.checkpoint.run.checkpointer import Checkpointer, load_checkpoint
-from parallelize.checkpoint.tools.convert import from_hub, to_hub
-from parallelize.checkpoint.tools.offline import verify_checkpoint
+from parallelize.checkpoint.tools.file_check import verify_checkpoint
+from parallelize.checkpoint.tools.from_hub import from_hub
 from parallelize.checkpoint.tools.reshape import TargetSharding, owners, reshape_checkpoint
+from parallelize.checkpoint.tools.to_hub import to_hub
 from parallelize.cli import main
 from parallelize.errors import CheckpointError, MeshError
 from parallelize.layout import Chunk, packed
@@ -629,7 +630,8 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 import torch, transformers
-from parallelize.checkpoint.tools.convert import from_hub, to_hub
+from parallelize.checkpoint.tools.from_hub import from_hub
+from parallelize.checkpoint.tools.to_hub import to_hub
 from parallelize.checkpoint.tools.reshape import reshape_checkpoint
 
 def memory(key):

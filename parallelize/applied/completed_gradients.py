@@ -23,7 +23,7 @@ class Receiver(Protocol):
 
     param: Any
 
-    def __call__(self, leaf: torch.Tensor) -> None: ...
+    def deliver(self, grad: torch.Tensor) -> None: ...
 
 
 class CompletedGradients:
@@ -33,9 +33,9 @@ class CompletedGradients:
         self._recorder: _Recorder = _Idle()
 
     def hook(self, leaf: torch.Tensor, receiver: Receiver) -> Callable[[torch.Tensor], None]:
-        """What is called with `leaf` when its gradient is complete; `receiver` is then called when the pass ends.
+        """What is called with `leaf` when its gradient is complete; `receiver` then gets the gradient when the pass ends.
 
-        A pass that adds to a gradient which exists already calls it at once, so that no second gradient is stored. A pass
+        A pass that adds to a gradient which exists already delivers at once, so that no second gradient is stored. A pass
         that fails adds nothing.
         """
         leaf.receiver = receiver  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ class _Idle(_Recorder):
 
     def __setattr__(self, name: str, leaf: Any) -> None:
         if leaf.receiver.param.grad is not None or private.backward_id() == -1:
-            leaf.receiver(leaf)
+            _move([leaf])
             return
         object.__setattr__(self, "__class__", _Recording)
         setattr(self, name, leaf)
@@ -85,14 +85,21 @@ class _EndOfPass:
         assert self._recorder is not None
         leaves, self._recorder = self._recorder.close(), None
         try:
-            for leaf in leaves:
-                leaf.receiver(leaf)
-        finally:
+            _move(leaves)
+        except BaseException:
             _drop(leaves)
+            raise
 
     def __del__(self) -> None:
         if self._recorder is not None:
             _drop(self._recorder.close())
+
+
+def _move(leaves: list[Any]) -> None:
+    for leaf in leaves:
+        grad, leaf.grad = leaf.grad, None
+        if grad is not None:  # the op defers this gradient
+            leaf.receiver.deliver(grad)
 
 
 def _drop(leaves: list[Any]) -> None:

@@ -19,9 +19,8 @@ class Receiver:
     def __init__(self, events: list[str]):
         self.param, self.events = SimpleNamespace(grad=None), events
 
-    def __call__(self, leaf: torch.Tensor) -> None:
+    def deliver(self, grad: torch.Tensor) -> None:
         self.events.append("delivered")
-        grad, leaf.grad = leaf.grad, None
         self.param.grad = grad if self.param.grad is None else self.param.grad + grad
 
 
@@ -101,11 +100,11 @@ def test_a_delivery_that_fails_drops_the_others():
     events: list[str] = []
     early, late = leaves(CompletedGradients(), events)
 
-    def refuse(leaf):
+    def refuse(grad):
         raise ValueError("refused")
 
     stock = late.receiver.__class__
-    late.receiver.__class__ = type("Refusing", (Receiver,), {"__call__": lambda self, leaf: refuse(leaf)})
+    late.receiver.__class__ = type("Refusing", (Receiver,), {"deliver": lambda self, grad: refuse(grad)})
     with pytest.raises(ValueError, match="refused"):
         loss_of(early, late, events).backward()
     assert early.grad is None and late.grad is None and early.receiver.param.grad is None

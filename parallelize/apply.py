@@ -17,10 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize.applied.gradient_guard import NOT_REDUCED, guard_gradients
 from parallelize.applied.meta_buffers import guard_buffers
-from parallelize.applied.module_moves import guard_moves, refuse_ddp
+from parallelize.applied.module_moves import guard_moves
+from parallelize.applied.other_wrappers import refuse_wrapped, refuse_wrappers
 from parallelize.applied.pending_reductions import PendingReductions
-from parallelize.applied.records import PlanRecord, cut_of, facts_of, mark_applied, part_of, record_of, resolution_of
+from parallelize.applied.records import (
+    PlanRecord,
+    applied,
+    cut_of,
+    facts_of,
+    mark_applied,
+    part_of,
+    record_of,
+    resolution_of,
+)
 from parallelize.applied.sharding import Sharder
 from parallelize.applied.state_dict import install_state_hooks
 from parallelize.applied.transaction import Transaction
@@ -28,7 +39,7 @@ from parallelize.comm.groups import Group, mesh_spec, tp_mesh
 from parallelize.comm.handshake import TIMEOUT_S, agree_on, watch_inputs
 from parallelize.context.context_parallel import apply_context, check_context, on_context
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
-from parallelize.mesh import MeshSpec
+from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
@@ -66,6 +77,7 @@ def parallelize_module(
     weights_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     check_replicated: bool | None = None,
+    own_reduction: bool = False,
     handshake_timeout_s: float = TIMEOUT_S,
 ) -> nn.Module:
     """Apply tensor, sequence and loss parallelism to a stock module, in place, and return it.
@@ -86,10 +98,12 @@ def parallelize_module(
         weights_dtype, device: of the stored parameters. Default: as they are.
         check_replicated: compare over `tp`, by digest. True: now, the parameters that all ranks store in full, and the inputs
             at each forward. None: the parameters, if src_data_rank is None. False: nothing.
+        own_reduction: the caller sums gradients over the mesh's data axes, in its own code. Without it, `shard_data` or
+            `fully_shard` must be applied before the first backward, which is refused otherwise.
         handshake_timeout_s: how long ranks wait for each other before the missing ones are named.
 
     Returns: the same module; its parameters are DTensors, its activations plain local tensors.
-    Raises: PlanError, ModelError (such as `early-optimizer`), MeshError, ShapeError before anything is changed;
+    Raises: a backward, ModelError `unreduced-gradients`. This call, PlanError, ModelError (such as `early-optimizer`), MeshError, ShapeError before anything is changed;
         HandshakeError where ranks differ. On every rank.
     Cost: one exchange of digests, and, unless src_data_rank is None, one broadcast over `tp` of every parameter's bytes.
     """
@@ -108,7 +122,10 @@ def parallelize_module(
         return resolve(plan, facts_of(module), axes, Options(**switches), earlier=resolution_of(module))
 
     storage = Storage(src_data_rank, weights_dtype, device, check_replicated)
-    return apply_plan(module, mesh, decide, storage, handshake_timeout_s)
+    apply_plan(module, mesh, decide, storage, handshake_timeout_s)
+    if mesh_spec(mesh).ranks(*DATA_AXES) > 1 and not own_reduction and applied(module).data is None:
+        guard_gradients(module, mesh, NOT_REDUCED)
+    return module
 
 
 def apply_plan(
@@ -189,6 +206,7 @@ def _agree_on_plan(
         local_model = part_of(module, resolved.facts)
         local_plan = resolved.restricted(local_model)
         _check_modules(local_plan, local_model)
+        refuse_wrapped(module)
         refuse_early_optimizers(module, _replaced(module, local_plan))
         overlapped = check_call_sites(local_plan, local_model, Group(tp.get_group()), torch.device(mesh.device_type))
     return _Agreed(resolved, local_model, local_plan, overlapped)
@@ -311,7 +329,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     install_generation(module)
     guard_buffers(module)
     guard_moves(module)
-    refuse_ddp(module)
+    refuse_wrappers(module)
     if storage.device is not None:
         _move_buffers(module, storage.device)
     if storage.check_replicated:

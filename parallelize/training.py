@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.applied.other_wrappers import refuse_wrapped
 from parallelize.applied.records import cut_of
 from parallelize.apply import apply_plan
 from parallelize.checkpoint.weights import load_weights
@@ -92,7 +93,7 @@ def parallelize_model(
 
     Returns: the model with its step, optimizer and clipping.
     Raises: MeshError `unknown-axis`, `no-data-axis`; ModelError `unknown-option`, `bad-option`, `bad-zero-stage`,
-        `meta-without-values`, `wrong-order`, `early-optimizer`; HandshakeError `replicas-differ`; PlanError, and what
+        `meta-without-values`, `wrong-order`, `other-data-parallel`, `early-optimizer`; HandshakeError `replicas-differ`; PlanError, and what
         the called functions raise. Before anything is changed, where it can be known by then; the same on every rank.
     Cost: of the call itself: an exchange of digests for each of the steps that decide something, with `check_replicated` a
         read of the parameters, the broadcast of `parallelize_module`, and of tied copies. Of a step: see `explain`.
@@ -211,6 +212,7 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
         refused = refused_modules(module)
         if refused:
             raise ModelError(*refused)
+    refuse_wrapped(module)
     refuse_early_optimizers(module)
 
 

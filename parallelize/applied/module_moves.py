@@ -1,4 +1,4 @@
-"""Moves and casts of a parallelized model, such as `.to()`, are supported. Wrapping it in DDP is refused."""
+"""Moves and casts of a parallelized model, such as `.to()`."""
 
 from __future__ import annotations
 
@@ -47,12 +47,3 @@ def _rebuilt(module: nn.Module, key: str, value: Any) -> Any:
             )
         )
     return value
-
-
-def refuse_ddp(module: nn.Module) -> None:
-    """Hide planned parameters from DistributedDataParallel, which then refuses the model.
-
-    DDP's hooks are on autograd nodes that planned parameters do not have: it would silently reduce nothing. The attribute
-    is the one that DDP documents for parameters that it must ignore.
-    """
-    module.__dict__["_ddp_params_and_buffers_to_ignore"] = [name for name, _ in module.named_parameters()]

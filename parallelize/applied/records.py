@@ -117,6 +117,7 @@ class Applied:
         recompute_unit: set where it is recomputed.
         state_rows: the resolved rows of its own parameters, by key, which state dicts are converted by.
         rebuilt_buffers: values of meta buffers that no checkpoint stores, by key.
+        gradient_guard: an applied.gradient_guard.GradientGuard, of a module with parameters.
         defers_logits: whether it is a head whose matmul is left to the loss. written_weight: the tensor that an optimizer
             writes to under `fully_shard`, of such a head, and its local tensor.
     """
@@ -137,6 +138,7 @@ class Applied:
     recompute_unit: RecomputedModule | None = None
     state_rows: Mapping[str, ParameterRow] = field(default_factory=dict)
     rebuilt_buffers: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
+    gradient_guard: Any = None
     defers_logits: bool = False
     written_weight: tuple[torch.Tensor, ...] = ()
 
@@ -206,7 +208,7 @@ def part_of(module: nn.Module, model: ModelFacts) -> ModelFacts:
 def mesh_of(module: nn.Module) -> DeviceMesh | None:
     """The largest of the meshes that this model was parallelized over, or None."""
     root = applied(module)
-    meshes = [record.mesh for record in (root.data, root.cut, root.plan) if record is not None]
+    meshes = [record.mesh for record in (root.data, root.cut, root.plan, root.gradient_guard) if record is not None]
     return max(meshes, key=lambda mesh: mesh.size(), default=None)
 
 

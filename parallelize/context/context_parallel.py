@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import _torch_private as private
 from parallelize.applied.local_config import LocalConfig
-from parallelize.applied.module_moves import refuse_ddp
-from parallelize.applied.records import cut_of, facts_of, mark_applied, resolution_of
+from parallelize.applied.other_wrappers import refuse_wrappers
+from parallelize.applied.records import applied, cut_of, facts_of, mark_applied, resolution_of
 from parallelize.applied.transaction import Transaction
 from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on, check_replicas
@@ -88,7 +88,7 @@ def apply_context(module: nn.Module, mesh: DeviceMesh, decide: Callable[[], Reso
     with Transaction(module):
         mark_applied(module, resolved=resolved)
         _install(module, Context(mesh, dict(resolved.attention), resolved.options.ulysses), inputs)
-        refuse_ddp(module)
+        refuse_wrappers(module)
     install_generation(module)
     return module
 

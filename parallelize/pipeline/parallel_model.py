@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from parallelize.errors import ModelError, Problem
 from parallelize.loop.clip import clip_grad_norm_
 from parallelize.pipeline.engine import Pipeline
 from parallelize.pipeline.ties import ties_of
@@ -31,6 +32,11 @@ class ParallelModel:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, pipeline: Pipeline):
         self.module, self.mesh, self.pipeline = module, mesh, pipeline
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        """Raises: ModelError `not-copyable`: the copy would have no part in the steps of the other ranks' pipelines."""
+        what = "a ParallelModel has hooks and messages of the model it was made with, which a copy cannot have"
+        raise ModelError(Problem("not-copyable", what, fix="copy.deepcopy(parallel.module)"))
 
     def step(self, *args: Any, targets: Any = None, **kwargs: Any) -> T:
         """Forward and backward of this data rank's batch. See `Pipeline.step`.

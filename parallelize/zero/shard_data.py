@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.applied.gradient_guard import guard_gradients
+from parallelize.applied.other_wrappers import refuse_wrapped, refuse_wrappers
 from parallelize.applied.records import applied, cut_of, facts_of, mark_applied, record_of, resolution_so_far
 from parallelize.applied.sharding import rows_by_name
 from parallelize.applied.step_results import expected
@@ -63,8 +65,8 @@ class DataRecord:
     masters: bool = False
     compute: torch.dtype | None = None
 
-    def __deepcopy__(self, memo: dict) -> DataRecord:
-        return self
+    def __deepcopy__(self, memo: dict) -> None:
+        """A copy of a model has no record: nothing reduces or steps its parameters (see `guard_gradients`)."""
 
 
 def data_of(module: nn.Module) -> DataRecord | None:
@@ -105,7 +107,7 @@ def shard_data(
         check_replicated: compare the parameters over the data axes, by digest. Those on meta have no values to compare.
 
     Returns: the same module.
-    Raises: MeshError `no-data-axis`; ModelError `bad-zero-stage`, `data-axes-taken`, `early-optimizer`; for stage 3 also
+    Raises: MeshError `no-data-axis`; ModelError `bad-zero-stage`, `data-axes-taken`, `other-data-parallel`, `early-optimizer`; for stage 3 also
         ModelError `unmatched-unit`, `scalar-parameter`; HandshakeError `replicas-differ`, and `ranks-disagree` where ranks
         were given other settings. On every rank; before anything is changed, but for `scalar-parameter`.
     Cost: handshakes, and with `check_replicated` a read of the parameters and an all-gather of 40 bytes. A step sends, with P bytes of gradients and n ranks: stages 0 and 1, one all-reduce of P (and
@@ -144,6 +146,9 @@ def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan,
     """`shard_data` by a resolved plan, for a model that nothing but its modules refers to."""
     _check(module, mesh_spec(mesh), resolved.options.zero)
     make_contiguous(module)
+    if mesh_spec(mesh).ranks(*DATA_AXES) > 1 or applied(module).gradient_guard is not None:
+        guard_gradients(module, mesh, None)
+        refuse_wrappers(module)
     if resolved.options.zero == 3:
         _shard_parameters(module, mesh, options, resolved)
     else:
@@ -222,8 +227,10 @@ def _refresh(shards: list[OptimizerShard]) -> None:
         shard.refresh()
 
 
-def _after_load(data: DataRecord, prefix: str, owner: nn.Module, _: Any) -> None:
+def _after_load(data: DataRecord | None, prefix: str, owner: nn.Module, _: Any) -> None:
     """Weights were loaded: update float32 copies. The parameters must still be the ones that are reduced and stepped."""
+    if data is None:  # of a copy
+        return
     current = {id(parameter) for parameter in owner._parameters.values()}
     shards = [shard for shard in data.shards if shard.name.rpartition(".")[0] == prefix.rstrip(".")]
     replaced = [shard.name for shard in shards if id(shard.param) not in current]
@@ -244,6 +251,7 @@ def _check(module: nn.Module, spec: MeshSpec, zero: int) -> None:
     if data_of(module) is not None:
         what = "shard_data was applied to this model before"
         raise ModelError(Problem("data-axes-taken", what, fix="apply it once"))
+    refuse_wrapped(module)
 
 
 def _reduced_parameters(module: nn.Module, resolved: ResolvedPlan) -> Iterator[ReducedParameter]:

@@ -103,7 +103,7 @@ def wrong_axis(rank: int) -> float:
     reference = copy.deepcopy(model)
     loss_of(reference(input_ids=ids).logits, labels).backward()
     mesh = build_mesh("cpu", dp=2, tp=2)
-    parallelize_module(model, mesh)
+    parallelize_module(model, mesh, own_reduction=True)
     from parallelize.comm.groups import Group
 
     other = mesh.get_group("dp")
@@ -624,7 +624,7 @@ def any_axis_order(rank: int) -> list[float]:
     ids, labels = tiny_batch(seed=1)
     reference = copy.deepcopy(model)
     loss_of(reference(input_ids=ids).logits, labels).backward()
-    parallelize_module(model, mesh, sequence_parallel=True, loss_parallel=True)
+    parallelize_module(model, mesh, sequence_parallel=True, loss_parallel=True, own_reduction=True)
     loss_of(model(input_ids=ids).logits, labels).backward()
     return [worst(full_gradients(model), {n: p.grad for n, p in reference.named_parameters()})[0]]
 

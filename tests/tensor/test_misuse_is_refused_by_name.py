@@ -73,7 +73,7 @@ def test_what_cannot_be_planned_is_refused_by_name():
                 nn.ModuleDict({"model": net.model}), build_mesh("cpu", tp=2), {"model.norm": "replicate"}
             )
         assert error.value.slugs[0] == "already-parallelized"
-        with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+        with pytest.raises(ModelError, match="other-data-parallel"):
             nn.parallel.DistributedDataParallel(net)
         with pytest.raises(ModelError) as error:
             net(input_ids=tiny_batch()[0], output_attentions=True)

@@ -1,0 +1,64 @@
+"""PyTorch's own data parallelism around a model whose gradients it cannot see, or that are reduced already, is refused.
+
+DistributedDataParallel and `replicate` put their hooks on autograd nodes that planned parameters do not have, and would reduce
+the gradients of `shard_data` a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from parallelize import _torch_private as private
+from parallelize.errors import ModelError, Problem
+
+
+def refuse_wrapped(module: nn.Module) -> None:
+    """Raises: ModelError `other-data-parallel` for a model of which PyTorch reduces gradients already."""
+    for name, inner in module.named_modules():
+        wrapper = _wrapper_of(inner)
+        if wrapper:
+            raise _refusal(f"{name or 'the model'} is under {wrapper} already")
+
+
+def refuse_wrappers(module: nn.Module) -> None:
+    """Let DistributedDataParallel and `replicate` around this model, now or later, raise ModelError `other-data-parallel`.
+
+    The model itself is refused when it is wrapped; within another module, and under `replicate`, in its first forward.
+    """
+    module.__dict__["_ddp_params_and_buffers_to_ignore"] = _RefusesDdp(type(module).__name__)
+    if _refuse_active not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_refuse_active, prepend=True)
+
+
+class _RefusesDdp:
+    """Stands where DDP looks for the names of parameters that it must ignore, an attribute that it documents."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __iter__(self) -> Iterator[str]:
+        raise _refusal(f"DistributedDataParallel around {self.name}")
+
+
+def _refuse_active(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling() and (wrapper := private.reduced_by(module)):
+        raise _refusal(f"{wrapper} around {type(module).__name__}")
+
+
+def _wrapper_of(module: nn.Module) -> str:
+    if isinstance(module, DistributedDataParallel):
+        return "DistributedDataParallel"
+    return private.reduced_by(module) or ("fully_shard" if isinstance(module, FSDPModule) else "")
+
+
+def _refusal(what: str) -> ModelError:
+    fix = (
+        "the unwrapped model, and shard_data(model, mesh) or parallelize_model, which sum gradients over the data axes"
+    )
+    return ModelError(Problem("other-data-parallel", f"{what}: its gradients would be reduced wrongly", fix=fix))

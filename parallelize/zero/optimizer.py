@@ -117,6 +117,7 @@ def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, Optimizer
                 loss = closure()
         own_shards = stepped_shards()
         for shard in own_shards:
+            shard.follow_edits()
             shard.refresh()
         inner_step(**keywords)
         with torch.no_grad():

@@ -34,6 +34,10 @@ def split_spec(param: Any, mesh: DeviceMesh, axis: str) -> Any:
     return private.spec(submesh, placements, torch.empty(shape, dtype=local.dtype, device="meta"))
 
 
+_EDIT_BLOCK = 1 << 15
+"""Elements that a CPU compares at once, so that what it rounds stays in its cache."""
+
+
 class OptimizerShard:
     """This data rank's rows of one parameter.
 
@@ -109,6 +113,23 @@ class OptimizerShard:
         if self.has_master:
             rows = self.slice_of(to_local(self.param).detach())
             rows.copy_(to_local(self.stepped.detach()))
+
+    @torch.no_grad()
+    def follow_edits(self) -> None:
+        """Before a step: copy to the master the elements of the parameter that were written since `publish`.
+
+        An edit (`mul_`, `clamp_`, weights swapped in, pruned or drawn again) has the precision of the parameter; all other
+        elements keep that of the master. Elements are compared with the rounded master, because `.data` and DTensors are
+        written without a trace. On an accelerator nothing is read back: the host does not wait.
+        """
+        if not self.has_master:
+            return
+        rows, master = self.slice_of(to_local(self.param).detach()), to_local(self.stepped).detach()
+        size = _EDIT_BLOCK if rows.is_cpu else max(1, rows.numel())
+        for row_block, master_block in zip(rows.reshape(-1).split(size), master.view(-1).split(size), strict=True):
+            expected = master_block.to(rows.dtype)
+            if not (rows.is_cpu and torch.equal(row_block, expected)):
+                master_block.copy_(torch.where(row_block == expected, master_block, row_block))
 
     def reload(self) -> None:
         """Copy the parameter to the master, after weights were loaded."""

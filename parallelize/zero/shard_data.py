@@ -180,11 +180,30 @@ def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
         parameters = list(_reduced_parameters(module, resolved))
     splits = splits_of(zero, spec).gradient > 1
     reducer = _reducer(mesh, parameters, shards, options, options.reduce_dtype or master_dtype, splits)
+    module.register_forward_pre_hook(_RefusesCasts(shards))
     record = DataRecord(zero, mesh, reducer, shards, masters)
     mark_applied(module, data=record)
     for name, owner in module.named_modules():
         if owner._parameters:
             owner.register_load_state_dict_post_hook(partial(_after_load, record, f"{name}." if name else ""))
+
+
+class _RefusesCasts:
+    """Before a forward: the parameters still have the dtype and device of the buffers in which gradients are summed."""
+
+    def __init__(self, shards: Sequence[OptimizerShard]):
+        self.expected = [(shard.name, shard.param, shard.param.dtype, shard.param.device) for shard in shards]
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for name, parameter, dtype, device in self.expected:
+            if parameter.dtype is not dtype or parameter.device != device:
+                now = f"{parameter.dtype} on {parameter.device}"
+                what = f"{name} is {now}; it was {dtype} on {device} when shard_data made buffers for its gradient"
+                fix = "cast and move the model before shard_data, or give it dtype="
+                raise ModelError(Problem("cast-after-sharding", what, fix=fix))
+
+    def __deepcopy__(self, memo: dict) -> _RefusesCasts:
+        return _RefusesCasts(())
 
 
 def _sums_are_wider(module: nn.Module, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> bool:

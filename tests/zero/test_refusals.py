@@ -32,3 +32,11 @@ def test_a_unit_that_no_module_matches():
     block = Block()
     with small_mesh(dp=2) as mesh, refused(ModelError, "unmatched-unit", "'dwon'", "`down`"):
         shard_data(block, mesh, 3, units=["up", "dwon"])
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_cast_after_buffers_were_made(zero):
+    with small_mesh(dp=2) as mesh:
+        block = shard_data(Block(), mesh, zero).double()
+        with refused(ModelError, "cast-after-sharding", "up.weight", "float64", "float32", "before shard_data"):
+            block(torch.randn(3, WIDTH, dtype=torch.float64))

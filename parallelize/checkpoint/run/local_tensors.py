@@ -191,7 +191,10 @@ def bare(module: nn.Module) -> nn.Module:
 def weights(on_mesh: ModelOnMesh) -> list[LocalTensor]:
     """The model's parameters in the dtype in which they are stepped, and its persistent buffers: `model/<name>`."""
     data = data_of(on_mesh.module)
-    masters = {id(shard.param): shard.stepped for shard in data.shards if shard.has_master} if data is not None else {}
+    with_masters = [shard for shard in data.shards if shard.has_master] if data is not None else []
+    for shard in with_masters:
+        shard.follow_edits()
+    masters = {id(shard.param): shard.stepped for shard in with_masters}
     return parameters(on_mesh, masters)
 
 

@@ -43,6 +43,7 @@ from parallelize.zero.fsdp import FsdpEngine, apply_fsdp
 from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
 from parallelize.zero.reducer import BUCKET_BYTES, ReducedParameter, Reducer
 from parallelize.zero.replicas import compare_data_ranks
+from parallelize.zero.stock_loss import count_over_data_ranks
 
 STAGES = (0, 1, 2, 3)
 
@@ -90,7 +91,7 @@ def shard_data(
     """Keep the data-parallel ranks of a mesh in step, in place, and return the model.
 
     Gradients are SUMS over the axes dp_replicate, dp (or dp_shard) and cp: divide the loss by the global count of tokens,
-    as `Pipeline.step` does. State is sharded over dp (or dp_shard) and replicated over dp_replicate and cp.
+    as `Pipeline.step` does, and as is done for the loss that a causal model of `transformers` computes from `labels`. State is sharded over dp (or dp_shard) and replicated over dp_replicate and cp.
 
     Args:
         module: plain, or after `parallelize_module`. Build the optimizer afterwards, with `build_optimizer`.
@@ -153,6 +154,8 @@ def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan,
         _shard_parameters(module, mesh, options, resolved)
     else:
         _reduce_gradients(module, mesh, options, resolved)
+    if mesh_spec(mesh).ranks(*DATA_AXES) > 1:
+        count_over_data_ranks(module, mesh)
     mark_applied(module, resolved=resolved)
     return module
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
 from parallelize.applied.records import cut_of, mark_parameter
@@ -19,6 +20,7 @@ from parallelize.errors import ModelError, Problem
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
 from parallelize.zero.data_options import DataOptions
+from parallelize.zero.reducer import added
 
 
 class FsdpEngine:
@@ -29,7 +31,8 @@ class FsdpEngine:
 
     splits_backward = False
 
-    def __init__(self, module: nn.Module, units: list[Any], stages: dict[int, int | None], defer: bool):
+    def __init__(self, module: nn.Module, units: list[Any], stages: dict[int, int | None], defer: bool, axis: str):
+        self.axis = axis
         self.module, self.units, self.defer = module, units, defer
         self.stages = stages  # id of a unit -> its pipeline stage
 
@@ -49,7 +52,14 @@ class FsdpEngine:
         """Nothing to do: `fully_shard` reduces in backward."""
 
     def finish(self) -> None:
-        """Nothing to do: `fully_shard` waits at the end of backward."""
+        """`fully_shard` has waited at the end of backward. Raises: ModelError `unmanaged-parameter`."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None and not self.reduces(parameter):
+                raise added(name)
+
+    def reduces(self, param: Any) -> bool:
+        """Whether `fully_shard` made a parameter, over this mesh."""
+        return isinstance(param, DTensor) and self.axis in (param.device_mesh.mesh_dim_names or ())
 
     def reset(self) -> None:
         """Drop what a failed forward or backward has left."""
@@ -101,7 +111,7 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
     stages = {}
     if cut is not None:
         stages = {id(unit): cut.stages.stage_of(name) for name, unit in zip(names, units, strict=True)}
-    return FsdpEngine(module, fsdp_units, stages, options.defer)
+    return FsdpEngine(module, fsdp_units, stages, options.defer, spec.shard_axis)
 
 
 def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:

@@ -15,6 +15,7 @@ from parallelize.errors import ModelError, Problem
 from parallelize.loop.local_optimizer import ELEMENTWISE, local_optimizer
 from parallelize.zero.optimizer_shards import OptimizerShard, gather_parameters
 from parallelize.zero.shard_data import DataRecord, data_of
+from parallelize.zero.reducer import added
 
 NEEDS_FULL_PARAMETERS = {
     "Adafactor": "computes means over the rows and columns of full matrices",
@@ -45,7 +46,8 @@ def build_optimizer(
         options: keyword arguments of the class.
 
     Returns: the optimizer.
-    Raises: ModelError `not-elementwise` for a class that cannot work on shards, with the reason; `foreign-parameter`.
+    Raises: ModelError `not-elementwise` for a class that cannot work on shards, with the reason; `foreign-parameter`;
+        `unmanaged-parameter` for a model that got parameters after `shard_data`.
     Cost: building sends nothing. Under ZeRO 1 and 2 each step ends with an all-gather of the parameters that it has stepped.
     """
     name = optimizer.__name__
@@ -54,6 +56,7 @@ def build_optimizer(
     if not steps_locally:
         _refuse_shards(module, name, data)
     shards = {id(shard.param): shard for shard in data.shards} if data is not None else {}
+    _refuse_added(module, data)
     groups = list(params) if params is not None else [p for p in module.parameters() if p.requires_grad]
     built = optimizer([_stepped(group, module, shards) for group in groups], **options)
     if steps_locally:
@@ -61,6 +64,15 @@ def build_optimizer(
     if any(shard.stepped is not shard.param for shard in shards.values()):
         _wrap_steps(built, module, shards)
     return built
+
+
+def _refuse_added(module: nn.Module, data: DataRecord | None) -> None:
+    """Gradients of parameters that were added to a data-parallel model would stay on their rank."""
+    if data is None or data.engine is None:
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and not data.engine.reduces(parameter):
+            raise added(name)
 
 
 def _refuse_shards(module: nn.Module, name: str, data: DataRecord | None) -> None:

@@ -55,6 +55,8 @@ class Reducer:
         groups: the groups of the data axes; with `shard`, of the other data axes.
         dtype: the dtype of the sums. None: each parameter's own.
         frozen: parameters that require no gradient now. One that has a gradient at the end of a step is refused.
+        current: returns the names and parameters of the model as it is now. One that was added is refused at the end of a
+            step in which it has a gradient.
         after: called when all gradients of a step are reduced.
         shard: the group over which gradients are split, for ZeRO 2.
         specs: id of a parameter -> the spec of its split gradient.
@@ -70,6 +72,7 @@ class Reducer:
         dtype: torch.dtype | None,
         *,
         frozen: Sequence[ReducedParameter] = (),
+        current: Callable[[], Iterable[tuple[str, Any]]] = tuple,
         after: Callable[[], None] | None = None,
         shard: Group | None = None,
         specs: dict[int, Any] | None = None,
@@ -79,7 +82,8 @@ class Reducer:
         self.groups, self.shard, self.specs, self.defer = list(groups), shard, specs or {}, defer
         # a scalar has no rows to split: every rank stores it in full, and it is reduced once per step
         self.managed = [replace(p, late=p.late or (shard is not None and p.param.ndim == 0)) for p in managed]
-        self.dtype, self.frozen, self.after = dtype, frozen, after
+        self.dtype, self.frozen, self.after, self.current = dtype, frozen, after, current
+        self._known = {id(parameter.param) for parameter in (*self.managed, *frozen)}
         self._pool = BufferPool()
         self._nodes: list[Any] = []  # referenced here, or PyTorch would make new nodes without our hooks
         self.buckets = list(self._make_buckets(bucket_bytes))
@@ -229,7 +233,7 @@ class Reducer:
 
     def finish(self) -> None:
         """All backwards have ended: reduce the remaining buckets, and wait for all reductions."""
-        self._refuse_thawed()
+        self._refuse_unmanaged()
         self._held.clear()
         for stage in self._stages:
             if stage in self._open:
@@ -247,6 +251,10 @@ class Reducer:
         if self.after is not None:
             self.after()
 
+    def reduces(self, param: Any) -> bool:
+        """Whether a parameter was the model's when it was sharded. One that was frozen then is refused by its gradient."""
+        return id(param) in self._known
+
     def reset(self) -> None:
         """Discard the state of a step that failed."""
         for bucket in self._flying:
@@ -258,8 +266,21 @@ class Reducer:
             bucket.begin()
             bucket.forget()
 
-    def _refuse_thawed(self) -> None:
-        names = [parameter.name for parameter in self.frozen if parameter.param.grad is not None]
-        if names:
-            what = f"{names[0]} has a gradient that is not reduced: it was frozen when shard_data was called"
-            raise ModelError(Problem("unmanaged-parameter", what, fix="unfreeze parameters before shard_data"))
+    def _refuse_unmanaged(self) -> None:
+        thawed = [parameter.name for parameter in self.frozen if parameter.param.grad is not None]
+        if thawed:
+            raise unmanaged(
+                thawed[0], "it was frozen when shard_data was called", "unfreeze parameters before shard_data"
+            )
+        for name, parameter in self.current():
+            if parameter.grad is not None and id(parameter) not in self._known:
+                raise added(name)
+
+
+def added(name: str) -> ModelError:
+    """The error for a parameter that the model did not have when it was given to `shard_data`."""
+    return unmanaged(name, "it was added after shard_data", "add modules before shard_data or parallelize_model")
+
+
+def unmanaged(name: str, why: str, fix: str) -> ModelError:
+    return ModelError(Problem("unmanaged-parameter", f"{name} has a gradient that is not reduced: {why}", fix=fix))

@@ -41,6 +41,7 @@ from parallelize.zero.data_options import DataOptions
 from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.fsdp import FsdpEngine, apply_fsdp
 from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
+from parallelize.zero.other_optimizers import refuse_steps
 from parallelize.zero.reducer import BUCKET_BYTES, ReducedParameter, Reducer
 from parallelize.zero.replicas import compare_data_ranks
 from parallelize.zero.stock_loss import count_over_data_ranks
@@ -68,6 +69,11 @@ class DataRecord:
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copy of a model has no record: nothing reduces or steps its parameters (see `guard_gradients`)."""
+
+
+def stepped_in_shards(shard: OptimizerShard, zero: int) -> bool:
+    """Whether no optimizer but that of `build_optimizer` can step a parameter itself."""
+    return shard.has_master or (zero == 2 and shard.group.size > 1)
 
 
 def data_of(module: nn.Module) -> DataRecord | None:
@@ -182,10 +188,11 @@ def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
         cast_parameters(module, options.dtype)
         parameters = list(_reduced_parameters(module, resolved))
     splits = splits_of(zero, spec).gradient > 1
-    reducer = _reducer(mesh, parameters, shards, options, options.reduce_dtype or master_dtype, splits)
+    reducer = _reducer(module, mesh, parameters, shards, options, options.reduce_dtype or master_dtype, splits)
     module.register_forward_pre_hook(_RefusesCasts(shards))
     record = DataRecord(zero, mesh, reducer, shards, masters)
     mark_applied(module, data=record)
+    refuse_steps(shard.param for shard in shards if stepped_in_shards(shard, zero))
     for name, owner in module.named_modules():
         if owner._parameters:
             owner.register_load_state_dict_post_hook(partial(_after_load, record, f"{name}." if name else ""))
@@ -218,6 +225,7 @@ def _sums_are_wider(module: nn.Module, dtype: torch.dtype | None, reduce_dtype: 
 
 
 def _reducer(
+    module: nn.Module,
     mesh: DeviceMesh,
     parameters: Sequence[ReducedParameter],
     shards: list[OptimizerShard],
@@ -235,6 +243,7 @@ def _reducer(
         [Group(axis_group(mesh, *full_axes))] if full_axes else [],
         dtype,
         frozen=[parameter for parameter in parameters if not parameter.param.requires_grad],
+        current=module.named_parameters,
         after=partial(_refresh, shards),
         shard=Group(axis_group(mesh, spec.shard_axis)) if splits else None,
         specs={id(shard.param): shard.spec for shard in shards},

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
-from parallelize import ModelError, shard_data
-from tests.support.refused import WIDTH, Block, refused, small_mesh
+from parallelize import ModelError, build_mesh, build_optimizer, parallelize_module, shard_data
+from tests.support.refused import RULES, WIDTH, Block, refused, small_mesh
+from tests.support.threads import run_ranks
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
@@ -40,3 +44,48 @@ def test_a_cast_after_buffers_were_made(zero):
         block = shard_data(Block(), mesh, zero).double()
         with refused(ModelError, "cast-after-sharding", "up.weight", "float64", "float32", "before shard_data"):
             block(torch.randn(3, WIDTH, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_head_that_is_added_afterwards(zero):
+    initial = nn.Sequential(Block())
+    models = [copy.deepcopy(initial) for _ in range(2)]
+    head = nn.Linear(WIDTH, WIDTH)
+
+    def body(rank: int) -> None:
+        units = {"units": ["0"]} if zero == 3 else {}
+        model = shard_data(models[rank], build_mesh("cpu", dp=2), zero, **units)
+        model.append(copy.deepcopy(head))
+        with refused(ModelError, "unmanaged-parameter", "1.weight", "added after shard_data"):
+            build_optimizer(model, torch.optim.SGD, lr=0.1)
+        if zero < 3:
+            with refused(ModelError, "unmanaged-parameter", "1.weight", "added after shard_data"):
+                model(torch.randn(3, WIDTH)).sum().backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("zero", "dtype"), [(2, None), (0, torch.bfloat16), (1, torch.bfloat16), (2, torch.bfloat16)])
+def test_an_optimizer_that_does_not_know_of_shards(zero, dtype, tp):
+    initial = Block()
+    models = [copy.deepcopy(initial) for _ in range(2 * tp)]
+
+    def body(rank: int) -> None:
+        mesh = build_mesh("cpu", dp=2, tp=tp)
+        model = parallelize_module(models[rank], mesh, RULES) if tp > 1 else models[rank]
+        shard_data(model, mesh, zero, dtype=dtype)
+        model(torch.randn(3, WIDTH, dtype=model.up.weight.dtype)).sum().backward()
+        with refused(ModelError, "unsharded-optimizer", "AdamW", "build_optimizer(model, AdamW"):
+            torch.optim.AdamW(model.parameters()).step()
+        build_optimizer(model, torch.optim.AdamW).step()
+
+    run_ranks(2 * tp, body)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_optimizer_that_needs_no_shards(zero):
+    with small_mesh(dp=2) as mesh:
+        block = shard_data(Block(), mesh, zero)
+        block(torch.randn(3, WIDTH)).sum().backward()
+        torch.optim.AdamW(block.parameters()).step()

@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -35,6 +34,8 @@ def plain_local(tensor: Any) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+active_ddp: Callable[[Any], Any] = attrgetter("_active_ddp_module")
+"""The instance of DistributedDataParallel (the argument) that runs its module's forward, or None (since 1.13)."""
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 """Mesh, placements and metadata of the full tensor of a DTensor."""
 
@@ -86,13 +87,6 @@ def blocking_options(kind: str) -> Any:
 def backward_id() -> int:
     """A number for the running backward pass; -1 outside of one."""
     return torch._C._current_graph_task_id()
-
-
-def reduced_by(module: Any) -> str:
-    """Which data parallelism of PyTorch runs this forward (DDP's attribute, since 1.13) or has this module (since 2.0)."""
-    if getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
-        return "DistributedDataParallel"
-    return "replicate()" if "replicate" in module.__dict__.get(REGISTRY_KEY, ()) else ""
 
 
 def current_mesh() -> DeviceMesh | None:

@@ -47,14 +47,23 @@ class _RefusesDdp:
 
 
 def _refuse_active(module: nn.Module, args: Any) -> None:
-    if not torch.compiler.is_compiling() and (wrapper := private.reduced_by(module)):
-        raise _refusal(f"{wrapper} around {type(module).__name__}")
+    if torch.compiler.is_compiling():
+        return
+    if private.active_ddp(DistributedDataParallel) is not None:
+        raise _refusal(f"DistributedDataParallel around {type(module).__name__}")
+    if _is_replicated(module):
+        raise _refusal(f"replicate() of {type(module).__name__}")
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    """`replicate` gives a module a class with the interface of DDP; as one of `fully_shard` in some versions of torch."""
+    return hasattr(module, "register_comm_hook") and hasattr(module, "set_requires_gradient_sync")
 
 
 def _wrapper_of(module: nn.Module) -> str:
     if isinstance(module, DistributedDataParallel):
         return "DistributedDataParallel"
-    return private.reduced_by(module) or ("fully_shard" if isinstance(module, FSDPModule) else "")
+    return "replicate()" if _is_replicated(module) else "fully_shard" if isinstance(module, FSDPModule) else ""
 
 
 def _refusal(what: str) -> ModelError:

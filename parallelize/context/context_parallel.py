@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize import _torch_private as private
 from parallelize.applied.local_config import LocalConfig
 from parallelize.applied.other_wrappers import refuse_wrappers
-from parallelize.applied.records import applied, cut_of, facts_of, mark_applied, resolution_of
+from parallelize.applied.records import cut_of, facts_of, mark_applied, resolution_of
 from parallelize.applied.transaction import Transaction
 from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on, check_replicas

@@ -20,7 +20,6 @@ from parallelize.errors import ModelError, Problem
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
 from parallelize.zero.data_options import DataOptions
-from parallelize.zero.reducer import added
 
 
 class FsdpEngine:
@@ -32,7 +31,7 @@ class FsdpEngine:
     splits_backward = False
 
     def __init__(self, module: nn.Module, units: list[Any], stages: dict[int, int | None], defer: bool, axis: str):
-        self.axis = axis
+        self.axis, self.names = axis, {name for name, _ in module.named_parameters(remove_duplicate=False)}
         self.module, self.units, self.defer = module, units, defer
         self.stages = stages  # id of a unit -> its pipeline stage
 
@@ -52,14 +51,12 @@ class FsdpEngine:
         """Nothing to do: `fully_shard` reduces in backward."""
 
     def finish(self) -> None:
-        """`fully_shard` has waited at the end of backward. Raises: ModelError `unmanaged-parameter`."""
-        for name, parameter in self.module.named_parameters():
-            if parameter.grad is not None and not self.reduces(parameter):
-                raise added(name)
+        """Nothing to do: `fully_shard` waits at the end of backward."""
 
-    def reduces(self, param: Any) -> bool:
-        """Whether `fully_shard` made a parameter, over this mesh."""
-        return isinstance(param, DTensor) and self.axis in (param.device_mesh.mesh_dim_names or ())
+    def reduces(self, name: str, param: Any) -> bool:
+        """Whether a parameter was the model's when it was sharded, also under another name, or while it is gathered."""
+        axes = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else ()
+        return name in self.names or self.axis in (axes or ())
 
     def reset(self) -> None:
         """Drop what a failed forward or backward has left."""

@@ -14,8 +14,8 @@ from parallelize.applied.records import cut_of, record_of
 from parallelize.errors import ModelError, Problem
 from parallelize.loop.local_optimizer import ELEMENTWISE, local_optimizer
 from parallelize.zero.optimizer_shards import OptimizerShard, gather_parameters
-from parallelize.zero.shard_data import DataRecord, data_of
 from parallelize.zero.reducer import added
+from parallelize.zero.shard_data import DataRecord, data_of
 
 NEEDS_FULL_PARAMETERS = {
     "Adafactor": "computes means over the rows and columns of full matrices",
@@ -71,7 +71,7 @@ def _refuse_added(module: nn.Module, data: DataRecord | None) -> None:
     if data is None or data.engine is None:
         return
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not data.engine.reduces(parameter):
+        if parameter.requires_grad and not data.engine.reduces(name, parameter):
             raise added(name)
 
 

@@ -251,7 +251,7 @@ class Reducer:
         if self.after is not None:
             self.after()
 
-    def reduces(self, param: Any) -> bool:
+    def reduces(self, name: str, param: Any) -> bool:
         """Whether a parameter was the model's when it was sharded. One that was frozen then is refused by its gradient."""
         return id(param) in self._known
 

@@ -36,6 +36,7 @@ class Slot:
         reduction: what its gradient is summed over.
         pending_reductions: the pending reductions of the model.
         shared: the local intervals that other tp ranks store too.
+        tied: whether several modules use the parameter.
     """
 
     __slots__ = (
@@ -47,6 +48,7 @@ class Slot:
         "reduction",
         "shared",
         "source",
+        "tied",
         "trains",
         "valid",
     )
@@ -58,9 +60,10 @@ class Slot:
         reduction: PendingReduction | None,
         pending_reductions: PendingReductions,
         shared: Shared = (),
+        tied: bool = False,
     ):
         self.key, self.valid, self.reduction = key, valid, reduction
-        self.pending_reductions, self.shared = pending_reductions, shared
+        self.pending_reductions, self.shared, self.tied = pending_reductions, shared, tied
         self.param: Any = None
         self.own = False
         self.forget()
@@ -72,10 +75,10 @@ class Slot:
         self.trains = False
 
     def __deepcopy__(self, memo: dict) -> Slot:
-        return Slot(self.key, self.valid, self.reduction, self.pending_reductions, self.shared)
+        return Slot(self.key, self.valid, self.reduction, self.pending_reductions, self.shared, self.tied)
 
     def __reduce__(self):
-        return Slot, (self.key, self.valid, self.reduction, self.pending_reductions, self.shared)
+        return Slot, (self.key, self.valid, self.reduction, self.pending_reductions, self.shared, self.tied)
 
     def local(self, parameters: dict[str, Any]) -> torch.Tensor:
         """The tensor to compute with, for the current parameter in `parameters`."""
@@ -115,7 +118,7 @@ class Slot:
         """What moves the gradient of a leaf: at the end of backward, unless something reads or reduces it before that."""
         param = move.param
         hooked = param._backward_hooks or param._post_accumulate_grad_hooks
-        if self.reduction is not None or hooked or not self.own:
+        if self.reduction is not None or hooked or self.tied or not self.own:
             return move
         return self.pending_reductions.completed.hook(leaf, move)
 
@@ -158,7 +161,9 @@ class _MoveGradient:
         if grad is None:  # the op defers this gradient
             return
         slot = self.slot
-        if slot.reduction is None:
+        if slot.reduction is None and slot.tied and slot.own:
+            slot.pending_reductions.add_tied(self, grad)
+        elif slot.reduction is None:
             self.deliver(grad)
         else:
             # a wrapper that replaced the parameter (fully_shard) reads the gradient during backward: reduce it now

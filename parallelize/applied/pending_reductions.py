@@ -67,9 +67,14 @@ class _ReduceInBackward(Function):
 
 
 class GradientReceiver(Protocol):
-    """Receives the reduced gradient of one parameter."""
+    """Receives the reduced gradient of one use of a parameter."""
+
+    param: Any
 
     def deliver(self, grad: torch.Tensor) -> None: ...
+
+
+_NO_REDUCTION = PendingReduction(0, ())
 
 
 @dataclass
@@ -103,6 +108,13 @@ class PendingReductions:
                 first.grad.add_(grad)
         else:
             self._of_this_backward().append(entry)
+
+    def add_tied(self, receiver: GradientReceiver, grad: torch.Tensor) -> None:
+        """Collect the gradient of one use of a tied parameter, whose hooks see the sum over all uses when the pass ends."""
+        if private.backward_id() == -1:
+            receiver.deliver(grad)
+        else:
+            self._of_this_backward().append(_Entry(receiver, _NO_REDUCTION, grad))
 
     def _of_this_backward(self) -> list[_Entry]:
         backward = private.backward_id()
@@ -138,8 +150,18 @@ def reduce_and_deliver(entries: list[_Entry]) -> None:
                 buckets.setdefault((group, view.dtype, view.device), []).append(view)
         for (group, _, _), views in buckets.items():
             _sum_over(group, views)
-        for entry in entries:
-            entry.receiver.deliver(entry.grad)
+        for receiver, grad in _sums_over_uses(entries):
+            receiver.deliver(grad)
+
+
+def _sums_over_uses(entries: list[_Entry]) -> list[tuple[GradientReceiver, torch.Tensor]]:
+    """One gradient for each parameter, also if several modules use it."""
+    sums: dict[int, tuple[GradientReceiver, torch.Tensor]] = {}
+    for entry in entries:
+        earlier = sums.get(id(entry.receiver.param))
+        grad = entry.grad if earlier is None else earlier[1] + entry.grad
+        sums[id(entry.receiver.param)] = entry.receiver, grad
+    return list(sums.values())
 
 
 def _sum_over(group: Group, views: list[torch.Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
@@ -87,6 +88,7 @@ class Pipeline:
         check_replicated: bool = True,
     ):
         self.module, self.mesh, self.data, self.clock = module, mesh, data, clock
+        self._signature = inspect.signature(type(module).forward)
         self.steps_done = 0
         self.whole, self.share_inputs = frozenset(whole), share_inputs
         self.loss, self.count = loss or _token_loss, count or valid_tokens
@@ -235,7 +237,7 @@ class Pipeline:
         """
         if self.share_inputs:
             args, kwargs, targets = broadcast_nested((args, kwargs, targets), self.group, self.device)
-        batch = {"inputs": args, **kwargs, "targets": targets}
+        batch = {**self._named(args, kwargs), "targets": targets}
         if self.context is not None and targets is not None:
             targets = local_targets(self.context, length_of(self.module, args, kwargs), targets)
         microbatches, error = self._split(args, kwargs, targets)
@@ -247,6 +249,13 @@ class Pipeline:
         if error is not None:
             raise error
         return microbatches, total
+
+    def _named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """The inputs by name, whether they were passed by position or by name."""
+        try:
+            return dict(self._signature.bind_partial(self.module, *args, **kwargs).arguments) | {"self": None}
+        except TypeError:
+            return {"inputs": args, **kwargs}
 
     def _split(self, args: tuple, kwargs: dict, targets: Any) -> tuple[list[MicrobatchInputs], ParallelizeError | None]:
         """The microbatches, or the error, which is raised when the other ranks know of it."""

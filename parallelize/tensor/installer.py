@@ -97,7 +97,8 @@ class Installer:
         if not layout.is_canonical and layout.local_size(rank) != layout.stored_local_size:
             assert layout.dim is not None
             valid = (layout.dim, layout.local_size(rank))
-        slot = Slot(key, valid, self._reduction(row), self.pending_reductions, shared_of(layout, rank))
+        tied = len(row.fact.names) > 1
+        slot = Slot(key, valid, self._reduction(row), self.pending_reductions, shared_of(layout, rank), tied)
         if slot.reduction is not None:  # so that a graph compiled before the first forward reads the leaf
             slot.local(self.model.objects[fqn]._parameters)
         return slot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -436,3 +437,29 @@ def test_hidden_states_inside_the_region_are_refused():
         assert error.value.slugs == ("hidden-states-are-shards",)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_hooks_of_a_tied_parameter_see_the_sum_over_its_uses(sequence_parallel):
+    stock = tiny_model("llama", torch.float64, tie_word_embeddings=True)
+    ids, labels = tiny_batch(length=8)
+
+    def clamped(model: Any) -> tuple[torch.Tensor, int]:
+        calls: list[int] = []
+        model.lm_head.weight.register_hook(lambda grad: (calls.append(1), grad.clamp(-1e-3, 1e-3))[1])
+        model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(1))
+        loss_of(model(input_ids=ids).logits, labels).backward()
+        return full_gradients(model)["model.embed_tokens.weight"], len(calls)
+
+    def body(rank: int) -> tuple[torch.Tensor, int]:
+        mesh = build_mesh("cpu", tp=2)
+        model = copy.deepcopy(stock)
+        return clamped(parallelize_module(model, mesh, sequence_parallel=sequence_parallel, loss_parallel=False))
+
+    stock_copy = copy.deepcopy(stock)
+    stock_copy.lm_head.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    loss_of(stock_copy(input_ids=ids).logits, labels).backward()
+    expected = stock_copy.lm_head.weight.grad
+    for actual, calls in run_ranks(2, body):
+        assert calls == 2
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)

@@ -123,7 +123,7 @@ def test_a_signal_leaves_nothing():
         "benchmarks.slow_link",
         "--",
         "-c",
-        "import time; print('up', flush=True); time.sleep(60)",
+        "import os, time; os.write(1, b'up\\n'); time.sleep(60)",
     ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "up\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -87,8 +89,10 @@ def test_an_optimizer_of_another_model(tmp_path):
 
 
 def test_building_an_optimizer_of_another_model_under_zero():
+    stock = nn.Linear(4, 4)
+
     def build(rank: int) -> ModelError:
-        model = shard_data(nn.Linear(4, 4), build_mesh("cpu", dp=2), zero=1)
+        model = shard_data(copy.deepcopy(stock), build_mesh("cpu", dp=2), zero=1)
         with pytest.raises(ModelError) as caught:
             build_optimizer(model, SGD, [nn.Parameter(torch.zeros(2, 5))], lr=0.1)
         return caught.value

@@ -1,0 +1,83 @@
+"""Cost of the comparison of ranks in each step, interleaved in one run: a share of the step's time.
+
+    torchrun --nproc-per-node 2 -m benchmarks.step_check
+    torchrun --nproc-per-node 2 -m benchmarks.step_check --axis dp
+
+Variants of the same step of a 4-layer Llama-like model over `tp` or `dp`, with AdamW: ranks compare (the default); they send the
+message and compare nothing (`check_replicated=False`); nothing is sent before the step, and the loss is not divided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import llama
+from benchmarks.timing import interleaved, join, ratio
+from parallelize import build_mesh, destroy_groups, parallelize_model
+
+VARIANTS = ("compared", "not compared", "no message")
+
+
+def steps(hidden: int, axis: str, batch: int, length: int) -> dict[str, Callable[[], None]]:
+    mesh = build_mesh("cpu", **{axis: dist.get_world_size()})
+    stock = llama.Llama(hidden)
+    generator = torch.Generator().manual_seed(dist.get_rank() if axis == "dp" else 0)
+    ids = torch.randint(0, 512, (batch, length), generator=generator)
+    targets = ids.roll(-1, 1)
+
+    def variant(name: str) -> Callable[[], None]:
+        plan = llama.plan() if axis == "tp" else None
+        compares = name == "compared"
+        parallel = parallelize_model(copy.deepcopy(stock), mesh, plan, check_replicated=compares)
+        optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-4)
+        if name == "no message":
+            count: Any = torch.tensor(targets.numel())
+            parallel.pipeline.check.total = lambda *_: count  # type: ignore[method-assign]
+
+        def run() -> None:
+            parallel.step(ids, targets=targets)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return run
+
+    return {name: variant(name) for name in VARIANTS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--axis", choices=["tp", "dp"], default="tp")
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    join()
+    times = interleaved(steps(options.hidden, options.axis, options.batch, options.length), options.rounds)
+    setting = {name: getattr(options, name) for name in ("axis", "hidden", "batch", "length", "rounds")}
+    result = {
+        **setting,
+        "torch": torch.__version__,
+        "step_ms": {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()},
+        "compared/not compared": ratio(times, "compared", "not compared"),
+        "compared/no message": ratio(times, "compared", "no message"),
+    }
+    if dist.get_rank() == 0:
+        print(json.dumps(result, indent=1))
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+    destroy_groups()
+
+
+if __name__ == "__main__":
+    main()

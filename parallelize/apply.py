@@ -35,6 +35,7 @@ from parallelize.applied.records import (
 from parallelize.applied.sharding import Sharder
 from parallelize.applied.state_dict import install_state_hooks
 from parallelize.applied.transaction import Transaction
+from parallelize.applied.written_versions import count_optimizer_writes
 from parallelize.comm.groups import Group, mesh_spec, tp_mesh
 from parallelize.comm.handshake import TIMEOUT_S, agree_on, watch_inputs
 from parallelize.context.context_parallel import apply_context, check_context, on_context
@@ -329,6 +330,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     install_generation(module)
     guard_buffers(module)
     guard_moves(module)
+    count_optimizer_writes()
     refuse_wrappers(module)
     if storage.device is not None:
         _move_buffers(module, storage.device)

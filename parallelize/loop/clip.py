@@ -100,25 +100,33 @@ class _LocalGradients:
     def __init__(self) -> None:
         self.locals: list[torch.Tensor] = []
         self.by_groups: dict[Groups, _GroupGradients] = {}
-        self._groups_of: dict[Any, Groups] = {}
+        self._by_layout: dict[tuple, _GroupGradients] = {}
 
     def add(self, grad: torch.Tensor, shared: Shared, counted: bool) -> None:
         """`shared`: intervals that several tp ranks store. `counted`: on this pipeline stage."""
-        local, groups = grad, _UNSHARDED
+        local, layout = grad, _PLAIN
         if isinstance(grad, DTensor):
             local, spec = _local_of(grad), _spec_of(grad)
-            key = (id(spec.mesh), spec.placements)
-            known = self._groups_of.get(key)
-            groups = self._groups_of.setdefault(key, _sharding_groups(grad)) if known is None else known
+            # placements take a microsecond to hash
+            layout = (id(spec.mesh), *[getattr(placement, "dim", None) for placement in spec.placements])
         self.locals.append(local)
-        same_groups = self.by_groups.setdefault(groups, _GroupGradients())
+        same_groups = self._by_layout.get(layout)
+        if same_groups is None:
+            same_groups = self._by_layout[layout] = self._of_groups(grad)
         if not counted:  # a copy, which another stage counts
             same_groups.add(_zero(local))
         elif shared:
             for chunk, weight in _weighted_chunks(grad, local, shared):
                 same_groups.add_weighted(chunk, weight)
         else:
-            same_groups.add(local if local.numel() else _zero(local))
+            same_groups.chunks.append(local if local.numel() else _zero(local))
+
+    def _of_groups(self, grad: torch.Tensor) -> _GroupGradients:
+        groups = _sharding_groups(grad) if isinstance(grad, DTensor) else _UNSHARDED
+        return self.by_groups.setdefault(groups, _GroupGradients())
+
+
+_PLAIN = ()
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:

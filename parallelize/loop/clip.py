@@ -126,7 +126,7 @@ class _LocalGradients:
         return self.by_groups.setdefault(groups, _GroupGradients())
 
 
-_PLAIN = ()
+_PLAIN: tuple[Any, ...] = ()
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:

@@ -146,7 +146,8 @@ def modules_that_drop(module: nn.Module) -> dict[str, nn.Module]:
 def _drops_by_itself(module: nn.Module) -> bool:
     if isinstance(module, nn.Dropout) and module.p > 0:
         return True
-    return drops_by_function(module.__class__) and any(getattr(holder, name) > 0 for holder, name in rates_of(module))
+    cls: Any = type(module)
+    return drops_by_function(cls) and any(getattr(holder, name) > 0 for holder, name in rates_of(module))
 
 
 def unknown_layouts(resolved: ResolvedPlan | None) -> list[Problem]:

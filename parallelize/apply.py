@@ -46,6 +46,7 @@ from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
+from parallelize.randomness.dropout.not_installed import require_installed_dropout
 from parallelize.styles.contract import Conversion
 from parallelize.tensor.child_reads import reads_of_children
 from parallelize.tensor.embedding import check_embedding
@@ -332,6 +333,8 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     guard_moves(module)
     count_optimizer_writes()
     refuse_wrappers(module)
+    if group.size > 1:
+        require_installed_dropout(module)
     if storage.device is not None:
         _move_buffers(module, storage.device)
     if storage.check_replicated:

@@ -36,7 +36,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stages import Assignment, Costs
 from parallelize.randomness.dropout.call_sites import refused_modules
-from parallelize.randomness.dropout.install import drops, install_dropout
+from parallelize.randomness.dropout.install import drops, install_dropout, unknown_layouts
 from parallelize.randomness.init.initialize import initialize as draw
 from parallelize.recomputation.recompute import apply_recompute
 from parallelize.tensor.torch_styles.dicts import is_styles
@@ -105,6 +105,8 @@ def parallelize_model(
         _check(module, spec, complete, initialize)
         resolved = resolve(chosen, describe(module), spec, complete, costs=costs, assignment=assignment)
         agreed |= resolved.structure()
+        if drops(module) and (unplaceable := unknown_layouts(resolved)):
+            raise ModelError(*unplaceable)
 
     if check_replicated:
         _compare_data_ranks(module, mesh, resolved)
@@ -208,10 +210,8 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
         check_uncut(module)
     if drops(module) and spec.ranks("cp") > 1:
         raise dropout_refused()
-    if drops(module):
-        refused = refused_modules(module)
-        if refused:
-            raise ModelError(*refused)
+    if (drops(module) or spec.ranks("tp") > 1) and (refused := refused_modules(module)):
+        raise ModelError(*refused)
     refuse_wrapped(module)
     refuse_early_optimizers(module)
 

@@ -16,6 +16,7 @@ from parallelize.plan.pattern import generic
 from parallelize.plan.rows import ModuleRow, ParameterRow
 from parallelize.plan.schema import Plan
 from parallelize.styles.contract import Conversion
+from parallelize.styles.style import ModuleFacts
 
 # conversions for which shards, one after another, must be the full tensor -> what they do with it
 ORDERED = {
@@ -131,16 +132,21 @@ def _replicated_among_shards(
         return
     sharded_siblings = bool(_siblings(name, modules, "splits_output") and _siblings(name, modules, "sums_output"))
     gradient = style.options.get("gradient")
-    if inside and sharded_siblings and facts.kind == "norm" and gradient is None:
-        what = (
-            f"{generic(name)} is a sibling of sharded projections: does it run on local heads, or on full activations?"
+    if sharded_siblings and gradient is None and (inside or _may_be_an_activation(facts)):
+        what = f"{generic(name)} is a sibling of sharded projections: does it run on local features, or on full activations?"
+        fix = (
+            "`replicate(gradient=partial)` for local heads or features, `replicate(gradient=full)` for full activations"
         )
-        fix = "`replicate(gradient=partial)` for local heads, `replicate(gradient=full)` for full activations"
         yield Problem("unclear-gradient", what, row.rule.where, fix=fix)
     if gradient == "partial" and not inside and not sharded_siblings:
         what = f"{generic(name)} runs on full activations, so its gradient is full, and its sum over tp is tp times too large"
         fix = "`sequence` for a norm that sequence parallelism shards, `replicate` otherwise"
         yield Problem("partial-without-shards", what, row.rule.where, fix=fix)
+
+
+def _may_be_an_activation(facts: ModuleFacts) -> bool:
+    """Whether a module fits any width, as PReLU does: no linear, no table, no norm of more than one feature."""
+    return facts.kind == "other" or (facts.kind == "norm" and facts.shapes["weight"] == (1,))
 
 
 def _matching_splits(name: str, row: ModuleRow, model: ModelFacts, modules: dict[str, ModuleRow]) -> Iterator[Problem]:

@@ -105,6 +105,33 @@ def test_a_region_whose_first_module_converts_its_own_input():
     assert slugs(text, model, sequence_parallel=True) == {"region-on-edge"}
 
 
+class Learned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slope = nn.Parameter(torch.ones(1))
+        self.power = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize("activation", [nn.PReLU, Learned])
+@pytest.mark.parametrize("gather", ["b: gather, ", ""])
+@pytest.mark.parametrize("style", ["replicate", "sequence"])
+def test_a_learned_activation_between_shards_must_say_what_its_gradient_is(activation, gather, style):
+    model = nn.ModuleDict({"b": nn.ModuleDict({"up": nn.Linear(8, 16), "act": activation(), "down": nn.Linear(16, 8)})})
+    text = "tensor_parallel: {" + gather + "b.up: colwise, b.down: rowwise, b.act: "
+    assert slugs(f"{text}{style}}}", model) == {"unclear-gradient"}
+    for gradient in ("partial", "full"):
+        plan = parse_plan(f"schema_version: 1\n{text}replicate(gradient={gradient})}}")
+        resolve(plan, describe(model), MeshSpec(tp=2))
+
+
+def test_a_linear_or_norm_beside_shards_outside_of_a_gather_needs_no_word_on_its_gradient():
+    model = nn.ModuleDict(
+        {"norm": nn.LayerNorm(8), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "head": nn.Linear(8, 3)}
+    )
+    text = "schema_version: 1\ntensor_parallel: {'{norm,head}': replicate, up: colwise, down: rowwise}"
+    resolve(parse_plan(text), describe(model), MeshSpec(tp=2))
+
+
 def test_a_parameter_among_sharded_siblings_without_a_rule_in_a_translated_plan():
     plan = replace(
         parse_plan("schema_version: 1\ntensor_parallel: {up: colwise, down: rowwise}"), unclaimed="replicate"

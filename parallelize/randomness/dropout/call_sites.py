@@ -317,14 +317,20 @@ def rates_of(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def refused_modules(module: nn.Module) -> list[Problem]:
     """Problems for modules whose dropout has no global mask."""
-    problems: list[Problem] = []
+    unsupported = unsupported_modules(module).items()
+    return [problem for fqn, inner in unsupported for problem in refused_function(type(inner).__name__, fqn).problems]
+
+
+def unsupported_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules, by name, that drop at a rate above zero and whose dropout has no global mask."""
+    modules = {}
     for fqn, inner in module.named_modules():
         p = getattr(inner, "p", 0.0) if isinstance(inner, _REFUSED_MODULES) else 0.0
         if isinstance(inner, (nn.MultiheadAttention, nn.RNNBase)):
             p = inner.dropout
         if isinstance(inner, nn.RReLU) or p:
-            problems += refused_function(type(inner).__name__, fqn).problems
-    return problems
+            modules[fqn] = inner
+    return modules
 
 
 _REFUSED_MODULES = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

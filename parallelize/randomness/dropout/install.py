@@ -12,13 +12,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.applied.records import applied, mark_applied, record_of
+from parallelize.applied.records import applied, mark_applied, record_of, resolution_of
 from parallelize.applied.sharding import PlanRecord
 from parallelize.applied.step_results import expected
 from parallelize.applied.stored_slices import data_rank
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import Layout
 from parallelize.mesh import DATA_AXES
+from parallelize.plan.resolved import ResolvedPlan
 from parallelize.randomness.dropout.call_sites import (
     ColumnOutput,
     DropoutSites,
@@ -27,6 +28,7 @@ from parallelize.randomness.dropout.call_sites import (
     rates_of,
     refused_modules,
     scoped_forward,
+    unsupported_modules,
 )
 from parallelize.randomness.dropout.global_index import no_global_mask
 from parallelize.randomness.dropout.position import Clock
@@ -47,7 +49,7 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
 
     Returns: the dropout clock. Its `state_dict()`, two numbers, belongs in a checkpoint.
     Raises: before anything is changed, ModelError `unplaceable-dropout` with all dropout that is not supported (`Dropout2d`,
-        `MultiheadAttention`, ...), `already-installed`. During a forward, `unplaceable-dropout`, `dropout-outside-forward`,
+        `MultiheadAttention`, ...) or after a dict of style objects that shards the sequence, `already-installed`. During a forward, `unplaceable-dropout`, `dropout-outside-forward`,
         `ambiguous-dropout`.
     Cost: no communication. Attention with dropout computes explicit weights, [batch, heads, S, S] in memory.
     """
@@ -80,7 +82,7 @@ def dropout_clock(module: nn.Module) -> Clock | None:
 
 
 def _check(module: nn.Module, record: PlanRecord | None, mesh: DeviceMesh | None) -> None:
-    problems = refused_modules(module)
+    problems = refused_modules(module) + unknown_layouts(resolution_of(module))
     if dropout_clock(module) is not None:
         fix = "call it once; change `clock.seed` for another seed"
         problems.append(Problem("already-installed", f"{type(module).__name__} has its dropout installed", fix=fix))
@@ -131,14 +133,34 @@ def _layout_changes(record: PlanRecord) -> Iterator[tuple[str, ColumnOutput | No
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether the model has any dropout at a rate above zero."""
-    for inner in module.modules():
-        if isinstance(inner, nn.Dropout) and inner.p > 0:
-            return True
-        cls: Any = type(inner)
-        if drops_by_function(cls) and any(getattr(holder, name) > 0 for holder, name in rates_of(inner)):
-            return True
-    return False
+    """Whether the model has any dropout at a rate above zero that a global mask can replace."""
+    return any(_drops_by_itself(inner) for inner in module.modules())
+
+
+def modules_that_drop(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules, by name, that drop at a rate above zero, also those whose dropout has no global mask."""
+    supported = {fqn: inner for fqn, inner in module.named_modules() if _drops_by_itself(inner)}
+    return supported | unsupported_modules(module)
+
+
+def _drops_by_itself(module: nn.Module) -> bool:
+    if isinstance(module, nn.Dropout) and module.p > 0:
+        return True
+    cls: Any = type(module)
+    return drops_by_function(cls) and any(getattr(holder, name) > 0 for holder, name in rates_of(module))
+
+
+def unknown_layouts(resolved: ResolvedPlan | None) -> list[Problem]:
+    """Problems for a dict of style objects after which nothing says which rows or columns of an activation a rank has."""
+    if resolved is None or resolved.mesh.ranks("tp") == 1:
+        return []
+    sequence = (Conversion.SCATTER_SEQUENCE, Conversion.GATHER_SEQUENCE)
+    rows = resolved.modules.values()
+    shards_sequence = any(row.contract.enter in sequence or row.contract.leave in sequence for row in rows)
+    if not resolved.plan.kept and (resolved.region is not None or not shards_sequence):
+        return []
+    what = "a dict of style objects that shards the sequence, or that is applied as PyTorch does"
+    return list(no_global_mask(what, "a plan with sequence_parallel, or dropout rates of 0").problems)
 
 
 @lru_cache(maxsize=4096)

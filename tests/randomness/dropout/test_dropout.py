@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils.checkpoint import checkpoint
 
-from parallelize import ModelError, build_mesh, full_gradients, parallelize_module
+from parallelize import ModelError, build_mesh, full_gradients, parallelize_model, parallelize_module
 from parallelize.plan.plan_file import parse_plan
 from parallelize.randomness.dropout.install import dropout_clock, install_dropout
 from parallelize.randomness.dropout.masks import attention
@@ -574,3 +576,82 @@ def test_dropout_modules_keep_their_eval_and_zero_rate():
     x = torch.ones(4, 6)
     assert not torch.equal(model(x), x)
     assert torch.equal(model.eval()(x), x)
+
+
+# -- dropout that is not installed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_training_without_installed_dropout_is_refused_before_anything_is_sent(sequence_parallel):
+    models = [model_of("gpt2") for _ in range(2)]
+
+    def body(rank: int) -> None:
+        model = parallelize_module(models[rank], build_mesh("cpu", tp=2), sequence_parallel=sequence_parallel)
+        with pytest.raises(ModelError) as error:
+            model(input_ids=BATCH[0])
+        assert error.value.slugs == ("dropout-not-installed",) and "install_dropout" in str(error.value)
+        model.eval()(input_ids=BATCH[0])
+        install_dropout(model.train(), SEED)
+        model(input_ids=BATCH[0])
+
+    run_ranks(2, body)
+
+
+def test_rates_of_zero_and_dropout_that_is_installed_around_the_model_are_not_refused():
+    models = [nn.Sequential(model_of("gpt2")) for _ in range(2)]
+
+    def body(rank: int) -> None:
+        stock = parallelize_module(tiny_model("llama", torch.float64), build_mesh("cpu", tp=2))
+        stock.train()(input_ids=BATCH[0])
+        parallelize_module(models[rank][0], build_mesh("cpu", tp=2))
+        install_dropout(models[rank], SEED)
+        models[rank](BATCH[0])
+
+    run_ranks(2, body)
+
+
+class Dropped(nn.Module):
+    """Two linears, with a dropout whose masks cover features together."""
+
+    def __init__(self, dropout: nn.Module):
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(4, 8), nn.Linear(8, 4), dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(self.down(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    "plan", [{"up": "colwise", "down": "rowwise"}, {"up": ColwiseParallel(), "down": RowwiseParallel()}]
+)
+def test_dropout_without_a_global_mask_is_refused_in_training_too(plan):
+    def body(rank: int) -> None:
+        model = parallelize_module(Dropped(nn.AlphaDropout(0.5)), build_mesh("cpu", tp=2), plan)
+        with pytest.raises(ModelError) as error:
+            model(torch.ones(2, 3, 4))
+        assert error.value.slugs == ("dropout-not-installed",) and "dropout would draw" in str(error.value)
+        model.eval()(torch.ones(2, 3, 4))
+        with pytest.raises(ModelError) as error:
+            parallelize_model(Dropped(nn.AlphaDropout(0.5)), build_mesh("cpu", tp=2), plan)
+        assert error.value.slugs == ("unplaceable-dropout",)
+
+    run_ranks(2, body)
+
+
+def test_dicts_whose_layouts_nothing_knows_are_refused():
+    rows = RowwiseParallel(output_layouts=Shard(1))
+    scattering = {"up": ColwiseParallel(input_layouts=Shard(1)), "down": rows}
+    kept = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(), "dropout": SequenceParallel()}
+
+    def body(rank: int) -> None:
+        for styles in (scattering, kept):
+            mesh, model = build_mesh("cpu", tp=2), Dropped(nn.Dropout(0.5))
+            with pytest.raises(ModelError) as error:
+                parallelize_model(model, mesh, styles)
+            assert error.value.slugs == ("unplaceable-dropout",) and not hasattr(model.up.weight, "placements")
+            parallelize_module(model, mesh, styles)
+            with pytest.raises(ModelError) as error:
+                install_dropout(model, SEED)
+            assert error.value.slugs == ("unplaceable-dropout",)
+
+    run_ranks(2, body)

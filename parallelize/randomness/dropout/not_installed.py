@@ -1,0 +1,35 @@
+"""Refuses to train a model whose dropout still draws from PyTorch's generator, while the model is sharded over `tp`.
+
+Ranks that are seeded alike drop the same elements of different shards; ranks that are seeded apart drop different elements of
+the same activation. Neither is the model of one process, and nothing else notices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from parallelize.applied.records import applied
+from parallelize.errors import ModelError, Problem, short_list
+from parallelize.randomness.dropout.install import dropout_clock, modules_that_drop
+
+
+def require_installed_dropout(module: nn.Module) -> None:
+    """Refuse forwards of a planned model in training, until its dropout draws global masks or its rates are zero.
+
+    A model that has no dropout at a rate above zero when it is planned gets no hook.
+    """
+    if modules_that_drop(module):
+        module.register_forward_pre_hook(_refuse_uninstalled)
+
+
+def _refuse_uninstalled(module: nn.Module, _: Any) -> None:
+    if not module.training or dropout_clock(module) is not None:
+        return
+    dropping = modules_that_drop(module).items()
+    names = [fqn for fqn, inner in dropping if inner.training and applied(inner).dropout is None]
+    if names:
+        what = f"{short_list(names, 3)} would draw masks from PyTorch's generator, which knows nothing of shards"
+        fix = "call install_dropout(model, seed) after parallelize_module; or use parallelize_model, or rates of 0"
+        raise ModelError(Problem("dropout-not-installed", what, fix=fix))

@@ -56,6 +56,7 @@ from parallelize.tensor.planned_forward import argument_of
 from parallelize.tensor.rms_norm import check_rms_norm
 from parallelize.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
+from parallelize.tensor.torch_styles.shard_misuse import misused_shards, refuse_training_of_unclaimed
 from parallelize.tensor.ulysses_attention import check_ulysses
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 from parallelize.vocabulary.loss.fuse_loss import wrong_heads
@@ -146,6 +147,7 @@ def apply_plan(
     with Transaction(module):
         if agreed.resolved.plan.kept:
             _apply_kept(module, mesh, agreed.resolved, storage)
+            refuse_training_of_unclaimed(agreed.plan, agreed.model)
         else:
             _apply(module, mesh, agreed, storage)
         apply_context(module, mesh, lambda: agreed.resolved)
@@ -278,6 +280,7 @@ def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
             problems += _wrong_with_parameter(fqn, model.root.get_parameter(fqn))
     if resolved.plan.unclaimed != "leave":
         problems += _foreign_readers(model)
+    problems += dict.fromkeys(misused_shards(resolved, model))  # those of all layers read alike
     if problems:
         raise ModelError(*problems[:20])
 
@@ -317,6 +320,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     pending_reductions = PendingReductions()
     installer = Installer(tp, group, agreed.model, plan, pending_reductions, agreed.overlapped)
     installer.run()
+    refuse_training_of_unclaimed(plan, agreed.model)
     record = PlanRecord(
         plan,
         mesh,

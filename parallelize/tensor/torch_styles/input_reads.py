@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
-import threading
 from collections.abc import Iterable
 from typing import Any
+
+from parallelize.tensor.syntax import parsed
 
 _NOT_CALLED = ("__init__", "reset_parameters", "init_weights", "_init_weights", "extra_repr")
 _CLOSURES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.NamedExpr)
@@ -54,20 +54,6 @@ def readers_of_output(cls: Any, child: str) -> frozenset[str] | None:
     return frozenset(readers) if calls else None
 
 
-_parsing = (
-    threading.Lock()
-)  # CPython 3.11 cannot build two syntax trees at once (SystemError: recursion depth mismatch)
-
-
-def _parsed(function: Any) -> ast.Module | None:
-    """The syntax tree of a function; None where there is no source to read."""
-    with _parsing:
-        try:
-            return ast.parse(textwrap.dedent(inspect.getsource(function)))
-        except (OSError, TypeError, SyntaxError):
-            return None
-
-
 def _mentions(cls: Any, child: str) -> int:
     """How often the code of a class, and of its bases, names a child, apart from where it is made."""
     count = 0
@@ -77,7 +63,7 @@ def _mentions(cls: Any, child: str) -> int:
         for name, member in vars(base).items():
             if name in _NOT_CALLED or not inspect.isfunction(inspect.unwrap(member) if callable(member) else member):
                 continue
-            tree = _parsed(member)
+            tree = parsed(member)
             if tree is None:
                 return -1  # code without source may name it
             count += sum(isinstance(node, ast.Attribute) and node.attr == child for node in ast.walk(tree))
@@ -95,7 +81,7 @@ class _ForwardSyntax:
     @classmethod
     def of(cls, module_class: Any) -> _ForwardSyntax | None:
         """None where there is no source to read."""
-        tree = _parsed(module_class.forward)
+        tree = parsed(module_class.forward)
         if tree is None:
             return None
         definition = tree.body[0]

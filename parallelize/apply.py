@@ -35,6 +35,7 @@ from parallelize.applied.records import (
 from parallelize.applied.sharding import Sharder
 from parallelize.applied.state_dict import install_state_hooks
 from parallelize.applied.transaction import Transaction
+from parallelize.applied.user_initializers import guard_initializers
 from parallelize.applied.written_versions import count_optimizer_writes
 from parallelize.comm.groups import Group, mesh_spec, tp_mesh
 from parallelize.comm.handshake import TIMEOUT_S, agree_on, watch_inputs
@@ -148,6 +149,7 @@ def apply_plan(
         if agreed.resolved.plan.kept:
             _apply_kept(module, mesh, agreed.resolved, storage)
             refuse_training_of_unclaimed(agreed.plan, agreed.model)
+            guard_initializers(module)
         else:
             _apply(module, mesh, agreed, storage)
         apply_context(module, mesh, lambda: agreed.resolved)
@@ -335,6 +337,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     install_generation(module)
     guard_buffers(module)
     guard_moves(module)
+    guard_initializers(module)
     count_optimizer_writes()
     refuse_wrappers(module)
     if group.size > 1:

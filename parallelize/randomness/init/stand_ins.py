@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallelize.applied.local_config import LocalConfig
 from parallelize.applied.records import KEY
+from parallelize.applied.user_initializers import is_guard
 from parallelize.randomness.init.recipes import Initialization, Recipe, Unknown
 from parallelize.randomness.init.recorder import record_initialization
 
@@ -60,7 +61,10 @@ class _StandIns:
             return self.modules[id(module)]
         copy: Any = object.__new__(_stock_class(module))
         self.modules[id(module)] = copy
-        copy.__dict__ = {key: _plain(value) for key, value in module.__dict__.items() if key not in _NOT_COPIED}
+        copied = {
+            key: value for key, value in module.__dict__.items() if key not in _NOT_COPIED and not is_guard(value)
+        }
+        copy.__dict__ = {key: _plain(value) for key, value in copied.items()}
         keys = dict.fromkeys([*module._parameters, *self.keys.get(prefix.rstrip("."), ())])
         copy.__dict__["_parameters"] = {key: self._parameter(prefix + key) for key in keys}
         absent = any(p is None and prefix + key in self.blanks for key, p in module._parameters.items())

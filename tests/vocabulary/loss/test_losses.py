@@ -138,7 +138,7 @@ def test_models_that_compute_their_own_loss(family, cls):
     if cls is not None:
         torch.manual_seed(0)
         config = copy.deepcopy(model.config)
-        config.is_decoder = cls == "BertLMHeadModel"
+        config.is_decoder, config.summary_first_dropout = cls == "BertLMHeadModel", 0.0
         model = getattr(transformers, cls)(config)
     ids, labels = tiny_batch()
     extra = {"next_sentence_label": torch.tensor([0, 1])} if cls == "BertForPreTraining" else {}

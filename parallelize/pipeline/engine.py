@@ -103,7 +103,7 @@ class Pipeline:
         record = record_of(module)
         self.pending_reductions = record.pending_reductions if record is not None else None
         self._splits = any(action.kind == "W" for order in self.schedule.orders for action in order)
-        self._overlaps = record is not None and bool(getattr(record.overlap, "sites", ()))
+        self._overlaps = record is not None and bool(record.overlap.call_sites)
         self.runner = _runner(module, self.cut, record.region if record is not None else None)
         self.ties = ties_of(module)
         self.context = context_of(module)

@@ -30,6 +30,7 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.plan.stages import Stages
+from parallelize.tensor.overlap_sites import planned_call_sites
 from parallelize.tensor.torch_styles.dicts import is_styles
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 
@@ -169,7 +170,7 @@ class Subject:
 
     def rank_step(self, setting: Setting, schedule: Schedule, pp_rank: int, every_layer: bool = False) -> RankStep:
         """The step of one pp rank."""
-        splits = _splits_backward(setting, schedule)
+        splits = self._splits_backward(setting, schedule)
         return RankStep(
             self.trace(setting, every_layer),
             self.resolved(setting).stages,
@@ -180,6 +181,14 @@ class Subject:
             split_trace=self.trace(setting, every_layer, split_backward=True) if splits else None,
         )
 
+    def _splits_backward(self, setting: Setting, schedule: Schedule) -> bool:
+        """Whether dgrad and wgrad run apart, as `Pipeline` decides."""
+        scheduled = any(action.kind == "W" for order in schedule.orders for action in order)
+        if not scheduled or setting.recompute != "off" or setting.zero == 3:
+            return False
+        call_sites = planned_call_sites(self.resolved(setting), self.model(setting.weights_dtype))
+        return setting.size("tp") == 1 or next(call_sites, None) is None
+
     def shards(self, setting: Setting, pp_rank: int) -> list[ParameterShard]:
         """The parameters that one pp rank stores."""
         resolved = self.resolved(setting)
@@ -187,12 +196,6 @@ class Subject:
         if key not in self._shards:
             self._shards[key] = shards_of(resolved, pp_rank)
         return self._shards[key]
-
-
-def _splits_backward(setting: Setting, schedule: Schedule) -> bool:
-    """Whether dgrad and wgrad run apart, as `Pipeline` decides."""
-    scheduled = any(action.kind == "W" for order in schedule.orders for action in order)
-    return scheduled and setting.recompute == "off" and setting.overlap == "off" and setting.zero < 3
 
 
 def check(subject: Subject, setting: Setting) -> None:

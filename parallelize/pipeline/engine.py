@@ -27,6 +27,7 @@ from parallelize.pipeline.schedules import Action, Schedule, build_schedule
 from parallelize.pipeline.stage_forward import Outcome, StageRunner
 from parallelize.pipeline.step_check import StepCheck
 from parallelize.pipeline.step_runner import Data, StageHeaders, StepRun
+from parallelize.pipeline.step_targets import refuse_unshifted, token_targets
 from parallelize.pipeline.ties import ties_of
 from parallelize.pipeline.timeline import Timeline, with_messages
 from parallelize.pipeline.transport import Transport
@@ -58,7 +59,8 @@ class Pipeline:
         share_inputs: inputs and targets of the first pp rank are broadcast, and those of the other pp ranks are ignored.
         data: reduces gradients over the data axes: the `engine` of `data_of(module)`.
         clock: what `install_dropout` returned; it is set to the position in training of each microbatch.
-        check_replicated: compare in every call what ranks must have alike; see `StepCheck`.
+        check_replicated: compare in every call what ranks must have alike, see `StepCheck`; and in the first one, that
+            targets of the default loss are not the token ids themselves.
 
     Attributes:
         steps_done: number of successful steps. Dropout depends on it, so checkpoints store it.
@@ -92,6 +94,8 @@ class Pipeline:
         self.steps_done = 0
         self.whole, self.share_inputs = frozenset(whole), share_inputs
         self.loss, self.count = loss or _token_loss, count or valid_tokens
+        self._reads_tokens = loss is None
+        self._may_be_unshifted = loss is None and check_replicated  # until targets of a step were compared with its ids
         self.cut = cut_of(module)
         self.spec = mesh_spec(mesh)
         self.group = self.cut.group if self.cut is not None else Group.alone()
@@ -101,7 +105,7 @@ class Pipeline:
         record = record_of(module)
         self.pending_reductions = record.pending_reductions if record is not None else None
         self._splits = any(action.kind == "W" for order in self.schedule.orders for action in order)
-        self._overlaps = record is not None and bool(getattr(record.overlap, "sites", ()))
+        self._overlaps = record is not None and bool(record.overlap.call_sites)
         self.runner = _runner(module, self.cut, record.region if record is not None else None)
         self.ties = ties_of(module)
         self.context = context_of(module)
@@ -125,19 +129,26 @@ class Pipeline:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def step(self, *args: Any, targets: Any = None, **kwargs: Any) -> T:
+    def step(self, *args: Any, targets: Any = None, labels: Any = None, **kwargs: Any) -> T:
         """Forward and backward of one batch. Gradients are added to `.grad`, reduced over the data axes.
 
         Every rank must call it, with the batch of its data rank (the same on all its pp, cp and tp ranks).
 
         Args:
             args, kwargs: inputs of the full model. Tensors with the batch's size in dim 0 are split into microbatches.
-            targets: split in the same way; for the default loss token ids [batch, sequence], -100 for none.
+            targets: split in the same way. For the default loss token ids [batch, sequence], -100 for none:
+                `targets[:, i]` is compared with the logits at position i, nothing is shifted; `next_tokens(ids)` gives them.
+                For a `loss` of your own whatever it reads.
+            labels: instead of targets, with the meaning of the stock model: token ids [batch, sequence], -100 for none,
+                which are shifted here (not for models that transformers says are masked or classify tokens). With a `loss` of
+                your own it is an input of the model.
 
         Returns: the mean loss over all data ranks, a scalar without gradient, the same on every rank.
 
         Raises:
             ShapeError: `no-inputs`, `indivisible-batch`, before anything runs.
+            ModelError: `gradients-off` under `torch.no_grad()`; of the default loss `no-targets`, `labels-and-targets`,
+                `unclear-labels`, `unshifted-targets`. Before anything runs.
             HandshakeError: `ranks-diverged` on every rank, where the ranks of a data rank have different inputs or targets,
                 or ranks differ in the call, the mode, or the hyperparameters and steps of an optimizer of `watch`.
             PipelineError: `stage-failed` on every rank after an error of a stage; all gradients are dropped, those of
@@ -147,7 +158,7 @@ class Pipeline:
         Cost: activations and their gradients between neighboring stages, an all_reduce of 64 bytes and one of two scalars
             over the mesh, reductions of gradients over the data axes and over ties.
         """
-        run = self._loss_run(args, kwargs, targets)
+        run = self._loss_run(args, kwargs, targets, labels)
         with ExitStack() as stack:
             if self.pending_reductions is not None:
                 stack.enter_context(self.pending_reductions.accumulating())
@@ -170,17 +181,17 @@ class Pipeline:
         return loss
 
     @torch.no_grad()
-    def evaluate(self, *args: Any, targets: Any = None, **kwargs: Any) -> T:
+    def evaluate(self, *args: Any, targets: Any = None, labels: Any = None, **kwargs: Any) -> T:
         """The loss of one batch without backward. Every rank must call it. Gradients are not changed, even by an error.
 
         Args:
-            args, kwargs, targets: as in `step`.
+            args, kwargs, targets, labels: as in `step`.
 
         Returns: the mean loss over all data ranks, a scalar, the same on every rank.
         Raises: as `step`.
         Cost: activations between neighboring stages, an all_reduce of 64 bytes and one of two scalars over the mesh.
         """
-        run = self._loss_run(args, kwargs, targets, forward_only=True)
+        run = self._loss_run(args, kwargs, targets, labels, forward_only=True)
         self._execute(run)
         failed, loss = self._outcome(run)
         if failed:
@@ -198,7 +209,7 @@ class Pipeline:
         Raises: as `step`.
         Cost: activations between neighboring stages, an all_reduce of 64 bytes and one of two scalars over the mesh.
         """
-        microbatches, _ = self._microbatches("forward", args, kwargs, None)
+        microbatches, _ = self._microbatches("forward", args, kwargs)
         run = self._run(microbatches, None, forward_only=True)
         self._execute(run)
         failed, _ = self._outcome(run)
@@ -220,34 +231,48 @@ class Pipeline:
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
-    def _loss_run(self, args: tuple, kwargs: dict, targets: Any, forward_only: bool = False) -> StepRun:
+    def _loss_run(self, args: tuple, kwargs: dict, targets: Any, labels: Any, forward_only: bool = False) -> StepRun:
         """The run of a step or an evaluation."""
         call = "evaluate" if forward_only else "step"
-        microbatches, total = self._microbatches(call, args, kwargs, targets)
+        microbatches, total = self._microbatches(call, args, kwargs, targets, labels)
 
         def loss_of(output: Any, targets: Any) -> T:
             return self.loss(output, targets) / total
 
         return self._run(microbatches, loss_of, forward_only)
 
-    def _microbatches(self, call: str, args: tuple, kwargs: dict, targets: Any) -> tuple[list[MicrobatchInputs], T]:
+    def _microbatches(
+        self, call: str, args: tuple, kwargs: dict, targets: Any = None, labels: Any = None
+    ) -> tuple[list[MicrobatchInputs], T]:
         """The inputs of this data rank, and the global count, which divides the loss.
 
-        On `cp` targets are sharded here; the model shards its inputs itself.
+        On `cp` targets are sharded here; the model shards its inputs itself. An error of this rank is raised when the other
+        ranks know of it.
         """
         if self.share_inputs:
-            args, kwargs, targets = broadcast_nested((args, kwargs, targets), self.group, self.device)
-        batch = {**self._named(args, kwargs), "targets": targets}
-        if self.context is not None and targets is not None:
-            targets = local_targets(self.context, length_of(self.module, args, kwargs), targets)
-        microbatches, error = self._split(args, kwargs, targets)
-        count = self.count(targets) if targets is not None else 1
+            args, kwargs, targets, labels = broadcast_nested((args, kwargs, targets, labels), self.group, self.device)
+        if labels is not None and not self._reads_tokens:
+            kwargs, labels = {**kwargs, "labels": labels}, None
+        batch = {**self._named(args, kwargs), "targets": targets if labels is None else labels}
+        microbatches: list[MicrobatchInputs] = []
+        error: ParallelizeError | None = None
+        try:
+            if call == "step":
+                _refuse_without_gradients()
+            if call != "forward":
+                targets = self._local_targets(args, kwargs, targets, labels)
+            microbatches = split_batch(args, kwargs, targets, self.schedule.num_microbatches, self.whole)
+        except ParallelizeError as refused:
+            error = refused
+        count = self.count(targets) if error is None and targets is not None else 1
         try:
             total = self.check.total(count, batch, self._settings(call, error))
         except HandshakeError as difference:
             raise error or difference from None
         if error is not None:
             raise error
+        if call != "forward":
+            self._may_be_unshifted = False
         return microbatches, total
 
     def _named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -257,12 +282,15 @@ class Pipeline:
         except TypeError:
             return {"inputs": args, **kwargs}
 
-    def _split(self, args: tuple, kwargs: dict, targets: Any) -> tuple[list[MicrobatchInputs], ParallelizeError | None]:
-        """The microbatches, or the error, which is raised when the other ranks know of it."""
-        try:
-            return split_batch(args, kwargs, targets, self.schedule.num_microbatches, self.whole), None
-        except ParallelizeError as error:
-            return [], error
+    def _local_targets(self, args: tuple, kwargs: dict, targets: Any, labels: Any) -> Any:
+        """What the loss reads on this rank."""
+        if self._reads_tokens:
+            targets = token_targets(self.module, targets, labels)
+            if self._may_be_unshifted:
+                refuse_unshifted(self.module, args, kwargs, targets)
+        if self.context is None or targets is None:
+            return targets
+        return local_targets(self.context, length_of(self.module, args, kwargs), targets)
 
     def _settings(self, call: str, error: ParallelizeError | None) -> dict[str, str]:
         """What must be the same on all ranks."""
@@ -355,6 +383,12 @@ class Pipeline:
 
 def _is_forward(step: Any) -> bool:
     return step.kind == "F" if isinstance(step, Action) else step.direction == "F"
+
+
+def _refuse_without_gradients() -> None:
+    if not torch.is_grad_enabled():
+        what = "step computes gradients, which torch.no_grad() or torch.inference_mode() turns off"
+        raise ModelError(Problem("gradients-off", what, fix="call step outside it; for a loss alone, call evaluate"))
 
 
 def _token_loss(output: Any, targets: T) -> T:

@@ -38,30 +38,32 @@ class ParallelModel:
         what = "a ParallelModel has hooks and messages of the model it was made with, which a copy cannot have"
         raise ModelError(Problem("not-copyable", what, fix="copy.deepcopy(parallel.module)"))
 
-    def step(self, *args: Any, targets: Any = None, **kwargs: Any) -> T:
+    def step(self, *args: Any, targets: Any = None, labels: Any = None, **kwargs: Any) -> T:
         """Forward and backward of this data rank's batch. See `Pipeline.step`.
 
         Args:
             args, kwargs: inputs of the full model; tensors [batch, ...] of this data rank, the same on its other ranks.
-            targets: the targets of the loss, such as token ids [batch, sequence].
+            targets: the targets of the loss. Of the default loss token ids [batch, sequence], -100 for none, at the positions
+                of the logits: those of `next_tokens(ids)`. Nothing is shifted.
+            labels: instead of targets: token ids [batch, sequence] as the stock model takes them, which shifts them.
 
         Returns: the mean loss over all data ranks, a scalar, the same on every rank.
-        Raises: ShapeError, HandshakeError and PipelineError as `Pipeline.step`.
+        Raises: ShapeError, ModelError, HandshakeError and PipelineError as `Pipeline.step`.
         Cost: as `Pipeline.step`.
         """
-        return self.pipeline.step(*args, targets=targets, **kwargs)
+        return self.pipeline.step(*args, targets=targets, labels=labels, **kwargs)
 
-    def evaluate(self, *args: Any, targets: Any = None, **kwargs: Any) -> T:
+    def evaluate(self, *args: Any, targets: Any = None, labels: Any = None, **kwargs: Any) -> T:
         """The mean loss over all data ranks, without gradients. See `Pipeline.evaluate`.
 
         Args:
-            args, kwargs, targets: as in `step`.
+            args, kwargs, targets, labels: as in `step`.
 
         Returns: the mean loss over all data ranks, a scalar, the same on every rank.
         Raises: as `Pipeline.evaluate`.
         Cost: as `Pipeline.evaluate`.
         """
-        return self.pipeline.evaluate(*args, targets=targets, **kwargs)
+        return self.pipeline.evaluate(*args, targets=targets, labels=labels, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> list[Any]:
         """The model's output for each microbatch, without gradients. See `Pipeline.forward`.

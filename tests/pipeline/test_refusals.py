@@ -138,7 +138,7 @@ def test_a_step_without_a_batch(inputs):
     with small_mesh(dp=2) as mesh:
         pipeline = Pipeline(Tower(), mesh)
         with refused(ShapeError, "no-inputs", "no tensor", "input_ids="):
-            pipeline.step(**inputs)
+            pipeline.step(**inputs, targets=IDS)
 
 
 def test_a_call_of_a_model_that_has_stages():
@@ -157,7 +157,7 @@ def failures_of(model: nn.Module) -> list[str]:
         part = cut_pipeline(copy.deepcopy(model), mesh, cuts=CUTS)
         pipeline = Pipeline(part, mesh, num_microbatches=2)
         with pytest.raises(PipelineError) as caught:
-            pipeline.step(IDS, targets=IDS)
+            pipeline.step(IDS, targets=IDS.flip(0))
         return str(caught.value)
 
     return run_ranks(2, body)
@@ -177,4 +177,4 @@ def test_more_tensors_within_one_rank_need_no_message():
     mesh_of_one = {"schedule": "looped_bfs", "stages_per_rank": 2}
     with small_mesh(pp=1) as mesh:
         part = cut_pipeline(ListedTower(), mesh, cuts=CUTS, **mesh_of_one)
-        Pipeline(part, mesh, num_microbatches=2, **mesh_of_one).step(IDS, targets=IDS)
+        Pipeline(part, mesh, num_microbatches=2, **mesh_of_one).step(IDS, targets=IDS.flip(0))

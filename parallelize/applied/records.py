@@ -6,6 +6,7 @@ dictionary (as in `Transaction`) is a copy of what was applied to it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -56,7 +57,8 @@ class PlanRecord:
     region: SequenceRegion | None = None
 
     def __deepcopy__(self, memo: dict) -> PlanRecord:
-        return self
+        """A copy of a model has a region of its own, which its forwards enter."""
+        return replace(self, region=copy.deepcopy(self.region, memo))
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallelize import build_mesh, parallelize_model
-from parallelize.errors import HandshakeError
+from parallelize import Checkpointer, build_mesh, parallelize_model
+from parallelize.errors import HandshakeError, ParallelizeError
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks
 
@@ -81,3 +81,22 @@ def test_one_frozen_copy_is_named_and_does_not_wait(name):
 )
 def test_copies_with_the_same_settings_are_accepted(change, axes, zero):
     assert set(run(change("embed_tokens", "lm_head"), axes, zero)) == {""}
+
+
+def test_copies_that_differ_are_not_saved(tmp_path):
+    base = tiny_model("llama", torch.float64, tie_word_embeddings=True)
+
+    def body(rank: int) -> str:
+        parallel = parallelize_model(copy.deepcopy(base), build_mesh("cpu", pp=2), num_microbatches=2)
+        checkpointer = Checkpointer(tmp_path, parallel)
+        checkpointer.save(1)
+        with torch.no_grad():
+            for name, parameter in parallel.module.named_parameters():
+                if "embed_tokens" in name:
+                    parameter[5:8] = 0.123
+        with pytest.raises(ParallelizeError) as error:
+            checkpointer.save(2)
+        return str(error.value)
+
+    assert all("ties-differ" in text for text in run_ranks(2, body))
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith("2")]

@@ -10,6 +10,7 @@ returns keyword arguments of the forward, and `targets` for the loss. `loss` and
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
@@ -142,12 +143,24 @@ def read_model(text: str | os.PathLike, overrides: Mapping[str, Any] | None = No
 
 
 def source_of(model: Any, overrides: Mapping[str, Any] | None = None, name: str = "") -> ModelSource:
-    """The source of a model given by name or by a function. `name`: the function's name in messages."""
+    """The source of a model given by name, by a function or as a module, which is copied. `name`: its name in messages."""
     if isinstance(model, ModelSource):
         return model
+    if isinstance(model, nn.Module):  # before functions: a module is callable too
+        return ModelSource(name or type(model).__name__, lambda _: _copied(model))
     if callable(model) and not isinstance(model, (str, os.PathLike)):
         return _of_callable(name or getattr(model, "__name__", "model"), model, dict(overrides or {}))
     return read_model(model, overrides)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy on torch's default device, if that is meta: without a copy of the values."""
+    if not torch.empty(0).is_meta:
+        return copy.deepcopy(model)
+    copies: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    for parameter in model.parameters():
+        copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    return copy.deepcopy(model, copies)
 
 
 def parse_overrides(texts: list[str]) -> dict[str, Any]:

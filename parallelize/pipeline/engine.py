@@ -110,7 +110,7 @@ class Pipeline:
         self.ties = ties_of(module)
         self.context = context_of(module)
         self.world = axis_group(mesh, *self.spec.names)
-        self.check = StepCheck(mesh, self.device, check_replicated)
+        self.check = StepCheck(mesh, self.device, check_replicated, self.ties)
         self._headers: StageHeaders = {}
         self._compared: set[tuple] = set()  # signatures of inputs that the pp ranks have compared
         self._spans: list[tuple[Action, float, float]] = []
@@ -150,7 +150,8 @@ class Pipeline:
             ModelError: `gradients-off` under `torch.no_grad()`; of the default loss `no-targets`, `labels-and-targets`,
                 `unclear-labels`, `unshifted-targets`. Before anything runs.
             HandshakeError: `ranks-diverged` on every rank, where the ranks of a data rank have different inputs or targets,
-                or ranks differ in the call, the mode, or the hyperparameters and steps of an optimizer of `watch`.
+                or ranks differ in the call, the mode, or the hyperparameters and steps of an optimizer of `watch`; and
+                where copies of a tied parameter differ in these or in requires_grad.
             PipelineError: `stage-failed` on every rank after an error of a stage; all gradients are dropped, those of
                 earlier steps too. `peer-lost` if a rank does not respond. On a mesh of one rank, the original error is
                 raised instead of `stage-failed`.

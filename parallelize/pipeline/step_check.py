@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from parallelize.comm.groups import axis_group, mesh_spec
 from parallelize.comm.handshake import Facts, differing_rows, digest, silent_ranks
 from parallelize.errors import HandshakeError, PipelineError, Problem, short_list
 from parallelize.mesh import DATA_AXES, SAMPLE_AXES, MeshSpec
+from parallelize.pipeline.ties import TieGroup, Ties
 
 T = torch.Tensor
 
@@ -39,12 +40,13 @@ class _Facts:
 
     Attributes:
         batch: the inputs and targets by name, which ranks of one data rank share. settings: what all ranks share.
-        stage: what the ranks of one pipeline stage share.
+        stage: what the ranks of one pipeline stage share. ties: what the ranks with a copy of a tied parameter share.
     """
 
     batch: Mapping[str, Any]
     settings: Facts
     stage: Facts
+    ties: Mapping[str, Facts]
 
 
 class StepCheck:
@@ -54,10 +56,11 @@ class StepCheck:
         mesh: the mesh with all axes.
         device: of the message.
         compares: False sends the same message and compares nothing.
+        ties: whose copies must require gradients, and be updated, alike.
     """
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, compares: bool = True):
-        self.mesh, self.device = mesh, device
+    def __init__(self, mesh: DeviceMesh, device: torch.device, compares: bool = True, ties: Ties | None = None):
+        self.mesh, self.device, self.ties = mesh, device, ties
         self.spec = mesh_spec(mesh)
         self.world = axis_group(mesh, *self.spec.names)
         self.compares = compares and mesh.size() > 1 and dist.get_backend(self.world) != "fake"
@@ -68,6 +71,7 @@ class StepCheck:
         flat = mesh.mesh.flatten().tolist()
         index = flat.index(dist.get_rank()) if mesh.size() > 1 else 0
         self._weights = [_weight(self.spec, index, axes) for axes in (SAMPLE_AXES, self.spec.names[:0], ("pp",))]
+        self._tie_weights = {tie.name: _weight_in(tie.group.ranks, dist.get_rank()) for tie in self._shared_ties()}
         coordinates = self.spec.coordinates(index)
         self._counts = all(at == 0 for axis, at in coordinates.items() if axis not in DATA_AXES)
 
@@ -100,7 +104,7 @@ class StepCheck:
         if self._counts and not local.is_floating_point():
             message[0] = local
         if self.compares:
-            self._sent = _Facts(batch, settings, self._hyperparameters())
+            self._sent = _Facts(batch, settings, self._hyperparameters(), self._tied())
             self._add_digests(message, self._sent)
         self._send(message)
         self._message = message
@@ -132,7 +136,7 @@ class StepCheck:
         assert self._sent is not None
         call, self._sent, self._message = self._sent, None, None
         every: list[Any] = [None] * self.mesh.size()
-        dist.all_gather_object(every, (_readable(call.batch), call.settings, call.stage), group=self.world)
+        dist.all_gather_object(every, (_readable(call.batch), call.settings, call.stage, call.ties), group=self.world)
         raise HandshakeError(_problem(self.spec, self.mesh.mesh.flatten().tolist(), every))
 
     def _add_digests(self, message: T, call: _Facts) -> None:
@@ -149,6 +153,8 @@ class StepCheck:
                 _signed(_text_digest(repr(sorted(call.stage.items()))) * stage),
             ]
         )
+        ties = {name: _text_digest(repr(sorted(facts.items()))) for name, facts in call.ties.items()}
+        message[5] = _signed(sum(value * self._tie_weights[name] for name, value in ties.items()))
 
     def _hyperparameters(self) -> Facts:
         facts: Facts = {}
@@ -162,6 +168,27 @@ class StepCheck:
                 for key, value in group.items():
                     if _is_scalar(value):
                         facts[f"{name}, group {index}, {key}"] = _scalar(value)
+        return facts
+
+    def _shared_ties(self) -> list[TieGroup]:
+        """The ties with copies on several ranks."""
+        return [tie for tie in self.ties.groups if tie.group.size > 1] if self.ties is not None else []
+
+    def _tied(self) -> dict[str, Facts]:
+        """By tie: whether its copies on this rank require a gradient, and how each optimizer updates them."""
+        optimizers = [optimizer for reference, _ in self._optimizers if (optimizer := reference()) is not None]
+        return {tie.name: self._update_of(tie, optimizers) for tie in self._shared_ties()}
+
+    def _update_of(self, tie: TieGroup, optimizers: list[Optimizer]) -> Facts:
+        assert self.ties is not None
+        copies = self.ties.parameters(tie)
+        facts = {"requires_grad": str(sorted({parameter.requires_grad for parameter in copies}))}
+        stepped = {id(tensor) for parameter in copies for tensor in self.ties.stepped(parameter)}
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if any(id(parameter) in stepped for parameter in group["params"]):
+                    values = {key: _scalar(value) for key, value in group.items() if _is_scalar(value)}
+                    facts |= {f"{type(optimizer).__name__}, {key}": value for key, value in values.items()}
         return facts
 
     def _sum_of_floats(self, local: T) -> T:
@@ -178,9 +205,14 @@ def _weight(spec: MeshSpec, index: int, shared: tuple[str, ...]) -> int:
     """The weight of the rank at this index, among the ranks that have its coordinates on the axes `shared`."""
     across = [axis for axis in spec.names if axis not in shared]
     ranks = sorted(spec.group_of(index, *across)) if across else [index]
-    if index != ranks[-1]:
-        return _odd(index)
-    return _signed(-sum(_odd(rank) for rank in ranks[:-1]))
+    return _weight_in(ranks, index)
+
+
+def _weight_in(ranks: Sequence[int], rank: int) -> int:
+    """The weight of one of these ranks: odd, or for the last one what makes the sum 0."""
+    if rank != ranks[-1]:
+        return _odd(rank)
+    return _signed(-sum(_odd(other) for other in ranks[:-1]))
 
 
 def _odd(rank: int) -> int:
@@ -256,10 +288,12 @@ def _readable(batch: Mapping[str, Any]) -> Facts:
     return facts
 
 
-def _problem(spec: MeshSpec, ranks: list[int], every: list[tuple[Facts, Facts, Facts]]) -> Problem:
-    """What differs, by fact: settings over all ranks, hyperparameters in each stage, the batch in each data rank."""
-    rows = differing_rows({ranks[i]: settings for i, (_, settings, _) in enumerate(every)})
-    for kind, shared in ((2, ("pp",)), (0, SAMPLE_AXES)):
+def _problem(spec: MeshSpec, ranks: list[int], every: list[tuple[Facts, Facts, Facts, Mapping[str, Facts]]]) -> Problem:
+    """What differs, by fact: settings over all ranks, hyperparameters in each stage, the batch in each data rank, ties over pp."""
+    rows = differing_rows({ranks[i]: settings for i, (_, settings, _, _) in enumerate(every)})
+    rows += _tie_rows(spec, ranks, [ties for *_, ties in every])
+    stages, batches = [stage for _, _, stage, _ in every], [batch for batch, *_ in every]
+    for facts, shared in ((stages, ("pp",)), (batches, SAMPLE_AXES)):
         across = [axis for axis in spec.names if axis not in shared]
         seen: set[int] = set()
         for index in range(len(ranks)):
@@ -267,11 +301,22 @@ def _problem(spec: MeshSpec, ranks: list[int], every: list[tuple[Facts, Facts, F
                 continue
             group = sorted(spec.group_of(index, *across))
             seen.update(group)
-            rows += differing_rows({ranks[i]: every[i][kind] for i in group})
+            rows += differing_rows({ranks[i]: facts[i] for i in group})
     return Problem(
         "ranks-diverged",
         f"ranks that must run the same step differ in {len(rows)} of its facts",
         rows=tuple(rows[:20]),
         fix="give every rank of a data rank (its pp, cp and tp ranks) the same batch, and all ranks the same calls and "
-        "settings; check_replicated=False turns this check off",
+        "settings, and all copies of a tied parameter the same; check_replicated=False turns this check off",
     )
+
+
+def _tie_rows(spec: MeshSpec, ranks: list[int], every: list[Mapping[str, Facts]]) -> list[tuple[str, str]]:
+    """What differs between the copies of each tie, which are on some ranks of a pipeline group."""
+    rows: list[tuple[str, str]] = []
+    for name in sorted({name for ties in every for name in ties}):
+        groups = {tuple(sorted(spec.group_of(index, "pp"))) for index, ties in enumerate(every) if name in ties}
+        for group in sorted(groups):
+            copies = {ranks[i]: every[i][name] for i in group if name in every[i]}
+            rows += [(f"tie {name}, {key}", text) for key, text in differing_rows(copies)]
+    return rows

@@ -85,6 +85,12 @@ class Ties:
             if not tie.is_owner or index
         }
 
+    def stepped(self, parameter: nn.Parameter) -> list[Any]:
+        """What an optimizer may step to update this copy: the parameter, and under ZeRO its shard."""
+        data = data_of(self.module)
+        shards = data.shards if data is not None else ()
+        return [parameter, *(shard.stepped for shard in shards if shard.param is parameter)]
+
     @torch.no_grad()
     def equalize(self) -> None:
         """Copy the owner's value to all copies. A broadcast over the ranks of each tie."""

@@ -33,6 +33,6 @@ def test_backward_is_split_where_explain_says(monkeypatch, tp, options):
 
     run_ranks(2 * tp, body)
     setting = make_setting(f"pp=2,tp={tp}", {**OPTIONS, **options, "sequence": 8, "batch": 2})
-    subject = Subject(source_of(lambda: copy.deepcopy(model)))
+    subject = Subject(source_of(model))
     predicted = subject.rank_step(subject.complete(setting), setting.pipeline(), 0).split_trace is not None
     assert bool(splits) == predicted == ((tp == 1 and "overlap" in options) or options == {"overlap": "off"})

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from parallelize import lint
 from parallelize.errors import ModelError
-from parallelize.models.model_source import parse_overrides, read_model
+from parallelize.models.model_source import parse_overrides, read_model, source_of
+from tests.support.models import tiny_model
 
 
 def test_overrides():
@@ -15,3 +18,14 @@ def test_overrides():
     with pytest.raises(ModelError) as caught:
         read_model("llama", {"num_hiden_layers": 2})
     assert "num_hidden_layers" in str(caught.value)
+
+
+def test_a_module_is_copied_and_not_called():
+    model = tiny_model("llama", tie_word_embeddings=True)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    built = source_of(model).build("meta")
+    assert all(parameter.is_meta for parameter in built.parameters())
+    assert built.lm_head.weight is built.model.embed_tokens.weight
+    assert [(n, p.shape) for n, p in built.named_parameters()] == [(n, p.shape) for n, p in model.named_parameters()]
+    assert lint(model, "llama", "tp=2") == lint(lambda: tiny_model("llama", tie_word_embeddings=True), "llama", "tp=2")
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())

@@ -29,6 +29,7 @@ from parallelize.checkpoint.run.run_contents import run_of
 from parallelize.checkpoint.run.save import write_snapshot
 from parallelize.checkpoint.run.snapshot import Snapshot, Staging, take
 from parallelize.errors import CheckpointError, Problem, short_list
+from parallelize.pipeline.ties import ties_of
 from parallelize.randomness.streams import Streams
 from parallelize.terminal.progress_line import Progress
 
@@ -169,7 +170,8 @@ class Checkpointer:
 
         Raises: CheckpointError `bad-step`, `already-saved`, `newer-checkpoints`, `unsavable-value` and other errors of
             the state, the files and the file system, on every rank; earlier checkpoints are unchanged. Errors in the
-            background are raised by the next call.
+            background are raised by the next call. HandshakeError `ties-differ`, where copies of a tied parameter on two
+            stages do: one of them would be saved.
         Cost: short messages, and no tensors. Of elements that several ranks store, one rank writes them. With
             `asynchronous`, the call first waits for the save before it, then copies this rank's elements to host
             memory.
@@ -181,6 +183,8 @@ class Checkpointer:
         snapshot, error = None, None
         about: dict[str, Any] = {}
         try:
+            if (ties := ties_of(self.run.module)) is not None:
+                ties.check()  # the copies of a tied parameter are saved once, so others would be lost
             snapshot = take(self.run, self.on_mesh, step, values, self._staging)
             about = run_metadata(self.on_mesh) if self._sync.is_coordinator else {}
         except Exception as caught:

@@ -77,7 +77,9 @@ def test_one_frozen_copy_is_named_and_does_not_wait(name):
 
 
 @pytest.mark.parametrize(
-    ("change", "axes", "zero"), [(frozen, *MESHES[0]), *((no_decay_by_name, *mesh) for mesh in MESHES)], ids=str
+    ("change", "axes", "zero"),
+    [(frozen, *MESHES[0]), *((no_decay_by_name, *mesh) for mesh in MESHES)],
+    ids=["frozen", "decay", "decay-zero"],
 )
 def test_copies_with_the_same_settings_are_accepted(change, axes, zero):
     assert set(run(change("embed_tokens", "lm_head"), axes, zero)) == {""}

@@ -129,6 +129,9 @@ def parallelize_module(
     apply_plan(module, mesh, decide, storage, handshake_timeout_s)
     if mesh_spec(mesh).ranks(*DATA_AXES) > 1 and not own_reduction and applied(module).data is None:
         guard_gradients(module, mesh, NOT_REDUCED)
+    record = record_of(module)
+    if record is not None and record.group.size > 1:
+        require_installed_dropout(module)
     return module
 
 
@@ -340,8 +343,6 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     guard_initializers(module)
     count_optimizer_writes()
     refuse_wrappers(module)
-    if group.size > 1:
-        require_installed_dropout(module)
     if storage.device is not None:
         _move_buffers(module, storage.device)
     if storage.check_replicated:

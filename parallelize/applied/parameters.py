@@ -160,11 +160,12 @@ class _MoveGradient:
         grad, leaf.grad = leaf.grad, None
         if grad is None:  # the op defers this gradient
             return
-        slot = self.slot
-        if slot.reduction is None and slot.tied and slot.own:
-            slot.pending_reductions.add_tied(self, grad)
-        elif slot.reduction is None:
-            self.deliver(grad)
+        slot, param = self.slot, self.param
+        if slot.reduction is None:
+            if slot.tied and slot.own and (param._backward_hooks or param._post_accumulate_grad_hooks):
+                slot.pending_reductions.add_tied(self, grad)
+            else:
+                self.deliver(grad)
         else:
             # a wrapper that replaced the parameter (fully_shard) reads the gradient during backward: reduce it now
             slot.pending_reductions.add(

@@ -159,7 +159,7 @@ def _sums_over_uses(entries: list[_Entry]) -> list[tuple[GradientReceiver, torch
     sums: dict[int, tuple[GradientReceiver, torch.Tensor]] = {}
     for entry in entries:
         earlier = sums.get(id(entry.receiver.param))
-        grad = entry.grad if earlier is None else earlier[1] + entry.grad
+        grad = entry.grad if earlier is None else earlier[1].add_(entry.grad)
         sums[id(entry.receiver.param)] = entry.receiver, grad
     return list(sums.values())
 

@@ -12,6 +12,7 @@ import torch
 
 from parallelize import build_mesh, parallelize_model
 from parallelize.errors import HandshakeError, ShapeError
+from parallelize.pipeline.step_check import _content
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks
 
@@ -157,3 +158,9 @@ def test_an_error_of_one_rank_reaches_the_others():
 
 def test_the_check_can_be_turned_off():
     assert run({"dp": 2}, on_last(other_rate, 2), check_replicated=False) == ["", ""]
+
+
+def test_ids_that_differ_little_have_other_digests():
+    """Sums of ids times odd factors are equal for the first two: 5 + 3 x 7 is 8 + 3 x 6."""
+    ids = [[5, 7], [8, 6], [7, 5], [5, 8], [6, 7], [0, 0]]
+    assert len({int(_content(torch.tensor(pair))) for pair in ids}) == len(ids)

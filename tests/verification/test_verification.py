@@ -143,7 +143,6 @@ def test_a_broken_collective_is_named_with_its_kind(monkeypatch, broken, kind):
     [
         ("llama", "model.layers.*.self_attn.o_proj", "colwise", "self_attn.o_proj", "raised"),
         ("llama", "model.layers.*.mlp.{gate,up}_proj", None, "mlp.up_proj", "raised"),
-        ("llama", "model.layers.*.self_attn.q_proj", "sequence", "self_attn.q_proj", "raised"),
         ("llama", "lm_head", "colwise", "lm_head", "raised"),
         ("qwen3", "model.layers.*.self_attn.{q,k}_norm", "replicate(gradient=full)", "k_norm", "missing-reduction"),
         ("llama", "model.norm", None, "model.norm", "missing-reduction"),
@@ -155,6 +154,11 @@ def test_a_wrong_rule_is_named(family, pattern, style, module, kind):
     assert not result.ok and result.difference is not None
     assert result.difference.module.endswith(module) and result.difference.kind == kind
     assert not style or result.difference.rule.startswith(f"{pattern}: ")
+
+
+def test_a_rule_that_is_refused_before_anything_runs():
+    with pytest.raises(PlanError, match=r"unclear-gradient: model\.layers\.\*\.self_attn\.q_proj"):
+        verify("llama", changed("llama", "model.layers.*.self_attn.q_proj", "sequence"), "tp=2")
 
 
 def test_a_doubled_gradient_is_named(monkeypatch):

@@ -52,11 +52,14 @@ class _Recorder:
     """Its attributes are the leaves that the running pass has completed."""
 
     def close(self) -> list[Any]:
-        """The recorded leaves, which are forgotten."""
-        leaves = list(self.__dict__.values())
-        self.__dict__.clear()
+        """The recorded leaves, which are forgotten.
+
+        In this order no leaf is lost of a pass that another thread runs: it is in the old dictionary, or begins to record anew.
+        """
         object.__setattr__(self, "__class__", _Idle)
-        return leaves
+        leaves = self.__dict__
+        object.__setattr__(self, "__dict__", {})
+        return list(leaves.values())
 
 
 class _Idle(_Recorder):

@@ -19,11 +19,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+StridedShard: Any = _StridedShard
+"""The placement of shards with a stride, which PyTorch's `redistribute` calls for its own conversions (since 2.3)."""
 
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 """The local tensor of a DTensor, without the autograd Function of `to_local()` (25 us): an attribute since 2.0."""
@@ -363,6 +366,22 @@ def split_above(placement: Any, parts: int) -> Any:
 def spec(mesh: DeviceMesh, placements: tuple[Any, ...], like: torch.Tensor) -> Any:
     """The spec of a DTensor that does not exist; `like` is a meta tensor of the full shape."""
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(like.shape, like.stride(), like.dtype))
+
+
+def replicated_spec(mesh: DeviceMesh, full: torch.Tensor) -> Any:
+    """The spec of a tensor that every rank of a mesh stores."""
+    return spec(mesh, (Replicate(),) * mesh.ndim, full)
+
+
+def register_foreach_class(cls: type) -> None:
+    """Let optimizers and clipping choose their multi-tensor kernels for a subclass of DTensor, as for DTensor (since 2.1)."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    for module in (optimizer, _foreach_utils):
+        supported: Any = getattr(module, "_foreach_supported_types", None)
+        if supported is not None and cls not in supported:
+            supported.append(cls)
 
 
 def set_local(dtensor: Any, local: torch.Tensor) -> None:

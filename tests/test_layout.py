@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallelize import Layout, ShapeError, ShardInfo
-from parallelize.applied.sharding import store
+from parallelize.applied.layout_tensor.stored_order import store
 from parallelize.layout import Chunk, chunked, packed, replicated
 
 

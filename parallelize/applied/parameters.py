@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize.applied.layout_tensor.layout_dtensor import layout_of, with_layout
 from parallelize.applied.pending_reductions import PendingReduction, PendingReductions
 from parallelize.applied.records import Shared, mark_of, mark_parameter
 from parallelize.errors import ModelError, Problem
@@ -151,10 +152,10 @@ class Slot:
 class _MoveGradient:
     """Moves a leaf's gradient to the DTensor parameter, wrapped with the parameter's spec."""
 
-    __slots__ = ("param", "slot", "spec")
+    __slots__ = ("layout", "param", "slot", "spec")
 
     def __init__(self, slot: Slot, param: DTensor):
-        self.slot, self.param, self.spec = slot, param, private.spec_of(param)
+        self.slot, self.param, self.spec, self.layout = slot, param, private.spec_of(param), layout_of(param)
 
     def __call__(self, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
@@ -189,7 +190,7 @@ class _MoveGradient:
             grad = self._run_hooks(grad)
         accumulated = param.grad
         if accumulated is None:
-            param.grad = private.wrap(grad, self.spec)
+            param.grad = with_layout(private.wrap(grad, self.spec), self.layout)
         else:
             _local_of(accumulated).add_(grad)
         if param._post_accumulate_grad_hooks:
@@ -197,7 +198,7 @@ class _MoveGradient:
                 hook(param)
 
     def _run_hooks(self, grad: torch.Tensor) -> torch.Tensor:
-        dtensor_grad = private.wrap(grad, self.spec)
+        dtensor_grad = with_layout(private.wrap(grad, self.spec), self.layout)
         hooks: Any = self.param._backward_hooks
         for hook in list(hooks.values()):
             replaced = hook(dtensor_grad)

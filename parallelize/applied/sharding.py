@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelize import _torch_private as private
+from parallelize.applied.layout_tensor.layout_dtensor import with_layout, wrap_like
+from parallelize.applied.layout_tensor.stored_order import store, store_like, unshard
 from parallelize.applied.records import PlanRecord, Shared, applied, mark_parameter, not_parallelized, record_of
 from parallelize.comm.groups import Group
-from parallelize.layout import Layout, SlicePair, chunked, even_interval, replicated
-from parallelize.ops.collectives import gather_dim, pad_to
+from parallelize.layout import Layout, SlicePair, chunked, replicated
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ParameterRow
 
@@ -235,7 +236,7 @@ class Sharder:
 def as_dtensor(stored: torch.Tensor, layout: Layout, tp: DeviceMesh) -> DTensor:
     """A DTensor around a stored shard."""
     placement = Replicate() if layout.dim is None else Shard(layout.dim)
-    return from_local(stored, layout.stored_shape, placement, tp)
+    return with_layout(from_local(stored, layout.shape, placement, tp), layout)
 
 
 def from_local(local: torch.Tensor, shape: tuple[int, ...], placement: Any, tp: DeviceMesh) -> DTensor:
@@ -249,64 +250,9 @@ def from_local(local: torch.Tensor, shape: tuple[int, ...], placement: Any, tp: 
     )
 
 
-def store(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """A rank's shard of a full tensor as it is stored: its slices in order, padded where the layout is not canonical."""
-    if layout.dim is None:
-        return full.clone(memory_format=torch.contiguous_format)
-    parts = [full[pair.full] for pair in layout.slices(rank)]
-    if not parts:
-        parts = [full.narrow(layout.dim, 0, 0)]
-    local = torch.cat(parts, layout.dim).clone(memory_format=torch.contiguous_format)
-    if layout.is_canonical or local.shape[layout.dim] == layout.stored_local_size:
-        return local
-    return pad_to(local, layout.dim, layout.stored_local_size)
-
-
-def unshard(stored: Any, layout: Layout, group: Group) -> torch.Tensor:
-    """The full tensor in its original order, on every rank. A collective over tp (and over the axes of ZeRO)."""
-    local = _without_data_axes(stored, group)
-    if layout.dim is None:
-        return local.clone()
-    if group.size == 1:
-        shards = [local]
-    else:
-        largest = layout.stored_local_size  # of a canonical layout too: all_gather takes equal shapes
-        padded = local if local.shape[layout.dim] == largest else pad_to(local, layout.dim, largest)
-        shards = list(group.all_gather(padded.contiguous()))
-    full = local.new_empty(layout.shape)
-    for rank, shard in enumerate(shards):
-        for pair in layout.slices(rank):
-            full[pair.full] = shard[pair.local]
-    return full
-
-
-def _without_data_axes(stored: DTensor, group: Group) -> torch.Tensor:
-    """The tp shard of a DTensor that ZeRO may have sharded further over data axes."""
-    local = private.local_of(stored).detach()
-    mesh, names = stored.device_mesh, stored.device_mesh.mesh_dim_names or ()
-    for axis, placement in reversed(list(enumerate(stored.placements))):
-        dim = private.shard_dim(placement)
-        if mesh.ndim > 1 and names[axis] != "tp" and dim is not None:
-            others = [other for index, other in enumerate(stored.placements) if index != axis]
-            size = stored.shape[dim]
-            if dim in map(private.shard_dim, others):  # tp shards the same dim, as `torch.chunk` does
-                start, stop = even_interval(size, group.size, group.rank)
-                size = stop - start
-            data = Group(mesh.get_group(axis))
-            local = gather_dim(pad_to(local, dim, -(-size // data.size)).contiguous(), data, dim, size)
-    return local
-
-
-def reshard_like(full: torch.Tensor, layout: Layout, group: Group, parameter: Any) -> DTensor:
+def reshard_like(full: torch.Tensor, layout: Layout, parameter: Any) -> DTensor:
     """A full tensor as a DTensor that is stored like `parameter`, also where ZeRO shards it. No communication."""
-    local = store(full.to(device=parameter.device), layout, group.rank)
-    mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
-    for axis, placement in enumerate(parameter.placements):
-        dim = private.shard_dim(placement)
-        if mesh.ndim > 1 and names[axis] != "tp" and dim is not None:
-            start, stop = even_interval(local.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
-            local = local.narrow(dim, start, stop - start).contiguous()
-    return private.wrap(local, private.with_dtype(private.spec_of(parameter), local))
+    return wrap_like(parameter, store_like(full.to(device=parameter.device), layout, parameter))
 
 
 def rows_by_name(record: PlanRecord) -> dict[str, ParameterRow]:

@@ -13,11 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize.applied.layout_tensor.local_pairs import local_pairs, local_window
 from parallelize.applied.records import record_of
 from parallelize.applied.sharding import rows_by_name
-from parallelize.layout import Layout, SlicePair, even_interval, replicated
-
-Interval = tuple[int, int]
+from parallelize.layout import Layout, SlicePair, replicated
 
 
 @dataclass(frozen=True)
@@ -78,33 +77,19 @@ class StoredSlices:
 
 
 def _by_layout(names: tuple[str, ...], parameter: DTensor, layout: Layout, tp_rank: int) -> StoredTensor:
-    stored_shape = list(layout.stored_shape) if not layout.is_canonical else list(layout.local_shape(tp_rank))
-    if layout.dim is not None and not layout.is_canonical:
-        stored_shape[layout.dim] = layout.stored_local_size
     mesh = parameter.device_mesh
     tp = (mesh.mesh_dim_names or ("tp",))[0] if mesh.ndim == 1 else "tp"  # the axis of a 1-D mesh may have any name
     axes = _sharding_axes(parameter) - {tp} | ({tp} if layout.dim is not None else set())
-    window = _local_window(parameter, [(0, size) for size in stored_shape], skip="tp")
-    slices, is_first_holder = [], []
-    for pair, is_first in zip(layout.slices(tp_rank), _is_first_holder(layout, tp_rank), strict=True):
-        inside = _intersection(pair, window)
-        if inside is not None:
-            slices.append(inside)
-            is_first_holder.append(is_first)
+    pairs = local_pairs(parameter, layout, tp_rank)
+    slices, is_first_holder = tuple(pair for pair, _ in pairs), tuple(is_first for _, is_first in pairs)
     local = private.local_of(parameter).detach()
-    return StoredTensor(names[0], names, local, layout.shape, tuple(slices), frozenset(axes), tuple(is_first_holder))
-
-
-def _is_first_holder(layout: Layout, tp_rank: int) -> list[bool]:
-    if layout.dim is None:
-        return [True]
-    return [layout.holders(interval)[0] == tp_rank for interval in layout.owned[tp_rank]]
+    return StoredTensor(names[0], names, local, layout.shape, slices, frozenset(axes), is_first_holder)
 
 
 def _by_placements(names: tuple[str, ...], parameter: DTensor) -> StoredTensor:
     """A DTensor that no plan made, such as one of `fully_shard`."""
     shape = tuple(parameter.shape)
-    window = _local_window(parameter, [(0, size) for size in shape], skip=None)
+    window = local_window(parameter, [(0, size) for size in shape], skip=None)
     pairs: tuple[SlicePair, ...] = ()
     if all(stop > start for start, stop in window):
         local_slices = tuple(slice(0, stop - start) for start, stop in window)
@@ -118,38 +103,6 @@ def _sharding_axes(parameter: DTensor) -> set[str]:
     axes = parameter.device_mesh.mesh_dim_names or ("tp",) * parameter.device_mesh.ndim
     placements = zip(axes, parameter.placements, strict=True)
     return {axis for axis, placement in placements if private.shard_dim(placement) is not None}
-
-
-def _local_window(parameter: DTensor, window: list[Interval], skip: str | None) -> list[Interval]:
-    """The parts of these intervals, one for each dim, that remain after mesh axes other than `skip` sharded them.
-
-    A strided placement (of `fully_shard` over tp) shards last.
-    """
-    mesh, placements = parameter.device_mesh, list(enumerate(parameter.placements))
-    names = mesh.mesh_dim_names or ()
-    placements.sort(key=lambda item: hasattr(item[1], "split_factor"))
-    for axis, placement in placements:
-        dim = private.shard_dim(placement)
-        skipped = skip is not None and (mesh.ndim == 1 or names[axis] == skip)
-        if dim is not None and not skipped:
-            first, last = window[dim]
-            start, stop = even_interval(last - first, mesh.size(axis), mesh.get_local_rank(axis))
-            window[dim] = (first + start, first + stop)
-    return window
-
-
-def _intersection(pair: SlicePair, window: list[Interval]) -> SlicePair | None:
-    """The part of a pair inside a window of the stored shard, relative to the window; None where that is empty."""
-    local, full = [], []
-    for local_slice, full_slice, (first, last) in zip(pair.local, pair.full, window, strict=True):
-        start = max(local_slice.start, first)
-        stop = max(min(local_slice.stop, last), start)
-        local.append(slice(start - first, stop - first))
-        offset = full_slice.start - local_slice.start
-        full.append(slice(offset + start, offset + stop))
-    if any(part.stop == part.start for part in local):
-        return None
-    return SlicePair(tuple(local), tuple(full))
 
 
 def data_rank(mesh: Any, axes: tuple[str, ...]) -> tuple[int, int]:

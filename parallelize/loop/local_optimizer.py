@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallelize import _torch_private as private
+from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
 from parallelize.errors import ModelError, Problem
 
 # the update of each element depends only on that element's gradient and state; state tensors are updated in place
@@ -160,4 +161,4 @@ def _wrapped(value: Any, param: DTensor) -> Any:
     local = private.local_of(param)
     if not isinstance(value, torch.Tensor) or value.shape != local.shape or value.ndim == 0:
         return value
-    return private.wrap(value, private.with_dtype(private.spec_of(param), value))
+    return wrap_like(param, value)

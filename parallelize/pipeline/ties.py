@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize import _torch_private as private
+from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
 from parallelize.applied.records import (
     Cut,
     StageMark,
@@ -30,7 +30,7 @@ from parallelize.comm.handshake import digest
 from parallelize.errors import HandshakeError, Problem
 from parallelize.plan.schema import Plan, Tie
 from parallelize.plan.tied_parameters import tied_parameters
-from parallelize.zero.buckets import to_local, wrap_like
+from parallelize.zero.buckets import as_gradient, to_local
 from parallelize.zero.shard_data import data_of
 
 T = torch.Tensor
@@ -146,9 +146,9 @@ class Ties:
         dtype = getattr(data.engine, "dtype", None) if data is not None else None
         dtype = dtype or parameter.dtype
         if shard is None or shard.spec is None:
-            return wrap_like(parameter, torch.zeros_like(to_local(parameter), dtype=dtype))
+            return as_gradient(parameter, torch.zeros_like(to_local(parameter), dtype=dtype))
         zeros = torch.zeros_like(shard.slice_of(to_local(parameter)), dtype=dtype)
-        return private.wrap(zeros, private.with_dtype(shard.spec, zeros))
+        return wrap_like(parameter, zeros, shard.spec)
 
     def check(self) -> None:
         """Compare the copies by digest. An all_gather per tie.

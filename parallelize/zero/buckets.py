@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
 from parallelize.comm.groups import Group
 from parallelize.layout import even_interval
 
@@ -30,11 +31,9 @@ def to_local(x: Any) -> T:
     return private.plain_local(x)
 
 
-def wrap_like(param: Any, value: T) -> Any:
+def as_gradient(param: Any, value: T) -> Any:
     """A local tensor as a gradient of `param` that autograd and optimizers accept."""
-    if not isinstance(param, DTensor):
-        return value
-    return private.wrap(value, private.with_dtype(private.spec_of(param), value))
+    return wrap_like(param, value) if isinstance(param, DTensor) else value
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -142,7 +141,7 @@ class AllReduceBucket(Bucket):
         grad = to_local(param.grad)
         if grad.data_ptr() != view.data_ptr() or grad.dtype != view.dtype:
             view.copy_(grad)
-            param.grad = wrap_like(param, view)
+            param.grad = as_gradient(param, view)
 
     def reopen(self) -> None:
         """Divide sums by the number of ranks: a backward adds to them, and the next all-reduce multiplies them again."""
@@ -170,7 +169,7 @@ class AllReduceBucket(Bucket):
         self.reduced = True
         for n, param in enumerate(self.params):
             if param.grad is None and bool(self.present[n] > 0):
-                param.grad = wrap_like(param, self.views[n])
+                param.grad = as_gradient(param, self.views[n])
 
     def forget(self) -> None:
         self.reduced = False
@@ -240,7 +239,7 @@ class ReduceScatterBucket(Bucket):
     def widen(self, param: Any) -> None:
         grad = to_local(param.grad)
         if grad.dtype != self.dtype:
-            param.grad = wrap_like(param, grad.to(self.dtype))
+            param.grad = as_gradient(param, grad.to(self.dtype))
 
     def launch(self) -> None:
         """Start the reduce-scatter over the shard group; `land` reduces its result over the other groups."""
@@ -306,7 +305,7 @@ class ReduceScatterBucket(Bucket):
         for n, param in enumerate(self.params):
             if id(param) in self.seen:
                 value = self._sum_of(n)
-                param.grad = private.wrap(value, private.with_dtype(self.specs[id(param)], value))
+                param.grad = wrap_like(param, value, self.specs[id(param)])
         self.shown = True
 
     def reopen(self) -> None:

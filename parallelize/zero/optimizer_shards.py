@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelize import _torch_private as private
+from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
 from parallelize.comm.groups import Group, mesh_spec
 from parallelize.layout import even_interval
 from parallelize.zero.buckets import matrix_shape, to_local
@@ -64,10 +65,7 @@ class OptimizerShard:
         self.stepped = param if group.size == 1 and not self.has_master else self._parameter(value)
 
     def _parameter(self, value: T) -> nn.Parameter:
-        spec = self.spec
-        if spec is None and isinstance(self.param, DTensor):
-            spec = private.spec_of(self.param)
-        wrapped = value if spec is None else private.wrap(value, private.with_dtype(spec, value))
+        wrapped = wrap_like(self.param, value, self.spec) if self.spec or isinstance(self.param, DTensor) else value
         return nn.Parameter(wrapped, requires_grad=self.param.requires_grad)
 
     def slice_of(self, local: T) -> T:
@@ -105,7 +103,7 @@ class OptimizerShard:
         if grad.dtype != self.stepped.dtype:
             grad = grad.to(self.stepped.dtype)
         if isinstance(self.stepped, DTensor):
-            return private.wrap(grad, private.with_dtype(private.spec_of(self.stepped), grad))
+            return wrap_like(self.stepped, grad)
         return grad
 
     def publish(self) -> None:

@@ -20,6 +20,7 @@ ROOMS_BY_FLOOR = (
     "layout mesh models randomness styles terminal checkpoint.format",
     "comm plan",
     "ops",
+    "applied.layout_tensor",
     "applied ops.attention ops.matmul ops.vocabulary",
     "loop randomness.dropout randomness.init vocabulary.logits",
     "vocabulary.loss vocabulary.sampling",

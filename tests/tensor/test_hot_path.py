@@ -279,7 +279,7 @@ def test_local_optimizer(kind, options):
         for number, gradients in enumerate(steps):
             for name, parameter in net.named_parameters():
                 row = rows_by_name(record)[name]
-                parameter.grad = reshard_like(gradients[name], row.layout, record.group, parameter)
+                parameter.grad = reshard_like(gradients[name], row.layout, parameter)
             optimizer.step()
             assert all(isinstance(p, DTensor) for g in optimizer.param_groups for p in g["params"])
             if number == 1:  # state goes out and comes in again as DTensors

@@ -15,7 +15,7 @@ from parallelize.checkpoint.run.fill_tensors import Files, ReadJob, allocate_loc
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.checkpoint.run.optimizer_state import OWN_OPTIONS, SteppedParameter, parameters_of
 from parallelize.errors import CheckpointError, Problem, did_you_mean, short_list
-from parallelize.zero.buckets import to_local, wrap_like
+from parallelize.zero.buckets import as_gradient, to_local
 
 T = torch.Tensor
 
@@ -41,7 +41,7 @@ class RestoredOptimizer:
         for parameter in self.parameters:
             self.optimizer.state.pop(parameter, None)
         for parameter, key, local in self.moments:
-            self.optimizer.state[parameter][key] = wrap_like(parameter, local.to(parameter.device))
+            self.optimizer.state[parameter][key] = as_gradient(parameter, local.to(parameter.device))
         groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         for parameter, key, value, was_on_device in self.values:
             group = groups[id(parameter)]

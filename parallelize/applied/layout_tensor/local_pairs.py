@@ -1,0 +1,68 @@
+"""Which elements of the full tensor a rank's local tensor stores: tensor parallelism shards first, data axes the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parallelize import _torch_private as private
+from parallelize.layout import Interval, Layout, SlicePair, even_interval
+
+
+def local_pairs(tensor: Any, layout: Layout, tp_rank: int) -> list[tuple[SlicePair, bool]]:
+    """The (local, full) pairs of slices of a DTensor that is stored by `layout`, in memory order.
+
+    Args:
+        tensor: a DTensor over tp, or over data axes and tp.
+        tp_rank: the index of this rank in its tp group.
+
+    Returns: (pair, whether this rank is the first along tp that stores these elements).
+    """
+    window = local_window(tensor, [(0, size) for size in _stored_shape(layout, tp_rank)], skip="tp")
+    pairs = zip(layout.slices(tp_rank), _is_first_holder(layout, tp_rank), strict=True)
+    inside = ((_intersection(pair, window), is_first) for pair, is_first in pairs)
+    return [(pair, is_first) for pair, is_first in inside if pair is not None]
+
+
+def _stored_shape(layout: Layout, tp_rank: int) -> list[int]:
+    shape = list(layout.local_shape(tp_rank))
+    if layout.dim is not None and not layout.is_canonical:
+        shape[layout.dim] = layout.stored_local_size
+    return shape
+
+
+def _is_first_holder(layout: Layout, tp_rank: int) -> list[bool]:
+    if layout.dim is None:
+        return [True]
+    return [layout.holders(interval)[0] == tp_rank for interval in layout.owned[tp_rank]]
+
+
+def local_window(tensor: Any, window: list[Interval], skip: str | None) -> list[Interval]:
+    """The parts of these intervals, one for each dim, that remain after mesh axes other than `skip` sharded them.
+
+    A strided placement (of `fully_shard` over tp) shards last.
+    """
+    mesh, placements = tensor.device_mesh, list(enumerate(private.spec_of(tensor).placements))
+    names = mesh.mesh_dim_names or ()
+    placements.sort(key=lambda item: hasattr(item[1], "split_factor"))
+    for axis, placement in placements:
+        dim = private.shard_dim(placement)
+        skipped = skip is not None and (mesh.ndim == 1 or names[axis] == skip)
+        if dim is not None and not skipped:
+            first, last = window[dim]
+            start, stop = even_interval(last - first, mesh.size(axis), mesh.get_local_rank(axis))
+            window[dim] = (first + start, first + stop)
+    return window
+
+
+def _intersection(pair: SlicePair, window: list[Interval]) -> SlicePair | None:
+    """The part of a pair inside a window of the stored shard, relative to the window; None where that is empty."""
+    local, full = [], []
+    for local_slice, full_slice, (first, last) in zip(pair.local, pair.full, window, strict=True):
+        start = max(local_slice.start, first)
+        stop = max(min(local_slice.stop, last), start)
+        local.append(slice(start - first, stop - first))
+        offset = full_slice.start - local_slice.start
+        full.append(slice(offset + start, offset + stop))
+    if any(part.stop == part.start for part in local):
+        return None
+    return SlicePair(tuple(local), tuple(full))

@@ -1,0 +1,83 @@
+"""Full tensors to shards in the order in which a layout stores them, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from parallelize import _torch_private as private
+from parallelize.comm.groups import Group
+from parallelize.layout import Layout, even_interval
+from parallelize.ops.collectives import gather_dim, pad_to
+
+
+def tp_group(mesh: Any) -> Group:
+    """The process group of `tp`, of a mesh over tp alone (whatever its axis is called) or over more axes."""
+    return Group(mesh.get_group("tp" if mesh.ndim > 1 else 0))
+
+
+def store(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """A rank's shard of a full tensor as it is stored: its slices in order, padded where the layout is not canonical."""
+    if layout.dim is None:
+        return full.clone(memory_format=torch.contiguous_format)
+    parts = [full[pair.full] for pair in layout.slices(rank)]
+    if not parts:
+        parts = [full.narrow(layout.dim, 0, 0)]
+    local = torch.cat(parts, layout.dim).clone(memory_format=torch.contiguous_format)
+    if layout.is_canonical or local.shape[layout.dim] == layout.stored_local_size:
+        return local
+    return pad_to(local, layout.dim, layout.stored_local_size)
+
+
+def store_like(full: torch.Tensor, layout: Layout, tensor: Any) -> torch.Tensor:
+    """A full tensor as the local tensor of a DTensor that is stored like `tensor`, also where data axes shard it.
+
+    No communication: `full` is on every rank.
+    """
+    mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
+    local = store(full, layout, tp_group(mesh).rank)
+    for axis, placement in enumerate(private.spec_of(tensor).placements):
+        dim = private.shard_dim(placement)
+        if mesh.ndim > 1 and names[axis] != "tp" and dim is not None:
+            start, stop = even_interval(local.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            local = local.narrow(dim, start, stop - start).contiguous()
+    return local
+
+
+def unshard(stored: Any, layout: Layout, group: Group) -> torch.Tensor:
+    """The full tensor in its original order, on every rank. A collective over tp (and over the data axes that shard it)."""
+    local = _without_data_axes(stored, layout, group)
+    if layout.dim is None:
+        return local.clone()
+    if group.size == 1:
+        shards = [local]
+    else:
+        largest = layout.stored_local_size  # of a canonical layout too: all_gather takes equal shapes
+        padded = local if local.shape[layout.dim] == largest else pad_to(local, layout.dim, largest)
+        shards = list(group.all_gather(padded.contiguous()))
+    full = local.new_empty(layout.shape)
+    for rank, shard in enumerate(shards):
+        for pair in layout.slices(rank):
+            full[pair.full] = shard[pair.local]
+    return full
+
+
+def _without_data_axes(stored: Any, layout: Layout, group: Group) -> torch.Tensor:
+    """The tp shard of a DTensor that data axes may have sharded further."""
+    local = private.local_of(stored).detach()
+    mesh, names = stored.device_mesh, stored.device_mesh.mesh_dim_names or ()
+    for axis, placement in reversed(list(enumerate(private.spec_of(stored).placements))):
+        dim = private.shard_dim(placement)
+        if mesh.ndim > 1 and names[axis] != "tp" and dim is not None:
+            data = Group(mesh.get_group(axis))
+            size = _size_on_tp_rank(layout, dim, group.rank)
+            local = gather_dim(pad_to(local, dim, -(-size // data.size)).contiguous(), data, dim, size)
+    return local
+
+
+def _size_on_tp_rank(layout: Layout, dim: int, tp_rank: int) -> int:
+    """The size of a dim of the shard that data axes shard further."""
+    if dim != layout.dim:
+        return layout.shape[dim]
+    return layout.local_size(tp_rank) if layout.is_canonical else layout.stored_local_size

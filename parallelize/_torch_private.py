@@ -391,13 +391,31 @@ def set_local(dtensor: Any, local: torch.Tensor) -> None:
 
 def forget_unsharded_gradients(unit: Any) -> None:
     """Drop the gradients that a failed backward left on a `fully_shard` module's unsharded parameters (2.4; one group before 2.12)."""
+    for param in _fsdp_parameters(unit):
+        param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = None
+
+
+def _fsdp_parameters(unit: Any) -> Iterator[Any]:
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     for group in groups:
-        for param in group.fsdp_params if group is not None else ():
-            param.unsharded_accumulated_grad = None
-            if hasattr(param, "_unsharded_param"):
-                param._unsharded_param.grad = None
+        yield from group.fsdp_params if group is not None else ()
+
+
+def convert_sharded(unit: Any, conversion_of: Callable[[Any, str], Callable[[Any], Any] | None]) -> None:
+    """Convert the sharded parameters of a `fully_shard` module in place, and each gradient that it will make (2.4).
+
+    conversion_of: (module, parameter name) -> what converts a DTensor in place and returns it, or None.
+    """
+    for param in _fsdp_parameters(unit):
+        info = param._module_info
+        convert = conversion_of(info.module, info.param_name)
+        if convert is not None and "to_sharded_dtensor" not in vars(param):
+            convert(param.sharded_param)
+            make = param.to_sharded_dtensor
+            param.to_sharded_dtensor = lambda tensor, make=make, convert=convert: convert(make(tensor))
 
 
 def fake_store() -> Any:

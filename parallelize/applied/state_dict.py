@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from parallelize.applied.fsdp_shards import watch_fully_shard
 from parallelize.applied.layout_tensor.layout_dtensor import layout_of
 from parallelize.applied.records import applied, mark_applied, require_record
 from parallelize.applied.sharding import reshard_like, rows_by_name
@@ -29,6 +30,7 @@ def install_state_hooks(module: nn.Module) -> None:
         if not has_hook:
             # torch sets an attribute on the hook, which a function shared by modules should not have
             submodule.register_load_state_dict_pre_hook(partial(_to_stored_order))
+    watch_fully_shard(module)
 
 
 def _to_stored_order(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

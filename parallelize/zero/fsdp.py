@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize.applied.fsdp_shards import restore_layouts
 from parallelize.applied.records import cut_of, mark_parameter
 from parallelize.applied.sharding import shared_of_parameters
 from parallelize.comm.groups import axis_group, mesh_spec
@@ -103,6 +104,7 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
         unit.set_force_sum_reduction_for_comms(True)
         if cp_group is not None:  # a third axis of ranks with other tokens
             unit.set_all_reduce_hook(partial(dist.all_reduce, group=cp_group))
+    restore_layouts(module)
     for name, mark in marks.items():
         mark_parameter(module.get_parameter(name), shared=mark)
     stages = {}

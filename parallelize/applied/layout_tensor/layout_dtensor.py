@@ -47,6 +47,10 @@ class LayoutDTensor(DTensor):
         tp = 0 if mesh.ndim == 1 else (mesh.mesh_dim_names or ()).index("tp")
         return (*placements[:tp], LayoutShard(self.tp_layout), *placements[tp + 1 :])
 
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The local tensor: the slices of the layout in memory order, with their padding. Differentiable."""
+        return _Local.apply(self) if torch.is_grad_enabled() else private.local_of(self)
+
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The full tensor in its original order. A collective over every axis that shards it; differentiable."""
         return _FullTensor.apply(self)
@@ -69,14 +73,14 @@ class LayoutDTensor(DTensor):
 
     def __tensor_flatten__(self) -> Any:
         names, context = super().__tensor_flatten__()
-        return names, (context, self.tp_layout)
+        return names, _Context(context, self.tp_layout)
 
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> LayoutDTensor:
-        context, layout = flatten_spec
-        return with_layout(DTensor.__tensor_unflatten__(inner_tensors, context, outer_size, outer_stride), layout)
+        tensor = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
+        return with_layout(tensor, flatten_spec.tp_layout)
 
     def _stable_hash_for_caching(self) -> str:
         return f"{super()._stable_hash_for_caching()} {self.tp_layout}"
@@ -114,9 +118,37 @@ class LayoutDTensor(DTensor):
         raise ValueError(f"{index.fqn} has no interval at {index.offset} on this rank")
 
 
+class _Context(tuple):
+    """What a compiled graph rebuilds a tensor from: the context of a DTensor, whose length Dynamo checks, and the layout."""
+
+    tp_layout: Layout
+
+    def __new__(cls, context: Any, layout: Layout) -> _Context:
+        self = super().__new__(cls, context)
+        self.tp_layout = layout
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and getattr(other, "tp_layout", self.tp_layout) == self.tp_layout
+
+    __hash__ = tuple.__hash__
+
+
 def _chunk(pair: SlicePair) -> ChunkStorageMetadata:
     offsets, sizes = zip(*((part.start, part.stop - part.start) for part in pair.full), strict=True)
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+class _Local(Function):
+    @staticmethod
+    def forward(ctx: Any, stored: LayoutDTensor) -> torch.Tensor:
+        ctx.spec, ctx.layout = private.spec_of(stored), stored.tp_layout
+        local = private.local_of(stored)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> LayoutDTensor:
+        return with_layout(private.wrap(grad, private.with_dtype(ctx.spec, grad)), ctx.layout)
 
 
 class _FullTensor(Function):

@@ -4,7 +4,8 @@
 | --- | --- |
 | elementwise, copies, optimizer steps | on the local tensors: every operand is stored in the same order |
 | norms and sums over all elements | on the local tensors; elements that several ranks store are counted once |
-| all others, and random numbers | on the full tensors, gathered; what was written in place is stored back |
+| random numbers | of the full tensor, as one process draws them with the generator of the first rank of tp |
+| all others | on the full tensors, gathered; what was written in place is stored back |
 
 A view of such a tensor is a copy, as the views of any DTensor along a sharded dim are.
 """
@@ -53,13 +54,19 @@ def run(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
             return _on_shards(cls, func, args, kwargs, likes)
     elif func is aten.sum.default or (func in _NORMS and _is_norm_of_all(args, kwargs)):
         return func(*private.tree_map(partial(_counted_once, cls), args), **kwargs)
+    elif _is_random(func) and type(args[0]) is cls:
+        return _draw(cls, func, args, kwargs)
     return _on_full(cls, func, args, kwargs)
+
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 @cache
 def _is_elementwise(func: Any) -> bool:
     """Whether each element of the result depends on the same element of the operands alone."""
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if _is_random(func):
         return False
     name = func._schema.name.removeprefix("aten::")
     on_lists = name.startswith(_ELEMENTWISE_ON_LISTS) and not name.startswith(_REDUCES_LISTS)
@@ -188,6 +195,24 @@ def _on_full(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
             _store_back(operand, private.local_of(full))
     originals = {id(full): operand for operand, full in fulls.values()}
     return private.tree_map(lambda value: originals.get(id(value), value), result)
+
+
+def _draw(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """DTensors ignore a generator, and draw for each shard."""
+
+    def plain(operand: Any) -> Any:
+        return private.local_of(_full(operand)) if type(operand) is cls else operand
+
+    like, full_args = args[0], private.tree_map(plain, args)
+    drawn = func(*full_args, **kwargs)
+    full = drawn if isinstance(drawn, torch.Tensor) else full_args[0]
+    if not full.is_meta:
+        tp_group(like.device_mesh).broadcast(full, 0)
+    if func._schema.is_mutable:
+        _store_back(like, full)
+        return like
+    local = store_like(full, like.tp_layout, like)
+    return _with_layout_of(cls, private.wrap(local, private.with_dtype(private.spec_of(like), local)), like)
 
 
 def _full(operand: Any) -> DTensor:

@@ -6,7 +6,7 @@ Pipeline cut, tensor parallelism, context parallelism, recompute, ZeRO 3, values
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ def parallelize_model(
     dropout_seed: int = 0,
     loss: Callable[[Any, Any], T] | None = None,
     count: Callable[[Any], T | int] | None = None,
-    whole: Collection[str] = (),
+    whole: Collection[str] | Mapping[str, bool] = (),
     share_inputs: bool = False,
     check_replicated: bool = True,
     **keywords: Unpack[OptionKeywords],

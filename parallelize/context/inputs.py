@@ -23,7 +23,8 @@ from parallelize.plan.schema import Plan
 from parallelize.vocabulary.loss.losses import valid_tokens
 
 T = torch.Tensor
-_FIRST = ("input_ids", "inputs_embeds")
+FIRST = ("input_ids", "inputs_embeds")
+"""Names of `transformers` for what a model is called with."""
 _MASK, _CACHES = "attention_mask", ("past_key_values", "past_key_value", "cache_params")
 IGNORED = -100
 
@@ -136,7 +137,7 @@ def length_of(root: Any, args: tuple, kwargs: dict) -> int:
 
 def length_in(call: dict[str, Any]) -> int:
     """The length of the first input [batch, tokens, ..]. Raises: ShapeError `no-sequence`."""
-    values = (call.get(name) for name in (*_FIRST, *call))
+    values = (call.get(name) for name in (*FIRST, *call))
     sequence = next((value for value in values if isinstance(value, T) and value.ndim >= 2), None)
     if sequence is None:
         what = f"the model is called without a tensor [batch, tokens, ..]: {sorted(call)}"

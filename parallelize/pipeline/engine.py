@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,7 +21,13 @@ from parallelize.context.local_sequences import local_targets
 from parallelize.errors import HandshakeError, ModelError, ParallelizeError, Problem
 from parallelize.mesh import DATA_AXES
 from parallelize.pipeline import failure
-from parallelize.pipeline.microbatch_inputs import MicrobatchInputs, broadcast_nested, split_batch
+from parallelize.pipeline.microbatch_inputs import (
+    MicrobatchInputs,
+    broadcast_nested,
+    named_whole,
+    positional_names,
+    split_batch,
+)
 from parallelize.pipeline.payload import StageHeader
 from parallelize.pipeline.schedules import Action, Schedule, build_schedule
 from parallelize.pipeline.stage_forward import Outcome, StageRunner
@@ -55,7 +61,8 @@ class Pipeline:
             logits, without targets of -100.
         count: (targets) to the integer that the sum of losses is divided by. Default: the number of targets that are not
             -100.
-        whole: names of inputs that every microbatch gets in full, not split along the batch.
+        whole: names of inputs, or "targets", that every microbatch gets in full, not split along the batch. A dict from names
+            to bool says for some that they are split (False), where that is not clear.
         share_inputs: inputs and targets of the first pp rank are broadcast, and those of the other pp ranks are ignored.
         data: reduces gradients over the data axes: the `engine` of `data_of(module)`.
         clock: what `install_dropout` returned; it is set to the position in training of each microbatch.
@@ -83,7 +90,7 @@ class Pipeline:
         num_microbatches: int = 1,
         loss: Callable[[Any, Any], T] | None = None,
         count: Callable[[Any], T | int] | None = None,
-        whole: Collection[str] = (),
+        whole: Collection[str] | Mapping[str, bool] = (),
         share_inputs: bool = False,
         data: Data | None = None,
         clock: Clock | None = None,
@@ -92,7 +99,9 @@ class Pipeline:
         self.module, self.mesh, self.data, self.clock = module, mesh, data, clock
         self._signature = inspect.signature(type(module).forward)
         self.steps_done = 0
-        self.whole, self.share_inputs = frozenset(whole), share_inputs
+        self._first_sequence = 0  # of this data rank, in the global batch
+        self.whole, self.share_inputs = named_whole(whole), share_inputs
+        self._names = positional_names(self._signature)
         self.loss, self.count = loss or _token_loss, count or valid_tokens
         self._reads_tokens = loss is None
         self._may_be_unshifted = loss is None and check_replicated  # until targets of a step were compared with its ids
@@ -146,7 +155,8 @@ class Pipeline:
         Returns: the mean loss over all data ranks, a scalar without gradient, the same on every rank.
 
         Raises:
-            ShapeError: `no-inputs`, `indivisible-batch`, before anything runs.
+            ShapeError: `no-inputs`, `indivisible-batch`, `unclear-batch-dim` (a tensor that may have the batch's size by chance),
+                before anything runs.
             ModelError: `gradients-off` under `torch.no_grad()`; of the default loss `no-targets`, `labels-and-targets`,
                 `unclear-labels`, `unshifted-targets`. Before anything runs.
             HandshakeError: `ranks-diverged` on every rank, where the ranks of a data rank have different inputs or targets,
@@ -262,18 +272,21 @@ class Pipeline:
                 _refuse_without_gradients()
             if call != "forward":
                 targets = self._local_targets(args, kwargs, targets, labels)
-            microbatches = split_batch(args, kwargs, targets, self.schedule.num_microbatches, self.whole)
+            microbatches = split_batch(args, kwargs, targets, self.schedule.num_microbatches, self.whole, self._names)
         except ParallelizeError as refused:
             error = refused
         count = self.count(targets) if error is None and targets is not None else 1
         try:
-            total = self.check.total(count, batch, self._settings(call, error))
+            sequences = microbatches[0].batch_size if microbatches else 0
+            total = self.check.total(count, batch, self._settings(call, error), sequences)
         except HandshakeError as difference:
             raise error or difference from None
         if error is not None:
             raise error
         if call != "forward":
             self._may_be_unshifted = False
+        if self.clock is not None:
+            self._first_sequence = self.check.first_sequence()
         return microbatches, total
 
     def _named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -340,7 +353,7 @@ class Pipeline:
     def _enter(self, stage: int, microbatch: int, microbatch_inputs: MicrobatchInputs) -> None:
         """Set the clock. Data ranks have consecutive parts of the global batch."""
         assert self.clock is not None
-        offset = self.clock.data[0] * microbatch_inputs.batch_size + microbatch_inputs.batch_offset
+        offset = self._first_sequence + microbatch_inputs.batch_offset
         self.clock.move(Position(self.steps_done, offset, microbatch_inputs.size))
 
     def _execute(self, run: StepRun) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from parallelize import _torch_private as private
+from parallelize.applied.stored_slices import data_rank
 from parallelize.comm.groups import axis_group, mesh_spec
 from parallelize.comm.handshake import Facts, differing_rows, digest, silent_ranks
 from parallelize.errors import HandshakeError, PipelineError, Problem, short_list
@@ -68,12 +69,14 @@ class StepCheck:
         self._optimizers: list[tuple[weakref.ref[Optimizer], list[int]]] = []
         self._sent: _Facts | None = None
         self._message: T | None = None
-        self._calls = 0
+        self._calls = self._sequences = 0
         flat = mesh.mesh.flatten().tolist()
         index = flat.index(dist.get_rank()) if mesh.size() > 1 else 0
         self._weights = [_weight(self.spec, index, axes) for axes in (SAMPLE_AXES, self.spec.names[:0], ("pp",))]
         self._tie_weights = {tie.name: _weight_in(tie.group.ranks, dist.get_rank()) for tie in self._shared_ties()}
         coordinates = self.spec.coordinates(index)
+        self._data_rank, self._data_ranks = data_rank(mesh, SAMPLE_AXES)
+        self._counts_sequences = all(at == 0 for axis, at in coordinates.items() if axis not in SAMPLE_AXES)
         self._counts = all(at == 0 for axis, at in coordinates.items() if axis not in DATA_AXES)
 
     def watch(self, optimizer: Optimizer) -> None:
@@ -86,24 +89,28 @@ class StepCheck:
         optimizer.register_step_post_hook(stepped)
         self._optimizers.append((weakref.ref(optimizer), steps))
 
-    def total(self, count: T | int, batch: Mapping[str, Any], settings: Facts) -> T:
+    def total(self, count: T | int, batch: Mapping[str, Any], settings: Facts, sequences: int = 0) -> T:
         """The sum of `count` over the data axes.
 
         Args:
             count: of this rank's tokens.
             batch: inputs and targets by name, which must be the same on all ranks of a data rank.
             settings: facts that must be the same on all ranks.
+            sequences: of this rank's batch; see `first_sequence`.
 
         Raises: PipelineError `peer-lost`; HandshakeError `ranks-diverged`, which on an accelerator `raise_difference` raises
             after the step.
         Cost: one all-reduce of 64 bytes over the mesh; another one of the count, where that is no integer.
         """
+        self._sequences, self._message = sequences, None
         local = (count.detach().clone() if isinstance(count, torch.Tensor) else torch.tensor(count)).to(self.device)
         if self.mesh.size() == 1:
             return local
         message = torch.zeros(MESSAGE_BYTES // 8, dtype=torch.int64, device=self.device)
         if self._counts and not local.is_floating_point():
             message[0] = local
+        if self._counts_sequences:
+            message[6:] = torch.tensor([sequences, sequences**2])
         if self.compares:
             self._sent = _Facts(batch, settings, self._hyperparameters(), self._tied())
             self._add_digests(message, self._sent)
@@ -128,7 +135,23 @@ class StepCheck:
 
     def differs(self) -> bool:
         """Whether the last message says that ranks differ. On an accelerator it waits for the message."""
-        return self.compares and self._message is not None and bool(self._message[1:].any())
+        return self.compares and self._message is not None and bool(self._message[1:6].any())
+
+    def first_sequence(self) -> int:
+        """The index of this data rank's first sequence in the last step's global batch.
+
+        Cost: no communication, but where data ranks have different numbers of sequences an all_gather of 8 bytes over them. On
+            an accelerator it waits for the message.
+        """
+        sizes = [self._sequences] * self._data_ranks
+        if self._message is not None and dist.get_backend(self.world) != "fake":
+            total, squares = self._message[6:].tolist()
+            if self._data_ranks * squares != total**2:  # equal for equal numbers alone
+                parts = [torch.empty(1, dtype=torch.int64, device=self.device) for _ in sizes]
+                group = axis_group(self.mesh, *(axis for axis in SAMPLE_AXES if axis in self.spec.names))
+                dist.all_gather(parts, torch.tensor([self._sequences], device=self.device), group=group)
+                sizes = torch.cat(parts).tolist()
+        return sum(sizes[: self._data_rank])
 
     def raise_difference(self) -> None:
         """Raises: HandshakeError `ranks-diverged` on every rank, with the facts and the ranks that differ."""

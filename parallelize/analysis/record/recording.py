@@ -161,7 +161,7 @@ def _run(
         steps=[Action(0, kind, microbatch) for microbatch in range(NUM_MICROBATCHES) for kind in kinds],
         runner=SingleStageRunner(model),
         transport=None,
-        microbatches=split_batch((), inputs, targets, NUM_MICROBATCHES, ()),
+        microbatches=split_batch((), inputs, targets, NUM_MICROBATCHES, dict.fromkeys([*inputs, "targets"], False)),
         signature=(),
         headers={},
         root=model,

@@ -22,6 +22,7 @@ from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.softmax import temperature_scaled
 from parallelize.vocabulary.logits.head import Head, check_storage
+from parallelize.vocabulary.logits.row_functions import ROW_FUNCTIONS
 from parallelize.vocabulary.logits.sharded_logits import (
     ELEMENTWISE,
     HANDLERS,
@@ -304,7 +305,7 @@ def _recorded(logits: DeferredLogits, func: Callable, args: tuple, kwargs: dict)
     return _marked(replace(deferred, head=_with_op(deferred.head, op), probe=probe))
 
 
-_COPIES_AND_CASTS = {T.contiguous, T.clone, torch.clone, T.to, T.float, T.double, T.half, T.bfloat16, T.type}
+_COPIES_AND_CASTS = {T.contiguous, T.clone, torch.clone, T.to, T.float, T.double, T.half, T.bfloat16, T.type, T.cpu}
 
 
 def _without_widening(head: Head) -> Head:
@@ -346,9 +347,10 @@ def _repr(func: Callable, args: tuple, kwargs: dict) -> str:
     return f"DeferredLogits(shape={list(args[0].shape)}, dtype={deferred.probe.dtype}, deferred)"
 
 
-_SHAPE_AND_VIEWS = (T.shape.__get__, T.size, T.numel, T.nelement, T.__len__, T.view, T.reshape, T.flatten)  # type: ignore[attr-defined]
+_SIZES = (T.shape.__get__, T.size, T.numel, torch.numel, T.nelement, T.__len__, T.nbytes.__get__, T.itemsize.__get__)  # type: ignore[attr-defined]
+_VIEWS = (T.view, T.reshape, T.flatten, torch.flatten, torch.reshape, T.__getitem__, *ROW_FUNCTIONS)
 _HANDLERS: dict[Callable, Callable] = {
-    **{func: HANDLERS[func] for func in (*_SHAPE_AND_VIEWS, torch.flatten, torch.reshape, T.__getitem__)},
+    **{func: HANDLERS[func] for func in (*_SIZES, *_VIEWS)},
     T.dtype.__get__: lambda func, args, kwargs: args[0].__dict__["_deferred"].probe.dtype,  # type: ignore[attr-defined]
     T.requires_grad.__get__: lambda func, args, kwargs: args[0].__dict__["_deferred"].requires_grad(),  # type: ignore[attr-defined]
     T._base.__get__: lambda func, args, kwargs: None,  # type: ignore[union-attr]  # writes are refused

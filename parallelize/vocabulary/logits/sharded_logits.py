@@ -8,10 +8,12 @@ that would misread a shard raises an error that names the operation.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from parallelize import _torch_private as private
@@ -20,6 +22,7 @@ from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.cross_entropy import prepare_targets, token_losses
 from parallelize.ops.vocabulary.softmax import working_dtype
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.vocabulary.logits.row_functions import JOINS, ROW_FUNCTIONS, local_tensor, refuse
 
 T = torch.Tensor
 
@@ -27,7 +30,8 @@ T = torch.Tensor
 class ShardedLogits(torch.Tensor):
     """Logits [..., V] of which this rank stores its shard [..., V/P]. Returned by a planned head under `loss_parallel`.
 
-    Elementwise functions, indexing and views that keep the vocabulary dim work on the shard.
+    Elementwise functions, indexing, and views, splits and joins that keep the vocabulary dim work on the shard. `all` and `any`,
+    as in `logits.isfinite().all()`, are collectives over tp, as the loss is. `F.cross_entropy` also takes `transpose(1, 2)`.
 
     Raises: ModelError `sharded-logits` for functions that need the full vocabulary.
     """
@@ -54,7 +58,7 @@ class ShardedLogits(torch.Tensor):
         raise ModelError(
             Problem(
                 "sharded-logits",
-                f"{getattr(func, '__name__', func)} does not work on logits that are sharded over the vocabulary",
+                f"{name_of(func)} does not work on logits that are sharded over the vocabulary",
                 fix="use `parallelize.cross_entropy` or `F.cross_entropy`, `parallelize.sample` to draw tokens, "
                 "`.to_local()` for the local shard, `.full_tensor()` for the full logits, "
                 "or apply the plan with loss_parallel=False",
@@ -89,18 +93,43 @@ ELEMENTWISE = {
     *(torch.mul, torch.div, torch.true_divide, torch.tanh, torch.neg, T.mul_, T.div_, T.tanh_, T.__imul__),
     *(T.float, T.double, T.half, T.bfloat16, T.to, T.type, T.contiguous, T.clone, T.detach, T.requires_grad_),
     *(T.__add__, T.__radd__, T.__sub__, T.__rsub__, torch.add, torch.sub, torch.rsub, torch.clone, torch.detach),
+    *(
+        T.abs,
+        torch.abs,
+        T.exp,
+        torch.exp,
+        T.sigmoid,
+        torch.sigmoid,
+        T.pow,
+        torch.pow,
+        T.__pow__,
+        T.square,
+        torch.square,
+    ),
+    *(T.isfinite, torch.isfinite, T.isnan, torch.isnan, T.isinf, torch.isinf, T.nan_to_num, torch.nan_to_num, T.cpu),
     *(T.clamp, torch.clamp, T.clamp_min, torch.clamp_min, T.clamp_max, torch.clamp_max, T.clip, torch.clip),
 }
 ALLOWED = {
-    *(T.as_subclass, T.backward, T.register_hook, T.retain_grad, T.is_floating_point, T.dim, T.get_device),
-    *(T.element_size, T.is_contiguous, T.is_complex, T.untyped_storage, T.__hash__, T.__deepcopy__, T._is_view),
+    *(T.as_subclass, T.backward, T.register_hook, T.retain_grad, T.dim, T.get_device),
+    *(T.is_floating_point, torch.is_floating_point),
+    *(T.element_size, T.is_contiguous, T.is_complex, T.untyped_storage, T.__hash__, T._is_view),
 }
 # views of the tensor, although they are attributes
 _VIEW_ATTRIBUTES = {getattr(T, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 
 
 def is_attribute(func: Callable) -> bool:
-    return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__") and func not in _VIEW_ATTRIBUTES
+    return is_descriptor(func) and func not in _VIEW_ATTRIBUTES
+
+
+def is_descriptor(func: Callable) -> bool:
+    return getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+
+
+def name_of(func: Callable) -> str:
+    """The name of a function of tensors, or of the attribute that it reads."""
+    attribute = getattr(func, "__self__", None)
+    return getattr(attribute if is_descriptor(func) else func, "__name__", str(func))
 
 
 def simplified(func: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
@@ -135,11 +164,6 @@ def _checked(arg: Any, vocabulary: Vocabulary) -> Any:
     return ops.copy(arg, vocabulary.group) if arg.requires_grad else arg
 
 
-def _local(logits: ShardedLogits) -> T:
-    with private.plain_functions():
-        return logits.as_subclass(torch.Tensor)
-
-
 def _full_shape(logits: ShardedLogits) -> torch.Size:
     with private.plain_functions():
         return torch.Size((*logits.shape[:-1], logits.vocabulary.full))
@@ -164,7 +188,7 @@ def _view(func: Callable, args: tuple, kwargs: dict) -> T:
         _refuse_view(logits, sizes)
     if sizes[-1] == -1 and _numel_of(sizes[:-1]) * full != _full_shape(logits).numel():
         _refuse_view(logits, sizes)
-    local, tokens = _local(logits), _full_shape(logits).numel() // full
+    local, tokens = local_tensor(logits), _full_shape(logits).numel() // full
     known_tokens = _numel_of([size for size in sizes[:-1] if size != -1])
     lead = [tokens // max(1, known_tokens) if size == -1 else size for size in sizes[:-1]]
     return logits.with_local(local.reshape(*lead, local.shape[-1]))
@@ -178,7 +202,7 @@ def _flatten(func: Callable, args: tuple, kwargs: dict) -> T:
     first, last = arguments.get("start_dim", 0) % ndim, arguments.get("end_dim", -1) % ndim
     if last == ndim - 1 and first != last:
         _refuse_view(logits, ["flatten"])
-    return logits.with_local(_local(logits).flatten(first, last))
+    return logits.with_local(local_tensor(logits).flatten(first, last))
 
 
 def _numel_of(sizes: list[int]) -> int:
@@ -201,7 +225,7 @@ def _refuse_view(logits: ShardedLogits, sizes: list) -> None:
 def _index(func: Callable, args: tuple, kwargs: dict) -> T:
     """Indexing of every dim but the vocabulary."""
     logits, index = args
-    local = _local(logits)
+    local = local_tensor(logits)
     if not _keeps_last_dim(index if isinstance(index, tuple) else (index,), local.ndim):
         raise ModelError(
             Problem("sharded-logits", "sharded logits are indexed along the vocabulary", fix="use loss_parallel=False")
@@ -245,7 +269,7 @@ def stock_arguments(args: tuple, kwargs: dict) -> tuple[ShardedLogits, T, dict[s
 def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> T:
     """`F.cross_entropy` on shards with its own arguments and meaning (a mean over this batch)."""
     logits, target, options = stock_arguments(args, kwargs)
-    local, reduction = _local(logits), options.pop("reduction", "mean")
+    local, reduction = local_tensor(logits), options.pop("reduction", "mean")
     prepared = prepare_targets(
         target, tuple(local.shape[:-1]), logits.vocabulary, working_dtype(local), reduction=reduction, **options
     )
@@ -253,17 +277,40 @@ def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> T:
     return loss if torch.is_autocast_enabled(local.device.type) else loss.to(local.dtype)
 
 
+def _all(func: Callable, args: tuple, kwargs: dict) -> T:
+    """Whether all, or any, elements of the full tensor are true."""
+    if len(args) > 1 or kwargs:
+        refuse(f"{func.__name__} of some dims of logits that are sharded over the vocabulary")
+    logits, of_all = args[0], func in (T.all, torch.all)
+    out = func(local_tensor(logits)).to(torch.int32)
+    logits.vocabulary.group.all_reduce(out, dist.ReduceOp.MIN if of_all else dist.ReduceOp.MAX)
+    return out.bool()
+
+
+def _deepcopy(func: Callable, args: tuple, kwargs: dict) -> T:
+    """A copy of logits without a graph; with one PyTorch refuses it, as it does for any tensor."""
+    logits, memo = args
+    if id(logits) not in memo:
+        memo[id(logits)] = logits.with_local(copy.deepcopy(local_tensor(logits), memo))
+    return memo[id(logits)]
+
+
 def _repr(func: Callable, args: tuple, kwargs: dict) -> str:
     logits = args[0]
     interval = f"[{logits.vocabulary.start}, {logits.vocabulary.stop})"
-    return f"ShardedLogits(shape={list(_full_shape(logits))}, this rank's vocabulary {interval}, {_local(logits)!r})"
+    return (
+        f"ShardedLogits(shape={list(_full_shape(logits))}, this rank's vocabulary {interval}, {local_tensor(logits)!r})"
+    )
 
 
 HANDLERS: dict[Callable, Callable] = {
     T.shape.__get__: _shape,  # type: ignore[attr-defined]
     T.size: _shape,
     T.numel: _numel,
+    torch.numel: _numel,
     T.nelement: _numel,
+    T.nbytes.__get__: lambda func, args, kwargs: args[0].numel() * args[0].dtype.itemsize,  # type: ignore[attr-defined]
+    T.itemsize.__get__: lambda func, args, kwargs: args[0].dtype.itemsize,  # type: ignore[attr-defined]
     T.__len__: lambda func, args, kwargs: _full_shape(args[0])[0],
     T.view: _view,
     T.reshape: _view,
@@ -271,7 +318,12 @@ HANDLERS: dict[Callable, Callable] = {
     torch.flatten: _flatten,
     torch.reshape: _view,
     T.__getitem__: _index,
+    **ROW_FUNCTIONS,
+    **JOINS,
+    **dict.fromkeys((T.all, torch.all, T.any, torch.any), _all),
+    T.__deepcopy__: _deepcopy,
     T.__repr__: _repr,
+    T.__format__: lambda func, args, kwargs: format(repr(args[0]), *args[1:]),
     T.data.__get__: lambda func, args, kwargs: args[0].detach(),  # type: ignore[attr-defined]
     F.cross_entropy: _cross_entropy,
 }

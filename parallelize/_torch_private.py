@@ -6,6 +6,7 @@ Tested with torch 2.13; written for 2.11 to 2.15.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import threading
 from collections import Counter
@@ -137,7 +138,7 @@ def new_local_group(ranks: Sequence[int], *, own: bool = False, **options: Any) 
     _install_names()
     made = _groups_made.setdefault(dist.group.WORLD, Counter())
     made[tuple(ranks)] += 1
-    _next_name.value = f"parallelize_{'_'.join(map(str, ranks))}_{made[tuple(ranks)]}"
+    _next_name.value = f"parallelize_{_name_of(ranks)}_{made[tuple(ranks)]}"
     if list(ranks) != sorted(ranks):
         options["sort_ranks"] = False
     if own:
@@ -146,6 +147,17 @@ def new_local_group(ranks: Sequence[int], *, own: bool = False, **options: Any) 
         return dist.new_group(list(ranks), use_local_synchronization=True, **options)
     finally:
         _next_name.value = None
+
+
+def _name_of(ranks: Sequence[int]) -> str:
+    """The ranks as text; of many a digest, because each message of the group's rendezvous contains the name."""
+    text = "_".join(map(str, ranks))
+    if len(ranks) <= _MOST_NAMED:
+        return text
+    return f"{ranks[0]}_to_{ranks[-1]}_of_{len(ranks)}_{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+_MOST_NAMED = 16
 
 
 @lru_cache(maxsize=1)
@@ -181,6 +193,13 @@ def leave_loss_parallel() -> None:
     from torch.distributed.tensor.parallel.loss import _disable_custom_loss_ops
 
     _disable_custom_loss_ops()
+
+
+def handle_dtensor_op(op: Any, handler: Callable[[Any, tuple, dict], Any]) -> None:
+    """Let `handler(op, args, kwargs)` run an op of DTensors, unless it has a handler: a dictionary of the dispatcher since 2.2."""
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if handlers is not None:
+        handlers.setdefault(op, handler)
 
 
 def saved_tensor_hooks() -> Any:

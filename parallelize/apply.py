@@ -21,6 +21,7 @@ from parallelize.applied.gradient_guard import NOT_REDUCED, guard_gradients
 from parallelize.applied.meta_buffers import guard_buffers
 from parallelize.applied.module_moves import guard_moves
 from parallelize.applied.other_wrappers import refuse_wrapped, refuse_wrappers
+from parallelize.applied.partial_values import guard_partial_values
 from parallelize.applied.pending_reductions import PendingReductions
 from parallelize.applied.records import (
     PlanRecord,
@@ -34,6 +35,7 @@ from parallelize.applied.records import (
 )
 from parallelize.applied.sharding import Sharder
 from parallelize.applied.state_dict import install_state_hooks
+from parallelize.applied.stock_methods import guard_stock_methods
 from parallelize.applied.transaction import Transaction
 from parallelize.applied.user_initializers import guard_initializers
 from parallelize.applied.written_versions import count_optimizer_writes
@@ -153,6 +155,7 @@ def apply_plan(
             _apply_kept(module, mesh, agreed.resolved, storage)
             refuse_training_of_unclaimed(agreed.plan, agreed.model)
             guard_initializers(module)
+            guard_stock_methods(module)
         else:
             _apply(module, mesh, agreed, storage)
         apply_context(module, mesh, lambda: agreed.resolved)
@@ -341,7 +344,9 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     guard_buffers(module)
     guard_moves(module)
     guard_initializers(module)
+    guard_stock_methods(module)
     count_optimizer_writes()
+    guard_partial_values()
     refuse_wrappers(module)
     if storage.device is not None:
         _move_buffers(module, storage.device)

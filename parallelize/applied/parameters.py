@@ -83,7 +83,10 @@ class Slot:
 
     def local(self, parameters: dict[str, Any]) -> torch.Tensor:
         """The tensor to compute with, for the current parameter in `parameters`."""
-        param = parameters[self.key]
+        try:
+            param = parameters[self.key]
+        except KeyError:
+            raise _missing(self.key) from None
         if _is_traced():
             return self._traced(param)
         if param is self.param and _local_of(param) is self.source and param.requires_grad == self.trains:
@@ -147,6 +150,12 @@ class Slot:
         if self.valid is not None:
             local = local.narrow(self.valid[0], 0, self.valid[1])
         return local if self.reduction is None else self.reduction.reduce_in_backward(local)
+
+
+def _missing(key: str) -> ModelError:
+    what = f"a planned module has no parameter {key} any more: it was parametrized, pruned or deleted after the plan"
+    fix = "weight_norm, spectral_norm and other parametrizations only on modules that the plan does not name; remove_parametrizations brings the parameter back"
+    return ModelError(Problem("removed-parameter", what, fix=fix))
 
 
 class _MoveGradient:

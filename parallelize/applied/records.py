@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from parallelize.applied.step_results import (
     ShardedSequences,
     TiedCopies,
 )
-from parallelize.comm.groups import Group
+from parallelize.comm.groups import Group, in_groups
 from parallelize.errors import ModelError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.model_facts import ModelFacts, describe
@@ -143,6 +143,26 @@ class Applied:
     gradient_guard: Any = None
     defers_logits: bool = False
     written_weight: tuple[torch.Tensor, ...] = ()
+
+    def __deepcopy__(self, memo: dict) -> Applied:
+        return replace(self, **{key: copy.deepcopy(value, memo) for key, value in self._fields().items()})
+
+    def __reduce__(self) -> Any:
+        """Raises: ModelError `model-in-groups`: a process group exists on its ranks alone."""
+        refers = {key for key, value in self._fields().items() if value and key not in _PICKLED}
+        if refers:
+            raise in_groups()
+        return _restored, (self._fields(),)
+
+    def _fields(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+_PICKLED = {"resolved", "recipe", "rebuilt_buffers"}
+
+
+def _restored(values: dict[str, Any]) -> Applied:
+    return Applied(**values)
 
 
 _NOT_APPLIED = Applied()

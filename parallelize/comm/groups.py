@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from parallelize import _torch_private as private
 from parallelize.comm import blocking
 from parallelize.comm.link_profile import LinkProfile
-from parallelize.errors import MeshError, Problem
+from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import AXES, MeshSpec
 
 _BY_KEY: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # key -> Group
@@ -165,6 +165,10 @@ class Group:
     def __deepcopy__(self, memo: dict) -> Group:
         return self
 
+    def __reduce__(self) -> NoReturn:
+        """Raises: ModelError `model-in-groups`: what refers to a process group exists on its ranks alone."""
+        raise in_groups()
+
     def __repr__(self) -> str:
         return f"Group(rank {self.rank} of {self.ranks})"
 
@@ -204,6 +208,13 @@ class Group:
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """Overwrite `x` with the tensor of the group's rank `source`."""
         dist.broadcast(x, self.ranks[source], group=self.pg)
+
+
+def in_groups() -> ModelError:
+    """The error of a model that is pickled with its process groups."""
+    what = "a parallelized model is pickled, as by torch.save(model); it refers to process groups"
+    fix = "state = full_state_dict(model) on every rank, then torch.save(state) on rank 0; or a Checkpointer"
+    return ModelError(Problem("model-in-groups", what, fix=fix))
 
 
 def _backends(pg: dist.ProcessGroup) -> dict[str, str]:

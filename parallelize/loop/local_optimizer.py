@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
-from parallelize.errors import ModelError, Problem
+from parallelize.errors import ModelError, Problem, ShapeError
 
 # the update of each element depends only on that element's gradient and state; state tensors are updated in place
 ELEMENTWISE = {
@@ -45,7 +45,8 @@ def local_optimizer(optimizer: Optimizer, *, elementwise: bool | None = None) ->
 
     Returns: the same optimizer.
     Raises: ModelError `not-elementwise` for one whose update mixes elements (LBFGS, Adafactor, Muon); `already-local` for
-        one that was passed here before.
+        one that was passed here before. Its `load_state_dict`, ShapeError `full-optimizer-state` for the state of an
+        optimizer that steps on full parameters.
     Cost: no communication.
     """
     name = type(optimizer).__name__
@@ -57,6 +58,7 @@ def local_optimizer(optimizer: Optimizer, *, elementwise: bool | None = None) ->
         raise ModelError(Problem("already-local", f"this {name} steps on local shards already"))
     optimizer._local_steps = _LocalSteps(rebinds=name not in ELEMENTWISE)  # type: ignore[attr-defined]
     optimizer.step = MethodType(_step, optimizer)  # type: ignore[method-assign]
+    optimizer.register_load_state_dict_pre_hook(_refuse_full_state)
     optimizer.register_load_state_dict_post_hook(_forget)
     return optimizer
 
@@ -70,6 +72,23 @@ def _step(self: Any, closure: Callable[[], Any] | None = None, **keywords: Any) 
     with self._local_steps.swapped(self):
         type(self).step(self, **keywords)
     return loss
+
+
+def _refuse_full_state(optimizer: Any, state: dict[str, Any]) -> None:
+    """Refuse state that is no DTensor and does not fit the shards, before anything is loaded."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    indices = [index for group in state["param_groups"] for index in group["params"]]
+    for index, param in zip(indices, params, strict=False):
+        local = private.plain_local(param)
+        for key, value in state["state"].get(index, {}).items():
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if isinstance(param, DTensor) and is_plain and value.ndim and value.shape != local.shape:
+                what = (
+                    f"{key} of parameter {index} is loaded with shape {list(value.shape)}, and this rank steps on a shard "
+                    f"{list(local.shape)} of [{', '.join(map(str, param.shape))}]"
+                )
+                fix = "save the other run with a Checkpointer, whose optimizer state is loaded on any mesh"
+                raise ShapeError(Problem("full-optimizer-state", what, fix=fix))
 
 
 def _forget(optimizer: Any) -> None:

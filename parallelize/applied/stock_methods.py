@@ -1,0 +1,46 @@
+"""Refuses methods of a stock model that read or replace full parameters, once it stores shards of them.
+
+They would fail in the words of DTensors, or write the shards of one rank as if they were the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallelize.errors import ModelError, Problem
+
+_FIXES = {
+    "save_pretrained": "parallelize.save_pretrained(model, folder) on every rank; or model.save_pretrained(folder, "
+    "state_dict=state) on rank 0, after state = full_state_dict(model) on every rank",
+    "resize_token_embeddings": "resize before the plan is applied",
+    "add_adapter": "merge adapters into the weights before the plan is applied",
+    "load_adapter": "merge adapters into the weights before the plan is applied",
+}
+
+
+def guard_stock_methods(module: nn.Module) -> None:
+    """Let these methods of a planned model, and of its submodules, raise ModelError `reads-full-parameters`."""
+    for owner in module.modules():
+        for name in _FIXES:
+            if callable(getattr(type(owner), name, None)):
+                owner.__dict__.setdefault(name, MethodType(_GUARDS[name], owner))
+
+
+def _guard(name: str) -> Callable[..., Any]:
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = kwargs.get("state_dict")
+        is_full = isinstance(state, Mapping) and not any(isinstance(value, DTensor) for value in state.values())
+        if not is_full and any(isinstance(parameter, DTensor) for parameter in self.parameters()):
+            what = f"{type(self).__name__}.{name} needs full parameters, and this rank stores shards of them"
+            raise ModelError(Problem("reads-full-parameters", what, fix=_FIXES[name]))
+        return getattr(type(self), name)(self, *args, **kwargs)
+
+    return guarded
+
+
+_GUARDS = {name: _guard(name) for name in _FIXES}

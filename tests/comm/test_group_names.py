@@ -1,0 +1,13 @@
+"""Names of process groups: short, equal on the ranks of a group, and of one group alone."""
+
+from __future__ import annotations
+
+from parallelize import _torch_private as private
+
+
+def test_names_of_large_groups_are_short_and_differ():
+    assert private._name_of([3, 1, 2]) == "3_1_2"
+    even, odd = list(range(0, 2048, 2)), list(range(1, 2048, 2))
+    names = [private._name_of(ranks) for ranks in (even, odd, [*even[:5], 11, *even[6:]], [0, *even[2:], 2])]
+    assert len(set(names)) == 4 and all(len(name) < 64 for name in names)
+    assert private._name_of(list(even)) == names[0]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from parallelize.comm.groups import Group
 from parallelize.styles.contract import Contract, Conversion
-from parallelize.tensor.placements import as_dtensor, convert_output, local_input
+from parallelize.tensor.placements import BiasedOutput, convert_output, local_input
 from parallelize.tensor.planned_forward import Planned
 from parallelize.tensor.shared_conversion import SharedConversion
 
@@ -51,8 +51,9 @@ def return_dtensor(
 ) -> None:
     """Make the output a DTensor. width: the full size of the last dim where the output is a shard of it."""
     source, desired = _output_placements(contract)
-    if contract.adds_bias_after_sum and planned.bias is not None:  # the bias is added to a plain tensor
-        module.register_forward_hook(lambda _module, _args, out: as_dtensor(out, tp, desired))
+    if contract.adds_bias_after_sum and planned.bias is not None and planned.leave is not None:
+        planned.leave = biased = BiasedOutput(planned.leave, tp, desired)
+        module.register_forward_hook(biased.wrap)
         return
     planned.leave = partial(
         convert_output, mesh=tp, group=group, source=source, desired=desired, width=width, local=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,13 +52,43 @@ def convert_output(
         local: return a plain local tensor rather than a DTensor.
     """
     source, desired = positive(source, y.ndim), positive(desired, y.ndim)
+    full = width
     if source != desired:
+        full = full_size(y, desired)
         if source.is_shard() and desired.is_replicate() and width is not None:
             y = ops.gather(y, group, -1, width, "replicate")
         else:
             y = redistribute(y, mesh, group, source, desired, partial_grad=False)
-        width = None
-    return y if local else as_dtensor(y, mesh, desired, width)
+    return y if local else as_dtensor(y, mesh, desired, full)
+
+
+def full_size(y: torch.Tensor, desired: Placement) -> int | None:
+    """The size of the dim that an output will be a shard of, before it is one; None where it will be no shard."""
+    return y.shape[dim_of(positive(desired, y.ndim))] if desired.is_shard() else None
+
+
+class BiasedOutput:
+    """The output of a row linear, whose bias is added to a plain tensor after the conversion: then a DTensor again.
+
+    Args:
+        convert: `convert_output`, to a plain tensor.
+        placement: of the output.
+    """
+
+    def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor], mesh: DeviceMesh, placement: Placement):
+        self.convert, self.mesh, self.placement = convert, mesh, placement
+        self._full: int | None = None
+
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        self._full = full_size(y, self.placement)
+        return self.convert(y)
+
+    def wrap(self, module: Any, args: tuple, out: torch.Tensor) -> DTensor:
+        """A forward hook of the linear."""
+        return as_dtensor(out, self.mesh, self.placement, self._full)
+
+    def __deepcopy__(self, memo: dict) -> BiasedOutput:
+        return memo.setdefault(id(self), BiasedOutput(self.convert, self.mesh, self.placement))
 
 
 def redistribute(
@@ -112,14 +143,15 @@ def _even_shard(x: torch.Tensor, source: Placement) -> torch.Tensor | None:
     return x.to_local()
 
 
-def as_dtensor(y: torch.Tensor, mesh: DeviceMesh, placement: Placement, width: int | None = None) -> DTensor:
-    """A DTensor around a local tensor. `width`: as for `convert_output`."""
+def as_dtensor(y: torch.Tensor, mesh: DeviceMesh, placement: Placement, full: int | None = None) -> DTensor:
+    """A DTensor around a local tensor. full: the size of the dim that is sharded; None where shards are even."""
     placement = positive(placement, y.ndim)
-    if width is None and placement.is_shard() and not torch.compiler.is_compiling():
+    if placement.is_shard() and full is not None:
+        dim = dim_of(placement)
+        return from_local(y, (*y.shape[:dim], full, *y.shape[dim + 1 :]), placement, mesh)
+    if placement.is_shard() and not torch.compiler.is_compiling():
         return shard_as_dtensor(y, mesh, placement)
-    if width is None:
-        return DTensor.from_local(y, mesh, (placement,), run_check=False)
-    return from_local(y, (*y.shape[:-1], width), placement, mesh)
+    return DTensor.from_local(y, mesh, (placement,), run_check=False)
 
 
 def dim_of(placement: Placement) -> int:

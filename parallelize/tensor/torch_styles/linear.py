@@ -15,7 +15,7 @@ from parallelize.layout import chunked, replicated
 from parallelize.ops.collectives import gather_dim
 from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.embedding import check_embedding, vocabulary_embedding
-from parallelize.tensor.placements import as_dtensor, convert_output, dim_of, local_input
+from parallelize.tensor.placements import BiasedOutput, convert_output, dim_of, local_input
 from parallelize.tensor.planned_forward import Planned, install
 from parallelize.tensor.torch_styles.module_style import ModuleStyle, Target, planned_of, require_kind
 
@@ -153,20 +153,15 @@ class RowwiseParallel(ModuleStyle):
             local_input, mesh=target.mesh, group=group, source=source, desired=Shard(-1), partial_grad=False
         )
         planned.leave, planned.hide_bias = reduce_output, True
-        install(target.module, planned)
         if planned.bias is not None and not self.use_local_output:
-            _wrap_output(target, self.output_layouts[0])
+            planned.leave = biased = BiasedOutput(reduce_output, target.mesh, self.output_layouts[0])
+            target.module.register_forward_hook(biased.wrap)
+        install(target.module, planned)
 
     def _install_embedding(self, target: Target, planned: Planned, reduce_output: Callable) -> None:
         forward = vocabulary_embedding(target.module, target.group, reduce_output)
         planned.enter = partial(_full_ids, group=target.group, source=self.input_layouts[0])
         install(target.module, planned, forward)
-
-
-def _wrap_output(target: Target, placement: Placement) -> None:
-    """Make the output a DTensor after a bias was added to it."""
-    mesh = target.mesh
-    target.module.register_forward_hook(lambda _m, _a, out: as_dtensor(out, mesh, placement))
 
 
 def _full_ids(ids: torch.Tensor, group: Group, source: Placement) -> torch.Tensor:

@@ -78,6 +78,7 @@ def plan_optimizer(
     if unsaved and strict:
         what = f"the {type(optimizer).__name__} steps parameters that the saved one did not: {short_list(unsaved, 4)}"
         raise CheckpointError(Problem("missing-parameter", what, fix=did_you_mean(unsaved[0], group_of)))
+    _refuse_divided(optimizer, saved_groups)
     plan.restored.options = _options(optimizer, description, saved_groups, files)
     return plan.restored, plan.jobs
 
@@ -145,6 +146,31 @@ def _current_moment(optimizer: Optimizer, parameter: Any, key: str, dtype: torch
     like = to_local(parameter)
     fits = isinstance(current, T) and (current.shape, current.dtype, current.device) == (like.shape, dtype, like.device)
     return current if fits else None
+
+
+def _refuse_divided(optimizer: Optimizer, saved_groups: dict[int, set[int]]) -> None:
+    """Refuse groups with options of their own whose parameters were in one group: it has one value of each option."""
+    groups_of: dict[int, list[int]] = {}
+    for number, saved in sorted(saved_groups.items()):
+        for index in saved:
+            groups_of.setdefault(index, []).append(number)
+    for index, numbers in groups_of.items():
+        first, *others = [optimizer.param_groups[number] for number in numbers]
+        for number, group in zip(numbers[1:], others, strict=True):
+            differing = [
+                key for key in first if key not in (*OWN_OPTIONS, "params") and _differ(first[key], group.get(key))
+            ]
+            if differing:
+                what = (
+                    f"groups {numbers[0]} and {number} differ in {short_list(differing, 4)}, and their parameters were saved in "
+                    f"one group, {index}"
+                )
+                fix = "build the optimizer with the groups it was saved with, resume, and set the options afterwards"
+                raise CheckpointError(Problem("groups-differ", what, fix=fix))
+
+
+def _differ(value: Any, other: Any) -> bool:
+    return repr(value) != repr(other)
 
 
 def _options(

@@ -83,6 +83,25 @@ def test_one_group_for_parameters_of_two_groups_with_different_options(tmp_path)
     assert "group 0 joins parameters of 2 saved groups" in str(error)
 
 
+def test_two_groups_with_different_options_for_parameters_of_one(tmp_path):
+    layer, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    save(tmp_path, layer, optimizer=stepped(layer.parameters()))
+    groups = [{"params": [other.weight], "lr": 0.1}, {"params": [other.bias], "lr": 0.2, "weight_decay": 0.0}]
+    optimizer = AdamW(groups)
+    error = refusal(tmp_path, other, optimizer=optimizer)
+    assert error.slugs == ("groups-differ",)
+    assert "groups 0 and 1 differ in lr, weight_decay" in str(error)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+
+
+def test_two_groups_with_equal_options_take_those_of_the_one(tmp_path):
+    layer, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    save(tmp_path, layer, optimizer=stepped([{"params": list(layer.parameters()), "lr": 0.5}]))
+    optimizer = AdamW([{"params": [other.weight]}, {"params": [other.bias]}])
+    load_checkpoint(tmp_path, other, optimizer=optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
 def test_an_optimizer_of_a_name_that_was_not_saved(tmp_path):
     layer, other = nn.Linear(4, 3), nn.Linear(4, 3)
     save(tmp_path, layer, optimizer={"slow": stepped(layer.parameters())})

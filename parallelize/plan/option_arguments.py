@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parallelize.plan.options import DTYPES, NAMES, RECOMPUTE
@@ -29,15 +30,20 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
 _SHORT = {"num_microbatches": ("--microbatches",)}
 
 
-def add_options(parser: argparse.ArgumentParser, **help_texts: str) -> None:
+def add_options(
+    parser: argparse.ArgumentParser, choices: Mapping[str, Sequence[str]] | None = None, **help_texts: str
+) -> None:
     """Add a flag for each option. Without it the option is None: the plan's default.
 
+    choices: by option, where a command takes fewer values than the others.
     help_texts: by option, where a command says more than the others.
     """
     for name in NAMES:
         arguments = dict(_ARGUMENTS[name])
         if len(arguments) == 1 and name != "schedule":
             arguments["action"] = argparse.BooleanOptionalAction
+        if choices and name in choices:
+            arguments["choices"] = choices[name]
         arguments["help"] = help_texts.get(name, arguments["help"])
         parser.add_argument(f"--{name.replace('_', '-')}", *_SHORT.get(name, ()), default=None, **arguments)
 

@@ -19,6 +19,9 @@ Compare one training step on a mesh with the unsharded model: loss, outputs, gra
 parameter, their norm, and the weights after a step. A model's config is scaled down and keeps its structure. The ranks
 are threads of one process, so neither a GPU nor torchrun is needed. Under torchrun the started processes are the ranks."""
 
+_DTYPES = ("float64", "float32", "bfloat16")
+"""Those of `precision.DTYPES`, which needs torch."""
+
 
 def add_commands(verbs: Any) -> None:
     """Add `verify` to a parser's subparsers."""
@@ -36,7 +39,7 @@ def add_commands(verbs: Any) -> None:
     parser.add_argument("--plan", metavar="PLAN", help="a shipped plan's name or a file (default: chosen by the model)")
     parser.add_argument("--mesh", default="tp=4", help="such as pp=2,dp=2,tp=2 (default: tp=4)")
     modes = dict.fromkeys(("sequence_parallel", "loss_parallel"), "run this mode only (default: every mode)")
-    add_options(parser, **modes, dtype="of weights, compute and gradients (default: float64)")
+    add_options(parser, {"dtype": _DTYPES}, **modes, dtype="of weights, compute and gradients (default: float64)")
     parser.add_argument("--backend", choices=("threads", "gloo"), default="threads", help="gloo starts real processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

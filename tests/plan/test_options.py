@@ -7,7 +7,16 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from parallelize import ModelError, Options, explain, load_plan, parallelize_model, parallelize_module, verify
+from parallelize import (
+    ModelError,
+    Options,
+    ParallelizeError,
+    explain,
+    load_plan,
+    parallelize_model,
+    parallelize_module,
+    verify,
+)
 from parallelize.analysis.cost.machine import load_machine
 from parallelize.analysis.fit import fit
 from parallelize.analysis.record.fake_world import fake_mesh
@@ -20,6 +29,7 @@ from parallelize.models.model_source import ModelSource
 from parallelize.plan.option_keywords import OptionKeywords
 from parallelize.plan.options import NAMES, STANDARD, options_of
 from parallelize.plan.plan_file import parse_plan
+from parallelize.verification import commands, precision
 from parallelize.verification.configuration import Request, checked
 from tests.support.models import tiny_model
 
@@ -153,3 +163,11 @@ def test_mistakes_in_defaults_have_a_place(line, slug):
     text = DEFAULTS.replace("zero: 1", line)
     with pytest.raises(Exception, match=rf":3:\d+: {slug}"):
         parse_plan(text, "my.yaml")
+
+
+def test_verify_offers_the_dtypes_that_it_compares_in():
+    assert tuple(precision.DTYPES) == commands._DTYPES
+    assert build_parser().parse_args(["explain", "llama", "--dtype", "float16"]).dtype == "float16"
+    assert build_parser().parse_args(["verify", "llama", "--dtype", "bfloat16"]).dtype == "bfloat16"
+    with pytest.raises(ParallelizeError, match="did you mean `bfloat16`"):
+        build_parser().parse_args(["verify", "llama", "--dtype", "float16"])

@@ -6,7 +6,6 @@ Tested with torch 2.13; written for 2.11 to 2.15.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
 from collections import Counter
@@ -25,6 +24,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallelize.mesh import short_name
 
 StridedShard: Any = _StridedShard
 """The placement of shards with a stride, which PyTorch's `redistribute` calls for its own conversions (since 2.3)."""
@@ -128,17 +129,16 @@ _OWN = "parallelize: of one object"
 def new_local_group(ranks: Sequence[int], *, own: bool = False, **options: Any) -> dist.ProcessGroup:
     """`dist.new_group`, called on the listed ranks alone, whatever other groups each of them is in.
 
-    PyTorch (2.13) names such a group by its ranks and by the number of groups that the *calling* rank is in. If members
-    are in unequal numbers of groups (the first and the last stage share a tie, those between do not), each waits for a
-    name that no other member uses. Here the name contains the ranks and a count of the groups of exactly these ranks,
-    which is the same on all members.
+    PyTorch (2.13) names such a group by its ranks and by the number of groups that the *calling* rank is in. If members are in
+    unequal numbers of groups (the first and the last stage share a tie, those between do not), each waits for a name that no
+    other member uses. Here it has a count of the groups of exactly these ranks, which is the same on all members.
 
     own: leave the group out of `known_groups`, because another thread uses it.
     """
     _install_names()
     made = _groups_made.setdefault(dist.group.WORLD, Counter())
     made[tuple(ranks)] += 1
-    _next_name.value = f"parallelize_{_name_of(ranks)}_{made[tuple(ranks)]}"
+    _next_name.value = f"parallelize_{short_name(ranks)}_{made[tuple(ranks)]}"
     if list(ranks) != sorted(ranks):
         options["sort_ranks"] = False
     if own:
@@ -147,17 +147,6 @@ def new_local_group(ranks: Sequence[int], *, own: bool = False, **options: Any) 
         return dist.new_group(list(ranks), use_local_synchronization=True, **options)
     finally:
         _next_name.value = None
-
-
-def _name_of(ranks: Sequence[int]) -> str:
-    """The ranks as text; of many a digest, because each message of the group's rendezvous contains the name."""
-    text = "_".join(map(str, ranks))
-    if len(ranks) <= _MOST_NAMED:
-        return text
-    return f"{ranks[0]}_to_{ranks[-1]}_of_{len(ranks)}_{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-
-
-_MOST_NAMED = 16
 
 
 @lru_cache(maxsize=1)
@@ -183,9 +172,13 @@ plain_functions = torch._C.DisableTorchFunctionSubclass
 """A context in which a tensor subclass is treated as a plain tensor."""
 
 
+dtensor_handlers: dict[Any, Callable] = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
+"""What runs an op of DTensors instead of the dispatcher, called with (op, args, kwargs): its own dictionary since 2.2."""
+
+
 def loss_parallel_is_on() -> bool:
     """Whether PyTorch's `loss_parallel()` has its handlers installed."""
-    return torch.ops.aten._log_softmax.default in DTensor._op_dispatcher._custom_op_handlers
+    return torch.ops.aten._log_softmax.default in dtensor_handlers
 
 
 def leave_loss_parallel() -> None:
@@ -193,13 +186,6 @@ def leave_loss_parallel() -> None:
     from torch.distributed.tensor.parallel.loss import _disable_custom_loss_ops
 
     _disable_custom_loss_ops()
-
-
-def handle_dtensor_op(op: Any, handler: Callable[[Any, tuple, dict], Any]) -> None:
-    """Let `handler(op, args, kwargs)` run an op of DTensors, unless it has a handler: a dictionary of the dispatcher since 2.2."""
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
-    if handlers is not None:
-        handlers.setdefault(op, handler)
 
 
 def saved_tensor_hooks() -> Any:

@@ -8,6 +8,7 @@ Torch-free. `comm/groups.py` makes the `DeviceMesh` and the process groups.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -165,3 +166,14 @@ def axis_order(spec: MeshSpec, zero: int) -> list[Problem]:
         for first, second in pairs
         if first in spec.names and second in spec.names and spec.names.index(first) > spec.names.index(second)
     ]
+
+
+_MOST_NAMED = 16
+
+
+def short_name(ranks: Sequence[int]) -> str:
+    """Ranks as text; of many a digest, because each message of a group's rendezvous contains the group's name."""
+    text = "_".join(map(str, ranks))
+    if len(ranks) <= _MOST_NAMED:
+        return text
+    return f"{ranks[0]}_to_{ranks[-1]}_of_{len(ranks)}_{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

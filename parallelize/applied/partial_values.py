@@ -19,7 +19,7 @@ from parallelize.errors import ModelError, Problem
 @cache
 def guard_partial_values() -> None:
     """Let `.item()` of a DTensor raise ModelError `partial-value` where ranks have parts of it, from the first call on."""
-    private.handle_dtensor_op(torch.ops.aten._local_scalar_dense.default, _item)
+    private.dtensor_handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _item)
 
 
 def _item(op: Any, args: tuple, kwargs: dict) -> Any:

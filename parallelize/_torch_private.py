@@ -25,8 +25,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallelize.mesh import short_name
-
 StridedShard: Any = _StridedShard
 """The placement of shards with a stride, which PyTorch's `redistribute` calls for its own conversions (since 2.3)."""
 
@@ -126,19 +124,19 @@ _next_name = threading.local()
 _OWN = "parallelize: of one object"
 
 
-def new_local_group(ranks: Sequence[int], *, own: bool = False, **options: Any) -> dist.ProcessGroup:
+def new_local_group(ranks: Sequence[int], name: str, *, own: bool = False, **options: Any) -> dist.ProcessGroup:
     """`dist.new_group`, called on the listed ranks alone, whatever other groups each of them is in.
 
     PyTorch (2.13) names such a group by its ranks and by the number of groups that the *calling* rank is in. If members are in
     unequal numbers of groups (the first and the last stage share a tie, those between do not), each waits for a name that no
-    other member uses. Here it has a count of the groups of exactly these ranks, which is the same on all members.
+    other member uses. Here it is `name` and a count of the groups of exactly these ranks, which are the same on all members.
 
     own: leave the group out of `known_groups`, because another thread uses it.
     """
     _install_names()
     made = _groups_made.setdefault(dist.group.WORLD, Counter())
     made[tuple(ranks)] += 1
-    _next_name.value = f"parallelize_{short_name(ranks)}_{made[tuple(ranks)]}"
+    _next_name.value = f"parallelize_{name}_{made[tuple(ranks)]}"
     if list(ranks) != sorted(ranks):
         options["sort_ranks"] = False
     if own:

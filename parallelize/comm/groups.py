@@ -19,7 +19,7 @@ from parallelize import _torch_private as private
 from parallelize.comm import blocking
 from parallelize.comm.link_profile import LinkProfile
 from parallelize.errors import MeshError, ModelError, Problem
-from parallelize.mesh import AXES, MeshSpec
+from parallelize.mesh import AXES, MeshSpec, short_name
 
 _BY_KEY: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # key -> Group
 
@@ -315,7 +315,7 @@ def group_for(ranks: Sequence[int]) -> dist.ProcessGroup:
         same_backend = dist.get_backend(group) == dist.get_backend()
         if same_backend and tuple(dist.get_process_group_ranks(group)) == members:
             return group
-    return private.new_local_group(members)
+    return private.new_local_group(members, short_name(members))
 
 
 def axis_group(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:

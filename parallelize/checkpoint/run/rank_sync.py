@@ -18,6 +18,7 @@ from parallelize import _torch_private as private
 from parallelize.checkpoint.format.host_memory import bytes_of
 from parallelize.checkpoint.format.strict_json import read_json, write_json
 from parallelize.errors import CheckpointError, ParallelizeError, Problem, short_list
+from parallelize.mesh import short_name
 
 TIMEOUT_S = 1800.0
 _SHORT_BYTES = 4096
@@ -47,7 +48,9 @@ class RankSync:
                 self.group = (
                     dist.group.WORLD
                     if self._borrowed
-                    else private.new_local_group(self.ranks, own=True, timeout=timeout, backend="gloo")
+                    else private.new_local_group(
+                        self.ranks, short_name(self.ranks), own=True, timeout=timeout, backend="gloo"
+                    )
                 )
         self.rank = self.ranks.index(dist.get_rank()) if self.group is not None else 0
         self.size = len(self.ranks)

@@ -24,6 +24,7 @@ from parallelize.context.inputs import ContextInputs, is_registered
 from parallelize.context.stock_attention import NAME, forward_over_context, refuse_unplanned, register
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import MeshSpec
+from parallelize.ops.matmul.op_handshake import agree
 from parallelize.plan.choose import plan_of
 from parallelize.plan.options import Options, wrong_ulysses
 from parallelize.plan.resolve import resolve
@@ -190,6 +191,8 @@ def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
     context, call = self._applied.context, self._applied.context_call
     if not context.checked:
         _check_first(self, context, args, kwargs)
+    elif not torch.compiler.is_compiling():
+        _compare_shapes(context, args, kwargs)
     args, kwargs = call.inputs.local_call(context, args, kwargs)
     try:
         if context.checked:
@@ -210,6 +213,17 @@ def _check_first(module: nn.Module, context: Context, args: tuple, kwargs: dict)
         raise dropout_refused()
     inputs = {f"input {n}": value for n, value in enumerate(args)} | kwargs
     check_replicas(context.group, {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}, "inputs", "cp")
+
+
+def _compare_shapes(context: Context, args: tuple, kwargs: dict) -> None:
+    """Before each forward: ranks whose sequences differ in length would send each other messages of other sizes.
+
+    Raises: ShapeError `ranks-disagree`.
+    """
+    tensors = [leaf for leaf in private.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if tensors and not tensors[0].is_meta:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:6])
+        agree(context.group, tensors[0].device, f"forward over cp, inputs {shapes}")
 
 
 def dropout_refused() -> ModelError:

@@ -14,6 +14,7 @@ from parallelize import (
     ModelError,
     ParallelizeError,
     PlanError,
+    ShapeError,
     build_mesh,
     context_parallel,
     parallelize_model,
@@ -129,5 +130,19 @@ def test_attentions_and_dropout_are_refused():
 
     def body(rank):
         over_cp(family("gpt2", resid_pdrop=0.5).eval())(input_ids=IDS)
+
+    run_ranks(2, body)
+
+
+def test_lengths_that_differ_after_the_first_forward_are_refused_on_every_rank():
+    model = family("llama")
+
+    def body(rank):
+        parallel = over_cp(model)
+        expected = parallel(input_ids=IDS).logits
+        with pytest.raises(ShapeError, match=r"rank 1 *forward over cp, inputs \[2, 4\]") as error:
+            parallel(input_ids=IDS[:, : 6 - 2 * rank])
+        assert error.value.slugs == ("ranks-disagree",)
+        assert torch.equal(parallel(input_ids=IDS).logits, expected)
 
     run_ranks(2, body)

@@ -196,7 +196,7 @@ def _misread_shard(module: nn.Module, error: RuntimeError) -> ModelError:
             "shard-misread",
             f"{type(module).__name__}.forward fails on this rank's shards: {str(error).splitlines()[0]}",
             rows=(("holds", ", ".join(numbers) or "no integers of its own"),),
-            fix="list the head counts and widths that it reads under `local:`; check that each `colwise` is followed by a `rowwise`; modules that are shared are planned as such: share them before the plan",
+            fix="list the head counts and widths that it reads under `local:`; check that each `colwise` is followed by a `rowwise`; modules that are shared or get adapters: share them before the plan, and merge adapters before it",
         )
     )
 

@@ -153,3 +153,30 @@ def test_a_layer_that_is_shared_after_the_plan_is_told_when_to_share_it():
         assert error.value.slugs == ("shard-misread",)
 
     run_ranks(2, body)
+
+
+class Adapter(nn.Module):
+    """A sum of a linear and of one of low rank, as libraries of adapters put it in a linear's place."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.linear = linear
+        self.down = nn.Linear(linear.in_features, 2, bias=False).double()
+        self.up = nn.Linear(2, linear.out_features, bias=False).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("name", ["up_proj", "down_proj"])
+def test_adapters_of_planned_linears_are_told_when_to_be_merged(name):
+    copies = models()
+
+    def body(rank):
+        mlp = planned(copies, rank).model.layers[0].mlp
+        setattr(mlp, name, Adapter(getattr(mlp, name)))
+        with pytest.raises(ModelError, match="merge adapters before it") as error:
+            copies[rank](input_ids=IDS)
+        assert error.value.slugs == ("shard-misread",)
+
+    run_ranks(2, body)

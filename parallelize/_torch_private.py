@@ -389,14 +389,6 @@ def set_local(dtensor: Any, local: torch.Tensor) -> None:
     dtensor._local_tensor = local
 
 
-def forget_unsharded_gradients(unit: Any) -> None:
-    """Drop the gradients that a failed backward left on a `fully_shard` module's unsharded parameters (2.4; one group before 2.12)."""
-    for param in _fsdp_parameters(unit):
-        param.unsharded_accumulated_grad = None
-        if hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad = None
-
-
 def _fsdp_parameters(unit: Any) -> Iterator[Any]:
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]

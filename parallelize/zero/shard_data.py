@@ -119,8 +119,9 @@ def shard_data(
         were given other settings. On every rank; before anything is changed, but for `scalar-parameter`.
     Cost: handshakes, and with `check_replicated` a read of the parameters and an all-gather of 40 bytes. A step sends, with P bytes of gradients and n ranks: stages 0 and 1, one all-reduce of P (and
         stage 1 an all-gather of the parameters after the optimizer's step); stage 2, a reduce-scatter of P per backward, or
-        per step with `defer`, and the all-gather; stage 3, an all-gather of the parameters in forward and in backward, and a
-        reduce-scatter of P.
+        per step with `defer`, and the all-gather; stage 3, an all-gather of the parameters in forward and in backward, a
+        reduce-scatter of P, and per backward one all-reduce of a byte per parameter. Data ranks that run different units of
+        stage 3 raise HandshakeError `units-diverge`.
     Source: ZeRO, arXiv:1910.02054.
     """
     spec = mesh_spec(mesh)

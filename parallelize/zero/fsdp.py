@@ -16,12 +16,13 @@ from parallelize import _torch_private as private
 from parallelize.applied.fsdp_shards import restore_layouts
 from parallelize.applied.records import cut_of, mark_parameter
 from parallelize.applied.sharding import shared_of_parameters
-from parallelize.comm.groups import Group, axis_group, mesh_spec
+from parallelize.comm.groups import axis_group, mesh_spec
 from parallelize.errors import ModelError, Problem
-from parallelize.mesh import DATA_AXES
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
 from parallelize.zero.data_options import DataOptions
+from parallelize.zero.replicas import data_group
+from parallelize.zero.running_statistics import RunningStatistics
 from parallelize.zero.unit_groups import forget_unsharded_gradients, reduce_outside_backward, unit_groups
 from parallelize.zero.unit_order import UnitOrder
 from parallelize.zero.unused_parameters import UnusedParameters
@@ -143,10 +144,10 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
     stages = {}
     if cut is not None:
         stages = {id(unit): cut.stages.stage_of(name) for name, unit in zip(names, units, strict=True)}
-    summed_over = Group(axis_group(mesh, *[axis for axis in DATA_AXES if axis in spec.names]))
+    summed_over = data_group(mesh)
     name_of = {id(unit): name for name, unit in zip(names, units, strict=True)}
     order = UnitOrder([(name_of.get(id(unit), ""), unit) for unit in fsdp_units], summed_over)
-    unused = UnusedParameters(fsdp_units, summed_over, order)
+    unused = UnusedParameters(fsdp_units, summed_over, order, after=RunningStatistics(module, summed_over).share)
     return FsdpEngine(module, fsdp_units, stages, options.defer, spec.shard_axis, unused, order)
 
 

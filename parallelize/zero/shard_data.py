@@ -43,7 +43,8 @@ from parallelize.zero.fsdp import FsdpEngine, apply_fsdp
 from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
 from parallelize.zero.other_optimizers import refuse_steps
 from parallelize.zero.reducer import BUCKET_BYTES, ReducedParameter, Reducer
-from parallelize.zero.replicas import compare_data_ranks
+from parallelize.zero.replicas import compare_data_ranks, data_group
+from parallelize.zero.running_statistics import RunningStatistics
 from parallelize.zero.stock_loss import count_over_data_ranks
 
 STAGES = (0, 1, 2, 3)
@@ -245,7 +246,7 @@ def _reducer(
         dtype,
         frozen=[parameter for parameter in parameters if not parameter.param.requires_grad],
         current=module.named_parameters,
-        after=partial(_refresh, shards),
+        after=partial(_after_step, shards, RunningStatistics(module, data_group(mesh))),
         shard=Group(axis_group(mesh, spec.shard_axis)) if splits else None,
         specs={id(shard.param): shard.spec for shard in shards},
         bucket_bytes=options.bucket_bytes,
@@ -253,10 +254,11 @@ def _reducer(
     )
 
 
-def _refresh(shards: list[OptimizerShard]) -> None:
+def _after_step(shards: list[OptimizerShard], statistics: RunningStatistics) -> None:
     """Set this step's gradients on what the optimizer steps, so that `param_groups` can be clipped and scaled."""
     for shard in shards:
         shard.refresh()
+    statistics.share()
 
 
 def _after_load(data: DataRecord | None, prefix: str, owner: nn.Module, _: Any) -> None:

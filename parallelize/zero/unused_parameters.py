@@ -8,7 +8,7 @@ other what they used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,13 +34,14 @@ class UnusedParameters:
         units: the modules to which `fully_shard` was applied.
         group: the ranks over which their gradients are summed: along all data axes.
         order: of the messages that these ranks send.
+        after: called at the end of a backward that reduces.
 
     Cost: a backward that reduces ends with an all-reduce of one byte per parameter. The host waits for it only on ranks that
         did not use some parameter.
     """
 
-    def __init__(self, units: Iterable[Any], group: Group, order: UnitOrder):
-        self.group, self._order = group, order
+    def __init__(self, units: Iterable[Any], group: Group, order: UnitOrder, after: Callable[[], None]):
+        self.group, self._order, self._after = group, order, after
         parts = [part for unit in units for part in unit_groups(unit)]
         self._index = {id(param): n for n, param in enumerate(param for part in parts for param in part.fsdp_params)}
         self._device = parts[0].device if parts else torch.device("cpu")
@@ -100,3 +101,4 @@ class UnusedParameters:
             for key, param in filled.items():
                 if not flags[self._index[key]]:
                     param.sharded_param.grad = None
+        self._after()

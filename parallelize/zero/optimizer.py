@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from parallelize.applied.records import cut_of, record_of
 from parallelize.errors import ModelError, Problem
 from parallelize.loop.local_optimizer import ELEMENTWISE, local_optimizer
+from parallelize.zero.optimizer_masters import save_masters
 from parallelize.zero.optimizer_shards import OptimizerShard, gather_parameters
 from parallelize.zero.reducer import added
 from parallelize.zero.shard_data import DataRecord, data_of
@@ -36,7 +37,8 @@ def build_optimizer(
     """Build an optimizer of any class for a model after `shard_data`, or for one without data axes.
 
     It is an instance of that class: schedulers, `param_groups`, `state_dict` and `zero_grad` work as usual. Its state is
-    stored as the ZeRO stage says, as DTensors.
+    stored as the ZeRO stage says, as DTensors. Where it steps float32 copies of narrower weights, its `state_dict()` has them
+    as "masters"; `load_state_dict` raises ModelError `master-of-other-shape` for those of another mesh.
 
     Args:
         module: the model, after `parallelize_module` and `shard_data`.
@@ -149,6 +151,7 @@ def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, Optimizer
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         inner_add(_stepped(param_group, module, shards))
 
+    save_masters(built, lambda parameter: by_stepped.get(id(parameter)))
     built.add_param_group = MethodType(add_param_group, built)  # type: ignore[method-assign]
     built.step = MethodType(step, built)  # type: ignore[method-assign]
     built.zero_grad = MethodType(zero_grad, built)  # type: ignore[method-assign]

@@ -62,6 +62,7 @@ class OptimizerShard:
         value = self.slice_of(to_local(param).detach())
         if self.has_master:
             value = value.to(master, copy=True)
+        self._is_loaded = False  # the master, since the last step
         self.stepped = param if group.size == 1 and not self.has_master else self._parameter(value)
 
     def _parameter(self, value: T) -> nn.Parameter:
@@ -108,6 +109,7 @@ class OptimizerShard:
 
     def publish(self) -> None:
         """After a step: copy the master to the parameter, in the parameter's dtype."""
+        self._is_loaded = False
         if self.has_master:
             rows = self.slice_of(to_local(self.param).detach())
             rows.copy_(to_local(self.stepped.detach()))
@@ -129,9 +131,16 @@ class OptimizerShard:
             if not (rows.is_cpu and torch.equal(row_block, expected)):
                 master_block.copy_(torch.where(row_block == expected, master_block, row_block))
 
+    def load_master(self, value: T) -> None:
+        """Set the master, of which the weights that are loaded with it are the rounded values."""
+        to_local(self.stepped).detach().copy_(value)
+        self._is_loaded = True
+
     def reload(self) -> None:
-        """Copy the parameter to the master, after weights were loaded."""
-        if self.has_master:
+        """Copy the parameter to the master, after weights were loaded; to a loaded master, where they are not its own."""
+        if self._is_loaded:
+            self.follow_edits()
+        elif self.has_master:
             to_local(self.stepped).detach().copy_(self.slice_of(to_local(self.param).detach()))
 
 

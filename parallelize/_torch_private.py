@@ -487,3 +487,13 @@ def threads_as_ranks(group_class: type) -> Iterator[None]:
         threaded.ProcessLocalGroup = stock
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+
+
+def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replace, in this process, the "norm" that `nn.utils.clip_grad_norm_` takes (2.6) or the "unscaling" of `GradScaler` (1.6)."""
+    owner, name = {
+        "norm": (torch.nn.utils.clip_grad, "_get_total_norm"),
+        "unscaling": (torch.amp.GradScaler, "_unscale_grads_"),
+    }[what]
+    if hasattr(owner, name):
+        setattr(owner, name, wrapper(getattr(owner, name)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class OptimizerShard:
         if self.has_master:
             value = value.to(master, copy=True)
         self._is_loaded = False  # the master, since the last step
+        self._taken: tuple[weakref.ref[T], int] | None = None  # the parameter's gradient, and its version
         self.stepped = param if group.size == 1 and not self.has_master else self._parameter(value)
 
     def _parameter(self, value: T) -> nn.Parameter:
@@ -77,8 +79,11 @@ class OptimizerShard:
             return local.reshape(1)[self.start : self.stop]
         return local[self.start : self.stop]
 
-    def refresh(self) -> None:
-        """Before a step: follow the parameter to new storage (after `.to()`), and take this step's gradient."""
+    def refresh(self, keeps: bool = False) -> None:
+        """Before a step: follow the parameter to new storage (after `.to()`), and take this step's gradient.
+
+        keeps: a gradient that was taken in another dtype, and scaled since, is not taken again from one that is unchanged.
+        """
         if self.stepped is self.param:
             return
         if not self.has_master:
@@ -86,7 +91,16 @@ class OptimizerShard:
             stepped = to_local(self.stepped)
             if current.data_ptr() != stepped.data_ptr() or current.dtype != stepped.dtype:
                 self._move(current)
-        self.stepped.grad = self._gradient()
+        grad = None if self.param.grad is None else to_local(self.param.grad)
+        if not (keeps and grad is not None and self._is_taken(grad)):
+            self.stepped.grad = self._gradient()
+        self._taken = None if grad is None else (weakref.ref(grad), grad._version)
+
+    def _is_taken(self, grad: T) -> bool:
+        """Whether the optimizer's gradient is a wider copy of this one, as it is now."""
+        if self._taken is None or self.stepped.grad is None:
+            return False
+        return self._taken[0]() is grad and self._taken[1] == grad._version and grad.dtype != self.stepped.grad.dtype
 
     def _move(self, current: T) -> None:
         new = self._parameter(current)

@@ -32,6 +32,7 @@ from parallelize.loop.stock_clip import serve_stock_clip
 from parallelize.plan.schema import Plan, Tie
 from parallelize.plan.tied_parameters import tied_parameters
 from parallelize.zero.buckets import as_gradient, to_local
+from parallelize.zero.other_optimizers import watch_optimizers
 from parallelize.zero.shard_data import data_of
 
 T = torch.Tensor
@@ -213,6 +214,7 @@ def mark_stages(module: nn.Module) -> None:
         if cut is not None:
             mark_parameter(parameter, stage=StageMark(cut.group, id(parameter) not in copies))
             serve_stock_clip([parameter])
+            watch_optimizers()
 
 
 def _group(cut: Cut | None, tie: Tie, ranks: tuple[int, ...]) -> TieGroup | None:

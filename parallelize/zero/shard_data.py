@@ -41,7 +41,7 @@ from parallelize.zero.data_options import DataOptions
 from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.fsdp import FsdpEngine, apply_fsdp
 from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
-from parallelize.zero.other_optimizers import refuse_steps
+from parallelize.zero.other_optimizers import refuse_steps, watch_optimizers
 from parallelize.zero.reducer import BUCKET_BYTES, ReducedParameter, Reducer
 from parallelize.zero.replicas import compare_data_ranks, data_group
 from parallelize.zero.running_statistics import RunningStatistics
@@ -173,6 +173,7 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     if options.dtype is not None and not options.low_precision:  # `fully_shard` is only told a dtype of compute
         cast_parameters(module, options.dtype)
     engine = apply_fsdp(module, mesh, options, resolved)
+    watch_optimizers()
     compute = options.dtype if options.low_precision else None
     mark_applied(module, data=DataRecord(3, mesh, engine, compute=compute))
 

@@ -392,14 +392,6 @@ def set_local(dtensor: Any, local: torch.Tensor) -> None:
     dtensor._local_tensor = local
 
 
-def forget_unsharded_gradients(unit: Any) -> None:
-    """Drop the gradients that a failed backward left on a `fully_shard` module's unsharded parameters (2.4; one group before 2.12)."""
-    for param in _fsdp_parameters(unit):
-        param.unsharded_accumulated_grad = None
-        if hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad = None
-
-
 def _fsdp_parameters(unit: Any) -> Iterator[Any]:
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -498,3 +490,13 @@ def threads_as_ranks(group_class: type) -> Iterator[None]:
         threaded.ProcessLocalGroup = stock
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+
+
+def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replace, in this process, the "norm" that `nn.utils.clip_grad_norm_` takes (2.6) or the "unscaling" of `GradScaler` (1.6)."""
+    owner, name = {
+        "norm": (torch.nn.utils.clip_grad, "_get_total_norm"),
+        "unscaling": (torch.amp.GradScaler, "_unscale_grads_"),
+    }[what]
+    if hasattr(owner, name):
+        setattr(owner, name, wrapper(getattr(owner, name)))

@@ -64,6 +64,7 @@ from parallelize.tensor.ulysses_attention import check_ulysses
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 from parallelize.vocabulary.loss.fuse_loss import wrong_heads
 from parallelize.zero.early_optimizers import refuse_early_optimizers
+from parallelize.zero.other_optimizers import watch_optimizers
 from parallelize.zero.replicas import compare_weights
 
 PlanLike = Plan | str | os.PathLike | Mapping[str, Any] | Any
@@ -159,6 +160,7 @@ def apply_plan(
         else:
             _apply(module, mesh, agreed, storage)
         apply_context(module, mesh, lambda: agreed.resolved)
+    watch_optimizers()
     return module
 
 

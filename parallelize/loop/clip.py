@@ -51,19 +51,11 @@ def clip_grad_norm_(
         stages.
     Source: as `torch.nn.utils.clip_grad_norm_`.
     """
-    norm_type = float(norm_type)
     source = parameters if isinstance(parameters, nn.Module) else _listed(parameters)
-    gradients = _LocalGradients()
-    for grad, shared, counted in _gradients(source):
-        gradients.add(grad, shared, counted)
-    stages = _stages_of(source)
-    if not gradients.locals and stages is None:
+    gradients, total = _norm(source, float(norm_type), error_if_nonfinite)
+    if total is None:
         return torch.tensor(0.0)
     devices = {local.device for local in gradients.locals}
-    device = gradients.locals[0].device if len(devices) > 1 else None
-    total = _total_norm(gradients, norm_type, device, stages)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise _nonfinite(source, norm_type, total)
     scale = (max_norm / (total + 1e-6)).clamp_(max=1.0)
     if foreach is False or len(devices) > 1:
         for local in gradients.locals:
@@ -71,6 +63,27 @@ def clip_grad_norm_(
     elif gradients.locals:
         torch._foreach_mul_(gradients.locals, scale)
     return total
+
+
+@torch.no_grad()
+def norm_of(parameters: Iterable[Any], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    """The norm by which `clip_grad_norm_` would clip these parameters; see there."""
+    total = _norm(list(parameters), float(norm_type), error_if_nonfinite)[1]
+    return torch.tensor(0.0) if total is None else total
+
+
+def _norm(source: Any, norm_type: float, error_if_nonfinite: bool) -> tuple[_LocalGradients, torch.Tensor | None]:
+    """The gradients and their norm; None where there is nothing on this rank, nor on other stages."""
+    gradients = _LocalGradients()
+    for grad, shared, counted in _gradients(source):
+        gradients.add(grad, shared, counted)
+    stages = _stages_of(source)
+    if not gradients.locals and stages is None:
+        return gradients, None
+    total = _total_norm(gradients, norm_type, stages)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise _nonfinite(source, norm_type, total)
+    return gradients, total
 
 
 @dataclass
@@ -219,10 +232,10 @@ def _sharding_groups(grad: DTensor) -> Groups:
     )
 
 
-def _total_norm(
-    gradients: _LocalGradients, norm_type: float, device: torch.device | None, stages: Group | None
-) -> torch.Tensor:
-    """The norm of all gradients. `device`: where to add up, for gradients on several devices."""
+def _total_norm(gradients: _LocalGradients, norm_type: float, stages: Group | None) -> torch.Tensor:
+    """The norm of all gradients, on the device of the first of them."""
+    several = len({local.device for local in gradients.locals}) > 1
+    device = gradients.locals[0].device if several else None
     largest = norm_type == torch.inf
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     sums = list(_sums(gradients, norm_type, device)) if gradients.locals else []

@@ -28,9 +28,11 @@ from parallelize.applied.step_results import expected
 from parallelize.comm.groups import Group, group_for
 from parallelize.comm.handshake import digest
 from parallelize.errors import HandshakeError, Problem
+from parallelize.loop.stock_clip import serve_stock_clip
 from parallelize.plan.schema import Plan, Tie
 from parallelize.plan.tied_parameters import tied_parameters
 from parallelize.zero.buckets import as_gradient, to_local
+from parallelize.zero.other_optimizers import watch_optimizers
 from parallelize.zero.shard_data import data_of
 
 T = torch.Tensor
@@ -211,6 +213,8 @@ def mark_stages(module: nn.Module) -> None:
     for parameter in module.parameters():
         if cut is not None:
             mark_parameter(parameter, stage=StageMark(cut.group, id(parameter) not in copies))
+            serve_stock_clip([parameter])
+            watch_optimizers()
 
 
 def _group(cut: Cut | None, tie: Tie, ranks: tuple[int, ...]) -> TieGroup | None:

@@ -21,6 +21,11 @@ from parallelize.errors import ModelError, Problem
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
 from parallelize.zero.data_options import DataOptions
+from parallelize.zero.replicas import data_group
+from parallelize.zero.running_statistics import RunningStatistics
+from parallelize.zero.unit_groups import forget_unsharded_gradients, reduce_outside_backward, unit_groups
+from parallelize.zero.unit_order import UnitOrder
+from parallelize.zero.unused_parameters import UnusedParameters
 
 
 class FsdpEngine:
@@ -31,13 +36,26 @@ class FsdpEngine:
 
     splits_backward = False
 
-    def __init__(self, module: nn.Module, units: list[Any], stages: dict[int, int | None], defer: bool, axis: str):
+    def __init__(
+        self,
+        module: nn.Module,
+        units: list[Any],
+        stages: dict[int, int | None],
+        defer: bool,
+        axis: str,
+        unused: UnusedParameters,
+        order: UnitOrder,
+    ):
+        self.unused, self.order = unused, order
+        self._reduces_in_finish = False  # the caller does not say which backward is the last
         self.axis, self.names = axis, {name for name, _ in module.named_parameters(remove_duplicate=False)}
         self.module, self.units, self.defer = module, units, defer
         self.stages = stages  # id of a unit -> its pipeline stage
 
     def hold(self, auto_flush: bool = False) -> None:
-        """Only a deferred reduction waits for the last backward."""
+        """Only a deferred reduction waits for the last backward; with `auto_flush`, for `finish`."""
+        self._reduces_in_finish = auto_flush and self.defer
+        self.order.begin_step()
         if self.defer:
             for unit in self.units:
                 unit.set_requires_gradient_sync(False, recurse=False)
@@ -52,7 +70,20 @@ class FsdpEngine:
         """Nothing to do: `fully_shard` reduces in backward."""
 
     def finish(self) -> None:
-        """Nothing to do: `fully_shard` waits at the end of backward."""
+        """Reduce what no backward has reduced; for what one has, `fully_shard` waits at its end."""
+        if self._reduces_in_finish:
+            self._reduces_in_finish = False
+            self._reduce_now()
+        self.order.end_step()
+
+    def _reduce_now(self) -> None:
+        """Reduce what the backwards of `accumulate_gradients` have left."""
+        for unit in self.units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+        parts = [part for unit in reversed(self.units) for part in unit_groups(unit) if self.unused.waits(part)]
+        if parts:
+            reduce_outside_backward(parts)
+            self.unused.drop_zeros()
 
     def reduces(self, name: str, param: Any) -> bool:
         """Whether a parameter was the model's when it was sharded, also under another name, or while it is gathered."""
@@ -61,13 +92,16 @@ class FsdpEngine:
 
     def reset(self) -> None:
         """Drop what a failed forward or backward has left."""
+        self.unused.reset()
+        self.order.reset()
+        self._reduces_in_finish = False
         for unit in self.units:
             unit.set_requires_gradient_sync(True, recurse=False)
         reset_iteration: Any = getattr(self.module, "reset_iter_state", None)  # since 2.13
         if reset_iteration is not None:
             reset_iteration()
         for unit in self.units:
-            private.forget_unsharded_gradients(unit)
+            forget_unsharded_gradients(unit)
             unit.reshard()
 
 
@@ -110,7 +144,11 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
     stages = {}
     if cut is not None:
         stages = {id(unit): cut.stages.stage_of(name) for name, unit in zip(names, units, strict=True)}
-    return FsdpEngine(module, fsdp_units, stages, options.defer, spec.shard_axis)
+    summed_over = data_group(mesh)
+    name_of = {id(unit): name for name, unit in zip(names, units, strict=True)}
+    order = UnitOrder([(name_of.get(id(unit), ""), unit) for unit in fsdp_units], summed_over)
+    unused = UnusedParameters(fsdp_units, summed_over, order, after=RunningStatistics(module, summed_over).share)
+    return FsdpEngine(module, fsdp_units, stages, options.defer, spec.shard_axis, unused, order)
 
 
 def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:

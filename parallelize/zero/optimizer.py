@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from parallelize.applied.records import cut_of, record_of
+from parallelize.applied.records import cut_of, mark_of, mark_parameter, mesh_of, record_of
 from parallelize.errors import ModelError, Problem
+from parallelize.loop.grad_scaler import agree_on_overflow
 from parallelize.loop.local_optimizer import ELEMENTWISE, local_optimizer
+from parallelize.loop.stock_clip import serve_stock_clip
+from parallelize.zero.optimizer_masters import save_masters
 from parallelize.zero.optimizer_shards import OptimizerShard, gather_parameters
 from parallelize.zero.reducer import added
 from parallelize.zero.shard_data import DataRecord, data_of
@@ -36,7 +39,8 @@ def build_optimizer(
     """Build an optimizer of any class for a model after `shard_data`, or for one without data axes.
 
     It is an instance of that class: schedulers, `param_groups`, `state_dict` and `zero_grad` work as usual. Its state is
-    stored as the ZeRO stage says, as DTensors.
+    stored as the ZeRO stage says, as DTensors. Where it steps float32 copies of narrower weights, its `state_dict()` has them
+    as "masters"; `load_state_dict` raises ModelError `master-of-other-shape` for those of another mesh.
 
     Args:
         module: the model, after `parallelize_module` and `shard_data`.
@@ -57,13 +61,27 @@ def build_optimizer(
         _refuse_shards(module, name, data)
     shards = {id(shard.param): shard for shard in data.shards} if data is not None else {}
     _refuse_added(module, data)
+    for shard in shards.values():
+        _mark_stepped(shard)
     groups = list(params) if params is not None else [p for p in module.parameters() if p.requires_grad]
     built = optimizer([_stepped(group, module, shards) for group in groups], **options)
     if steps_locally:
         local_optimizer(built, elementwise=True)
     if any(shard.stepped is not shard.param for shard in shards.values()):
         _wrap_steps(built, module, shards)
+    mesh = mesh_of(module)
+    if mesh is not None:
+        agree_on_overflow(built, mesh)
     return built
+
+
+def _mark_stepped(shard: OptimizerShard) -> None:
+    """Clipping of what the optimizer steps takes the same norm as clipping of the model."""
+    mark = mark_of(shard.param)
+    if shard.stepped is not shard.param:
+        mark_parameter(shard.stepped, shared=mark.shared, stage=mark.stage)
+    if mark.stage is not None:
+        serve_stock_clip([shard.stepped])
 
 
 def _refuse_added(module: nn.Module, data: DataRecord | None) -> None:
@@ -130,7 +148,7 @@ def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, Optimizer
         own_shards = stepped_shards()
         for shard in own_shards:
             shard.follow_edits()
-            shard.refresh()
+            shard.refresh(keeps=True)
         inner_step(**keywords)
         with torch.no_grad():
             for shard in own_shards:
@@ -149,6 +167,7 @@ def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, Optimizer
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         inner_add(_stepped(param_group, module, shards))
 
+    save_masters(built, lambda parameter: by_stepped.get(id(parameter)))
     built.add_param_group = MethodType(add_param_group, built)  # type: ignore[method-assign]
     built.step = MethodType(step, built)  # type: ignore[method-assign]
     built.zero_grad = MethodType(zero_grad, built)  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class OptimizerShard:
         value = self.slice_of(to_local(param).detach())
         if self.has_master:
             value = value.to(master, copy=True)
+        self._is_loaded = False  # the master, since the last step
+        self._taken: tuple[weakref.ref[T], int] | None = None  # the parameter's gradient, and its version
         self.stepped = param if group.size == 1 and not self.has_master else self._parameter(value)
 
     def _parameter(self, value: T) -> nn.Parameter:
@@ -76,8 +79,11 @@ class OptimizerShard:
             return local.reshape(1)[self.start : self.stop]
         return local[self.start : self.stop]
 
-    def refresh(self) -> None:
-        """Before a step: follow the parameter to new storage (after `.to()`), and take this step's gradient."""
+    def refresh(self, keeps: bool = False) -> None:
+        """Before a step: follow the parameter to new storage (after `.to()`), and take this step's gradient.
+
+        keeps: a gradient that was taken in another dtype, and scaled since, is not taken again from one that is unchanged.
+        """
         if self.stepped is self.param:
             return
         if not self.has_master:
@@ -85,7 +91,16 @@ class OptimizerShard:
             stepped = to_local(self.stepped)
             if current.data_ptr() != stepped.data_ptr() or current.dtype != stepped.dtype:
                 self._move(current)
-        self.stepped.grad = self._gradient()
+        grad = None if self.param.grad is None else to_local(self.param.grad)
+        if not (keeps and grad is not None and self._is_taken(grad)):
+            self.stepped.grad = self._gradient()
+        self._taken = None if grad is None else (weakref.ref(grad), grad._version)
+
+    def _is_taken(self, grad: T) -> bool:
+        """Whether the optimizer's gradient is a wider copy of this one, as it is now."""
+        if self._taken is None or self.stepped.grad is None:
+            return False
+        return self._taken[0]() is grad and self._taken[1] == grad._version and grad.dtype != self.stepped.grad.dtype
 
     def _move(self, current: T) -> None:
         new = self._parameter(current)
@@ -108,6 +123,7 @@ class OptimizerShard:
 
     def publish(self) -> None:
         """After a step: copy the master to the parameter, in the parameter's dtype."""
+        self._is_loaded = False
         if self.has_master:
             rows = self.slice_of(to_local(self.param).detach())
             rows.copy_(to_local(self.stepped.detach()))
@@ -129,9 +145,16 @@ class OptimizerShard:
             if not (rows.is_cpu and torch.equal(row_block, expected)):
                 master_block.copy_(torch.where(row_block == expected, master_block, row_block))
 
+    def load_master(self, value: T) -> None:
+        """Set the master, of which the weights that are loaded with it are the rounded values."""
+        to_local(self.stepped).detach().copy_(value)
+        self._is_loaded = True
+
     def reload(self) -> None:
-        """Copy the parameter to the master, after weights were loaded."""
-        if self.has_master:
+        """Copy the parameter to the master, after weights were loaded; to a loaded master, where they are not its own."""
+        if self._is_loaded:
+            self.follow_edits()
+        elif self.has_master:
             to_local(self.stepped).detach().copy_(self.slice_of(to_local(self.param).detach()))
 
 

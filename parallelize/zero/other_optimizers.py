@@ -1,4 +1,8 @@
-"""Refuses steps of parameters whose gradients, or whose wider copies, only the optimizers of `build_optimizer` know."""
+"""Refuses steps of stock optimizers that would fail half-way, or step something else than the unsharded model's do.
+
+Those of parameters whose gradients, or whose wider copies, only the optimizers of `build_optimizer` know; those of classes whose
+update PyTorch cannot run on DTensors; and searches along all parameters, of which a pipeline stage has its own.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from parallelize.applied.records import mark_of
 from parallelize.errors import ModelError, Problem
 
 _REFUSED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id, as tensors compare elementwise
@@ -28,11 +34,31 @@ def _install() -> None:
     register_optimizer_step_pre_hook(_refuse)
 
 
+def watch_optimizers() -> None:
+    """Refuse classes that cannot step DTensors, and LBFGS on a pipeline stage, by name before their step."""
+    _install()
+
+
+_FAIL_ON_DTENSORS = {
+    "Adafactor": "AdamW, or zero=0 without tp: Adafactor computes means over rows and columns of full matrices",
+    "Rprop": "build_optimizer(model, Rprop, ...), or optimizer() of what parallelize_model returns",
+}
+"""Classes of which an operation is not defined for DTensors (torch 2.13) -> what to use."""
+
+
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    name = type(optimizer).__name__
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if _REFUSED.get(id(parameter)) is parameter:
-                name = type(optimizer).__name__
                 what = f"{name} was given parameters that are stepped as shards or as float32 copies after shard_data"
                 fix = f"build_optimizer(model, {name}, ...), or optimizer() of what parallelize_model returns"
                 raise ModelError(Problem("unsharded-optimizer", what, fix=fix))
+            if name in _FAIL_ON_DTENSORS and isinstance(parameter, DTensor):
+                what = f"{name} of PyTorch cannot step parameters that are DTensors"
+                raise ModelError(Problem("unsharded-optimizer", what, fix=_FAIL_ON_DTENSORS[name]))
+            if name == "LBFGS" and mark_of(parameter).stage is not None:
+                what = (
+                    "LBFGS searches along one vector of all parameters, and this rank has those of its pipeline stages"
+                )
+                raise ModelError(Problem("not-elementwise", what, fix="use AdamW, or a mesh without pp"))

@@ -15,6 +15,12 @@ from parallelize.zero.buckets import to_local
 _FIX = "seed all ranks alike before the model is built, or load the same weights; check_replicated=False accepts them"
 
 
+def data_group(mesh: DeviceMesh) -> Group:
+    """The ranks along all data axes of a mesh, over which gradients are summed."""
+    axes = mesh_spec(mesh).data_axes
+    return Group(axis_group(mesh, *axes)) if axes else Group.alone()
+
+
 def compare_weights(
     module: nn.Module, mesh: DeviceMesh, group: Group, axes: str, names: Iterable[str] | None = None
 ) -> None:

@@ -41,9 +41,10 @@ from parallelize.zero.data_options import DataOptions
 from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.fsdp import FsdpEngine, apply_fsdp
 from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
-from parallelize.zero.other_optimizers import refuse_steps
+from parallelize.zero.other_optimizers import refuse_steps, watch_optimizers
 from parallelize.zero.reducer import BUCKET_BYTES, ReducedParameter, Reducer
-from parallelize.zero.replicas import compare_data_ranks
+from parallelize.zero.replicas import compare_data_ranks, data_group
+from parallelize.zero.running_statistics import RunningStatistics
 from parallelize.zero.stock_loss import count_over_data_ranks
 
 STAGES = (0, 1, 2, 3)
@@ -119,8 +120,9 @@ def shard_data(
         were given other settings. On every rank; before anything is changed, but for `scalar-parameter`.
     Cost: handshakes, and with `check_replicated` a read of the parameters and an all-gather of 40 bytes. A step sends, with P bytes of gradients and n ranks: stages 0 and 1, one all-reduce of P (and
         stage 1 an all-gather of the parameters after the optimizer's step); stage 2, a reduce-scatter of P per backward, or
-        per step with `defer`, and the all-gather; stage 3, an all-gather of the parameters in forward and in backward, and a
-        reduce-scatter of P.
+        per step with `defer`, and the all-gather; stage 3, an all-gather of the parameters in forward and in backward, a
+        reduce-scatter of P, and per backward one all-reduce of a byte per parameter. Data ranks that run different units of
+        stage 3 raise HandshakeError `units-diverge`.
     Source: ZeRO, arXiv:1910.02054.
     """
     spec = mesh_spec(mesh)
@@ -171,6 +173,7 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     if options.dtype is not None and not options.low_precision:  # `fully_shard` is only told a dtype of compute
         cast_parameters(module, options.dtype)
     engine = apply_fsdp(module, mesh, options, resolved)
+    watch_optimizers()
     compute = options.dtype if options.low_precision else None
     mark_applied(module, data=DataRecord(3, mesh, engine, compute=compute))
 
@@ -244,7 +247,7 @@ def _reducer(
         dtype,
         frozen=[parameter for parameter in parameters if not parameter.param.requires_grad],
         current=module.named_parameters,
-        after=partial(_refresh, shards),
+        after=partial(_after_step, shards, RunningStatistics(module, data_group(mesh))),
         shard=Group(axis_group(mesh, spec.shard_axis)) if splits else None,
         specs={id(shard.param): shard.spec for shard in shards},
         bucket_bytes=options.bucket_bytes,
@@ -252,10 +255,11 @@ def _reducer(
     )
 
 
-def _refresh(shards: list[OptimizerShard]) -> None:
+def _after_step(shards: list[OptimizerShard], statistics: RunningStatistics) -> None:
     """Set this step's gradients on what the optimizer steps, so that `param_groups` can be clipped and scaled."""
     for shard in shards:
         shard.refresh()
+    statistics.share()
 
 
 def _after_load(data: DataRecord | None, prefix: str, owner: nn.Module, _: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
-from parallelize import ModelError, build_mesh, build_optimizer, parallelize_module, shard_data
+from parallelize import ModelError, build_mesh, build_optimizer, parallelize_model, parallelize_module, shard_data
+from tests.support.models import tiny_model
 from tests.support.refused import RULES, WIDTH, Block, refused, small_mesh
 from tests.support.threads import run_ranks
 
@@ -89,3 +91,38 @@ def test_an_optimizer_that_needs_no_shards(zero):
         block = shard_data(Block(), mesh, zero)
         block(torch.randn(3, WIDTH)).sum().backward()
         torch.optim.AdamW(block.parameters()).step()
+
+
+@pytest.mark.parametrize(("name", "advice"), [("Adafactor", "AdamW"), ("Rprop", "build_optimizer")])
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_a_stock_optimizer_that_cannot_step_dtensors(axes, name, advice):
+    """Before its step has changed anything."""
+    initial = Block()
+    models = [copy.deepcopy(initial) for _ in range(math.prod(axes.values()))]
+
+    def body(rank: int) -> None:
+        mesh = build_mesh("cpu", **axes)
+        model = parallelize_module(models[rank], mesh, RULES) if "tp" in axes else models[rank]
+        if "dp" in axes:
+            shard_data(model, mesh, 3)
+        optimizer = getattr(torch.optim, name)(model.parameters())
+        model(torch.ones(3, WIDTH)).sum().backward()
+        with refused(ModelError, "unsharded-optimizer", name, advice):
+            optimizer.step()
+        assert not optimizer.state
+        if name == "Rprop":
+            build_optimizer(model, torch.optim.Rprop).step()
+
+    run_ranks(len(models), body)
+
+
+def test_a_search_along_all_parameters_on_a_pipeline():
+    models = [tiny_model("llama", torch.float32, num_hidden_layers=2) for _ in range(2)]
+
+    def body(rank: int) -> None:
+        parallel = parallelize_model(models[rank], build_mesh("cpu", pp=2), num_microbatches=2)
+        optimizer = torch.optim.LBFGS(parallel.module.parameters())
+        with refused(ModelError, "not-elementwise", "LBFGS", "pipeline stages"):
+            optimizer.step(lambda: 0.0)
+
+    run_ranks(2, body)

@@ -46,7 +46,7 @@ def test_bfloat16_compute_with_float32_weights_and_sums(four_processes, zero, ax
         assert weights < 1e-6  # float32 copies lose nothing
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_parameters_used_on_some_ranks_or_on_none(four_processes, zero):
     assert max(four_processes.run(jobs.unused_parameters, zero)) < 1e-12
 

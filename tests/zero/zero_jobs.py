@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize import accumulate_gradients, build_mesh, parallelize_module
@@ -281,3 +283,19 @@ def loads_weights(rank: int, zero: int, mixed: bool) -> tuple[float, str]:
     except ParallelizeError as caught:
         return error, caught.slugs[0]
     return error, "nothing"
+
+
+def skipped_unit(rank: int, skipped: int) -> str:
+    """What each rank raises where rank 1 skips a unit in its fourth step."""
+    from tests.zero.test_unit_order import WIDTH, skipping
+
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = shard_data(skipping(), DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)), 3, units=["layers.*"])
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
+    for _ in range(3):
+        model(x, set()).sum().backward()
+    try:
+        model(x, {skipped} if rank == 1 else set()).sum().backward()
+    except ParallelizeError as error:
+        return str(error)
+    return "nothing"

@@ -1,0 +1,64 @@
+"""`torch.nn.utils.clip_grad_norm_` on a pipeline: the norm over all stages, not that of the stage at hand.
+
+PyTorch's function sees the gradients of this rank. By its own norm every stage would be scaled by another factor, in silence.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from parallelize import _torch_private as private
+from parallelize.loop.clip import norm_of
+
+_STAGED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id, as tensors compare elementwise
+
+
+def serve_stock_clip(parameters: Iterable[Any]) -> None:
+    """Let PyTorch's clipping of any of these parameters take the norm that `clip_grad_norm_` of this package takes.
+
+    Args:
+        parameters: of one pipeline stage, marked with it. Every stage must then clip, as it must step.
+    """
+    for parameter in parameters:
+        _STAGED[id(parameter)] = parameter
+        _install()
+
+
+@lru_cache(maxsize=1)
+def _install() -> None:
+    """Once in a process."""
+    private.wrap_in_torch("norm", _wrapped)
+
+
+def _wrapped(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        parameters = _owners(gradients)
+        if not parameters:
+            return stock(gradients, norm_type, error_if_nonfinite, foreach)
+        return norm_of(parameters, norm_type, error_if_nonfinite)
+
+    return total_norm
+
+
+def _owners(gradients: list[torch.Tensor]) -> list[Any]:
+    """The parameters with these gradients; none where no gradient is of a pipeline stage."""
+    staged = [parameter for reference in _STAGED.valuerefs() if (parameter := reference()) is not None]
+    owners = {id(parameter.grad): parameter for parameter in staged if parameter.grad is not None}
+    if not any(id(gradient) in owners for gradient in gradients):
+        return []
+    return [owners[id(gradient)] if id(gradient) in owners else _Unmarked(gradient) for gradient in gradients]
+
+
+class _Unmarked:
+    """A gradient of a parameter that is no stage's."""
+
+    def __init__(self, grad: torch.Tensor):
+        self.grad = grad

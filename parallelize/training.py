@@ -88,8 +88,9 @@ def parallelize_model(
             fills the allocated model.
         dropout_seed: masks are a function of it, the step and the position in the global batch, whatever the mesh.
         loss, count, whole, share_inputs: of a step: see `Pipeline`.
-        check_replicated: compare what ranks must have alike, by digest: the parameters of data ranks now, and in each step
-            inputs, targets, mode and hyperparameters.
+        check_replicated: compare what ranks must have alike, by digest: the parameters of data ranks now, in each step
+            inputs, targets, mode and hyperparameters, and in every `compare_every`-th step the parameters that ranks store
+            alike. False turns all of it off.
 
     Returns: the model with its step, optimizer and clipping.
     Raises: MeshError `unknown-axis`, `no-data-axis`; ModelError `unknown-option`, `bad-option`, `bad-zero-stage`,
@@ -134,6 +135,7 @@ def parallelize_model(
         data=data.engine if data is not None else None,
         clock=clock,
         check_replicated=check_replicated,
+        compare_every=complete.compare_every,
     )
     return ParallelModel(module, mesh, pipeline)
 
@@ -188,10 +190,9 @@ def _apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan
 
 
 def _tie(module: nn.Module) -> None:
-    ties, data = tie_parameters(module), data_of(module)
-    if ties is not None and data is not None:
-        for shard in data.shards:  # float32 copies follow the values of the tied copies
-            shard.reload()
+    ties = tie_parameters(module)
+    if ties is not None:
+        ties.reload_masters()
 
 
 def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any) -> None:

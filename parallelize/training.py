@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.other_wrappers import refuse_wrapped
 from parallelize.applied.records import cut_of
-from parallelize.apply import apply_plan
+from parallelize.apply import Storage, apply_plan
 from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on
@@ -113,7 +113,7 @@ def parallelize_model(
         _compare_data_ranks(module, mesh, resolved)
     if spec.ranks("pp") > 1:
         cut_to_stages(module, mesh, resolved)
-    _apply_tensor_axes(module, mesh, resolved)
+    _apply_tensor_axes(module, mesh, resolved, Storage(check_replicated=None if check_replicated else False))
     if complete.recompute != "off":
         apply_recompute(module, lambda: resolved)
     _apply_data_axes(module, mesh, resolved, _Values(device, initialize, check_replicated))
@@ -156,10 +156,10 @@ def _compare_data_ranks(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedP
     compare_data_ranks(module, mesh, names, compares=tp_rank == 0)
 
 
-def _apply_tensor_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -> None:
+def _apply_tensor_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, storage: Storage) -> None:
     """The axes `tp` and `cp`."""
     if "tp" in resolved.mesh.names:
-        apply_plan(module, mesh, lambda: resolved)
+        apply_plan(module, mesh, lambda: resolved, storage)
         return
     if resolved.options.fuse_loss:
         fuse_heads(module, resolved)

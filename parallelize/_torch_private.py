@@ -173,7 +173,7 @@ plain_functions = torch._C.DisableTorchFunctionSubclass
 
 def loss_parallel_is_on() -> bool:
     """Whether PyTorch's `loss_parallel()` has its handlers installed."""
-    return torch.ops.aten._log_softmax.default in DTensor._op_dispatcher._custom_op_handlers
+    return torch.ops.aten._log_softmax.default in (op_handlers() or ())
 
 
 def leave_loss_parallel() -> None:
@@ -183,37 +183,9 @@ def leave_loss_parallel() -> None:
     _disable_custom_loss_ops()
 
 
-_DRAWS_INTO = ("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "geometric_")
-_DRAWS_LIKE = ("randn_like", "rand_like", "randint_like")
-
-
-def check_draws(check: Callable[[str, Any], None]) -> None:
-    """Call `check(name of the op, DTensor)` before each op that draws numbers into a DTensor, or like one (handlers since 2.1).
-
-    The op then runs as always, of which a handler takes the place: on local tensors, and on devices with a generator that knows
-    of shards, without the handler.
-    """
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
-    if handlers is None:
-        return
-    aten = torch.ops.aten
-    into = {aten.bernoulli_.float, *(getattr(aten, name).default for name in _DRAWS_INTO)}
-    like = {aten.randint_like.low_dtype, *(getattr(aten, name).default for name in _DRAWS_LIKE)}
-
-    def handle(op: Any, args: tuple, kwargs: dict) -> Any:
-        target = args[0]
-        check(op._schema.name.removeprefix("aten::"), target)
-        if target.device.type in ("cpu", "meta") and not any(placement.is_partial() for placement in target.placements):
-            drawn = op(local_of(target), *args[1:], **kwargs)
-            return target if op in into else wrap(drawn, with_dtype(spec_of(target), drawn))
-        handlers.pop(op, None)  # another thread may miss a check, no more
-        try:
-            return op(*args, **kwargs)
-        finally:
-            handlers[op] = handle
-
-    for op in into | like:
-        handlers.setdefault(op, handle)
+def op_handlers() -> dict[Any, Callable[..., Any]] | None:
+    """What runs instead of an op on DTensors, by op (since 2.1)."""
+    return getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
 
 
 def saved_tensor_hooks() -> Any:

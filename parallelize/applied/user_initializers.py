@@ -1,8 +1,8 @@
 """Refuses initializers and noise that would draw the same numbers into every shard of a weight.
 
 On the CPU, PyTorch draws the values of a DTensor from each rank's own generator. Ranks that are seeded alike, as tensor
-parallelism asks, then store the same numbers in different shards. On other devices DTensors have a generator that knows of shards;
-of key/value heads that several ranks store, it draws other values on each.
+parallelism asks, then store the same numbers in different shards. On other devices DTensors have a generator that knows of shards.
+Weights whose layout no `Shard` describes (`LayoutDTensor`) are drawn in full on every rank.
 
 Methods of modules are refused before they write anything. What they would call, and what users call on parameters themselves
 (`nn.init.normal_(p)`, `p.uniform_()`, `torch.randn_like(p)`), is refused op by op.
@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from parallelize import _torch_private as private
-from parallelize.applied.records import mark_of
+from parallelize.applied.checked_draws import check_draws
 from parallelize.errors import ModelError, Problem
 
 _guarded: dict[int, weakref.ref[nn.Module]] = {}
@@ -72,10 +71,6 @@ def _draws_alike(tensor: DTensor) -> bool:
 
 def _on_shards(name: str, tensor: torch.Tensor) -> ModelError:
     what = f"{name} would draw the same numbers into every shard of a weight of shape {list(tensor.shape)}"
-    if tensor.device.type != "cpu":
-        what = (
-            f"{name} would draw other numbers on each rank that stores a head of a weight of shape {list(tensor.shape)}"
-        )
     fix = "parallelize.initialize(model, seed), which draws one model on any mesh; or initialize before planning; or "
     fix += "draw full tensors, the same on every rank, and load them by load_state_dict"
     return ModelError(Problem("initializer-on-shards", what, fix=fix))
@@ -84,15 +79,16 @@ def _on_shards(name: str, tensor: torch.Tensor) -> ModelError:
 @cache
 def _check_draws() -> None:
     """Watch the ops of this process that draw numbers, from the first call on."""
-    private.check_draws(_refuse_draw)
+    check_draws(_refuse_draw)
 
 
 def _refuse_draw(op: str, target: DTensor) -> None:
     """Only for parameters of parallelized models, and DTensors that are stored as one of them is."""
-    alike = _draws_alike(target)
+    if not _draws_alike(target):
+        return
     for module in [reference() for reference in list(_guarded.values())]:
         for parameter in module.parameters() if module is not None else ():
-            if (alike or mark_of(parameter).shared) and _stored_alike(target, parameter):
+            if _stored_alike(target, parameter):
                 raise _on_shards(op, target)
 
 

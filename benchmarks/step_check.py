@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 -m benchmarks.step_check
     torchrun --nproc-per-node 2 -m benchmarks.step_check --axis dp
 
-Variants of the same step of a 4-layer Llama-like model over `tp` or `dp`, with AdamW: ranks compare (the default); they send the
-message and compare nothing (`check_replicated=False`); nothing is sent before the step, and the loss is not divided.
+Variants of the same step of a 4-layer Llama-like model over `tp` or `dp`, with AdamW: ranks compare the call; they compare what
+they store too (what the default does in every `compare_every`-th step); they send the message and compare nothing
+(`check_replicated=False`); nothing is sent before the step, and the loss is not divided.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import torch.distributed as dist
 
 from benchmarks import llama
 from benchmarks.timing import interleaved, join, ratio
-from parallelize import build_mesh, destroy_groups, parallelize_model
+from parallelize import Options, build_mesh, destroy_groups, parallelize_model
+from parallelize.plan.options import STANDARD
 
-VARIANTS = ("compared", "not compared", "no message")
+COMPARE_EVERY = {"compared": 0, "replicas compared": 1, "not compared": 0, "no message": 0}
+"""Variant to steps between comparisons of replicas; 0: none."""
 
 
 def steps(hidden: int, axis: str, batch: int, length: int) -> dict[str, Callable[[], None]]:
@@ -36,8 +39,9 @@ def steps(hidden: int, axis: str, batch: int, length: int) -> dict[str, Callable
 
     def variant(name: str) -> Callable[[], None]:
         plan = llama.plan() if axis == "tp" else None
-        compares = name == "compared"
-        parallel = parallelize_model(copy.deepcopy(stock), mesh, plan, check_replicated=compares)
+        options = Options(compare_every=COMPARE_EVERY[name])
+        compares = name.endswith("compared") and name != "not compared"
+        parallel = parallelize_model(copy.deepcopy(stock), mesh, plan, options, check_replicated=compares)
         optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-4)
         if name == "no message":
             count: Any = torch.tensor(targets.numel())
@@ -50,7 +54,7 @@ def steps(hidden: int, axis: str, batch: int, length: int) -> dict[str, Callable
 
         return run
 
-    return {name: variant(name) for name in VARIANTS}
+    return {name: variant(name) for name in COMPARE_EVERY}
 
 
 def main() -> None:
@@ -65,13 +69,16 @@ def main() -> None:
     join()
     times = interleaved(steps(options.hidden, options.axis, options.batch, options.length), options.rounds)
     setting = {name: getattr(options, name) for name in ("axis", "hidden", "batch", "length", "rounds")}
-    result = {
+    result: dict[str, Any] = {
         **setting,
         "torch": torch.__version__,
         "step_ms": {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()},
         "compared/not compared": ratio(times, "compared", "not compared"),
         "compared/no message": ratio(times, "compared", "no message"),
+        "replicas compared/compared": ratio(times, "replicas compared", "compared"),
     }
+    more = result["step_ms"]["replicas compared"] - result["step_ms"]["compared"]
+    result["share_of_replicas"] = more / result["step_ms"]["compared"] / STANDARD.compare_every
     if dist.get_rank() == 0:
         print(json.dumps(result, indent=1))
         if options.json:

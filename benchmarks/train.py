@@ -72,6 +72,9 @@ def options() -> argparse.Namespace:
     add("--hub", help="a repository of the Hugging Face Hub to which the folder of --log is uploaded")
     add("--save", type=Path, help="a folder for checkpoints; a run that finds some there goes on from the newest")
     add("--save-every", type=int, default=10, help="steps")
+    add(
+        "--compare-every", type=int, help="steps between comparisons of what ranks store alike (0: never; default: 100)"
+    )
     add("--gantt", type=Path, help="write the last step's timeline to this .svg")
     return parser.parse_args()
 
@@ -239,6 +242,7 @@ def main() -> None:
         dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
         initialize=args.seed,
         dropout_seed=args.seed,
+        compare_every=args.compare_every,
     )
     if dist.get_rank() == 0:
         axes = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"

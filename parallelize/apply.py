@@ -104,7 +104,8 @@ def parallelize_module(
         ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too. Overrides the plan's default.
         weights_dtype, device: of the stored parameters. Default: as they are.
         check_replicated: compare over `tp`, by digest. True: now, the parameters that all ranks store in full, and the inputs
-            at each forward. None: the parameters, if src_data_rank is None. False: nothing.
+            at each forward. None: those of these parameters that are not broadcast: all, if src_data_rank is None, else those
+            that no style names, which stay as each rank has them. False: nothing.
         own_reduction: the caller sums gradients over the mesh's data axes, in its own code. Without it, `shard_data` or
             `fully_shard` must be applied before the first backward, which is refused otherwise.
         handshake_timeout_s: how long ranks wait for each other before the missing ones are named.
@@ -148,8 +149,8 @@ def apply_plan(
     """`parallelize_module` by a resolved plan. decide: returns it; what it raises is raised on every rank."""
     storage = storage or Storage()
     agreed = _agree_on_plan(module, mesh, decide, storage, timeout_s)
-    if storage.compares:
-        names = _full_on_each_rank(module, agreed.plan)
+    if storage.check_replicated is not False and tp_mesh(mesh).size() > 1:
+        names = _full_on_each_rank(module, agreed.plan, storage.compares)
         compare_weights(module, mesh, Group(tp_mesh(mesh).get_group()), "tp", names)
     with Transaction(module):
         if agreed.resolved.plan.kept:
@@ -175,7 +176,7 @@ class Storage:
 
     @property
     def compares(self) -> bool:
-        """Whether parameters that all ranks store in full are compared; by default, where they are not broadcast."""
+        """Whether parameters that become replicated DTensors are compared; by default, where they are not broadcast."""
         return self.src_data_rank is None if self.check_replicated is None else self.check_replicated
 
     def facts(self) -> dict[str, str]:
@@ -236,12 +237,16 @@ def _replaced(module: nn.Module, plan: ResolvedPlan) -> Iterator[str]:
             yield from (prefix + key for key in keys_replaced(module.get_submodule(item.fqn), item.style))
 
 
-def _full_on_each_rank(module: nn.Module, plan: ResolvedPlan) -> list[str]:
-    """The names of the parameters that every rank of `tp` stores in full."""
+def _full_on_each_rank(module: nn.Module, plan: ResolvedPlan, with_replaced: bool) -> list[str]:
+    """The names of the parameters that every rank of `tp` stores in full: those that no style names, which stay as they are.
+
+    with_replaced: those that become DTensors too; otherwise they are broadcast.
+    """
     replaced = set(_replaced(module, plan))
-    replicated = {row.fqn for row in plan.parameters.values() if row.layout.dim is None}
-    names = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
-    return [name for name in names if name not in replaced or name in replicated]
+    if with_replaced:
+        replaced -= {row.fqn for row in plan.parameters.values() if row.layout.dim is None}
+    plain = (name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor))
+    return [name for name in plain if name not in replaced]
 
 
 def _refuse_ulysses_twice(resolved: ResolvedPlan) -> None:

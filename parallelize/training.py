@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.other_wrappers import refuse_wrapped
 from parallelize.applied.records import cut_of
-from parallelize.apply import apply_plan
+from parallelize.apply import Storage, apply_plan
 from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on
@@ -88,8 +88,9 @@ def parallelize_model(
             fills the allocated model.
         dropout_seed: masks are a function of it, the step and the position in the global batch, whatever the mesh.
         loss, count, whole, share_inputs: of a step: see `Pipeline`.
-        check_replicated: compare what ranks must have alike, by digest: the parameters of data ranks now, and in each step
-            inputs, targets, mode and hyperparameters.
+        check_replicated: compare what ranks must have alike, by digest: the parameters of data ranks now, in each step
+            inputs, targets, mode and hyperparameters, and in every `compare_every`-th step the parameters that ranks store
+            alike. False turns all of it off.
 
     Returns: the model with its step, optimizer and clipping.
     Raises: MeshError `unknown-axis`, `no-data-axis`; ModelError `unknown-option`, `bad-option`, `bad-zero-stage`,
@@ -112,7 +113,7 @@ def parallelize_model(
         _compare_data_ranks(module, mesh, resolved)
     if spec.ranks("pp") > 1:
         cut_to_stages(module, mesh, resolved)
-    _apply_tensor_axes(module, mesh, resolved)
+    _apply_tensor_axes(module, mesh, resolved, Storage(check_replicated=None if check_replicated else False))
     if complete.recompute != "off":
         apply_recompute(module, lambda: resolved)
     _apply_data_axes(module, mesh, resolved, _Values(device, initialize, check_replicated))
@@ -134,6 +135,7 @@ def parallelize_model(
         data=data.engine if data is not None else None,
         clock=clock,
         check_replicated=check_replicated,
+        compare_every=complete.compare_every,
     )
     return ParallelModel(module, mesh, pipeline)
 
@@ -154,10 +156,10 @@ def _compare_data_ranks(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedP
     compare_data_ranks(module, mesh, names, compares=tp_rank == 0)
 
 
-def _apply_tensor_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -> None:
+def _apply_tensor_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, storage: Storage) -> None:
     """The axes `tp` and `cp`."""
     if "tp" in resolved.mesh.names:
-        apply_plan(module, mesh, lambda: resolved)
+        apply_plan(module, mesh, lambda: resolved, storage)
         return
     if resolved.options.fuse_loss:
         fuse_heads(module, resolved)
@@ -188,10 +190,9 @@ def _apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan
 
 
 def _tie(module: nn.Module) -> None:
-    ties, data = tie_parameters(module), data_of(module)
-    if ties is not None and data is not None:
-        for shard in data.shards:  # float32 copies follow the values of the tied copies
-            shard.reload()
+    ties = tie_parameters(module)
+    if ties is not None:
+        ties.reload_masters()
 
 
 def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any) -> None:

@@ -35,3 +35,8 @@ def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     ]
     if written:
         torch.autograd.graph.increment_version(written)
+
+
+def writes_to(tensor: torch.Tensor) -> int:
+    """A number that every counted write to a tensor, or to the local tensor of a DTensor, raises."""
+    return sum(part._version for part in (tensor, private.plain_local(tensor)) if not part.is_inference())

@@ -36,7 +36,13 @@ def handshake(mesh: DeviceMesh, facts: Facts, timeout_s: float = TIMEOUT_S) -> N
 
     Raises: HandshakeError on every rank: `ranks-disagree` with keys and ranks, or `ranks-missing` after `timeout_s`.
     """
-    ranks = mesh.mesh.flatten().tolist()
+    compare_facts(mesh.mesh.flatten().tolist(), facts, timeout_s)
+
+
+def compare_facts(
+    ranks: list[int], facts: Facts, timeout_s: float = TIMEOUT_S, call: str = "parallelize_module"
+) -> None:
+    """`handshake` of these global ranks, the first of which is the judge. call: what all of them have called."""
     store = private.default_store()
     if len(ranks) < 2 or store is None or dist.get_backend() == "fake":
         return
@@ -46,12 +52,12 @@ def handshake(mesh: DeviceMesh, facts: Facts, timeout_s: float = TIMEOUT_S) -> N
     prefix = f"{base}/{turn}"
     store.set(f"{prefix}/facts/{me}", zlib.compress(json.dumps(facts).encode()))
     if me == ranks[0]:
-        verdict, missing = _judge(store, prefix, ranks, time.monotonic() + timeout_s)
+        verdict, missing = _judge(store, prefix, ranks, time.monotonic() + timeout_s, call)
         for rank in missing:  # it missed this turn: advance its counter, so that the next handshake matches again
             store.add(f"{base}/turn/{rank}", max(0, turn - store.add(f"{base}/turn/{rank}", 0)))
         store.set(f"{prefix}/verdict", json.dumps([[p.slug, p.what, p.rows, p.fix] for p in verdict]))
     else:
-        verdict = _await_verdict(store, prefix, ranks, timeout_s + 5.0)
+        verdict = _await_verdict(store, prefix, ranks, timeout_s + 5.0, call)
     if verdict:
         raise HandshakeError(*verdict)
 
@@ -80,7 +86,9 @@ def agree_on(mesh: DeviceMesh, timeout_s: float = TIMEOUT_S) -> Iterator[Facts]:
         raise failure
 
 
-def _judge(store: dist.Store, prefix: str, ranks: list[int], deadline: float) -> tuple[list[Problem], list[int]]:
+def _judge(
+    store: dist.Store, prefix: str, ranks: list[int], deadline: float, call: str
+) -> tuple[list[Problem], list[int]]:
     """The first rank's verdict: (problems, ranks that posted nothing in time)."""
     facts, missing = {}, []
     for rank in ranks:
@@ -90,7 +98,7 @@ def _judge(store: dist.Store, prefix: str, ranks: list[int], deadline: float) ->
             facts[rank] = json.loads(zlib.decompress(store.get(f"{prefix}/facts/{rank}")))
         except (RuntimeError, dist.DistError):
             missing.append(rank)
-    problems = [_missing(missing)] if missing else []
+    problems = [_missing(missing, call)] if missing else []
     return problems + _differences(facts), missing
 
 
@@ -119,19 +127,19 @@ def silent_ranks(ranks: list[int], occasion: str, timeout_s: float) -> list[int]
     return silent
 
 
-def _await_verdict(store: dist.Store, prefix: str, ranks: list[int], timeout_s: float) -> list[Problem]:
+def _await_verdict(store: dist.Store, prefix: str, ranks: list[int], timeout_s: float, call: str) -> list[Problem]:
     try:
         store.wait([f"{prefix}/verdict"], timedelta(seconds=timeout_s))
     except (RuntimeError, dist.DistError):
-        return [_missing([rank for rank in ranks if not store.check([f"{prefix}/facts/{rank}"])] or ranks[:1])]
+        return [_missing([rank for rank in ranks if not store.check([f"{prefix}/facts/{rank}"])] or ranks[:1], call)]
     verdict = json.loads(store.get(f"{prefix}/verdict"))
     return [Problem(slug, what, rows=tuple(map(tuple, rows)), fix=fix) for slug, what, rows, fix in verdict]
 
 
-def _missing(ranks: list[int]) -> Problem:
+def _missing(ranks: list[int], call: str) -> Problem:
     return Problem(
         "ranks-missing",
-        f"ranks {short_list([str(rank) for rank in ranks])} did not call parallelize_module in time",
+        f"ranks {short_list([str(rank) for rank in ranks])} did not call {call} in time",
         fix="call it on every rank of the mesh; look at those ranks' own errors",
     )
 

@@ -29,6 +29,7 @@ from parallelize.pipeline.microbatch_inputs import (
     split_batch,
 )
 from parallelize.pipeline.payload import StageHeader
+from parallelize.pipeline.replica_check import ReplicaCheck
 from parallelize.pipeline.schedules import Action, Schedule, build_schedule
 from parallelize.pipeline.stage_forward import Outcome, StageRunner
 from parallelize.pipeline.step_check import StepCheck
@@ -68,6 +69,8 @@ class Pipeline:
         clock: what `install_dropout` returned; it is set to the position in training of each microbatch.
         check_replicated: compare in every call what ranks must have alike, see `StepCheck`; and in the first one, that
             targets of the default loss are not the token ids themselves.
+        compare_every: with `check_replicated`, compare the parameters that ranks store alike in the first call, and in every
+            N-th after it, see `ReplicaCheck`; 0: never.
 
     Attributes:
         steps_done: number of successful steps. Dropout depends on it, so checkpoints store it.
@@ -95,6 +98,7 @@ class Pipeline:
         data: Data | None = None,
         clock: Clock | None = None,
         check_replicated: bool = True,
+        compare_every: int = 100,
     ):
         self.module, self.mesh, self.data, self.clock = module, mesh, data, clock
         self._signature = inspect.signature(type(module).forward)
@@ -119,7 +123,8 @@ class Pipeline:
         self.ties = ties_of(module)
         self.context = context_of(module)
         self.world = axis_group(mesh, *self.spec.names)
-        self.check = StepCheck(mesh, self.device, check_replicated, self.ties)
+        replicas = ReplicaCheck(module, mesh, self.ties, compare_every)
+        self.check = StepCheck(mesh, self.device, replicas, check_replicated)
         self._headers: StageHeaders = {}
         self._compared: set[tuple] = set()  # signatures of inputs that the pp ranks have compared
         self._spans: list[tuple[Action, float, float]] = []
@@ -161,7 +166,9 @@ class Pipeline:
                 `unclear-labels`, `unshifted-targets`. Before anything runs.
             HandshakeError: `ranks-diverged` on every rank, where the ranks of a data rank have different inputs or targets,
                 or ranks differ in the call, the mode, or the hyperparameters and steps of an optimizer of `watch`; and
-                where copies of a tied parameter differ in these or in requires_grad.
+                where copies of a tied parameter differ in these or in requires_grad. `replicas-differ` and `ties-differ`,
+                where ranks store other values of a parameter that must be equal: compared every N-th call, and
+                where copies of a tied parameter were not written to alike.
             PipelineError: `stage-failed` on every rank after an error of a stage; all gradients are dropped, those of
                 earlier steps too. `peer-lost` if a rank does not respond. On a mesh of one rank, the original error is
                 raised instead of `stage-failed`.

@@ -1,14 +1,12 @@
 """The check of a step: ranks that must have the same batch, settings and progress have them.
 
 It travels with the global count, in one all-reduce of 64 bytes over the mesh. Each rank adds a digest of each kind of facts
-times a weight. The weights of the ranks that are compared add up to 0 modulo 2^64, so that equal digests vanish, in any number
-of such groups at once. All weights but the last are odd, so that no difference of one rank vanishes. Only when a sum is not 0
-are the facts themselves gathered, to name what differs, and where.
+times a weight (see `rank_weights`), so that equal digests vanish. Only when a sum is not 0 are the facts themselves gathered, to
+name what differs, and where.
 """
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,9 @@ from parallelize.comm.groups import axis_group, mesh_spec
 from parallelize.comm.handshake import Facts, differing_rows, digest, silent_ranks
 from parallelize.errors import HandshakeError, PipelineError, Problem, short_list
 from parallelize.mesh import DATA_AXES, SAMPLE_AXES, MeshSpec
-from parallelize.pipeline.ties import TieGroup, Ties
+from parallelize.pipeline.rank_weights import signed, text_digest, weight_in, weight_of
+from parallelize.pipeline.replica_check import ReplicaCheck
+from parallelize.pipeline.ties import TieGroup
 
 T = torch.Tensor
 
@@ -43,12 +43,14 @@ class _Facts:
     Attributes:
         batch: the inputs and targets by name, which ranks of one data rank share. settings: what all ranks share.
         stage: what the ranks of one pipeline stage share. ties: what the ranks with a copy of a tied parameter share.
+        edits: by tie, how often its copy was written to. Other numbers alone are no error: the copies are compared then.
     """
 
     batch: Mapping[str, Any]
     settings: Facts
     stage: Facts
     ties: Mapping[str, Facts]
+    edits: Facts
 
 
 class StepCheck:
@@ -57,23 +59,24 @@ class StepCheck:
     Args:
         mesh: the mesh with all axes.
         device: of the message.
+        replicas: compares what ranks store, every N calls. Copies of its ties must require gradients, and be updated, alike.
         compares: False sends the same message and compares nothing.
-        ties: whose copies must require gradients, and be updated, alike.
     """
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device, compares: bool = True, ties: Ties | None = None):
-        self.mesh, self.device, self.ties = mesh, device, ties
+    def __init__(self, mesh: DeviceMesh, device: torch.device, replicas: ReplicaCheck, compares: bool = True):
+        self.mesh, self.device, self.replicas = mesh, device, replicas
         self.spec = mesh_spec(mesh)
         self.world = axis_group(mesh, *self.spec.names)
         self.compares = compares and mesh.size() > 1 and dist.get_backend(self.world) != "fake"
         self._optimizers: list[tuple[weakref.ref[Optimizer], list[int]]] = []
         self._sent: _Facts | None = None
         self._message: T | None = None
+        self._problems: tuple[Problem, ...] | None = None
         self._calls = self._sequences = 0
         flat = mesh.mesh.flatten().tolist()
         index = flat.index(dist.get_rank()) if mesh.size() > 1 else 0
-        self._weights = [_weight(self.spec, index, axes) for axes in (SAMPLE_AXES, self.spec.names[:0], ("pp",))]
-        self._tie_weights = {tie.name: _weight_in(tie.group.ranks, dist.get_rank()) for tie in self._shared_ties()}
+        self._weights = [weight_of(self.spec, index, axes) for axes in (SAMPLE_AXES, self.spec.names[:0], ("pp",))]
+        self._tie_weights = {tie.name: weight_in(tie.group.ranks, dist.get_rank()) for tie in replicas.shared_ties()}
         coordinates = self.spec.coordinates(index)
         self._data_rank, self._data_ranks = data_rank(mesh, SAMPLE_AXES)
         self._counts_sequences = all(at == 0 for axis, at in coordinates.items() if axis not in SAMPLE_AXES)
@@ -98,9 +101,10 @@ class StepCheck:
             settings: facts that must be the same on all ranks.
             sequences: of this rank's batch; see `first_sequence`.
 
-        Raises: PipelineError `peer-lost`; HandshakeError `ranks-diverged`, which on an accelerator `raise_difference` raises
-            after the step.
-        Cost: one all-reduce of 64 bytes over the mesh; another one of the count, where that is no integer.
+        Raises: PipelineError `peer-lost`; HandshakeError `ranks-diverged`, `replicas-differ` and `ties-differ`, which on an
+            accelerator `raise_difference` raises after the step.
+        Cost: one all-reduce of 64 bytes over the mesh; another one of the count, where that is no integer. Where replicas are
+            compared, a read of the parameters, and an all-gather over `tp` of 136 bytes for each that is replicated there.
         """
         self._sequences, self._message = sequences, None
         local = (count.detach().clone() if isinstance(count, torch.Tensor) else torch.tensor(count)).to(self.device)
@@ -112,10 +116,14 @@ class StepCheck:
         if self._counts_sequences:
             message[6:] = torch.tensor([sequences, sequences**2])
         if self.compares:
-            self._sent = _Facts(batch, settings, self._hyperparameters(), self._tied())
+            self._sent = _Facts(batch, settings, self._hyperparameters(), self._tied(), self.replicas.edits())
             self._add_digests(message, self._sent)
+            if self.replicas.due(self._calls):
+                digests, drifted = self.replicas.total()
+                message[4] += digests.to(self.device)
+                message[5] += drifted.to(self.device)
         self._send(message)
-        self._message = message
+        self._message, self._problems = message, None
         if self.device.type == "cpu":  # elsewhere reading it would wait for the device
             self.raise_difference()
         return self._sum_of_floats(local) if local.is_floating_point() else message[0]
@@ -134,8 +142,14 @@ class StepCheck:
             raise PipelineError(Problem("peer-lost", what, fix=fix)) from error
 
     def differs(self) -> bool:
-        """Whether the last message says that ranks differ. On an accelerator it waits for the message."""
-        return self.compares and self._message is not None and bool(self._message[1:6].any())
+        """Whether ranks differ, by the last message. On an accelerator it waits for the message.
+
+        A collective over the mesh where the message is not 0: the ranks then compare the facts themselves.
+        """
+        if self._problems is None:
+            says_so = self.compares and self._message is not None and bool(self._message[1:6].any())
+            self._problems = self._compare() if says_so else ()
+        return bool(self._problems)
 
     def first_sequence(self) -> int:
         """The index of this data rank's first sequence in the last step's global batch.
@@ -154,14 +168,28 @@ class StepCheck:
         return sum(sizes[: self._data_rank])
 
     def raise_difference(self) -> None:
-        """Raises: HandshakeError `ranks-diverged` on every rank, with the facts and the ranks that differ."""
-        if not self.differs():
-            return
-        assert self._sent is not None
-        call, self._sent, self._message = self._sent, None, None
-        every: list[Any] = [None] * self.mesh.size()
-        dist.all_gather_object(every, (_readable(call.batch), call.settings, call.stage, call.ties), group=self.world)
-        raise HandshakeError(_problem(self.spec, self.mesh.mesh.flatten().tolist(), every))
+        """Raises: HandshakeError `ranks-diverged`, `replicas-differ` or `ties-differ` on every rank, with what differs where."""
+        if self.differs():
+            problems, self._problems, self._sent, self._message = self._problems, None, None, None
+            raise HandshakeError(*(problems or ()))
+
+    def _compare(self) -> tuple[Problem, ...]:
+        """What differs in the facts of the last call; nothing, where copies of ties were written to and are still equal."""
+        call = self._sent
+        assert call is not None
+        copies = self.replicas.facts(self.replicas.due(self._calls - 1))
+        own = (_readable(call.batch), call.settings, call.stage, call.ties)
+        gathered: list[Any] = [None] * self.mesh.size()
+        dist.all_gather_object(gathered, (own, call.edits, copies), group=self.world)
+        ranks = self.mesh.mesh.flatten().tolist()
+        facts, edits, copies_by_rank = zip(*gathered, strict=True)
+        rows = _rows(self.spec, ranks, facts)
+        problems = self.replicas.problems(ranks, copies_by_rank)
+        written = any(len({counts[name] for counts in edits if name in counts}) > 1 for name in call.edits)
+        if rows or not (problems or written):
+            return (_diverged(rows),)  # other copies only follow from it
+        self.replicas.accept_edits()
+        return tuple(problems)
 
     def _add_digests(self, message: T, call: _Facts) -> None:
         batch, everyone, stage = self._weights
@@ -172,13 +200,13 @@ class StepCheck:
             message[1] += (_content(tensor) * (2 * number + 1) * batch).to(self.device)
         message[2:5] = torch.tensor(
             [
-                _signed(_text_digest(f"{form} {structure}") * batch),
-                _signed(_text_digest(repr(sorted(call.settings.items()))) * everyone),
-                _signed(_text_digest(repr(sorted(call.stage.items()))) * stage),
+                signed(text_digest(f"{form} {structure}") * batch),
+                signed(text_digest(repr(sorted(call.settings.items()))) * everyone),
+                signed(text_digest(repr(sorted(call.stage.items()))) * stage),
             ]
         )
-        ties = {name: _text_digest(repr(sorted(facts.items()))) for name, facts in call.ties.items()}
-        message[5] = _signed(sum(value * self._tie_weights[name] for name, value in ties.items()))
+        ties = {name: text_digest(repr(sorted(facts.items())) + call.edits[name]) for name, facts in call.ties.items()}
+        message[5] = signed(sum(value * self._tie_weights[name] for name, value in ties.items()))
 
     def _hyperparameters(self) -> Facts:
         facts: Facts = {}
@@ -194,20 +222,17 @@ class StepCheck:
                         facts[f"{name}, group {index}, {key}"] = _scalar(value)
         return facts
 
-    def _shared_ties(self) -> list[TieGroup]:
-        """The ties with copies on several ranks."""
-        return [tie for tie in self.ties.groups if tie.group.size > 1] if self.ties is not None else []
-
     def _tied(self) -> dict[str, Facts]:
         """By tie: whether its copies on this rank require a gradient, and how each optimizer updates them."""
         optimizers = [optimizer for reference, _ in self._optimizers if (optimizer := reference()) is not None]
-        return {tie.name: self._update_of(tie, optimizers) for tie in self._shared_ties()}
+        return {tie.name: self._update_of(tie, optimizers) for tie in self.replicas.shared_ties()}
 
     def _update_of(self, tie: TieGroup, optimizers: list[Optimizer]) -> Facts:
-        assert self.ties is not None
-        copies = self.ties.parameters(tie)
+        ties = self.replicas.ties
+        assert ties is not None
+        copies = ties.parameters(tie)
         facts = {"requires_grad": str(sorted({parameter.requires_grad for parameter in copies}))}
-        stepped = {id(tensor) for parameter in copies for tensor in self.ties.stepped(parameter)}
+        stepped = {id(tensor) for parameter in copies for tensor in ties.stepped(parameter)}
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 if any(id(parameter) in stepped for parameter in group["params"]):
@@ -222,34 +247,7 @@ class StepCheck:
         return local
 
 
-# -- weights and digests ----------------------------------------------------------------------------------------------
-
-
-def _weight(spec: MeshSpec, index: int, shared: tuple[str, ...]) -> int:
-    """The weight of the rank at this index, among the ranks that have its coordinates on the axes `shared`."""
-    across = [axis for axis in spec.names if axis not in shared]
-    ranks = sorted(spec.group_of(index, *across)) if across else [index]
-    return _weight_in(ranks, index)
-
-
-def _weight_in(ranks: Sequence[int], rank: int) -> int:
-    """The weight of one of these ranks: odd, or for the last one what makes the sum 0."""
-    if rank != ranks[-1]:
-        return _odd(rank)
-    return _signed(-sum(_odd(other) for other in ranks[:-1]))
-
-
-def _odd(rank: int) -> int:
-    return _signed(_text_digest(f"rank {rank}") | 1)
-
-
-def _text_digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def _signed(value: int) -> int:
-    """The same number modulo 2^64, as int64 stores it."""
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+# -- digests -----------------------------------------------------------------------------------------------------------
 
 
 def _content(tensor: T) -> T:
@@ -299,7 +297,9 @@ def _readable(batch: Mapping[str, Any]) -> Facts:
     return facts
 
 
-def _problem(spec: MeshSpec, ranks: list[int], every: list[tuple[Facts, Facts, Facts, Mapping[str, Facts]]]) -> Problem:
+def _rows(
+    spec: MeshSpec, ranks: list[int], every: Sequence[tuple[Facts, Facts, Facts, Mapping[str, Facts]]]
+) -> list[tuple[str, str]]:
     """What differs, by fact: settings over all ranks, hyperparameters in each stage, the batch in each data rank, ties over pp."""
     rows = differing_rows({ranks[i]: settings for i, (_, settings, _, _) in enumerate(every)})
     rows += _tie_rows(spec, ranks, [ties for *_, ties in every])
@@ -313,6 +313,10 @@ def _problem(spec: MeshSpec, ranks: list[int], every: list[tuple[Facts, Facts, F
             group = sorted(spec.group_of(index, *across))
             seen.update(group)
             rows += differing_rows({ranks[i]: facts[i] for i in group})
+    return rows
+
+
+def _diverged(rows: list[tuple[str, str]]) -> Problem:
     return Problem(
         "ranks-diverged",
         f"ranks that must run the same step differ in {len(rows)} of its facts",

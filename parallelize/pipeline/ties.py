@@ -26,7 +26,7 @@ from parallelize.applied.records import (
 )
 from parallelize.applied.step_results import expected
 from parallelize.comm.groups import Group, group_for
-from parallelize.comm.handshake import digest
+from parallelize.comm.handshake import TIMEOUT_S, compare_facts, digest
 from parallelize.errors import HandshakeError, Problem
 from parallelize.loop.stock_clip import serve_stock_clip
 from parallelize.plan.schema import Plan, Tie
@@ -36,6 +36,8 @@ from parallelize.zero.other_optimizers import watch_optimizers
 from parallelize.zero.shard_data import data_of
 
 T = torch.Tensor
+
+LOAD_TIMEOUT_S = TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,35 @@ class Ties:
                 first.copy_(value)
             for other in others:
                 other.copy_(first)
+
+    @torch.no_grad()
+    def equalize_to(self, tie: TieGroup, loaded: str | None) -> None:
+        """Copy the value of the last member that any rank has loaded to all copies; nothing where none has.
+
+        loaded: the last member of this rank that was loaded.
+
+        Cost: an all-gather of one number over the ranks of the tie, and a broadcast of the value.
+        """
+        copies = [to_local(parameter) for parameter in self.parameters(tie)]
+        last = -1 if loaded is None else tie.members.index(loaded)
+        by_rank = [last]
+        if tie.group.size > 1:
+            by_rank = tie.group.all_gather(torch.tensor([last], device=copies[0].device)).flatten().tolist()
+        if max(by_rank) < 0:
+            return
+        value = copies[0] if loaded is None else to_local(self.module.get_parameter(loaded)).contiguous()
+        if tie.group.size > 1:
+            value = value.clone(memory_format=torch.contiguous_format)
+            tie.group.broadcast(value, by_rank.index(max(by_rank)))
+        for copy in copies:
+            copy.copy_(value)
+
+    def reload_masters(self) -> None:
+        """Let the float32 copies that an optimizer steps follow the values of the tied copies."""
+        data, tied = data_of(self.module), {id(copy) for tie in self.groups for copy in self.parameters(tie)}
+        for shard in data.shards if data is not None else ():
+            if id(shard.param) in tied:
+                shard.reload()
 
     def reopen(self) -> None:
         """Before another backward adds to gradients that are summed already: divide them by the number of copies.
@@ -200,7 +231,32 @@ def tie_parameters(module: nn.Module, plan: Plan | None = None) -> Ties | None:
     local_ties = Ties(module, groups)
     mark_applied(module, ties=local_ties)
     local_ties.equalize()
+    module.register_load_state_dict_post_hook(_equalize_loaded)
     return local_ties
+
+
+def _equalize_loaded(module: nn.Module, incompatible: Any) -> None:
+    """After `load_state_dict`: all copies of a tie have the value that was loaded last, as one parameter with all the names has.
+
+    A state dict may have only some of the names: a tied checkpoint has no `lm_head.weight`. A collective over the ranks of
+    each tie, which first find out whether all of them are here.
+
+    Raises: HandshakeError `ranks-missing` where other ranks of a tie do not load.
+    """
+    ties = ties_of(module)
+    if ties is None:
+        return
+    missing = set(incompatible.missing_keys)
+    for tie in ties.groups:
+        compare_facts(sorted(tie.group.ranks), {"loads": tie.name}, LOAD_TIMEOUT_S, "load_state_dict")
+        loaded = [member for member in tie.local if not any(_names(key, member) for key in missing)]
+        ties.equalize_to(tie, loaded[-1] if loaded else None)
+    ties.reload_masters()
+
+
+def _names(key: str, member: str) -> bool:
+    """Whether a key names this member, also in a state dict of a module around the model."""
+    return key == member or key.endswith(f".{member}")
 
 
 def mark_stages(module: nn.Module) -> None:

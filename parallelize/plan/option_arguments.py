@@ -26,6 +26,12 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "recompute_save": {"nargs": "+", "metavar": "KIND", "help": "what selective recompute saves"},
     "dtype": {"choices": DTYPES, "help": "of compute"},
     "reduce_dtype": {"choices": DTYPES, "help": "of sums of gradients over data ranks"},
+    "compare_every": {
+        "type": int,
+        "metavar": "N",
+        "help": "in the first step, and every N-th after it, compare parameters that ranks store alike; 0: never"
+        + _BY_PLAN.format(100),
+    },
 }
 _SHORT = {"num_microbatches": ("--microbatches",)}
 

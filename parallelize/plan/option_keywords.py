@@ -27,3 +27,4 @@ class OptionKeywords(TypedDict, total=False):
     recompute_save: str | Sequence[str] | None
     dtype: str | torch.dtype | None
     reduce_dtype: str | torch.dtype | None
+    compare_every: int | None

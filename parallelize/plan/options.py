@@ -41,6 +41,8 @@ class Options:
             optimizer keeps float32 copies, and gradients are summed in float32.
         reduce_dtype: of the sums of gradients over data axes. Default: float32 where `dtype` is narrower, else the
             parameters' dtype.
+        compare_every: parameters that ranks store alike are compared in the first call of a step (or evaluation, or forward),
+            and in every N-th call after it; 0: never.
 
     Raises: ModelError `bad-option`, `bad-zero-stage`.
     """
@@ -60,6 +62,7 @@ class Options:
     recompute_save: tuple[str, ...] | None = None
     dtype: str | None = None
     reduce_dtype: str | None = None
+    compare_every: int = _BY_PLAN
 
     def __post_init__(self) -> None:
         for name in _DTYPES:
@@ -103,7 +106,7 @@ NAMES = tuple(field.name for field in fields(Options))
 _DTYPES = ("dtype", "reduce_dtype")
 _COUNTS = ("num_microbatches", "stages_per_rank", "recompute_every", "ulysses")
 FLAGS = ("defer", "sequence_parallel", "loss_parallel", "fuse_loss")
-NUMBERS = ("zero", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses")
+NUMBERS = ("zero", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "compare_every")
 
 
 def options_of(options: Options | None, keywords: Mapping[str, Any]) -> Options:
@@ -142,6 +145,7 @@ def _wrong_values(options: Options) -> Iterator[Problem]:
                 "bad-option", f"{name} is {getattr(options, name)!r}", fix="True, False, or None for the plan's"
             )
     yield from wrong_counts(options, _COUNTS)
+    yield from wrong_counts(options, ("compare_every",), least=0)
 
 
 def wrong_choices(options: object, choices: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
@@ -152,12 +156,12 @@ def wrong_choices(options: object, choices: Mapping[str, Sequence[str]]) -> Iter
             yield Problem("bad-option", f"{name} is {value!r}", fix="one of: " + ", ".join(allowed))
 
 
-def wrong_counts(options: object, names: tuple[str, ...]) -> Iterator[Problem]:
-    """Problems of counts that are neither None nor 1 or more."""
+def wrong_counts(options: object, names: tuple[str, ...], least: int = 1) -> Iterator[Problem]:
+    """Problems of counts that are neither None nor integers of `least` or more."""
     for name in names:
         value = getattr(options, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            yield Problem("bad-option", f"{name} is {value!r}", fix="an integer, 1 or more")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            yield Problem("bad-option", f"{name} is {value!r}", fix=f"an integer, {least} or more")
 
 
 def _wrong_on_mesh(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
@@ -195,5 +199,6 @@ STANDARD = Options(
     ulysses=1,
     recompute="off",
     recompute_every=1,
+    compare_every=100,
 )
 """What holds where neither the caller nor the plan says anything."""

@@ -28,6 +28,7 @@ from parallelize.applied.other_wrappers import refuse_wrapped, refuse_wrappers
 from parallelize.applied.records import applied, cut_of, facts_of, mark_applied, record_of, resolution_so_far
 from parallelize.applied.sharding import rows_by_name
 from parallelize.applied.step_results import expected
+from parallelize.applied.user_initializers import guard_initializers
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.comm.handshake import agree_on
 from parallelize.errors import MeshError, ModelError, Problem, short_list
@@ -174,6 +175,7 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
         cast_parameters(module, options.dtype)
     engine = apply_fsdp(module, mesh, options, resolved)
     watch_optimizers()
+    guard_initializers(module)
     compute = options.dtype if options.low_precision else None
     mark_applied(module, data=DataRecord(3, mesh, engine, compute=compute))
 

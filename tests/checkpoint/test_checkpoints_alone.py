@@ -47,3 +47,18 @@ def test_weights_into_a_model_on_meta(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(tmp_path, mismatched)
     assert "wrong-shape" in caught.value.slugs and all(p.is_meta for p in mismatched.parameters())
+
+
+def test_an_error_of_a_background_save_that_no_call_raises_is_a_warning(tmp_path):
+    checkpoints = Checkpointer(tmp_path, nn.Linear(8, 4), asynchronous=True)
+
+    def fails(*_: object) -> None:
+        raise OSError("no space left")
+
+    checkpoints._write = fails
+    checkpoints.save(1)
+    checkpoints._thread.join()
+    checkpoints._release()
+    with pytest.warns(RuntimeWarning, match=r"was not saved, .*no space left"):
+        checkpoints.__del__()
+    checkpoints._failed = None

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from parallelize import ParallelizeError, build_mesh, parallelize_model, parallelize_module, shard_data
 from parallelize.comm.handshake import digest
@@ -102,6 +104,20 @@ def test_replicated_parameters_of_tensor_parallelism(source):
     assert slugs_of([0, 1], apply) == [()] * 2 if source == 0 else [("replicas-differ",)] * 2
     assert slugs_of([0, 1], lambda model: apply(model, check_replicated=False)) == [()] * 2
     assert slugs_of([0, 1], lambda model: apply(model, check_replicated=True)) == [("replicas-differ",)] * 2
+
+
+@pytest.mark.parametrize("source", [0, None])
+@pytest.mark.parametrize("local", [True, False], ids=["tensors", "DTensors"])
+def test_parameters_that_no_style_names_are_compared_over_tp(source, local):
+    """They stay plain, as each rank has drawn them."""
+
+    def apply(model: Block, **options: Any) -> None:
+        styles = {"up": ColwiseParallel(output_layouts=Replicate(), use_local_output=local)}
+        parallelize_module(model, build_mesh("cpu", tp=2), styles, src_data_rank=source, **options)
+
+    assert slugs_of([0, 1], apply) == [("replicas-differ",)] * 2
+    assert slugs_of([1, 1], apply) == [()] * 2
+    assert slugs_of([0, 1], lambda model: apply(model, check_replicated=False)) == [()] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool], ids=str)

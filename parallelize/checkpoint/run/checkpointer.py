@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import uuid
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -328,7 +329,8 @@ class Checkpointer:
     def __del__(self) -> None:
         failed = getattr(self, "_failed", None)
         if failed is not None:
-            print(f"a checkpoint was not saved, and the error was not raised by a later call: {failed}")
+            what = f"a checkpoint was not saved, and the error was not raised by a later call: {failed}"
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
 
 
 def _check_retention(keep_last: int | None, keep_every: int | None) -> None:

@@ -153,8 +153,10 @@ def test_it_is_exact(name):
 
 
 def test_what_a_decorator_reads_is_not_taken_for_unread():
+    initial = Outer(Decorated())
+
     def body(rank: int) -> None:
-        model = Outer(Decorated())
+        model = copy.deepcopy(initial)
         parallelize_module(model, build_mesh("cpu", tp=2), ENDS | INNER | {"block": PrepareModuleInput(**GATHER_FIRST)})
         assert [item.fqn for item in resolution_of(model).plan.kept if item.reason] == ["block"]
 
@@ -232,9 +234,11 @@ def test_a_style_named_by_another_name_of_its_module():
         def forward(self, x):
             return self.b(x)
 
+    initial = Twice()
+
     def body(rank: int) -> None:
         style = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
-        model = parallelize_module(Twice(), build_mesh("cpu", tp=2), {"b": style})
+        model = parallelize_module(copy.deepcopy(initial), build_mesh("cpu", tp=2), {"b": style})
         assert model(torch.randn(2, 3, 8)).shape == (2, 6, 8)
 
     run_ranks(2, body)
@@ -250,10 +254,12 @@ def test_the_head_is_the_last_linear_of_the_vocabulary():
         def forward(self, ids):
             return self.head(torch.softmax(self.project(self.tokens(ids)), -1))
 
+    initial = Positions()
+
     def body(rank: int) -> None:
         gathered = ColwiseParallel(output_layouts=Replicate())
         styles = {"tokens": gathered, "project": gathered, "head": gathered}
-        model = parallelize_module(Positions(), build_mesh("cpu", tp=2), styles, loss_parallel=True)
+        model = parallelize_module(copy.deepcopy(initial), build_mesh("cpu", tp=2), styles, loss_parallel=True)
         heads = [rule.pattern for rule in resolution_of(model).plan.rules if "head" in rule.style.options]
         assert heads == ["head"]
         assert model(torch.tensor([[1, 2]])).shape == (1, 2, 30)

@@ -18,14 +18,12 @@ DRAWS_LIKE = {aten.randint_like.low_dtype, *(getattr(aten, name).default for nam
 
 
 def check_draws(check: Callable[[str, Any], None]) -> None:
-    """Call `check(name of the op, DTensor)` before each of these ops. Nothing is checked where torch has no handlers of ops.
+    """Call `check(name of the op, DTensor)` before each of these ops.
 
     The op then runs as always, of which a handler takes the place: on local tensors, and on devices with a generator that knows
     of shards, without the handler.
     """
     handlers = private.dtensor_handlers
-    if handlers is None:
-        return
 
     def handle(op: Any, args: tuple, kwargs: dict) -> Any:
         target = args[0]

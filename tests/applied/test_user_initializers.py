@@ -106,7 +106,8 @@ def test_draws_into_sharded_parameters_are_refused_and_others_are_not(plan):
                 with pytest.raises(ModelError) as error:
                     draw(block.up.weight)
                 assert error.value.slugs == ("initializer-on-shards",) and "initialize(model, seed)" in str(error.value)
-                draw(other)  # of this shape the model has none
+            for name in ("normal_", "uniform_", "noise"):
+                DRAWS[name](other)  # of this shape the model has none
         assert torch.equal(block.up.weight.to_local(), before) and bool(other.to_local().any())
         with torch.no_grad(), pytest.raises(ModelError):
             block.up.bias.uniform_()

@@ -124,14 +124,11 @@ def token_mean(
 class Run:
     """One side: a module, its optimizers, and what habits do to them."""
 
-    planned = False
-
     def __init__(self, case: Combination, module: nn.Module):
         self.case, self.module = case, module
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.renewed: list[Any] = []  # habits that a resumed model needs again
         self.average: Tensors = {}
-        self.checkpointing = False
 
     def named(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters())
@@ -223,8 +220,6 @@ class Unsharded(Run):
 
 
 class Planned(Run):
-    planned = True
-
     def __init__(self, case: Combination, module: nn.Module, axes: dict[str, int], options: dict[str, Any]):
         super().__init__(case, module)
         self.axes = axes
@@ -306,9 +301,6 @@ class Planned(Run):
         return {n: full_value(self.module, n, value_of(p)) for n, p in self.named().items() if value_of(p) is not None}
 
     def resume(self, folder: str) -> None:
-        def kinds() -> Any:
-            return self.optimizers
-
         with Checkpointer(folder, self.parallel, optimizer=self.optimizers) as checkpoints:
             checkpoints.save(1)
         axes, options = self.case.resumes_on

@@ -119,6 +119,7 @@ class _LocalSteps:
         self.leaves: dict[int, _Leaf] = {}
         self.state: defaultdict[torch.Tensor, dict] = defaultdict(dict)
         self.wrapped: set[int] = set()
+        self.published: dict[int, dict] = {}  # by id of a leaf: what the optimizer's own state was after the last step
 
     @contextmanager
     def swapped(self, optimizer: Optimizer) -> Iterator[None]:
@@ -143,21 +144,39 @@ class _LocalSteps:
                 entry.leaf.grad = None
 
     def _plain(self, param: torch.Tensor, own_state: Any) -> torch.Tensor:
-        if param in own_state and param not in self.state:
-            self.state[param] = own_state[param]
+        own = own_state.get(param)
+        if own is not self.state.get(param):  # loaded, cleared or replaced since the last step
+            self._drop(param)
+            if own is not None:
+                self.state[param] = own
         return param
+
+    def _drop(self, leaf: torch.Tensor) -> None:
+        """Forget the state of a leaf."""
+        self.state.pop(leaf, None)
+        self.wrapped.discard(id(leaf))
+        self.published.pop(id(leaf), None)
+
+    def _take(self, leaf: torch.Tensor, own: dict | None) -> None:
+        """Step with the optimizer's own state where the caller has loaded, cleared or replaced it since the last step."""
+        published = self.published.get(id(leaf))
+        if own is None and published is None and leaf not in self.state:
+            return
+        if own is not None and published is not None and _same_objects(own, published):
+            return
+        self._drop(leaf)
+        if own:
+            self.state[leaf] = {key: _to_local(value) for key, value in own.items()}
 
     def _leaf(self, param: DTensor, own_state: Any) -> torch.Tensor:
         local = private.local_of(param)
         entry = self.leaves.get(id(param))
         if entry is None or entry.local is not local:
             if entry is not None:  # moved or cast since the last step
-                self.state.pop(entry.leaf, None)
-                self.wrapped.discard(id(entry.leaf))
+                self._drop(entry.leaf)
             entry = self.leaves[id(param)] = _Leaf(torch.nn.Parameter(local, param.requires_grad), local, param)
-            if param in own_state:
-                self.state[entry.leaf] = {key: _to_local(value) for key, value in own_state[param].items()}
         leaf, grad = entry.leaf, param.grad
+        self._take(leaf, own_state.get(param))
         leaf.grad = None if grad is None else private.local_of(grad)
         return leaf
 
@@ -168,7 +187,13 @@ class _LocalSteps:
                     self.wrapped.add(id(leaf))
                     state = self.state[leaf]
                     is_plain = leaf is param
-                    own_state[param] = state if is_plain else {k: _wrapped(v, param) for k, v in state.items()}
+                    own = state if is_plain else {k: _wrapped(v, param) for k, v in state.items()}
+                    own_state[param], self.published[id(leaf)] = own, dict(own)
+
+
+def _same_objects(own: dict, published: dict) -> bool:
+    """Whether nothing was added, removed or replaced; what was written in place is in the local tensors too."""
+    return own.keys() == published.keys() and all(value is published[key] for key, value in own.items())
 
 
 def _to_local(value: Any) -> Any:

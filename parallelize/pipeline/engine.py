@@ -353,8 +353,14 @@ class Pipeline:
         )
 
     def _may_split(self) -> bool:
-        """Whether dgrad and wgrad may run separately. Not where both would recompute or gather the same again."""
-        recomputes = any(mode != "off" for mode in recomputed(self.module).values())
+        """Whether dgrad and wgrad may run separately. Not where both would recompute or gather the same again.
+
+        `transformers` recomputes too where a caller turns it on; a second recompute, in wgrad, would draw the dropout of the
+        microbatch that ran last.
+        """
+        recomputes = any(mode != "off" for mode in recomputed(self.module).values()) or any(
+            module.__dict__.get("gradient_checkpointing") is True for module in self.module.modules()
+        )
         return not recomputes and not self._overlaps and getattr(self.data, "splits_backward", True)
 
     def _enter(self, stage: int, microbatch: int, microbatch_inputs: MicrobatchInputs) -> None:

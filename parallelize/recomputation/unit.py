@@ -34,6 +34,7 @@ from parallelize.applied.records import applied, mark_applied
 from parallelize.applied.step_results import expected
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.replay_cache import ReplayCache, ResultKey, in_recompute, remembered
+from parallelize.randomness.dropout.call_sites import dropout_scope
 from parallelize.recomputation.saving import SavePolicy, traced_ops
 from parallelize.tensor.planned_forward import installed
 from parallelize.tensor.shared_input import SharedInput
@@ -130,11 +131,12 @@ class RecomputeUnit:
         if torch.compiler.is_dynamo_compiling():
             return self.run(module, args, kwargs)
         misses = remembered("misses", lambda: [list(shared.misses) for shared in self.shared])
-        if not in_recompute():
-            return self.run(module, args, kwargs)
-        self.replays += 1
-        with _with_misses(self.shared, misses):
-            return self.run(module, args, kwargs)
+        with dropout_scope(module):
+            if not in_recompute():
+                return self.run(module, args, kwargs)
+            self.replays += 1
+            with _with_misses(self.shared, misses):
+                return self.run(module, args, kwargs)
 
     def _without_cache(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The call without a key/value cache, to which a replay would append a second time.

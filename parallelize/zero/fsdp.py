@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from parallelize import _torch_private as private
 from parallelize.applied.fsdp_shards import restore_layouts
-from parallelize.applied.records import cut_of, mark_parameter
+from parallelize.applied.records import applied, cut_of, mark_parameter
 from parallelize.applied.sharding import shared_of_parameters
 from parallelize.comm.groups import axis_group, mesh_spec
 from parallelize.errors import ModelError, Problem
@@ -139,6 +140,13 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
         if cp_group is not None:  # a third axis of ranks with other tokens
             unit.set_all_reduce_hook(partial(dist.all_reduce, group=cp_group))
     restore_layouts(module)
+    module.register_forward_pre_hook(_refuse_gradient_hooks, prepend=True)  # before parameters are gathered
+    for name, owner in module.named_modules():
+        if owner._parameters:
+            unit = module.get_submodule(
+                _unit_of(name, [n for n in names if isinstance(module.get_submodule(n), FSDPModule)])
+            )
+            owner.register_load_state_dict_pre_hook(partial(_shard_what_is_loaded, unit))
     for name, mark in marks.items():
         mark_parameter(module.get_parameter(name), shared=mark)
     stages = {}
@@ -163,6 +171,30 @@ def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:
     unit.reshard()
     for head in heads:
         watch_writes(head)
+
+
+def _refuse_gradient_hooks(module: nn.Module, args: Any) -> None:
+    """Raises: ModelError `hook-not-run`: `fully_shard` sets the gradient of a parameter without running its tensor hooks."""
+    if not torch.is_grad_enabled():
+        return
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks:
+            what = f"{name} has a gradient hook (register_hook), which `fully_shard` does not run"
+            fix = "parameter.register_post_accumulate_grad_hook, which gets the reduced gradient; or zero=2"
+            raise ModelError(Problem("hook-not-run", what, fix=fix))
+
+
+def _shard_what_is_loaded(unit: Any, owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Convert full tensors that are loaded to DTensors; those of planned parameters have a conversion of their own."""
+    unit.reshard()  # it may be gathered still
+    for key, parameter in owner._parameters.items():
+        value = state.get(prefix + key)
+        is_full = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if not is_full or not isinstance(parameter, DTensor) or key in applied(owner).state_rows:
+            continue
+        if value.shape == parameter.shape:  # torch names the shapes of others
+            placements = parameter.placements
+            state[prefix + key] = distribute_tensor(value, parameter.device_mesh, placements, src_data_rank=None)
 
 
 def _unit_of(name: str, units: Sequence[str]) -> str:

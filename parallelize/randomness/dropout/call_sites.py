@@ -7,8 +7,8 @@ first call, from the last planned module that ran before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from types import MethodType
@@ -20,7 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from parallelize import _torch_private as private
-from parallelize.applied.step_results import SequenceRegion
+from parallelize.applied.records import applied
+from parallelize.applied.step_results import SequenceRegion, expected
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import Layout
 from parallelize.randomness.dropout.global_index import ActivationLayout, columns_of, no_global_mask
@@ -292,7 +293,7 @@ def scoped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     sites, fqn, stock, rates = self._applied.dropout
     if stock is None:
         stock = MethodType(type(self).forward, self)
-    if not self.training or (rates and not any(holder.__dict__[name] for holder, name in rates)):
+    if not _drops_now(self, rates):
         return stock(*args, **kwargs)
     sites.scopes.append(Scope(fqn))
     try:
@@ -302,6 +303,29 @@ def scoped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             return stock(*args, **kwargs)
     finally:
         sites.scopes.pop()
+
+
+def _drops_now(module: nn.Module, rates: Sequence[tuple[nn.Module, str]]) -> bool:
+    return module.training and (not rates or any(holder.__dict__[name] for holder, name in rates))
+
+
+@contextmanager
+def dropout_scope(module: nn.Module) -> Iterator[None]:
+    """Intercept the dropout functions of a module inside: for a forward that backward runs again, without `scoped_forward`.
+
+    The forward itself is inside of both: the numbers of its calls start again here, as they do in the second forward.
+    """
+    dropout = expected(applied(module).dropout, ModuleDropout)
+    if dropout is None or not _drops_now(module, dropout.rates):
+        yield
+        return
+    scopes = dropout.sites.scopes
+    scopes.append(Scope(dropout.fqn))
+    try:
+        with dropout.sites.mode if len(scopes) == 1 else nullcontext():
+            yield
+    finally:
+        scopes.pop()
 
 
 def rates_of(module: nn.Module) -> list[tuple[nn.Module, str]]:

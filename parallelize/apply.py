@@ -60,6 +60,7 @@ from parallelize.tensor.rms_norm import check_rms_norm
 from parallelize.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 from parallelize.tensor.torch_styles.shard_misuse import misused_shards, refuse_training_of_unclaimed
+from parallelize.tensor.torch_styles.watched_forwards import watch_first_forwards
 from parallelize.tensor.ulysses_attention import check_ulysses
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 from parallelize.vocabulary.loss.fuse_loss import wrong_heads
@@ -156,6 +157,7 @@ def apply_plan(
         if agreed.resolved.plan.kept:
             _apply_kept(module, mesh, agreed.resolved, storage)
             refuse_training_of_unclaimed(agreed.plan, agreed.model)
+            watch_first_forwards(agreed.plan, agreed.model)
             guard_initializers(module)
             guard_stock_methods(module)
         else:
@@ -336,6 +338,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     installer = Installer(tp, group, agreed.model, plan, pending_reductions, agreed.overlapped)
     installer.run()
     refuse_training_of_unclaimed(plan, agreed.model)
+    watch_first_forwards(plan, agreed.model)
     record = PlanRecord(
         plan,
         mesh,

@@ -19,6 +19,7 @@ from parallelize.plan.schema import Plan
 from parallelize.terminal.console import (
     FINE,
     MISTAKE,
+    PROBLEM_FOUND,
     add_json,
     add_quiet,
     as_data,
@@ -149,7 +150,7 @@ def _lint(options: argparse.Namespace) -> int:
     for name in options.plans or [None]:
         plan_findings, plan = _lint_plan(name, options)
         findings += plan_findings
-        if not any(severity == "error" for severity, _ in plan_findings):
+        if not any(severity == "error" or _is_unchecked(problem) for severity, problem in plan_findings):
             linted = f"{plan.source}: {len(plan.rules)} rules" if plan is not None else f"{options.model}"
             against = f", {options.model} on {options.mesh or 'tp=2'}" if options.model else ""
             passed.append(f"{linted}, no mistakes{against}")
@@ -163,7 +164,14 @@ def _lint(options: argparse.Namespace) -> int:
                 say(f"warning: {problem}")
         for line in passed:
             print(line)
-    return MISTAKE if any(severity == "error" for severity, _ in findings) else FINE
+    if any(severity == "error" for severity, _ in findings):
+        return MISTAKE
+    return PROBLEM_FOUND if any(_is_unchecked(problem) for _, problem in findings) else FINE
+
+
+def _is_unchecked(problem: Problem) -> bool:
+    """Whether the planned forward was not checked, so that nothing is known about what it computes."""
+    return problem.slug == "cannot-run-forward"
 
 
 def _lint_plan(name: str | None, options: argparse.Namespace) -> tuple[list[tuple[str, Problem]], Plan | None]:

@@ -29,6 +29,7 @@ from parallelize.plan.rows import ModuleRow
 from parallelize.plan.schema import Plan
 from parallelize.styles.contract import Conversion
 
+_OF_OPERATIONS = ("mixed-sequence", "mixed-features", "divided-features")  # which name the line that is wrong
 BATCH, SEQUENCE = 2, 24  # of the forward on meta; the sequence is rounded up to a multiple of tp
 
 
@@ -168,7 +169,9 @@ def _forward_findings(subject: Subject, setting: Setting, resolved: ResolvedPlan
     forwards = _Forwards(*run_forwards(subject, setting), resolved)
     if forwards.unsharded.error is not None:
         text = str(forwards.unsharded.error).splitlines()[0]
-        what = f"the unsharded forward does not run on tensors without values ({text}), so shapes were not compared"
+        what = (
+            f"the unsharded forward does not run on tensors without values ({text}): the planned forward is not checked"
+        )
         yield Finding("warning", Problem("cannot-run-forward", what, fix="check by `parallelize verify`"))
         return
     if forwards.planned.error is not None:
@@ -227,6 +230,8 @@ def _failed(forwards: _Forwards) -> Problem:
     error, module = forwards.planned.error, forwards.planned.failed_module
     if isinstance(error, ParallelizeError):
         first = error.problems[0]
+        if first.slug in _OF_OPERATIONS:
+            return first
         return replace(first, rows=(*first.rows, *_suspects(forwards)))
     row, where = _nearest_rule(module, forwards.resolved)
     rows = [("module", generic(module)), ("error", str(error).splitlines()[0])]

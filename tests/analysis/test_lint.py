@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from parallelize import lint, load_plan
 from parallelize.cli import main
 from parallelize.models.model_source import ModelSource
+from parallelize.plan.plan_file import parse_plan
 from tests.support.models import COMMON, FAMILIES, tiny_model
+from tests.tensor.odd_models import OddModel, plan_text
 
 
 def tiny(family: str, **more):
@@ -173,6 +177,53 @@ def test_the_command(tmp_path, capsys):
     assert main(["lint"]) == 2
     assert main(["lint", "--model", "lama"]) == 2
     assert "did you mean" in capsys.readouterr().err
+
+
+class ReadsValues(nn.Sequential):
+    """Its forward needs values, which tensors on meta do not have."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids.cpu())
+
+
+def reads_values() -> nn.Module:
+    return ReadsValues(nn.Embedding(30, 8), nn.Linear(8, 16), nn.Linear(16, 8))
+
+
+def test_a_forward_that_cannot_run_is_not_checked(capsys, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("schema_version: 1\ntensor_parallel: {'0': embedding, '1': colwise, '2': rowwise}\n")
+    assert main(["lint", str(path), "--model", "tests.analysis.test_lint:reads_values"]) == 1
+    streams = capsys.readouterr()
+    assert "not checked" in streams.err + streams.out and "no mistakes" not in streams.out
+
+
+@pytest.mark.parametrize(
+    ("slug", "options"),
+    [
+        ("mixed-sequence", {"tokens": lambda m, x: x.roll(1, 1)}),
+        ("mixed-features", {"between": lambda m, h: h / h.abs().amax(dim=(-1,), keepdim=True)}),
+        ("divided-features", {"between": lambda m, h: torch.cat(h.view(2, 24, 2, -1).unbind(2), -1)}),
+    ],
+)
+def test_operations_that_the_first_forward_refuses(slug, options):
+    findings = lint(lambda: OddModel(**options), parse_plan(plan_text()), "tp=2")
+    assert slugs(findings) == [slug]
+    assert "test_lint.py:" in str(problem_of(findings, slug))
+    if slug != "mixed-sequence":
+        styles = {"layers.*.inner.up": ColwiseParallel(), "layers.*.inner.down": RowwiseParallel()}
+        assert slugs(lint(lambda: OddModel(**options), styles, "tp=2")) == [slug]
+
+
+class LossInside(OddModel):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(super().forward(input_ids).flatten(0, 1), input_ids.flatten())
+
+
+@pytest.mark.parametrize("fuse_loss", [False, True])
+def test_a_loss_inside_the_forward(fuse_loss):
+    plan = parse_plan(plan_text().replace("output=full", "output=vocabulary"))
+    assert not slugs(lint(LossInside, plan, "tp=2", loss_parallel=True, fuse_loss=fuse_loss))
 
 
 def test_global_state_is_restored():

@@ -350,7 +350,7 @@ class Odd(nn.Module):
         for block in self.twice:
             inner = torch.tanh(block(hidden)) * self.scale
             hidden = hidden + self.down[0][0](inner)
-        return hidden * self.whole + self.table.to(x), {"inner": inner.sum(-1)}, [self.steps]
+        return hidden * self.whole + self.table.to(x), {"inner": inner.sum(0)}, [self.steps]
 
 
 ODD = """

@@ -86,7 +86,7 @@ def _divided(column: str, block: str) -> Problem:
 def _blocks(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[_Block]:
     if resolved.mesh.ranks("tp") == 1:
         return
-    columns, rows = _linears(resolved, model)
+    columns, rows = linears_of(resolved, model)
     for fqn in dict.fromkeys(name.rpartition(".")[0] for name in columns):
         block = model.objects.get(fqn)
         if block is None or "forward" in block.__dict__:
@@ -116,7 +116,7 @@ def _children_of(parent: str, names: list[str]) -> Iterator[str]:
     yield from (name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == parent)
 
 
-def _linears(resolved: ResolvedPlan, model: ModelFacts) -> tuple[list[str], list[str]]:
+def linears_of(resolved: ResolvedPlan, model: ModelFacts) -> tuple[list[str], list[str]]:
     """(linears that return a plain shard of features, linears that sum over the ranks)."""
     columns, rows = [], []
     for name, row in resolved.modules.items():

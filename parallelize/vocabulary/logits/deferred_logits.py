@@ -327,7 +327,8 @@ def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> T:
         raise ModelError(Problem("deferred-logits", what))
     deferred = logits.__dict__["_deferred"]
     loss = deferred.cross_entropy(target, **options)
-    return loss if torch.is_autocast_enabled(loss.device.type) else loss.to(deferred.probe.dtype)
+    in_autocast = not loss.is_meta and torch.is_autocast_enabled(loss.device.type)  # meta has no autocast
+    return loss if in_autocast else loss.to(deferred.probe.dtype)
 
 
 def _detach(func: Callable, args: tuple, kwargs: dict) -> DeferredLogits:

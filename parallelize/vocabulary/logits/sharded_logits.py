@@ -274,7 +274,8 @@ def _cross_entropy(func: Callable, args: tuple, kwargs: dict) -> T:
         target, tuple(local.shape[:-1]), logits.vocabulary, working_dtype(local), reduction=reduction, **options
     )
     loss = prepared.reduced(token_losses(local, prepared, logits.vocabulary.group), reduction)
-    return loss if torch.is_autocast_enabled(local.device.type) else loss.to(local.dtype)
+    in_autocast = not local.is_meta and torch.is_autocast_enabled(local.device.type)  # meta has no autocast
+    return loss if in_autocast else loss.to(local.dtype)
 
 
 def _all(func: Callable, args: tuple, kwargs: dict) -> T:

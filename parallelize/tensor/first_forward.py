@@ -1,0 +1,316 @@
+"""Watches the first forward of a planned model in training, and the first one in evaluation, for operations along a sharded dim.
+
+Between a column and a row linear a rank has some of the features, and inside the sequence-parallel region some of the tokens.
+An operation that needs all of them computes other numbers on a shard, without an error. While the first forward runs, the
+dim that is a shard is followed from tensor to tensor, and such an operation is refused before it runs, on every rank.
+
+What is not known is not refused: a tensor whose shard dim cannot be followed counts as full.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from parallelize import _torch_private as private
+from parallelize.applied.records import record_of
+from parallelize.errors import ModelError, Problem
+from parallelize.plan.pattern import generic
+from parallelize.tensor.planned_forward import installed
+from parallelize.tensor.shard_dims import Kind, ShardDim
+from parallelize.tensor.shard_operations import Call, mixes, scrambles, shard_of_result
+
+T = torch.Tensor
+
+_FACTORIES = frozenset(
+    ("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty")
+)
+_POSITIONS = frozenset(("arange", "linspace", "range"))
+_TORCH, _PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+_COLLECTIVES = os.path.join(_TORCH, "distributed")
+_active = threading.local()
+
+
+@dataclass(frozen=True)
+class ShardMaker:
+    """A module whose output is a shard.
+
+    Attributes:
+        kind, dim: of the output; see `ShardDim`. outer: the number of parts that are sharded each by itself.
+        units: the number of units of this rank in a part, such as heads; 0: as many as there are features.
+    """
+
+    kind: Kind
+    dim: int
+    outer: int = 1
+    units: int = 0
+
+
+@dataclass
+class FirstForwards:
+    """What to watch in the forwards of a model. It refers to modules by name, so that a copy of the model has its own.
+
+    Attributes:
+        makers: modules that return shards. opaque: modules whose operations the plan decided: their insides are not watched.
+        entry: the module whose input conversion enters the sequence-parallel region; "" without one.
+        sequence_dim: of the region.
+        watched: the modes, training or not, of which a forward was watched.
+    """
+
+    makers: dict[str, ShardMaker]
+    opaque: frozenset[str] = frozenset()
+    entry: str = ""
+    sequence_dim: int = 1
+    watched: set[bool] = field(default_factory=set)
+
+    def install(self, module: nn.Module, name: str) -> None:
+        """Watch the forwards of one module, which may contain others that are watched."""
+        module.register_forward_pre_hook(partial(_begin, self, name), with_kwargs=True)
+
+
+def _begin(first: FirstForwards, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    if module.training in first.watched or torch.compiler.is_compiling() or getattr(_active, "watch", None) is not None:
+        return
+    if private.backward_id() != -1 or any(child._compiled_call_impl is not None for child in module.modules()):
+        return
+    _Watch(first, name, module).start((args, kwargs))
+
+
+class _ShardSize(int):
+    """The number of tokens in a shard, which code may take for the length of the sequence."""
+
+
+class _Watch:
+    """One watched forward: it begins before the module's forward, and ends after it, also where that fails."""
+
+    def __init__(self, first: FirstForwards, name: str, module: nn.Module):
+        self.first, self.prefix, self.module = first, f"{name}." if name else "", module
+        self.mode = _Follower()
+        self.undo = ExitStack()
+
+    def start(self, inputs: Any) -> None:
+        _active.watch = self
+        self.undo.callback(_active.__dict__.pop, "watch", None)
+        for name, child in self.module.named_modules():
+            fqn = (self.prefix + name).rstrip(".")
+            if child is not self.module:
+                self._hook(fqn, child)
+            if fqn == self.first.entry:
+                self._watch_entry(fqn, child)
+        self._mark_inputs(inputs)
+        ending = self.module.register_forward_hook(self._end, always_call=True)
+        self.undo.callback(ending.remove)
+        self.undo.enter_context(self.mode)
+
+    def _hook(self, fqn: str, child: nn.Module) -> None:
+        maker, is_opaque = self.first.makers.get(fqn), fqn in self.first.opaque
+        enter, leave = partial(self._enter, is_opaque), partial(self._leave, fqn, maker, is_opaque)
+        self.undo.callback(child.register_forward_pre_hook(enter).remove)
+        self.undo.callback(child.register_forward_hook(leave, always_call=True).remove)
+
+    def _enter(self, is_opaque: bool, module: nn.Module, _: Any) -> None:
+        self.mode.modules.append(module)
+        self.mode.num_opaque += is_opaque
+
+    def _leave(self, fqn: str, maker: ShardMaker | None, is_opaque: bool, _: nn.Module, __: Any, output: Any) -> None:
+        self.mode.modules.pop()
+        self.mode.num_opaque -= is_opaque
+        out = output[0] if isinstance(output, tuple) and output else output
+        if maker is None or not isinstance(out, T):
+            return
+        if maker.kind == "sequence":
+            self._mark_tokens(out, maker.dim, fqn)
+        elif out.shape[-1] % maker.outer == 0:
+            self.mode.shards[out] = ShardDim(
+                "features", -1, maker.outer, maker.units or out.shape[-1] // maker.outer, fqn
+            )
+
+    def _watch_entry(self, fqn: str, module: nn.Module) -> None:
+        planned = installed(module)
+        if planned is None or planned.enter is None:
+            return
+        convert: Callable = planned.enter
+
+        def enter(x: T) -> T:
+            out = convert(x)
+            self._mark_tokens(out, self.first.sequence_dim, fqn)
+            return out
+
+        planned.enter = enter
+        self.undo.callback(setattr, planned, "enter", convert)
+
+    def _mark_inputs(self, inputs: Any) -> None:
+        """Of a pipeline stage that begins inside the region."""
+        record = record_of(self.module)
+        region: Any = record.region if record is not None else None
+        if region is None or region.inside is None:
+            return
+        dim, size = self.first.sequence_dim, -(-region.inside // region.group.size)
+        for x in private.tree_leaves(inputs):
+            if isinstance(x, T) and x.is_floating_point() and x.ndim > dim + 1 and x.shape[dim] == size:
+                self._mark_tokens(x, dim, "the stage before")
+
+    def _mark_tokens(self, x: T, dim: int, source: str) -> None:
+        region: Any = getattr(record_of(self.module), "region", None)
+        if region is not None and not region.scatters():
+            return  # one token is decoded, which is not sharded
+        self.mode.shards[x] = ShardDim("sequence", dim - x.ndim if dim >= 0 else dim, 1, x.shape[dim], source)
+        self.mode.has_tokens = True
+
+    def _end(self, module: nn.Module, _: Any, output: Any) -> None:
+        self.undo.close()
+        if self.mode.has_tokens or not self.first.entry:
+            self.first.watched.add(module.training)
+
+
+class _Follower(TorchFunctionMode):
+    """Follows shard dims through a forward, and refuses operations that need all of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.derived: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.modules: list[nn.Module] = []
+        self.num_opaque = 0
+        self.has_tokens = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.num_opaque or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        leaves = private.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, T)]
+        is_sharded = any(x in self.shards for x in tensors)
+        has_size = any(_has_shard_size(leaf) for leaf in leaves)
+        if not (is_sharded or has_size or any(x in self.derived for x in tensors)):
+            return func(*args, **kwargs)
+        caller = _caller()
+        if caller is None or not _is_of_model(caller, self.modules):
+            return func(*args, **kwargs)
+        call = Call(_name_of(func), args, kwargs, self.shards.get, self._is_derived)
+        self._check(call, caller)
+        out = func(*args, **kwargs)
+        if call.name in ("shape", "size"):
+            return self._marked_size(call, out)
+        self._follow(call, out)
+        scrambled = scrambles(call, out) if isinstance(out, T) else None
+        if scrambled is not None:
+            self._refuse(call, caller, scrambled, "cut")
+        return out
+
+    def _is_derived(self, value: Any) -> bool:
+        return isinstance(value, T) and (value in self.derived or value in self.shards)
+
+    def _check(self, call: Call, caller: FrameType) -> None:
+        misuse = mixes(call)
+        if misuse is not None:
+            self._refuse(call, caller, *misuse)
+        if self._takes_size_for_length(call):
+            shard = ShardDim("sequence", 0, 1, 0, "")
+            self._refuse(call, caller, shard, "count")
+
+    def _takes_size_for_length(self, call: Call) -> bool:
+        if call.name in _POSITIONS:
+            return any(isinstance(value, _ShardSize) for value in (*call.args, *call.kwargs.values()))
+        if call.name != "__getitem__" or self._is_derived(call.args[0]):
+            return False
+        index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+        return any(_has_shard_size(item) for item in index if isinstance(item, slice))
+
+    def _follow(self, call: Call, out: Any) -> None:
+        for result in out if isinstance(out, (tuple, list)) else (out,):
+            if not isinstance(result, T):
+                continue
+            self.derived[result] = True
+            shard = _made_by_size(call, result) if call.name in _FACTORIES else shard_of_result(call, result)
+            if shard is not None:
+                self.shards[result] = shard
+            elif result in self.shards:
+                del self.shards[result]
+
+    def _marked_size(self, call: Call, out: Any) -> Any:
+        x = call.args[0]
+        shard = self.shards.get(x)
+        if shard is None or shard.kind != "sequence" or not shard.is_whole_dim(x.shape):
+            return out
+        if isinstance(out, torch.Size):
+            dim = shard.dim % x.ndim
+            return torch.Size([*out[:dim], _ShardSize(out[dim]), *out[dim + 1 :]]) if type(out[dim]) is int else out
+        (dim,) = (*call.args[1:], *call.kwargs.values())
+        return _ShardSize(out) if dim % x.ndim == shard.dim % x.ndim and type(out) is int else out
+
+    def _refuse(self, call: Call, caller: FrameType, shard: ShardDim, kind: str) -> None:
+        module = type(self.modules[-1]).__name__ if self.modules else "the model"
+        caller = _model_code(caller)
+        place = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+        by = f"{call.name.strip('_')} in {module} ({place})"
+        if shard.kind == "sequence":
+            what = f"{by} needs all tokens, and a rank has a part of each sequence in the sequence-parallel region"
+            if kind == "count":
+                what = f"{by} counts tokens by the size of a shard: a rank has a part of each sequence in the sequence-parallel region"
+            fix = "a `gather` rule for the module that needs all tokens, or sequence_parallel=False"
+            raise ModelError(Problem("mixed-sequence", what, fix=fix))
+        column = generic(shard.source)
+        if kind == "cut":
+            what = f"{by} cuts the output of {column} into parts, and a rank has a range of all of it"
+            fix = "a plan whose rule shards each part: `colwise(chunks=3)`, or `colwise(heads + kv_heads + kv_heads)`"
+            raise ModelError(Problem("divided-features", what, fix=fix))
+        what = f"{by} works over all features of {column}, and a rank has a part"
+        fix = "`replicate` for the linears of this block, or put the function after its row linear"
+        raise ModelError(Problem("mixed-features", what, fix=fix))
+
+
+def _has_shard_size(value: Any) -> bool:
+    if isinstance(value, slice):
+        return any(isinstance(limit, _ShardSize) for limit in (value.start, value.stop))
+    return isinstance(value, _ShardSize) or (isinstance(value, tuple) and any(map(_has_shard_size, value)))
+
+
+def _made_by_size(call: Call, out: T) -> ShardDim | None:
+    """A tensor that was made as long as a shard is one too, such as ones that a forward sums to count tokens."""
+    sizes = [value for value in private.tree_leaves(call.args) if isinstance(value, int)]
+    for index, size in enumerate(sizes):
+        if isinstance(size, _ShardSize) and index < out.ndim and len(sizes) >= out.ndim:
+            return ShardDim("sequence", index - out.ndim, 1, int(size), "")
+    return None
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name
+
+
+def _caller() -> FrameType | None:
+    """The innermost frame of code that is not torch's; None within a collective or conversion of `torch.distributed`."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_filename.startswith(_COLLECTIVES):
+            return None
+        frame = frame.f_back
+    return frame
+
+
+def _model_code(frame: FrameType) -> FrameType:
+    """The innermost frame, from this one, of the user's code."""
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
+        outer = outer.f_back
+    return outer or frame
+
+
+def _is_of_model(frame: FrameType, modules: list[nn.Module]) -> bool:
+    """Whether an operation is one of the model's own code or of a stock module, rather than of a conversion at a boundary."""
+    name = frame.f_code.co_filename
+    return not name.startswith(_PACKAGE) or name.endswith("planned_forward.py")

@@ -1,0 +1,72 @@
+"""Which modules of a plan, or of a dict of PyTorch's styles, return shards: what the watch of first forwards begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.distributed.tensor import Shard
+
+from parallelize.plan.model_facts import ModelFacts
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.styles.contract import Contract, Conversion
+from parallelize.tensor.first_forward import FirstForwards, ShardMaker
+from parallelize.tensor.torch_styles.linear import RowwiseParallel
+from parallelize.tensor.torch_styles.shard_misuse import linears_of
+
+
+def watch_first_forwards(resolved: ResolvedPlan, model: ModelFacts) -> None:
+    """Watch the first forwards of a model, and of those of its modules that may be called without it."""
+    if resolved.mesh.ranks("tp") == 1:
+        return
+    makers = dict(_makers(resolved, model))
+    region = resolved.region
+    if not makers and region is None:
+        return
+    opaque = {name for name, row in resolved.modules.items() if _is_decided(row.contract)}
+    opaque |= {model.aliases[item.fqn] for item in resolved.plan.kept if item.fqn in model.aliases and item.fqn}
+    entry = region.enter if region is not None else ""
+    first = FirstForwards(makers, frozenset(opaque), entry)
+    for name in _watched(makers, entry):
+        if name in model.objects:
+            first.install(model.objects[name], name)
+
+
+def _watched(makers: dict[str, ShardMaker], entry: str) -> Iterator[str]:
+    """The model, its decoder, and the modules with column linears among their children."""
+    names = [name.rpartition(".")[0] for name, maker in makers.items() if maker.kind == "features"]
+    yield from dict.fromkeys(["", *([entry.rpartition(".")[0].rpartition(".")[0]] if entry else []), *names])
+
+
+def _is_decided(contract: Contract) -> bool:
+    """Whether the plan decides what the inside of a module computes, rather than the module's own code."""
+    traits = contract.traits
+    return traits.sums_output or traits.splits_output or contract.compute != "stock" or bool(contract.forward_factory)
+
+
+def _makers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[tuple[str, ShardMaker]]:
+    columns, _ = linears_of(resolved, model)
+    for name in columns:
+        maker = _features(resolved, name)
+        if maker is not None:
+            yield name, maker
+    for name, row in resolved.modules.items():
+        if row.contract.leave is Conversion.SCATTER_SEQUENCE and row.contract.sequence_dim == 1:
+            yield name, ShardMaker("sequence", 1)
+    for item in resolved.plan.kept:
+        style = item.style
+        if isinstance(style, RowwiseParallel) and style.use_local_output and style.output_layouts == (Shard(1),):
+            yield model.aliases.get(item.fqn, item.fqn), ShardMaker("sequence", 1)
+
+
+def _features(resolved: ResolvedPlan, column: str) -> ShardMaker | None:
+    """The shard that a column linear returns; None where its parts have several sizes, of which nothing is followed."""
+    row = resolved.parameters.get(f"{column}.weight")
+    if row is None or column not in resolved.modules or row.layout.dim is None:
+        return ShardMaker("features", -1)
+    chunks = row.layout.chunks
+    if len({(chunk.size, chunk.units) for chunk in chunks}) > 1:
+        return None
+    number, ranks = max(len(chunks), 1), row.layout.num_ranks
+    units = chunks[0].units if chunks else None
+    even = units is not None and units % ranks == 0
+    return ShardMaker("features", -1, number, units // ranks if even and units is not None else 0)

@@ -1,5 +1,6 @@
-"""The only module that uses private names of torch. Each entry says what it is for, and in which version it first appeared.
+"""Private names of torch; `_torch_groups` has those of process groups, and no other file uses any.
 
+Each entry says what it is for, and in which version it first appeared.
 An absent name disables the feature that needs it, never the import of the package.
 Tested with torch 2.13; written for 2.11 to 2.15.
 """
@@ -8,16 +9,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -80,13 +77,6 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def blocking_options(kind: str) -> Any:
-    """The options "Allreduce", "Allgather" or "ReduceScatter" of a blocking call (2.9); backends only read them."""
-    options = getattr(torch._C._distributed_c10d, f"{kind}Options")()
-    options.asyncOp = False
-    return options
-
-
 def backward_id() -> int:
     """A number for the running backward pass; -1 outside of one."""
     return torch._C._current_graph_task_id()
@@ -100,63 +90,6 @@ def current_mesh() -> DeviceMesh | None:
         return _mesh_resources.get_current_mesh()
     except (ImportError, AttributeError, RuntimeError):
         return None
-
-
-def default_store() -> Any | None:
-    """The store of the default process group, for messages that must not depend on matching collectives."""
-    try:
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        return _get_default_store()
-    except (ImportError, AttributeError, ValueError):
-        return None
-
-
-def known_groups() -> list[dist.ProcessGroup]:
-    """The groups in PyTorch's registry that this rank has made or belongs to. Any thread may use these groups."""
-    from torch.distributed.distributed_c10d import _world
-
-    return [group for group in _world.pg_map if getattr(group, "group_desc", "") != _OWN]
-
-
-_groups_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # by the default group of a rank
-_next_name = threading.local()
-_OWN = "parallelize: of one object"
-
-
-def new_local_group(ranks: Sequence[int], name: str, *, own: bool = False, **options: Any) -> dist.ProcessGroup:
-    """`dist.new_group`, called on the listed ranks alone, whatever other groups each of them is in.
-
-    PyTorch (2.13) names such a group by its ranks and by the number of groups that the *calling* rank is in. If members are in
-    unequal numbers of groups (the first and the last stage share a tie, those between do not), each waits for a name that no
-    other member uses. Here it is `name` and a count of the groups of exactly these ranks, which are the same on all members.
-
-    own: leave the group out of `known_groups`, because another thread uses it.
-    """
-    _install_names()
-    made = _groups_made.setdefault(dist.group.WORLD, Counter())
-    made[tuple(ranks)] += 1
-    _next_name.value = f"parallelize_{name}_{made[tuple(ranks)]}"
-    if list(ranks) != sorted(ranks):
-        options["sort_ranks"] = False
-    if own:
-        options["group_desc"] = _OWN
-    try:
-        return dist.new_group(list(ranks), use_local_synchronization=True, **options)
-    finally:
-        _next_name.value = None
-
-
-@lru_cache(maxsize=1)
-def _install_names() -> None:
-    """Patch torch's naming of local groups so that `new_local_group` chooses the name, per thread."""
-    from torch.distributed import distributed_c10d
-
-    original: Any = getattr(distributed_c10d, "_hash_ranks_to_str", None)
-    if original is not None:  # else a version of torch that names groups in another way, which is kept
-        vars(distributed_c10d)["_hash_ranks_to_str"] = lambda ranks: (
-            getattr(_next_name, "value", None) or original(ranks)
-        )
 
 
 def parallel_style_class() -> type:
@@ -190,51 +123,6 @@ def saved_tensor_hooks() -> Any:
     """The innermost hooks on tensors saved for backward, as recompute and offloading set them (since 2.1); or None."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return None if top is None else top(True)
-
-
-def symmetric_ops() -> Any:
-    """The `symm_mem` ops, which exist once the module that defines them is imported (since 2.5)."""
-    import torch.distributed._symmetric_memory
-
-    return torch.ops.symm_mem
-
-
-def enable_symmetric_memory(pg: dist.ProcessGroup) -> str:
-    """Enable symmetric memory on a group; return an empty string, or why it cannot be enabled."""
-    try:
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group, is_symm_mem_enabled_for_group
-    except ImportError:
-        return f"torch {torch.__version__} has no symmetric memory"
-    try:
-        if not is_symm_mem_enabled_for_group(pg.group_name):
-            enable_symm_mem_for_group(pg.group_name)
-    except (RuntimeError, ValueError) as error:
-        return f"the group does not support symmetric memory: {error}"
-    return ""
-
-
-try:  # simulation of all ranks in one process, private since 2.9
-    from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
-except ImportError:
-    LocalTensor = LocalTensorMode = None  # type: ignore[assignment,misc]
-
-
-def local_tensor(by_rank: dict[int, torch.Tensor]) -> Any:
-    """A tensor that contains the local tensor of every rank."""
-    return LocalTensor(by_rank)
-
-
-def on_rank(value: Any, rank: int) -> Any:
-    """One rank's local tensor of a simulated tensor; any other value is the same on all ranks."""
-    return value._local_tensors[rank] if LocalTensor is not None and isinstance(value, LocalTensor) else value
-
-
-def simulated_groups(pg: dist.ProcessGroup) -> list[list[int]]:
-    """The ranks of this group and of its parallel groups on the mesh: under `LocalTensorMode` one call simulates them all."""
-    from torch.distributed._local_tensor._c10d import _prepare_collective_groups
-
-    ranks, offsets = _prepare_collective_groups(pg)[:2]  # 2.13 adds a third
-    return [[offset + rank for rank in ranks] for offset in offsets]
 
 
 def schedule_orders(
@@ -413,25 +301,6 @@ def convert_sharded(unit: Any, conversion_of: Callable[[Any, str], Callable[[Any
             param.to_sharded_dtensor = lambda tensor, make=make, convert=convert: convert(make(tensor))
 
 
-def fake_store() -> Any:
-    """A store for the fake process group, whose collectives do nothing (since 2.0)."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
-
-
-def finished_work() -> Any:
-    """A completed `Work`, boxed as dispatcher ops return it, for collectives that send nothing (since 2.4)."""
-    from torch._C._distributed_c10d import FakeWork
-
-    return FakeWork().boxed()
-
-
-def group_of_op(argument: Any) -> dist.ProcessGroup:
-    """The process group among a dispatcher op's arguments (since 2.1)."""
-    return dist.ProcessGroup.unbox(argument)
-
-
 def sequence_number() -> int:
     """The number that the next autograd node of this thread gets (since 1.12)."""
     return torch._C._autograd._get_sequence_nr()
@@ -450,46 +319,6 @@ def will_run(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # a leaf whose gradient is captured for `torch.autograd.grad`
         return True
-
-
-def ranks_of_op(args: tuple) -> tuple[int, ...]:
-    """The global ranks of the process group among a dispatcher op's arguments."""
-    for argument in args:
-        if isinstance(argument, torch.ScriptObject):
-            try:
-                return tuple(dist.get_process_group_ranks(group_of_op(argument)))
-            except (RuntimeError, TypeError, ValueError):  # the reduce op is a ScriptObject too
-                continue
-    raise RuntimeError("a collective without a process group")
-
-
-def threaded_groups() -> Any:
-    """PyTorch's process group whose ranks are threads of one process, which its own tests use (since 1.13).
-
-    Where it is absent, ranks cannot be threads, and `verify` needs `backend="gloo"`.
-    """
-    from torch.testing._internal.distributed import multi_threaded_pg
-
-    threaded: Any = multi_threaded_pg
-    if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11's threaded group lacks what destroying one reads
-        threaded.ThreadLocalWorld.comms = property(lambda self: [])
-    return threaded
-
-
-@contextmanager
-def threads_as_ranks(group_class: type) -> Iterator[None]:
-    """Inside, every thread is a rank with process groups of its own, of the class `group_class` (see `threaded_groups`)."""
-    threaded = threaded_groups()
-    stock = threaded.ProcessLocalGroup
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
-    threaded._install_threaded_pg()
-    threaded.ProcessLocalGroup = group_class
-    try:
-        yield
-    finally:
-        threaded.ProcessLocalGroup = stock
-        threaded._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
 
 
 def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:

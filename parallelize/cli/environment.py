@@ -111,14 +111,13 @@ def _nccl(torch: Any) -> str | None:
 
 
 def absent_features() -> Iterator[tuple[str, str]]:
-    """(feature, private name of torch that it needs and that is absent), read from the one file that uses such names.
+    """(feature, private name of torch that it needs and that is absent), read from the two files that use such names.
 
-    Each function of the file is one feature, named in its docstring. The imports at the top are needed for everything.
+    Each function of these files is one feature, named in its docstring. The imports at the top are needed for everything.
     """
-    spec = util.find_spec("parallelize._torch_private")
-    if spec is None or spec.origin is None:
-        return
-    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+    specs = [util.find_spec(f"parallelize.{file}") for file in ("_torch_private", "_torch_groups")]
+    origins = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
+    for node in [node for origin in origins for node in ast.parse(origin.read_text(encoding="utf-8")).body]:
         feature = "everything"
         if isinstance(node, ast.FunctionDef):
             feature = f"{node.name}: {(ast.get_docstring(node) or '').partition(chr(10))[0]}".rstrip(": ")

@@ -13,7 +13,7 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 
-from parallelize import _torch_private as private
+from parallelize import _torch_groups as private_groups
 
 # torch 2.13 renamed these, and warns about the old names
 _RENAMED = hasattr(dist, "all_gather_single")
@@ -22,7 +22,9 @@ wrapped_reduce_scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce
 _all_gather = attrgetter("all_gather_single" if _RENAMED else "_allgather_base")
 _reduce_scatter = attrgetter("reduce_scatter_single" if _RENAMED else "_reduce_scatter_base")
 
-_SUM, _GATHER, _SCATTER = (private.blocking_options(kind) for kind in ("Allreduce", "Allgather", "ReduceScatter"))
+_SUM, _GATHER, _SCATTER = (
+    private_groups.blocking_options(kind) for kind in ("Allreduce", "Allgather", "ReduceScatter")
+)
 
 
 def all_reduce(x: torch.Tensor, pg: dist.ProcessGroup) -> None:

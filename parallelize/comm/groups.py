@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallelize import _torch_private as private
+from parallelize import _torch_groups as private_groups
 from parallelize.comm import blocking
 from parallelize.comm.link_profile import LinkProfile
 from parallelize.errors import MeshError, ModelError, Problem
@@ -114,7 +114,7 @@ class Group:
         if group is not None:
             return group
         rank, _, name = key.partition(":")
-        for pg in private.known_groups():
+        for pg in private_groups.known_groups():
             if pg.group_name == name and pg.rank() == int(rank):
                 return Group(pg)
         raise MeshError(Problem("no-such-group", f"process group {name!r} does not exist (any more)"))
@@ -311,11 +311,11 @@ def group_for(ranks: Sequence[int]) -> dist.ProcessGroup:
     members = tuple(ranks)
     if dist.get_rank() not in members:
         raise MeshError(Problem("not-in-group", f"rank {dist.get_rank()} asks for the group of ranks {list(members)}"))
-    for group in private.known_groups():
+    for group in private_groups.known_groups():
         same_backend = dist.get_backend(group) == dist.get_backend()
         if same_backend and tuple(dist.get_process_group_ranks(group)) == members:
             return group
-    return private.new_local_group(members, short_name(members))
+    return private_groups.new_local_group(members, short_name(members))
 
 
 def axis_group(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:

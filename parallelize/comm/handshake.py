@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize import _torch_private as private
+from parallelize import _torch_groups as private_groups
 from parallelize.comm.groups import Group
 from parallelize.errors import HandshakeError, ParallelizeError, Problem, short_list
 
@@ -43,7 +43,7 @@ def compare_facts(
     ranks: list[int], facts: Facts, timeout_s: float = TIMEOUT_S, call: str = "parallelize_module"
 ) -> None:
     """`handshake` of these global ranks, the first of which is the judge. call: what all of them have called."""
-    store = private.default_store()
+    store = private_groups.default_store()
     if len(ranks) < 2 or store is None or dist.get_backend() == "fake":
         return
     me = dist.get_rank()
@@ -110,7 +110,7 @@ def silent_ranks(ranks: list[int], occasion: str, timeout_s: float) -> list[int]
 
     Returns: their numbers, in ascending order; none where the store is lost too.
     """
-    store = private.default_store()
+    store = private_groups.default_store()
     if store is None:
         return []
     silent, deadline = [], time.monotonic() + timeout_s

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from parallelize import _torch_groups as private_groups
 from parallelize import _torch_private as private
 from parallelize.comm.groups import Group
 
@@ -76,7 +77,7 @@ def _run(kernel: GroupKernel, mode: Any, func: Any, types: Any, args: tuple = ()
         return NotImplemented  # the op's rule for DTensors comes first, and calls the op again on local tensors
     group = kernel.group(args)
     results: dict[int, Any] = {}
-    for ranks in private.simulated_groups(group.pg):
+    for ranks in private_groups.simulated_groups(group.pg):
         messages = _SimulatedMessages()
         jobs = [
             partial(_run_rank, kernel, args, group.simulated(n, partial(messages.wire, n)), rank, results)
@@ -94,8 +95,10 @@ def _run(kernel: GroupKernel, mode: Any, func: Any, types: Any, args: tuple = ()
         raise errors[0]
     first = next(iter(results.values()))
     if isinstance(first, T):
-        return private.local_tensor({rank: results[rank] for rank in sorted(results)})
-    return [private.local_tensor({rank: results[rank][n] for rank in sorted(results)}) for n in range(len(first))]
+        return private_groups.local_tensor({rank: results[rank] for rank in sorted(results)})
+    return [
+        private_groups.local_tensor({rank: results[rank][n] for rank in sorted(results)}) for n in range(len(first))
+    ]
 
 
 def _recorded(job: Any, group: Group) -> None:
@@ -106,7 +109,7 @@ def _recorded(job: Any, group: Group) -> None:
 
 def _run_rank(kernel: GroupKernel, args: tuple, group: Group, rank: int, results: dict[int, Any]) -> None:
     try:
-        rank_args = private.tree_map(lambda x: private.on_rank(x, rank), args)
+        rank_args = private.tree_map(lambda x: private_groups.on_rank(x, rank), args)
         with torch.no_grad():
             results[rank] = kernel.run(rank_args, group)
     except BaseException as error:  # raised by the caller
@@ -115,5 +118,5 @@ def _run_rank(kernel: GroupKernel, args: tuple, group: Group, rank: int, results
 
 def simulate(op: str, library: Any, kernel: GroupKernel) -> None:
     """Register an op's rule under `LocalTensorMode`. Does nothing if torch does not have that mode."""
-    if private.LocalTensorMode is not None:
-        torch.library.register_torch_dispatch(op, private.LocalTensorMode, partial(_run, kernel), lib=library)
+    if private_groups.LocalTensorMode is not None:
+        torch.library.register_torch_dispatch(op, private_groups.LocalTensorMode, partial(_run, kernel), lib=library)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize import _torch_private as private
+from parallelize import _torch_groups as private_groups
 from parallelize.errors import HandshakeError, ParallelizeError, Problem
 from parallelize.verification.configuration import Request
 from parallelize.verification.runner import ProgressCallback, RunResult, on_this_rank
@@ -133,7 +133,7 @@ def _serve(request: Request, rank: int, port: int, pipe: Any) -> None:
         address = f"tcp://127.0.0.1:{port}"
         size, timeout = request.mesh.world_size, timedelta(seconds=request.timeout_s)
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=timeout)
-        default: Any = private.default_store()
+        default: Any = private_groups.default_store()
         store = dist.PrefixStore("verify", default)
         with torch.enable_grad():
             _send(pipe, "ok", on_this_rank(request, "cpu", store, lambda text: _send(pipe, "at", text)))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize import _torch_private as private
+from parallelize import _torch_groups as private_groups
 from parallelize.errors import HandshakeError, Problem
 
 TIMEOUT_S = 120.0
@@ -31,7 +31,7 @@ _RUN_LOCK = threading.Lock()
 _LOCAL = threading.local()  # .world, on the thread of a rank
 _UNSTOPPABLE: list[threading.Thread] = []
 """Threads of earlier runs that still run. They belong to the process, which asks for them when it exits."""
-_stock: Any = private.threaded_groups()
+_stock: Any = private_groups.threaded_groups()
 
 
 class Stopped(SystemExit):
@@ -279,7 +279,7 @@ def run_ranks(world_size: int, body: Callable[[int], Any], timeout_s: float = TI
 
     Raises: the first failure of a rank; HandshakeError `ranks-timed-out`.
     """
-    with _RUN_LOCK, private.threads_as_ranks(ThreadGroup), _hide_gc_objects():
+    with _RUN_LOCK, private_groups.threads_as_ranks(ThreadGroup), _hide_gc_objects():
         return _Run(world_size, body, timeout_s).outcome()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize import _torch_private as private
+from parallelize import _torch_groups as private_groups
 from parallelize.comm.groups import destroy_groups
 from parallelize.errors import MeshError, Problem
 from parallelize.verification.configuration import Request
@@ -34,7 +34,7 @@ def on_running_processes(request: Request, tell: ProgressCallback) -> RunResult:
     _check_world(request)
     device = _device()
     if dist.is_initialized():
-        default: Any = private.default_store()
+        default: Any = private_groups.default_store()
         return _in_default_group(request, device, dist.PrefixStore(f"verify/{number}", default), tell)
     store = dist.PrefixStore(f"verify/{number}", _torchrun_store(request))
     dist.init_process_group(
@@ -54,11 +54,11 @@ def _in_default_group(request: Request, device: str, store: Any, tell: ProgressC
     """Run in the existing default group. Only groups that are created during the run are destroyed."""
     if "cpu" not in device and dist.get_backend() == "gloo":
         device = "cpu"
-    before = set(map(id, private.known_groups()))
+    before = set(map(id, private_groups.known_groups()))
     try:
         return on_this_rank(request, device, store, tell)
     finally:
-        for group in private.known_groups():
+        for group in private_groups.known_groups():
             if id(group) not in before:
                 dist.destroy_process_group(group)
 

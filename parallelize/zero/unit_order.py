@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from parallelize import _torch_groups as private_groups
 from parallelize import _torch_private as private
 from parallelize.comm.groups import Group
 from parallelize.errors import HandshakeError, Problem
@@ -45,7 +46,7 @@ class UnitOrder:
 
     def __init__(self, units: Sequence[tuple[str, Any]], group: Group):
         is_alone = group.size == 1 or "fake" in group.backends.values()
-        self._store: Any = None if is_alone else private.default_store()
+        self._store: Any = None if is_alone else private_groups.default_store()
         self.group, self._runs = group, 0
         self.reset()
         if self._store is None:

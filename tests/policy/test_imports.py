@@ -16,7 +16,7 @@ import parallelize
 
 ROOT = Path(parallelize.__file__).parent
 ROOMS_BY_FLOOR = (
-    "errors _torch_private ops.random",
+    "errors _torch_groups _torch_private ops.random",
     "layout mesh models randomness styles terminal checkpoint.format",
     "comm plan",
     "ops",
@@ -41,6 +41,7 @@ COMMAND = "the command line answers without torch: a command imports what it run
 OPTIONAL = "an optional package"
 PRIVATE = "private names of torch, each with the version that has it"
 LAZY = {  # file to what its functions import: modules of this package in full, of others the package
+    "_torch_groups": {"torch": PRIVATE},
     "_torch_private": {"torch": PRIVATE},
     "analysis.commands": {
         "analysis.cost.machine": COMMAND,
@@ -240,7 +241,7 @@ def test_imports_for_types_alone_are_listed_with_their_reason():
 def test_loose_modules_are_the_words_and_the_order_of_application():
     loose = {name for name in FILES if "." not in name}
     words = {"errors", "layout", "mesh"}
-    assert loose == {"__init__", "__main__", "_torch_private", "apply", "training"} | words
+    assert loose == {"__init__", "__main__", "_torch_groups", "_torch_private", "apply", "training"} | words
 
 
 def test_every_room_says_what_it_is_for():

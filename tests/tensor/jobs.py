@@ -598,7 +598,7 @@ def embedding_gradient(rank: int, whose: str) -> dict[str, int]:
 
 def any_axis_order(rank: int) -> list[float]:
     """tp first in the mesh: its ranks are not neighbors; groups over several axes and over any ranks."""
-    from parallelize import _torch_private as private
+    from parallelize import _torch_groups as private_groups
     from parallelize import axis_group, group_for, mesh_spec
     from parallelize.checkpoint.run.rank_sync import RankSync
 
@@ -619,7 +619,7 @@ def any_axis_order(rank: int) -> list[float]:
     value = torch.tensor(float(rank))
     dist.all_reduce(value, group=group)
     assert value == sum(pair)
-    assert RankSync().group not in private.known_groups()  # a save in the background sends on it
+    assert RankSync().group not in private_groups.known_groups()  # a save in the background sends on it
     model = tiny_model("qwen3", torch.float64)
     ids, labels = tiny_batch(seed=1)
     reference = copy.deepcopy(model)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallelize import _torch_private as private
+from parallelize import _torch_groups as private_groups
 from parallelize.errors import MeshError, Problem
 from parallelize.mesh import MeshSpec
 
@@ -24,7 +24,7 @@ def fake_mesh(spec: MeshSpec, rank: int = 0) -> Iterator[DeviceMesh]:
         raise MeshError(
             Problem("process-group-taken", "explaining a mesh needs a process without process groups", fix=fix)
         )
-    dist.init_process_group("fake", rank=rank, world_size=spec.world_size, store=private.fake_store())
+    dist.init_process_group("fake", rank=rank, world_size=spec.world_size, store=private_groups.fake_store())
     try:
         yield init_device_mesh("cpu", spec.sizes, mesh_dim_names=spec.names)
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from parallelize import _torch_groups as private_groups
 from parallelize import _torch_private as private
 from parallelize.analysis.record.op_work import kernel_of
 from parallelize.analysis.record.scopes import Scopes
@@ -131,12 +132,12 @@ class Tracer(private.DispatchMode):
 
     def _collective(self, func: Any, args: tuple) -> Any:
         op, counted, returned = COLLECTIVES[func.__name__.split(".")[0]]
-        ranks = private.ranks_of_op(args)
+        ranks = private_groups.ranks_of_op(args)
         size = sum(x.numel() * x.element_size() for x in private.tree_leaves(args[counted]) if isinstance(x, T))
         unit, module = self._unit(), self.scopes.current
         message = Message(op, self.axes.name(ranks), len(ranks), size, module or "", self._phase)
         self.events.append(Event(unit, message=message))
-        work = private.finished_work()
+        work = private_groups.finished_work()
         return work if returned == "work" else (args[0], work)
 
     def _library_op(self, func: Any, args: tuple) -> Any:

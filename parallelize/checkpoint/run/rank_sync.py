@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize import _torch_private as private
+from parallelize import _torch_groups as private_groups
 from parallelize.checkpoint.format.host_memory import bytes_of
 from parallelize.checkpoint.format.strict_json import read_json, write_json
 from parallelize.errors import CheckpointError, ParallelizeError, Problem, short_list
@@ -48,7 +48,7 @@ class RankSync:
                 self.group = (
                     dist.group.WORLD
                     if self._borrowed
-                    else private.new_local_group(
+                    else private_groups.new_local_group(
                         self.ranks, short_name(self.ranks), own=True, timeout=timeout, backend="gloo"
                     )
                 )

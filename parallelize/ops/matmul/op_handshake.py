@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize import _torch_private as private
+from parallelize import _torch_groups as private_groups
 from parallelize.comm.groups import Group
 from parallelize.comm.p2p import Exchange
 from parallelize.errors import Problem, ShapeError
@@ -127,7 +127,7 @@ def _text(raw: bytes) -> str:
 
 def _exchange_by_store(group: Group, line: str) -> list[str]:
     """The lines of all ranks, by rank; only this rank's line if it was compared before."""
-    store: Any = private.default_store()
+    store: Any = private_groups.default_store()
     state = group.state
     if store is None or line in state.posted:
         return [line]

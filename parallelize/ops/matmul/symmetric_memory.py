@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from parallelize import _torch_private as private
+from parallelize import _torch_groups as private_groups
 from parallelize.comm.groups import Group
 from parallelize.errors import MeshError, Problem
 from parallelize.ops.matmul import chunked_matmul
@@ -25,7 +25,7 @@ def unavailable(group: Group, device: torch.device) -> str:
     """Why this group cannot use symmetric memory on this device; empty if it can."""
     if device.type != "cuda":
         return f"symmetric memory needs CUDA, and this is {device.type}"
-    return private.enable_symmetric_memory(group.pg)
+    return private_groups.enable_symmetric_memory(group.pg)
 
 
 def require(group: Group, device: torch.device) -> None:
@@ -52,7 +52,7 @@ def all_gather_matmul(
     if line:
         agree(group, x.device, line)
     cast = x if x.dtype == rights[0].dtype else x.to(rights[0].dtype)
-    gathered, outs = private.symmetric_ops().fused_all_gather_matmul(
+    gathered, outs = private_groups.symmetric_ops().fused_all_gather_matmul(
         cast.contiguous(), list(rights), dim, group.pg.group_name, return_A=True
     )
     pairs = zip(outs, biases, strict=True)
@@ -69,7 +69,7 @@ def matmul_reduce_scatter(
         agree(group, total.pairs[0][0].device, line)
     left, right = total.pairs[0]
     left = left if left.dtype == right.dtype else left.to(right.dtype)
-    out = private.symmetric_ops().fused_matmul_reduce_scatter(left, right, "sum", dim, group.pg.group_name)
+    out = private_groups.symmetric_ops().fused_matmul_reduce_scatter(left, right, "sum", dim, group.pg.group_name)
     for work in meanwhile:
         work()
     return out

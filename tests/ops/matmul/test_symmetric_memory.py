@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelize import _torch_private as private
+from parallelize import _torch_groups as private_groups
 from parallelize import all_gather_linear
 from parallelize.comm.groups import Group
 from parallelize.errors import MeshError
@@ -45,13 +45,13 @@ class StandIn:
 def stand_in(monkeypatch):
     kernels = StandIn()
     monkeypatch.setattr(symmetric_memory, "unavailable", lambda group, device: "")
-    monkeypatch.setattr(private, "symmetric_ops", lambda: kernels)
+    monkeypatch.setattr(private_groups, "symmetric_ops", lambda: kernels)
     return kernels
 
 
 def test_the_stand_in_has_the_real_signature():
     for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
-        schema = getattr(private.symmetric_ops(), name).default._schema
+        schema = getattr(private_groups.symmetric_ops(), name).default._schema
         code = StandIn.__dict__[name].__code__
         names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
         assert [argument.name for argument in schema.arguments] == list(names)

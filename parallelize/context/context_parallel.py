@@ -191,7 +191,7 @@ def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
     context, call = self._applied.context, self._applied.context_call
     if not context.checked:
         _check_first(self, context, args, kwargs)
-    elif not torch.compiler.is_compiling():
+    elif not (context.compared or torch.compiler.is_compiling()):
         _compare_shapes(context, args, kwargs)
     args, kwargs = call.inputs.local_call(context, args, kwargs)
     try:
@@ -216,7 +216,7 @@ def _check_first(module: nn.Module, context: Context, args: tuple, kwargs: dict)
 
 
 def _compare_shapes(context: Context, args: tuple, kwargs: dict) -> None:
-    """Before each forward: ranks whose sequences differ in length would send each other messages of other sizes.
+    """Before each forward outside of a step: ranks whose sequences differ in length would send messages of other sizes.
 
     Raises: ShapeError `ranks-disagree`.
     """

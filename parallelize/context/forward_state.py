@@ -45,6 +45,7 @@ class Context:
         length: tokens of the last forward's sequences.
         attended: modules whose attention was computed over cp at least once.
         checked: whether the checks of the first forward have passed.
+        compared: whether a step, which compares its inputs over all ranks, calls the forward.
     """
 
     def __init__(self, mesh: DeviceMesh, attention: dict[str, str], ulysses: int = 1):
@@ -60,7 +61,7 @@ class Context:
         self._empty_layout = SequenceLayout(0, size // ulysses, ulysses, balanced)
         self.length = 0
         self.attended: set[str] = set()
-        self.checked = False
+        self.checked = self.compared = False
         self._running: ForwardSequences | None = None
         self._with_graph = False  # whether the running forward records a graph
         self._attended_without_graph = False  # in such a forward: it is checkpointed with use_reentrant=True
@@ -68,7 +69,13 @@ class Context:
 
     def __deepcopy__(self, memo: dict) -> Context:
         copy = memo[id(self)] = object.__new__(Context)
-        fresh: dict[str, Any] = {"_running": None, "_alive": weakref.WeakSet(), "attended": set(), "checked": False}
+        fresh: dict[str, Any] = {
+            "_running": None,
+            "_alive": weakref.WeakSet(),
+            "attended": set(),
+            "checked": False,
+            "compared": False,
+        }
         copy.__dict__ |= self.__dict__ | fresh
         return copy
 

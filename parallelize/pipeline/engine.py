@@ -371,6 +371,8 @@ class Pipeline:
 
     def _execute(self, run: StepRun) -> None:
         known = set(self._headers)
+        if self.context is not None:
+            self.context.compared = self.check.compares
         try:
             run.run()
             run.settle()
@@ -380,6 +382,8 @@ class Pipeline:
             raise
         finally:
             self._spans = run.spans
+            if self.context is not None:
+                self.context.compared = False
             if self.clock is not None:
                 self.clock.move(None)
 

@@ -148,6 +148,12 @@ class Contract:
         return self.enter is Conversion.NONE and (self.traits.sums_output or self.compute == "rms_norm")
 
     @property
+    def decides_inside(self) -> bool:
+        """Whether the plan decides what the inside of the module computes, rather than the module's own code."""
+        shards = self.traits.sums_output or self.traits.splits_output
+        return shards or self.compute != "stock" or self.forward_factory is not None
+
+    @property
     def adds_bias_after_sum(self) -> bool:
         """Whether the bias is added once, after the partial outputs of the ranks were summed."""
         return self.compute == "rowwise"

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.styles.contract import Contract, Conversion
+from parallelize.styles.contract import Conversion
 from parallelize.tensor.first_forward import FirstForwards, ShardMaker
 from parallelize.tensor.torch_styles.linear import RowwiseParallel
 from parallelize.tensor.torch_styles.shard_misuse import linears_of
@@ -22,7 +22,7 @@ def watch_first_forwards(resolved: ResolvedPlan, model: ModelFacts) -> None:
     region = resolved.region
     if not makers and region is None:
         return
-    opaque = {name for name, row in resolved.modules.items() if _is_decided(row.contract)}
+    opaque = {name for name, row in resolved.modules.items() if row.contract.decides_inside}
     opaque |= {model.aliases[item.fqn] for item in resolved.plan.kept if item.fqn in model.aliases and item.fqn}
     entry = region.enter if region is not None else ""
     first = FirstForwards(makers, frozenset(opaque), entry)
@@ -35,12 +35,6 @@ def _watched(makers: dict[str, ShardMaker], entry: str) -> Iterator[str]:
     """The model, its decoder, and the modules with column linears among their children."""
     names = [name.rpartition(".")[0] for name, maker in makers.items() if maker.kind == "features"]
     yield from dict.fromkeys(["", *([entry.rpartition(".")[0].rpartition(".")[0]] if entry else []), *names])
-
-
-def _is_decided(contract: Contract) -> bool:
-    """Whether the plan decides what the inside of a module computes, rather than the module's own code."""
-    traits = contract.traits
-    return traits.sums_output or traits.splits_output or contract.compute != "stock" or bool(contract.forward_factory)
 
 
 def _makers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[tuple[str, ShardMaker]]:

@@ -19,7 +19,7 @@ def test_the_first_ranks_choice_is_used_where_lines_go_through_the_store(monkeyp
     """As over NCCL: a line that is known is not sent again, and its algorithm stays that of the first rank."""
     monkeypatch.setattr(op_handshake, "_BY_STORE", ("threaded",))
     store = dist.HashStore()
-    monkeypatch.setattr(op_handshake.private, "default_store", lambda: store)
+    monkeypatch.setattr(op_handshake.private_groups, "default_store", lambda: store)
 
     def body(rank: int) -> list[str]:
         group, device = Group(dist.group.WORLD), torch.device("cpu")

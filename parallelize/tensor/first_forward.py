@@ -67,6 +67,7 @@ class FirstForwards:
         entry: the module whose input conversion enters the sequence-parallel region; "" without one.
         sequence_dim: of the region.
         watched: the modes, training or not, of which a forward was watched.
+        hooks: by name of a module, what begins its watch. Those of parts of the model end with its first watched forward.
     """
 
     makers: dict[str, ShardMaker]
@@ -74,10 +75,22 @@ class FirstForwards:
     entry: str = ""
     sequence_dim: int = 1
     watched: set[bool] = field(default_factory=set)
+    hooks: dict[str, Any] = field(default_factory=dict)
 
     def install(self, module: nn.Module, name: str) -> None:
         """Watch the forwards of one module, which may contain others that are watched."""
-        module.register_forward_pre_hook(partial(_begin, self, name), with_kwargs=True)
+        self.hooks[name] = module.register_forward_pre_hook(partial(_begin, self, name), with_kwargs=True)
+
+    def end(self, name: str, training: bool) -> None:
+        """A forward of the module `name` was watched to its end."""
+        self.watched.add(training)
+        if not name:  # the model is called, so that its hook sees the forwards of the other mode
+            for part in [part for part in self.hooks if part]:
+                self.hooks.pop(part).remove()
+        if len(self.watched) == 2:
+            for hook in self.hooks.values():
+                hook.remove()
+            self.hooks.clear()
 
 
 def _begin(first: FirstForwards, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -171,8 +184,8 @@ class _Watch:
 
     def _end(self, module: nn.Module, _: Any, output: Any) -> None:
         self.undo.close()
-        if self.mode.has_tokens or not self.first.entry:
-            self.first.watched.add(module.training)
+        if output is not None and (self.mode.has_tokens or not self.first.entry):  # None: the forward failed
+            self.first.end(self.prefix.rstrip("."), module.training)
 
 
 class _Follower(TorchFunctionMode):

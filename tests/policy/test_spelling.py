@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,12 @@ def files() -> list[Path]:
 def british_words(text: str) -> list[str]:
     for kept in KEPT:
         text = text.replace(kept, "")
-    return [word.group(0) for word in BRITISH.finditer(text)]
+    return [word for word in re.findall(r"\w+", text) if is_british(word)]
+
+
+@cache
+def is_british(word: str) -> bool:
+    return BRITISH.search(word) is not None
 
 
 @pytest.mark.torch_free

@@ -253,3 +253,35 @@ def test_later_forwards_are_not_watched():
         return seen
 
     assert run_ranks(2, body) == [[1, 1, 0, 0]] * 2
+
+
+def test_a_refused_forward_is_refused_again():
+    def body(rank: int):
+        model = OddModel(lambda m, x: x - x.mean(1, keepdim=True))
+        parallelize_module(model, build_mesh("cpu", tp=2), parse_plan(plan_text()), sequence_parallel=True)
+        for _ in range(2):
+            with pytest.raises(ModelError, match="mixed-sequence"):
+                model(torch.zeros(1, 8, dtype=torch.long))
+        return True
+
+    assert all(run_ranks(2, body))
+
+
+def test_no_hook_stays_on_the_parts_of_a_model_that_ran():
+    def hooks(model) -> tuple[int, int]:
+        """(on the model, on its parts)"""
+        counts = [len(module._forward_pre_hooks) for module in model.modules()]
+        return counts[0], sum(counts[1:])
+
+    def body(rank: int):
+        model = OddModel(lambda m, x: x)
+        parallelize_module(model, build_mesh("cpu", tp=2), parse_plan(plan_text()), sequence_parallel=True)
+        seen = [hooks(model)]
+        for training in (True, False):
+            model.train(training)(torch.zeros(1, 8, dtype=torch.long))
+            seen.append(hooks(model))
+        return seen
+
+    for at_first, trained, evaluated in run_ranks(2, body):
+        assert trained[1] < at_first[1] and trained[0] == at_first[0]
+        assert evaluated == (trained[0] - 1, trained[1])

@@ -26,9 +26,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_of(kind: str, seed: int = 0) -> nn.Module:
+def model_of(kind: str, seed: int = 0, **more: Any) -> nn.Module:
     family, sizes = KINDS[kind]
-    return tiny_model(family, torch.float64, seed=seed, **sizes)
+    return tiny_model(family, torch.float64, seed=seed, **sizes, **more)
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -> float:
@@ -68,7 +68,7 @@ def moments(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 def compiled(rank: int, kind: str) -> tuple[float, bool]:
     """(largest error of a gradient after a compiled step, whether all gradients of such parameters are of their class)."""
-    model, reference = model_of(kind), model_of(kind)
+    model, reference = (model_of(kind, num_hidden_layers=1) for _ in range(2))
     parallelize_module(model, build_mesh("cpu", tp=2))
     ids, labels = tiny_batch()
     cross_entropy(torch.compile(model, backend="aot_eager")(input_ids=ids).logits, labels).backward()

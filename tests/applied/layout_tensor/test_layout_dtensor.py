@@ -36,6 +36,7 @@ def on_ranks(kind: str, body: Callable[[Any, Any], Any], tp: int = 2) -> list[An
     return run_ranks(tp, run)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_is_the_full_tensor_to_pytorch(kind, tp):
@@ -54,6 +55,7 @@ def test_a_parameter_is_the_full_tensor_to_pytorch(kind, tp):
     assert max(on_ranks(kind, body, tp)) < EXACT
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}, {"fused": True}, {}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stock_optimizers_step_it_and_their_states_are_full_tensors(kind, how):
@@ -223,13 +225,14 @@ def test_state_dicts_are_no_collective(two_processes):
     assert all(two_processes.run(jobs.state_dict_of_one_rank))
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("kind", ["unequal chunks", "shared heads"])
 def test_compiled_steps_give_gradients_of_its_class(two_processes, kind):
     for largest, alike in two_processes.run(jobs.compiled, kind):
         assert largest < EXACT and alike
 
 
-@pytest.mark.variants(every=3)
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["shard_data", "fully_shard"])
 def test_fully_sharded_it_steps_is_saved_and_loads_on_another_mesh(four_processes, tmp_path, kind, how):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -301,7 +301,19 @@ def _indexed(call: Call, x: T, shard: ShardDim) -> ShardDim | None:
     if any(isinstance(item, (T, list)) for item, _ in items):
         return None
     kept = [(item, dim) for item, dim in items if item is None or isinstance(item, slice)]
-    for position, (_, dim) in enumerate(kept):
+    for position, (item, dim) in enumerate(kept):
         if dim is not None and dim - x.ndim == shard.dim:
-            return shard.moved(position - len(kept))
+            sliced = _sliced(shard, item, x.shape[dim]) if isinstance(item, slice) else shard
+            return sliced.moved(position - len(kept)) if sliced is not None else None
     return None
+
+
+def _sliced(shard: ShardDim, item: slice, size: int) -> ShardDim | None:
+    """After `x[start:stop]` of the dim: whole parts of a packed one, else not known."""
+    start, stop, step = item.indices(size)
+    if (start, stop, step) == (0, size, 1):
+        return shard
+    part = size // shard.outer
+    if step != 1 or start % part or stop % part or stop <= start:
+        return None
+    return replace(shard, outer=(stop - start) // part)

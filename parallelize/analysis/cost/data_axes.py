@@ -100,6 +100,7 @@ def _gathers(shards: Sequence[ParameterShard], setting: Setting) -> Iterator[Mes
 def _fsdp_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterator[tuple[Message, int]]:
     axis, times = setting.shard_axis, setting.step_microbatches
     ranks = setting.size(axis)
+    reductions = 1 if setting.defer else times
     for unit, group in zero_groups(shards).items():
         numel = sum(shard.padded_numel(ranks) for shard in group)
         trained = sum(shard.padded_numel(ranks) for shard in group if shard.trained)
@@ -108,9 +109,11 @@ def _fsdp_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterat
             yield Message("all_gather", axis, ranks, full_bytes, unit, "forward"), times
             yield Message("all_gather", axis, ranks, full_bytes, unit, "backward"), times
         reduced = trained * setting.gradient_bytes
-        reductions = 1 if setting.defer else times
         if ranks > 1 and trained:
             yield Message("reduce_scatter", axis, ranks, ranks * reduced, unit, "backward"), reductions
         for other in ("dp_replicate", "cp"):
             if setting.size(other) > 1 and trained:
                 yield Message("all_reduce", other, setting.size(other), reduced, unit, "backward"), reductions
+    everyone = setting.group_name(setting.data_axes)
+    flags = Message("all_reduce", everyone, setting.size(*setting.data_axes), len(shards), "used parameters", "backward")
+    yield flags, reductions  # one byte for each parameter; see `zero/unused_parameters.py`

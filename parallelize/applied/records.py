@@ -114,6 +114,7 @@ class Applied:
         dropout_clock: of `install_dropout`: a randomness.dropout.position.Clock.
         recompute_units: its recomputed modules, where the model would make a key/value cache.
     Attributes, of any module:
+        name: its name in the model when the plan was applied, of modules whose outputs the first forward looks at.
         planned: what its forward runs with.
         attention: a context.forward_state.ContextAttention. dropout: a randomness.dropout.call_sites.ModuleDropout.
         recompute_unit: set where it is recomputed.
@@ -134,6 +135,7 @@ class Applied:
     ties: TiedCopies | None = None
     dropout_clock: object = None
     recompute_units: tuple[RecomputedModule, ...] = ()
+    name: str = ""
     planned: PlannedModule | None = None
     attention: object = None
     dropout: object = None
@@ -158,7 +160,7 @@ class Applied:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-_PICKLED = {"resolved", "recipe", "rebuilt_buffers"}
+_PICKLED = {"name", "resolved", "recipe", "rebuilt_buffers"}
 
 
 def _restored(values: dict[str, Any]) -> Applied:

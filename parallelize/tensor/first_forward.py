@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,11 +22,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize import _torch_private as private
-from parallelize.applied.records import record_of
+from parallelize.applied.records import applied, record_of
 from parallelize.errors import ModelError, Problem
 from parallelize.plan.pattern import generic
 from parallelize.tensor.planned_forward import installed
@@ -81,6 +83,13 @@ class FirstForwards:
         """Watch the forwards of one module, which may contain others that are watched."""
         self.hooks[name] = module.register_forward_pre_hook(partial(_begin, self, name), with_kwargs=True)
 
+    def begin_again(self, root: weakref.ref[nn.Module]) -> None:
+        """Watch the next forwards too, of a model that has other modules now."""
+        self.watched.clear()
+        model = root()
+        if model is not None and "" not in self.hooks:
+            self.install(model, "")
+
     def end(self, name: str, training: bool) -> None:
         """A forward of the module `name` was watched to its end."""
         self.watched.add(training)
@@ -114,18 +123,32 @@ class _Watch:
         self.undo = ExitStack()
 
     def start(self, inputs: Any) -> None:
+        self._refuse_adapters()
         _active.watch = self
         self.undo.callback(_active.__dict__.pop, "watch", None)
-        for name, child in self.module.named_modules():
-            fqn = (self.prefix + name).rstrip(".")
+        for child in self.module.modules():
+            name = applied(child).name
             if child is not self.module:
-                self._hook(fqn, child)
-            if fqn == self.first.entry:
-                self._watch_entry(fqn, child)
+                self._hook(name, child)
+            if name and name == self.first.entry:
+                self._watch_entry(name, child)
         self._mark_inputs(inputs)
         ending = self.module.register_forward_hook(self._end, always_call=True)
         self.undo.callback(ending.remove)
         self.undo.enter_context(self.mode)
+
+    def _refuse_adapters(self) -> None:
+        """Raises: ModelError `added-parameter` for a planned module that was wrapped, or replaced, by one that trains."""
+        modules = dict(self.module.named_modules())
+        planned = {applied(child).name: child for child in modules.values()}
+        for path, child in modules.items():
+            name = (self.prefix + path).rstrip(".")
+            if (name not in self.first.makers and name not in self.first.opaque) or applied(child).name:
+                continue
+            is_elsewhere = name in planned and planned[name] not in child.modules()
+            added = [key for key, parameter in child.named_parameters() if _trains_unplanned(parameter)]
+            if added and not is_elsewhere:
+                raise _added_parameter(f"{added[0]} of {name}, which is a {type(child).__name__} now")
 
     def _hook(self, fqn: str, child: nn.Module) -> None:
         maker, is_opaque = self.first.makers.get(fqn), fqn in self.first.opaque
@@ -214,6 +237,7 @@ class _Follower(TorchFunctionMode):
             return func(*args, **kwargs)
         call = Call(_name_of(func), args, kwargs, self.shards.get, self._is_derived)
         self._check(call, caller)
+        self._check_parameters(tensors)
         out = func(*args, **kwargs)
         if call.name in ("shape", "size"):
             return self._marked_size(call, out)
@@ -233,6 +257,13 @@ class _Follower(TorchFunctionMode):
         if self._takes_size_for_length(call):
             shard = ShardDim("sequence", 0, 1, 0, "")
             self._refuse(call, caller, shard, "count")
+
+    def _check_parameters(self, tensors: list[T]) -> None:
+        """Planned parameters are read as local tensors: a `Parameter` here is one that was added after the plan."""
+        tokens = next((self.shards[x] for x in tensors if x in self.shards and self.shards[x].kind == "sequence"), None)
+        if tokens is not None and torch.is_grad_enabled() and any(map(_trains_unplanned, tensors)):
+            module = type(self.modules[-1]).__name__ if self.modules else "the model"
+            raise _added_parameter(f"one of {module}, inside the sequence-parallel region")
 
     def _takes_size_for_length(self, call: Call) -> bool:
         if call.name in _POSITIONS:
@@ -283,6 +314,19 @@ class _Follower(TorchFunctionMode):
         what = f"{by} works over all features of {column}, and a rank has a part"
         fix = "`replicate` for the linears of this block, or put the function after its row linear"
         raise ModelError(Problem("mixed-features", what, fix=fix))
+
+
+def _trains_unplanned(parameter: T) -> bool:
+    return isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor) and parameter.requires_grad
+
+
+def _added_parameter(which: str) -> ModelError:
+    what = f"a parameter was added after the plan, {which}: a rank computes a part of its gradient, and no plan sums the parts"
+    fix = (
+        "add it to the model and to the plan before parallelize_module, or merge adapters before it; "
+        "or train it without tp, over data axes"
+    )
+    return ModelError(Problem("added-parameter", what, fix=fix))
 
 
 def _has_shard_size(value: Any) -> bool:

@@ -57,6 +57,7 @@ def test_one_key_value_head_is_correct(family):
     assert not slugs(lint(tiny(family, num_key_value_heads=1), None, "tp=4"))
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize(
     ("old", "new", "slug", "named"),
     [

@@ -168,15 +168,18 @@ class Adapter(nn.Module):
         return self.linear(x) + self.up(self.down(x))
 
 
+@pytest.mark.parametrize(("trains", "slug"), [(True, "added-parameter"), (False, "shard-misread")])
 @pytest.mark.parametrize("name", ["up_proj", "down_proj"])
-def test_adapters_of_planned_linears_are_told_when_to_be_merged(name):
+def test_adapters_of_planned_linears_are_told_when_to_be_merged(name, trains, slug):
     copies = models()
 
     def body(rank):
         mlp = planned(copies, rank).model.layers[0].mlp
-        setattr(mlp, name, Adapter(getattr(mlp, name)))
+        adapter = Adapter(getattr(mlp, name))
+        adapter.down.requires_grad_(trains), adapter.up.requires_grad_(trains)
+        setattr(mlp, name, adapter)
         with pytest.raises(ModelError, match="merge adapters before it") as error:
             copies[rank](input_ids=IDS)
-        assert error.value.slugs == ("shard-misread",)
+        assert error.value.slugs == (slug,)
 
     run_ranks(2, body)

@@ -15,6 +15,7 @@ from tests.support.parity import loss_of, worst
 from tests.support.threads import run_ranks
 
 
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_materialized_and_loaded_equals_unsharded(family):
     model = tiny_model(family)

@@ -21,6 +21,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("as_local", [False, True], ids=["DTensors", "local tensors"])
 @pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_a_step_between_forward_and_backward_is_refused(optimizer, options, as_local):

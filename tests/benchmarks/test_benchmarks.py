@@ -95,6 +95,7 @@ os.write(1, f"seconds {time.perf_counter() - began} {len(os.sched_getaffinity(0)
 """
 
 
+@pytest.mark.sweep
 @needs_root
 def test_the_link_is_as_slow_as_asked():
     """2 MiB at 100 Mbit/s take 0.147 s once the bucket of 256 KiB is empty."""

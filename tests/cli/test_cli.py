@@ -252,6 +252,7 @@ TYPES = (
 )
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_what_is_imported_is_exported_as_it_was(model_type):
     from transformers import CONFIG_MAPPING

@@ -41,12 +41,14 @@ def check(model, sizes, limit=1e-12, length=LENGTH, inputs=None, batch=2, **opti
         assert error <= limit, name
 
 
+@pytest.mark.variants(every=5)
 @pytest.mark.parametrize("ulysses", [1, 2])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name, ulysses):
     check(family(name), {"cp": 2}, ulysses=ulysses)
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
 @pytest.mark.parametrize("name", ["llama", "mistral", "bert"])
 def test_four_ranks(name, ulysses):
@@ -95,6 +97,7 @@ def packed_positions(length):
     return torch.stack([first, second])
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("ulysses", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_packed_documents(name, ulysses):

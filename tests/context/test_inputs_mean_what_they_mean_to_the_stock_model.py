@@ -31,6 +31,7 @@ def test_loss_arguments_of_the_caller_apply(arguments):
 RESTARTING = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1]])
 
 
+@pytest.mark.variants(every=5)
 @pytest.mark.parametrize("name", ["llama", "mistral", "opt", "bert", "gpt2"])
 @pytest.mark.parametrize("mask", ["none", "all", "left"])
 def test_positions_and_masks_mean_what_they_mean_to_the_stock_model(name, mask):

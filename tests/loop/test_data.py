@@ -166,6 +166,7 @@ def test_sizes_that_do_not_divide_are_refused():
 # -- resuming -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.variants(every=2)
 @PARALLEL
 @pytest.mark.parametrize("taken", [0, 3, 5, 7])
 def test_resumed_gets_exactly_the_remaining_batches(workers, taken):

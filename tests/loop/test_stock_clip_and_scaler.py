@@ -33,6 +33,7 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+@pytest.mark.variants(every=9)
 @pytest.mark.parametrize("source", ["model", "optimizer"])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize(("axes", "zero"), SETTINGS, ids=str)
@@ -78,6 +79,7 @@ def test_stock_clipping_of_what_is_not_finite():
     run_ranks(2, body)
 
 
+@pytest.mark.variants(every=8)
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("overflows", [False, True])
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ GLOBAL: dict[str, Callable[[T, int], T]] = {
 }
 
 
-@pytest.mark.variants(every=4)
+@pytest.mark.variants(every=8)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", GLOBAL)

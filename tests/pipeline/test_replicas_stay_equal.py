@@ -81,6 +81,7 @@ COPIES = [
 ]
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize(("axes", "options"), COPIES, ids=str)
 def test_a_copy_of_one_data_rank_is_named_in_the_next_step(axes, options):
     size = math.prod(axes.values())
@@ -91,6 +92,7 @@ def test_a_copy_of_one_data_rank_is_named_in_the_next_step(axes, options):
     assert f"model.{part}.weight  ranks {size - 1} differ from rank {other}" in text
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_replica_over_tp_is_named_in_the_next_step(axes, sequence_parallel):
@@ -139,6 +141,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.variants(every=6)
 @pytest.mark.parametrize(("axes", "options"), RIGHT, ids=str)
 def test_training_is_compared_without_alarm(axes, options, monkeypatch):
     """No facts are gathered either, which is what happens where a message is not 0."""

@@ -324,6 +324,7 @@ def test_needs_are_checked_before_anything_is_built(arguments, slugs, fix, monke
     assert isinstance(error.value, MeshError if "bad-num-ranks" in slugs else PlanError)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("name", MULTI)
 def test_counts_that_are_advised_work(name):
     for count in range(1, 20):

@@ -84,6 +84,7 @@ def evaluates(parts: Any, _: dict) -> Any:
     return parts[0].evaluate
 
 
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize("axes", [mesh for mesh in MESHES if mesh != {"dp": 2}], ids=str)
 @pytest.mark.parametrize(
     ("change", "row"),
@@ -97,6 +98,7 @@ def test_ranks_of_one_data_rank_with_other_batches_are_named(axes, change, row):
     assert row in texts[0] and f"ranks {size - 1}: " in texts[0]
 
 
+@pytest.mark.variants(every=6)
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize(
     ("change", "row"),

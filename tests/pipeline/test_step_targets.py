@@ -71,6 +71,7 @@ def test_labels_of_a_masked_model_are_not_shifted():
     run_ranks(2, body)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 def test_mistakes_with_targets_are_named_on_every_rank(axes, call):

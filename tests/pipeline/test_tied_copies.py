@@ -151,6 +151,7 @@ def doubled(*names: str) -> Callable[[int, Any], None]:
     return change
 
 
+@pytest.mark.variants(every=3)
 @ON_MESHES
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
 def test_an_edit_of_one_copy_is_named_in_the_next_step(axes, options, name):
@@ -171,6 +172,7 @@ def test_edits_of_all_copies_and_more_writes_of_equal_values_are_accepted(axes, 
     assert set(after_a_step(axes, options, writes_again)) == {""}
 
 
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize(("axes", "options"), TAKES_FULL_TENSORS, ids=str)
 @pytest.mark.parametrize("left_out", [("lm_head",), ("embed_tokens",), ("embed_tokens", "lm_head"), ()], ids=str)
 def test_a_state_dict_without_all_names_of_a_tie_is_loaded_into_all_copies(axes, options, left_out):

@@ -119,6 +119,7 @@ def test_the_kind_of_attention_over_cp(monkeypatch):
     assert not verify("llama", None, "cp=2").ok
 
 
+@pytest.mark.sweep
 def test_ties_that_a_plan_declares_are_explained():
     tie = Tie("scales", ("model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight"))
     source = ModelSource("llama", lambda _: tiny_model("llama"))

@@ -86,6 +86,7 @@ def test_rules_of_tied_parameters_must_agree():
     assert rows["embed.weight"].fact.names == ("embed.weight", "head.weight")
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shipped_plans_resolve_on_meta_models(family, tp):

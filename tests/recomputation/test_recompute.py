@@ -203,6 +203,7 @@ def test_a_graph_that_is_walked_twice(how):
     on_ranks(2, body)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("how", CONFIGURATIONS[:3])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_overlapped_linears(sequence_parallel, how):
@@ -314,6 +315,7 @@ AGAIN = {
 }
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_collectives_are_not_sent_twice(family, sequence_parallel, monkeypatch):

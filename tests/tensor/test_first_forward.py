@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from parallelize import ModelError, build_mesh, parallelize_module
@@ -83,6 +84,7 @@ OVER_TOKENS = {
 }
 
 
+@pytest.mark.variants(every=13)
 @pytest.mark.parametrize("name", OVER_TOKENS)
 def test_operations_over_tokens_are_refused_inside_the_region_alone(name):
     operation = OVER_TOKENS[name]
@@ -115,6 +117,7 @@ BY_TOKEN = {
 }
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("name", BY_TOKEN)
 def test_operations_on_each_token_run(name):
     assert outcome(lambda: OddModel(BY_TOKEN[name]), plan_text(), sequence_parallel=True) == "right"
@@ -157,6 +160,7 @@ BY_HEAD = {
 }
 
 
+@pytest.mark.variants(every=5)
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_functions_over_all_features_are_refused(name, sequence_parallel):
@@ -169,6 +173,7 @@ def test_functions_over_all_features_are_refused_in_dicts(name):
     assert outcome(lambda: OddModel(between=MIXED[name]), STYLES, False) == ("mixed-features",)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("name", BY_HEAD)
 def test_functions_on_the_features_of_a_head_run(name):
     plan = plan_text("colwise(heads)", "rowwise(heads)")
@@ -200,6 +205,7 @@ HEADS_FIRST = {
 }
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("name", PARTS_FIRST)
 def test_a_packed_projection_is_cut_as_its_rule_says(name):
     make = lambda: OddModel(between=PARTS_FIRST[name], inner=48)  # noqa: E731
@@ -285,3 +291,73 @@ def test_no_hook_stays_on_the_parts_of_a_model_that_ran():
     for at_first, trained, evaluated in run_ranks(2, body):
         assert trained[1] < at_first[1] and trained[0] == at_first[0]
         assert evaluated == (trained[0] - 1, trained[1])
+
+
+class Lora(nn.Module):
+    """A low-rank update beside a linear, as adapters are added by wrapping."""
+
+    def __init__(self, base: nn.Module, width: int = WIDTH):
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Scaled(nn.Module):
+    def __init__(self, base: nn.Module):
+        super().__init__()
+        self.base, self.scale = base, nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.base(x) * self.scale
+
+
+def _wrap(model, name: str, wrapper: type[nn.Module]) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, wrapper(model.get_submodule(name)))
+
+
+ADDED = [
+    ("layers.0.inner.up", Lora, False),
+    ("layers.0.inner.down", Lora, False),
+    ("layers.0.inner", Lora, True),
+    ("layers.0.inner", Scaled, True),
+]
+
+
+@pytest.mark.variants(every=3)
+@pytest.mark.parametrize(("name", "wrapper", "only_in_region"), ADDED)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("after_a_forward", [False, True])
+def test_parameters_added_after_the_plan_are_refused(name, wrapper, only_in_region, sequence_parallel, after_a_forward):
+    ids = torch.zeros(1, 8, dtype=torch.long)
+
+    def body(rank: int):
+        model = OddModel(lambda m, x: x)
+        plan = parse_plan(plan_text())
+        parallelize_module(model, build_mesh("cpu", tp=2), plan, sequence_parallel=sequence_parallel)
+        for training in (False, True) if after_a_forward else ():
+            model.train(training)(ids)
+        _wrap(model, name, wrapper)
+        if only_in_region and not sequence_parallel:
+            model(ids).sum().backward()  # every rank computes the same from the same tensor
+            return ()
+        with pytest.raises(ModelError) as error:
+            model(ids)
+        return error.value.slugs
+
+    expected = () if only_in_region and not sequence_parallel else ("added-parameter",)
+    assert run_ranks(2, body) == [expected] * 2
+
+
+def test_frozen_wrappers_run():
+    def body(rank: int):
+        model = OddModel(lambda m, x: x)
+        parallelize_module(model, build_mesh("cpu", tp=2), parse_plan(plan_text()), sequence_parallel=True)
+        _wrap(model, "layers.0.inner", Scaled)
+        model.layers[0].inner.scale.requires_grad_(False)
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+        return True
+
+    assert all(run_ranks(2, body))

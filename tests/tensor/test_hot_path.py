@@ -249,6 +249,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=[k.__name__ for k, _ in OPTIMIZERS])
 def test_local_optimizer(kind, options):
     """Given the same gradients, equal to the optimizer on the unsharded model; state is DTensors outside a step."""

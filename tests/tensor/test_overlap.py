@@ -149,6 +149,7 @@ HOWS = [
 ]
 
 
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("how", HOWS)
 def test_a_block_that(how, sequence_parallel):
@@ -254,6 +255,7 @@ def test_auto_of_a_call_with_uneven_widths():
 # -- passes that are cut in two, or run again --------------------------------------------------------------------------------
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("recompute", [None, False, True], ids=["plain", "recompute", "reentrant"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_deferred_weight_gradients(sequence_parallel, recompute):
@@ -282,6 +284,7 @@ def test_deferred_weight_gradients(sequence_parallel, recompute):
     run_ranks(2, body)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_recompute(sequence_parallel, reentrant):

@@ -31,6 +31,7 @@ def test_planned_models(two_processes, family, sequence_parallel):
     two_processes.run(jobs.parity, family, 2, options)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("op", OPS)
 def test_results_do_not_depend_on_the_chunks(two_processes, op):
     """fp32: outputs and input gradients bit-equal to sync where the kernel computes a row alike in any batch of rows, else to

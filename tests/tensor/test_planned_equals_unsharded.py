@@ -41,7 +41,7 @@ def check(family: str, tp: int, mode: tuple[bool, bool], dtype: torch.dtype = to
         compare(actual, expected, dtype)
 
 
-@pytest.mark.variants(every=10)
+@pytest.mark.variants(every=30)
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,7 +49,7 @@ def test_float64(family, tp, mode):
     check(family, tp, mode)
 
 
-@pytest.mark.variants(every=22)
+@pytest.mark.variants(every=44)
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,7 +57,7 @@ def test_float32(family, tp, mode):
     check(family, tp, mode, torch.float32)
 
 
-@pytest.mark.variants(every=4)
+@pytest.mark.variants(every=8)
 @pytest.mark.parametrize("mode", [MODES[0], MODES[3]], ids=[MODE_IDS[0], MODE_IDS[3]])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gpt2", "gpt_neox", "opt", "bert", "gemma2"])
 def test_tied_and_untied(family, mode):
@@ -107,6 +107,7 @@ def test_bfloat16_stays_within_its_epsilon(family):
         assert ours <= 2 * theirs + roundings * epsilon
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_frozen_base_with_a_few_trained_parameters(family, sequence_parallel):

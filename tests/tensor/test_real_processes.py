@@ -10,7 +10,7 @@ from tests.tensor import jobs
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.variants(every=5)
+@pytest.mark.variants(every=10)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_equal_unsharded(two_processes, family, sequence_parallel):
@@ -43,6 +43,7 @@ def test_each_broken_edge_of_tensor_parallelism_is_noticed(two_processes, how):
     assert min(two_processes.run(jobs.largest_error, "qwen3", TENSOR, ("boundary all_reduce", how))) > 1e-3
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("how", ["dropped", "doubled", "scaled"])
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
 def test_each_broken_collective_is_noticed(two_processes, collective, how):

@@ -109,6 +109,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize("form", ["plan", "dict", "PyTorch's dict"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
@@ -118,6 +119,7 @@ def test_one_collective_for_all_that_read_one_tensor(two_processes, form, sequen
         assert error < 1e-12
 
 
+@pytest.mark.variants(every=6)
 @pytest.mark.parametrize("form", ["plan", "dict"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(

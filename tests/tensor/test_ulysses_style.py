@@ -39,7 +39,7 @@ def plan_of(family: str):
 SIZES = [*((name, tp) for name in ("llama", "mistral", "qwen3", "gpt2") for tp in (2, 4)), ("llama", 8)]
 
 
-@pytest.mark.variants(every=3)
+@pytest.mark.variants(every=9)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(("family", "tp"), SIZES)
 def test_equals_unsharded(family, tp, sequence):

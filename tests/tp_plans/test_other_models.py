@@ -12,7 +12,7 @@ from tests.tp_plans.other_models import HEADER, TYPES, outcome, with_table
 PUBLISHED = Path(__file__).parent.parent.parent / "docs" / "other-models.md"
 
 
-@pytest.mark.variants(every=4)
+@pytest.mark.variants(every=12)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_parity_or_a_named_error(model_type):
     kind, detail = outcome(model_type)

@@ -9,6 +9,7 @@ from tests.training import mesh_jobs as jobs
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_step_after_a_failed_one_is_right(two_processes, four_processes, zero, backward):

@@ -15,6 +15,7 @@ def test_scalars_strides_and_few_rows(four_processes, zero, fused):
     assert max(four_processes.run(jobs.odd_shapes, zero, fused)) < 1e-12
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_many_narrow_gradients_are_summed_in_float32(two_processes, zero):
     assert max(two_processes.run(jobs.many_narrow_microbatches, zero)) == 0.0

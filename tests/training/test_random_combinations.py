@@ -36,6 +36,16 @@ FOUND = {
         microbatches=2,
         habits=((0, "checkpointing by transformers", ""),),
     ),
+    "recomputed dropout before deferred logits": dict(
+        family="phi3",
+        overrides={"resid_pdrop": 0.2, "num_hidden_layers": 2},
+        axes={"pp": 2},
+        options={"fuse_loss": True, "num_microbatches": 2},
+        loop="step",
+        loss="targets",
+        microbatches=2,
+        habits=((0, "checkpointing by transformers", ""),),
+    ),
 }
 """What such combinations have found, reduced."""
 

@@ -22,7 +22,7 @@ MODE = {"sequence_parallel": True, "loss_parallel": True}
 FAMILIES = ["llama", "gpt2", "qwen3-sliding", "gemma2", "gemma3-long", "blocks"]
 
 
-@pytest.mark.variants(every=3)
+@pytest.mark.variants(every=6)
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_schedule_with_and_without_a_tie(two_processes, schedule, family):

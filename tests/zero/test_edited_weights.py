@@ -33,6 +33,7 @@ EDITS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
+@pytest.mark.variants(every=9)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 2])

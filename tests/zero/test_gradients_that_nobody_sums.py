@@ -82,6 +82,7 @@ def test_a_part_that_fully_shard_leaves_out():
     run_ranks(2, body)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("change", RELOADS)
 @pytest.mark.parametrize("part", ["", "down"], ids=["model", "part"])
 @pytest.mark.parametrize("planned", [False, True], ids=["plain", "planned"])

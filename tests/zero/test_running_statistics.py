@@ -14,6 +14,7 @@ from tests.support.threads import run_ranks
 WIDTH = 6
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("late", [False, True], ids=["each backward", "accumulated"])
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -25,6 +25,7 @@ def trained(model, optimizer, steps):
     return [local(p).clone() for group in optimizer.param_groups for p in group["params"]]
 
 
+@pytest.mark.variants(every=6)
 @pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("tp", [1, 2])

@@ -21,6 +21,7 @@ def data_index(mesh, axes) -> int:
     return mesh.get_local_rank("dp") if "dp" in axes else 0
 
 
+@pytest.mark.variants(every=8)
 @pytest.mark.parametrize("passed", ["keyword", "position", "count"])
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"cp": 2}, {"dp": 2, "cp": 2}, {"dp": 2, "tp": 2}], ids=str)

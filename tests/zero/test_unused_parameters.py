@@ -58,6 +58,7 @@ def full(value: torch.Tensor | None) -> torch.Tensor | None:
     return None if value is None else value.full_tensor()
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("mode", ["each backward", "accumulated", "deferred"])
 @pytest.mark.parametrize("axes", MESHES)
 def test_gradients_are_those_of_the_unsharded_model(axes, mode):

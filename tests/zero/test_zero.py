@@ -11,7 +11,7 @@ pytestmark = pytest.mark.processes
 NEED_FULL_PARAMETERS = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 
 
-@pytest.mark.variants(every=9)
+@pytest.mark.sweep
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_every_optimizer_steps_as_unsharded_or_is_refused_by_name(four_processes, zero):
     for errors in four_processes.run(jobs.optimizer_parity, zero, {"dp": 2, "tp": 2}):
@@ -20,7 +20,7 @@ def test_every_optimizer_steps_as_unsharded_or_is_refused_by_name(four_processes
         assert max(value for value in errors.values() if isinstance(value, float)) < 1e-12, errors
 
 
-@pytest.mark.variants(every=5)
+@pytest.mark.variants(every=10)
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("axes", [{"dp": 4}, {"dp": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -115,5 +115,7 @@ def _fsdp_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterat
             if setting.size(other) > 1 and trained:
                 yield Message("all_reduce", other, setting.size(other), reduced, unit, "backward"), reductions
     everyone = setting.group_name(setting.data_axes)
-    flags = Message("all_reduce", everyone, setting.size(*setting.data_axes), len(shards), "used parameters", "backward")
+    flags = Message(
+        "all_reduce", everyone, setting.size(*setting.data_axes), len(shards), "used parameters", "backward"
+    )
     yield flags, reductions  # one byte for each parameter; see `zero/unused_parameters.py`

@@ -21,6 +21,7 @@ from torch.autograd import Function
 
 from parallelize import _torch_private as private
 from parallelize.comm.groups import Group
+from parallelize.errors import ModelError, Problem
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.vocabulary.class_targets import Targets
 from parallelize.ops.vocabulary.softmax import Statistics, statistics, working_dtype
@@ -80,6 +81,17 @@ class HeadLoss:
         if self.z_loss:
             factor = factor + 2.0 * self.z_loss * (stats.log_total + stats.highest)
         return scale * factor
+
+
+def check_storage(weight: T, why: str = "before the loss or the deferred logits were computed") -> None:
+    """Raises: ModelError `weight-let-go` if `fully_shard` has freed a weight that the loss still needs."""
+    if weight.numel() and not weight.is_meta and not weight.untyped_storage().nbytes():
+        what = f"`fully_shard` freed the head's weight {why}"
+        fix = (
+            "take loss and metrics before backward, and leave the head in the root's unit; or take both in the forward; "
+            "for two backwards of one loss, train without fuse_loss"
+        )
+        raise ModelError(Problem("weight-let-go", what, fix=fix))
 
 
 def default_chunk(tokens: int, hidden_size: int) -> int:
@@ -209,6 +221,7 @@ def _recomputed_gradients(
     entropy_scale: T | None,
 ) -> tuple[T | None, T | None, T | None]:
     """Gradients from recomputed logits, given those of the losses, `scale` [N], and of the entropies, `entropy_scale`."""
+    check_storage(weight, "before a second backward of the loss, which recomputes the logits")
     gradients = _GradientAccumulator(needs, hidden, weight)
     with _without_autocast(hidden):
         for tokens in loss.chunks(hidden.shape[0]) if gradients.any else ():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from functools import partial
 
 from torch.distributed.tensor import Shard
 
+from parallelize.applied.records import mark_applied
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.styles.contract import Conversion
 from parallelize.tensor.first_forward import FirstForwards, ShardMaker
+from parallelize.tensor.later_modules import when_modules_change
 from parallelize.tensor.torch_styles.linear import RowwiseParallel
 from parallelize.tensor.torch_styles.shard_misuse import linears_of
 
@@ -26,9 +30,12 @@ def watch_first_forwards(resolved: ResolvedPlan, model: ModelFacts) -> None:
     opaque |= {model.aliases[item.fqn] for item in resolved.plan.kept if item.fqn in model.aliases and item.fqn}
     entry = region.enter if region is not None else ""
     first = FirstForwards(makers, frozenset(opaque), entry)
+    for name in {*makers, *opaque, entry} & model.objects.keys():
+        mark_applied(model.objects[name], name=name)
     for name in _watched(makers, entry):
         if name in model.objects:
             first.install(model.objects[name], name)
+    when_modules_change(model.objects[""], partial(first.begin_again, weakref.ref(model.objects[""])))
 
 
 def _watched(makers: dict[str, ShardMaker], entry: str) -> Iterator[str]:

@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
+from parallelize.ops.vocabulary.linear_cross_entropy import check_storage
 from parallelize.ops.vocabulary.softmax import temperature_scaled
-from parallelize.vocabulary.logits.head import Head, check_storage
+from parallelize.vocabulary.logits.head import Head
 from parallelize.vocabulary.logits.row_functions import ROW_FUNCTIONS
 from parallelize.vocabulary.logits.sharded_logits import (
     ELEMENTWISE,
@@ -186,7 +187,10 @@ def _marked(deferred: Deferred) -> DeferredLogits:
     deferred = deferred if torch.is_grad_enabled() else deferred.detached()
     with private.plain_functions():
         out = deferred.hidden.as_subclass(DeferredLogits)
-    out.__dict__.update(_deferred=deferred, _computed=None, vocabulary=deferred.head.vocabulary)
+        hidden = out.as_subclass(
+            torch.Tensor
+        )  # computed from `out`, so that a backward of the loss runs the hooks of `out`
+    out.__dict__.update(_deferred=replace(deferred, hidden=hidden), _computed=None, vocabulary=deferred.head.vocabulary)
     return out
 
 

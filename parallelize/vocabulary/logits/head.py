@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.comm.groups import axis_group, mesh_spec
-from parallelize.errors import ModelError, Problem, ShapeError
+from parallelize.errors import Problem, ShapeError
 from parallelize.mesh import DATA_AXES
 from parallelize.ops.vocabulary.cross_entropy import prepare_targets
-from parallelize.ops.vocabulary.linear_cross_entropy import HeadLoss, default_chunk, linear_losses
+from parallelize.ops.vocabulary.linear_cross_entropy import HeadLoss, check_storage, default_chunk, linear_losses
 from parallelize.ops.vocabulary.softmax import working_dtype
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 
@@ -113,16 +113,6 @@ def check_head(head: Head, hidden: T) -> None:
     if isinstance(head.chunk, bool) or (head.chunk is not None and head.chunk < 1):
         raise ShapeError(Problem("bad-chunk", f"a chunk of {head.chunk} tokens", fix="1 or more, or None"))
     check_storage(weight)
-
-
-def check_storage(weight: T) -> None:
-    """Raises: ModelError `weight-let-go` if `fully_shard` has freed a weight that deferred logits still need."""
-    if weight.numel() and not weight.is_meta and not weight.untyped_storage().nbytes():
-        what = "`fully_shard` freed the head's weight before the loss or the deferred logits were computed"
-        fix = (
-            "take loss and metrics before backward, and leave the head in the root's unit; or take both in the forward"
-        )
-        raise ModelError(Problem("weight-let-go", what, fix=fix))
 
 
 def check_token_ids(ids: T) -> None:

@@ -33,7 +33,7 @@ def test_every_plan(two_processes, family):
     check(two_processes, family, {"tp": 2}, {}, within=0.01)
 
 
-@pytest.mark.variants(every=4)
+@pytest.mark.variants(every=5)
 @pytest.mark.parametrize(
     "options",
     [

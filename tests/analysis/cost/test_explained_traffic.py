@@ -24,13 +24,13 @@ def check(pool, family, sizes, options, *, batch=2, length=9, model=None):
 MODES = [(plan, sp) for plan in FAMILIES for sp in (False, True) if not sp or load_plan(plan).region]
 
 
-@pytest.mark.variants(every=6)
+@pytest.mark.variants(every=12)
 @pytest.mark.parametrize(("family", "sequence_parallel"), MODES)
 def test_every_plan_on_two(two_processes, family, sequence_parallel):
     check(two_processes, family, {"tp": 2}, {"sequence_parallel": sequence_parallel})
 
 
-@pytest.mark.variants(every=7)
+@pytest.mark.variants(every=12)
 @pytest.mark.parametrize(("family", "sequence_parallel"), MODES)
 def test_every_plan_on_four(four_processes, family, sequence_parallel):
     options = {"sequence_parallel": sequence_parallel, "loss_parallel": family not in ("bert",)}

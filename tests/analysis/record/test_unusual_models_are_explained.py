@@ -13,6 +13,7 @@ from parallelize.mesh import MeshSpec
 from tests.support.models import COMMON, FAMILIES
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize(
     "head", ["LlamaForSequenceClassification", "LlamaModel", "BertModel", "GPT2ForSequenceClassification"]
 )

@@ -36,7 +36,7 @@ def on_ranks(kind: str, body: Callable[[Any, Any], Any], tp: int = 2) -> list[An
     return run_ranks(tp, run)
 
 
-@pytest.mark.variants(every=2)
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_is_the_full_tensor_to_pytorch(kind, tp):
@@ -55,7 +55,7 @@ def test_a_parameter_is_the_full_tensor_to_pytorch(kind, tp):
     assert max(on_ranks(kind, body, tp)) < EXACT
 
 
-@pytest.mark.variants(every=3)
+@pytest.mark.variants(every=9)
 @pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}, {"fused": True}, {}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_stock_optimizers_step_it_and_their_states_are_full_tensors(kind, how):
@@ -90,6 +90,7 @@ def edit(model: Any) -> None:
         parameter.add_(torch.where(parameter > 0, 0.25, -0.25))
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_operations_do_to_it_what_they_do_to_the_full_tensor(kind):
     def body(model, reference):
@@ -107,6 +108,7 @@ def test_operations_do_to_it_what_they_do_to_the_full_tensor(kind):
     assert max(on_ranks(kind, body)) < EXACT
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_differentiable(kind):
     uses: list[Callable[[Any], Any]] = [
@@ -145,6 +147,7 @@ def test_the_gradient_of_its_local_tensor_is_stored_as_it_is():
     assert max(on_ranks("two equal chunks", body)) < EXACT
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_distributed_full_tensors_are_copied_in_at_their_place(kind):
     other = jobs.model_of(kind, seed=9)
@@ -225,14 +228,14 @@ def test_state_dicts_are_no_collective(two_processes):
     assert all(two_processes.run(jobs.state_dict_of_one_rank))
 
 
-@pytest.mark.variants(every=2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["unequal chunks", "shared heads"])
 def test_compiled_steps_give_gradients_of_its_class(two_processes, kind):
     for largest, alike in two_processes.run(jobs.compiled, kind):
         assert largest < EXACT and alike
 
 
-@pytest.mark.variants(every=4)
+@pytest.mark.variants(every=7)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["shard_data", "fully_shard"])
 def test_fully_sharded_it_steps_is_saved_and_loads_on_another_mesh(four_processes, tmp_path, kind, how):

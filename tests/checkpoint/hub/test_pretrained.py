@@ -33,7 +33,7 @@ def sources(tmp_path_factory):
     return path_of
 
 
-@pytest.mark.variants(every=5)
+@pytest.mark.variants(every=8)
 @pytest.mark.parametrize(("axes", "options"), MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loading_and_saving_gives_the_same_folder(four_processes, sources, tmp_path, family, axes, options):
@@ -63,6 +63,7 @@ def test_damaged_folders_are_refused(two_processes, sources, tmp_path):
         }
 
 
+@pytest.mark.sweep
 def test_memory_is_the_shards_and_no_more(tmp_path, monkeypatch):
     """Two fresh processes, 4 layers of 17 MB: memory in addition to the shards is less than the largest tensor."""
     import transformers

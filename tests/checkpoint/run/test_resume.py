@@ -15,7 +15,7 @@ SAME = [
 ]
 
 
-@pytest.mark.variants(every=3)
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize(("axes", "options", "asynchronous"), SAME)
 def test_a_resumed_run_is_bit_equal_on_the_same_mesh(four_processes, tmp_path, axes, options, asynchronous):
     for wrong in four_processes.run(jobs.resume_on_same_mesh, axes, options, str(tmp_path / "run"), asynchronous):
@@ -46,7 +46,7 @@ def test_a_run_resumed_on_another_mesh_has_the_same_batches_dropout_and_streams(
         assert abs(rebuilt[0] - losses[0]) < 2e-6 * losses[0]
 
 
-@pytest.mark.variants(every=3)
+@pytest.mark.sweep
 @pytest.mark.parametrize(("axes", "options"), [({"dp": 2}, {"zero": 1}), ({"tp": 2}, {}), ({"dp": 2}, {"zero": 0})])
 def test_every_optimizer_resumes_exactly(two_processes, tmp_path, axes, options):
     for wrong in two_processes.run(jobs.every_optimizer, axes, options, str(tmp_path)):

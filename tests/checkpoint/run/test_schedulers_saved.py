@@ -116,6 +116,7 @@ def test_every_scheduler_of_this_torch_is_tested():
     assert {*BUILT, *FUNCTIONS} == set(stock.__all__) - {"LRScheduler"}
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("steps", [0, 1, 4, 10])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", BUILT)

@@ -100,7 +100,7 @@ def rows(problem: Any) -> dict[str, str]:
 # -- reshape --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.variants(every=3)
+@pytest.mark.variants(every=6)
 @pytest.mark.parametrize(
     ("mesh", "zero"),
     [("pp=2,tp=2", None), ("dp=4", 3), ("tp=4", None), ("pp=2,dp=2,tp=2", 1), ("dp_replicate=2,dp_shard=2,tp=2", 2)],
@@ -122,6 +122,7 @@ def test_another_mesh_has_the_same_state_and_is_reshaped_back_to_the_same_bytes(
     assert read_manifest(back).tensors == read_manifest(saved[family] / STEP).tensors
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.processes
 @pytest.mark.parametrize(("axes", "zero"), [({"tp": 2}, None), ({"pp": 2}, None), ({"dp": 2}, 3), ({"dp": 2}, 1)])
 def test_tensors_are_sharded_as_a_run_on_that_mesh_saves_them(saved, two_processes, axes, zero, tmp_path):
@@ -294,6 +295,7 @@ def mixtral() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("mesh", [None, "pp=2,dp=2,tp=2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_from_and_to_hugging_face_gives_the_folder_that_transformers_writes(name, mesh, tmp_path):

@@ -57,6 +57,7 @@ MASKS = {
 }
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("cp", "full", "balanced"), [(2, 19, True), (4, 19, True), (4, 19, False), (4, 6, True)])

@@ -165,6 +165,7 @@ def run_on_dtensors(mesh: Any, overlap: str, leaves: list, expected: Any, upstre
     check(lambda x, w, b: column_linear(x, w, b, overlap=overlap), Replicate(), Shard(0), Shard(0))
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("overlap", ["off", "chunked"])
 @pytest.mark.parametrize("axes", [{"tp": 3}, {"dp": 2, "tp": 2}], ids=str)
 def test_on_dtensors_they_mean_f_linear(axes, overlap):
@@ -193,6 +194,7 @@ def test_wrong_placements_are_named():
 # -- simulation ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("overlap", ["off", "chunked"])
 @pytest.mark.parametrize("axes", [{"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
 def test_under_local_tensor_mode(axes, overlap):

@@ -195,6 +195,7 @@ def test_log_is_accurate():
     assert float(log(torch.tensor([1.0], dtype=torch.float64))) == 0.0
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("chunk", [1, 3, 5, 17, 1000])
 def test_normal_has_the_same_bits_in_chunks_of_any_size(chunk):
     """A vectorized log or cosine would not: its loop's tail is another code."""

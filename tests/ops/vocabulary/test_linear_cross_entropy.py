@@ -77,6 +77,7 @@ CASES = [
 ]
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize(
     ("tp", "vocab", "dtype", "soft", "weighted", "smoothing", "z_loss", "reduction", "softcap"), CASES
 )

@@ -90,7 +90,7 @@ def check(family: str, tp: int, kind: str = "sdpa", sequence_parallel: bool = Fa
         same(actual, expected)
 
 
-@pytest.mark.variants(every=4)
+@pytest.mark.variants(every=8)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("family", RATES)
@@ -98,6 +98,7 @@ def test_planned_draws_the_masks_of_one_process(family, tp, sequence_parallel):
     check(family, tp, sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("family", ["gpt2", "bert", "llama", "phi3"])
 def test_eager_attention_draws_the_same_masks(family):
     check(family, 2, kind="eager", sequence_parallel=True)
@@ -350,6 +351,7 @@ local:
 """
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_dropout_on_split_features_functions_and_attention(tp, sequence_parallel):

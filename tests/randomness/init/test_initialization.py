@@ -88,6 +88,7 @@ def test_every_mesh_gets_the_same_weights(family, tp):
     check_planned(lambda: on_meta(family), expected, tp, sequence_parallel=tp == 4)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_shared_key_value_heads_and_odd_widths(family, kv_heads):
@@ -151,6 +152,7 @@ def test_data_axes_cut_what_tensor_parallelism_left(family, planned):
     run_ranks(4, body)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("stock", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_pipeline_stages_get_their_part(family, stock):
@@ -349,7 +351,7 @@ def test_stock_numbers_of_whole_models(family):
         assert torch.equal(actual.get_buffer(name), buffer), name
 
 
-@pytest.mark.variants(every=3)
+@pytest.mark.variants(every=6)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "bert", "gemma2"])
 def test_stock_numbers_of_planned_models(family, tp):

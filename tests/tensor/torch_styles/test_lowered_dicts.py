@@ -132,6 +132,7 @@ def reference(dtype: torch.dtype = torch.float64) -> tuple[float, dict[str, torc
     return float(loss), gradients(model)
 
 
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize("kind", DICTS)
 @pytest.mark.parametrize("options", [{}, {"overlap": "chunked"}, {"fuse_loss": True}, {"loss_parallel": True}], ids=str)
 def test_a_lowered_dict_is_exact(kind, options):
@@ -181,6 +182,7 @@ def test_dicts_are_explained():
     assert names["layers.*.attention.wo.weight"].local == (DIM, DIM // 2)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("kind", ["tensor", "sequence"])
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_dicts_on_more_axes(kind, axes):

@@ -176,6 +176,21 @@ def test_widened_logits_with_smoothing_and_class_weights(weighted):
     assert worst(actual, expected)[0] < 5e-6
 
 
+def test_a_second_backward_of_a_fused_loss_under_zero_3_is_refused():
+    ids, labels = tiny_batch(batch=2, length=8)
+    models = [tiny_model("llama") for _ in range(2)]
+
+    def body(rank):
+        parallel = parallelize_model(models[rank], build_mesh("cpu", dp=2), zero=3, fuse_loss=True)
+        loss = cross_entropy(parallel.module(input_ids=ids).logits, labels)
+        loss.backward(retain_graph=True)
+        with pytest.raises(ModelError, match="second backward") as error:
+            loss.backward()
+        assert error.value.slugs == ("weight-let-go",)
+
+    run_ranks(2, body)
+
+
 def test_logits_after_backward_under_zero_3_say_when_to_take_them():
     ids, labels = tiny_batch(batch=2, length=8)
     models = [tiny_model("llama") for _ in range(2)]

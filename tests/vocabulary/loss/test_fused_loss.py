@@ -80,6 +80,7 @@ def test_models_that_compute_their_own_loss(family):
         assert worst(grads, expected)[0] < 5e-6
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize(
     ("family", "mesh", "options"),
     [
@@ -299,7 +300,7 @@ def test_weights_that_change_before_the_loss_are_named():
     run_ranks(2, body)
 
 
-@pytest.mark.variants(every=3)
+@pytest.mark.sweep
 @pytest.mark.parametrize(("family", "mesh"), [("llama", "dp=2,tp=2"), ("gpt2", "pp=2"), ("gemma2", "dp=2")])
 def test_verify_with_it(family, mesh):
     from parallelize import verify

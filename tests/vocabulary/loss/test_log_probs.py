@@ -58,6 +58,7 @@ def policy_loss(log_probs, entropies):
     return loss if entropies is None else loss - 0.3 * entropies.square().sum()
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("form", ["marked", "dtensor", "linear"])
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ FROM_LABELS = [
 ]
 
 
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize(("family", "cls"), FROM_LABELS, ids=[f"{f}-{c}" for f, c in FROM_LABELS])
 def test_models_that_compute_their_own_loss(family, cls):
     """From `labels`, by a `loss_function` or by `CrossEntropyLoss` inline."""

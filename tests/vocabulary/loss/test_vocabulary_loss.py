@@ -63,6 +63,7 @@ def test_whole_meshes_step_as_without_it(four_processes, mesh, options):
         assert result == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("look", ["evaluate", "forward", "no backward", "generate"])
 def test_zero_3_forgets_weights_of_before_a_step(two_processes, look):
     """A head that defers its logits stays gathered where no backward lets it go; the step's weights are gathered all the same."""

@@ -95,7 +95,7 @@ def allowed(candidates: Candidates, **options) -> torch.Tensor:
     return out.scatter_(1, candidates.ids.expand(candidates.logits.shape), candidates.logits > -torch.inf)
 
 
-@pytest.mark.variants(every=5)
+@pytest.mark.variants(every=10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@
 
 Variants of the same step of a 4-layer Llama-like model over `tp` or `dp`, with AdamW: ranks compare the call; they compare what
 they store too (what the default does in every `compare_every`-th step); they send the message and compare nothing
-(`check_replicated=False`); nothing is sent before the step, and the loss is not divided.
+(`check_replicated=False`); nothing is sent before the step, and the loss is not divided. Ratios of whole steps are noisy, so the
+check alone is timed too, in steps whose ranks enter it together: `check_ms`, and its share of a step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import copy
 import json
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,17 @@ COMPARE_EVERY = {"compared": 0, "replicas compared": 1, "not compared": 0, "no m
 """Variant to steps between comparisons of replicas; 0: none."""
 
 
-def steps(hidden: int, axis: str, batch: int, length: int) -> dict[str, Callable[[], None]]:
+def steps(
+    hidden: int, axis: str, batch: int, length: int
+) -> tuple[dict[str, Callable[[], None]], Callable[[int], list[float]]]:
+    """(a step of each variant, what gives the seconds of the check alone in so many steps)."""
     mesh = build_mesh("cpu", **{axis: dist.get_world_size()})
     stock = llama.Llama(hidden)
     generator = torch.Generator().manual_seed(dist.get_rank() if axis == "dp" else 0)
     ids = torch.randint(0, 512, (batch, length), generator=generator)
     targets = ids.roll(-1, 1)
+
+    checks: dict[str, Any] = {}
 
     def variant(name: str) -> Callable[[], None]:
         plan = llama.plan() if axis == "tp" else None
@@ -43,6 +50,7 @@ def steps(hidden: int, axis: str, batch: int, length: int) -> dict[str, Callable
         compares = name.endswith("compared") and name != "not compared"
         parallel = parallelize_model(copy.deepcopy(stock), mesh, plan, options, check_replicated=compares)
         optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-4)
+        checks[name] = parallel.pipeline.check
         if name == "no message":
             count: Any = torch.tensor(targets.numel())
             parallel.pipeline.check.total = lambda *_: count  # type: ignore[method-assign]
@@ -54,7 +62,25 @@ def steps(hidden: int, axis: str, batch: int, length: int) -> dict[str, Callable
 
         return run
 
-    return {name: variant(name) for name in COMPARE_EVERY}
+    variants = {name: variant(name) for name in COMPARE_EVERY}
+
+    def seconds_of_the_check(number: int) -> list[float]:
+        check, seconds = checks["compared"], []
+        total = check.total
+
+        def timed(*args: Any) -> Any:
+            dist.barrier()
+            start = time.perf_counter()
+            count = total(*args)
+            seconds.append(time.perf_counter() - start)
+            return count
+
+        check.total = timed
+        for _ in range(number):
+            variants["compared"]()
+        return seconds
+
+    return variants, seconds_of_the_check
 
 
 def main() -> None:
@@ -67,7 +93,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     join()
-    times = interleaved(steps(options.hidden, options.axis, options.batch, options.length), options.rounds)
+    variants, seconds_of_the_check = steps(options.hidden, options.axis, options.batch, options.length)
+    times = interleaved(variants, options.rounds)
+    check = statistics.median(seconds_of_the_check(options.rounds))
     setting = {name: getattr(options, name) for name in ("axis", "hidden", "batch", "length", "rounds")}
     result: dict[str, Any] = {
         **setting,
@@ -77,6 +105,8 @@ def main() -> None:
         "compared/no message": ratio(times, "compared", "no message"),
         "replicas compared/compared": ratio(times, "replicas compared", "compared"),
     }
+    result["check_ms"] = check * 1e3
+    result["share_of_the_check"] = check * 1e3 / result["step_ms"]["compared"]
     more = result["step_ms"]["replicas compared"] - result["step_ms"]["compared"]
     result["share_of_replicas"] = more / result["step_ms"]["compared"] / STANDARD.compare_every
     if dist.get_rank() == 0:

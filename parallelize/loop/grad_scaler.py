@@ -7,7 +7,7 @@ step some pipeline stages, or some shards, and not the others.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from functools import lru_cache
 from typing import Any
 
@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize import _torch_private as private
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.loop.clip import stages_device
 
+_STAGED: MutableMapping[Any, DeviceMesh] = WeakIdKeyDictionary()  # parameters of pipeline stages
 _MESHES: weakref.WeakKeyDictionary[Optimizer, DeviceMesh] = weakref.WeakKeyDictionary()
 
 
@@ -33,6 +35,15 @@ def agree_on_overflow(optimizer: Optimizer, mesh: DeviceMesh) -> None:
         _install()
 
 
+def agree_over_stages(parameter: Any, mesh: DeviceMesh) -> None:
+    """Let a `GradScaler` look at all ranks of the mesh where it unscales any optimizer that has this parameter of a stage.
+
+    Cost: as `agree_on_overflow`. Every rank must unscale, as it must step.
+    """
+    _STAGED[parameter] = mesh
+    _install()
+
+
 @lru_cache(maxsize=1)
 def _install() -> None:
     """Once in a process."""
@@ -42,10 +53,16 @@ def _install() -> None:
 def _wrapped(stock: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable[..., Any]:
     def unscale_grads(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         overflows = stock(scaler, optimizer, *args, **kwargs)
-        mesh = _MESHES.get(optimizer)
+        mesh = _MESHES.get(optimizer) or _mesh_of_stages(optimizer)
         return overflows if mesh is None else _over_ranks(overflows, mesh)
 
     return unscale_grads
+
+
+def _mesh_of_stages(optimizer: Optimizer) -> DeviceMesh | None:
+    """The mesh of a pipeline of which an optimizer that was built without us steps a stage."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return next((_STAGED[parameter] for parameter in parameters if parameter in _STAGED), None)
 
 
 def _over_ranks(overflows: dict[torch.device, torch.Tensor], mesh: DeviceMesh) -> dict[torch.device, torch.Tensor]:

@@ -28,6 +28,7 @@ from parallelize.applied.step_results import expected
 from parallelize.comm.groups import Group, group_for
 from parallelize.comm.handshake import TIMEOUT_S, compare_facts, digest
 from parallelize.errors import HandshakeError, Problem
+from parallelize.loop.grad_scaler import agree_over_stages
 from parallelize.loop.stock_clip import serve_stock_clip
 from parallelize.plan.schema import Plan, Tie
 from parallelize.plan.tied_parameters import tied_parameters
@@ -270,6 +271,7 @@ def mark_stages(module: nn.Module) -> None:
         if cut is not None:
             mark_parameter(parameter, stage=StageMark(cut.group, id(parameter) not in copies))
             serve_stock_clip([parameter])
+            agree_over_stages(parameter, cut.mesh)
             watch_optimizers()
 
 

@@ -59,7 +59,7 @@ class OptimizerShard:
         rows, _ = matrix_shape(to_local(param).shape)
         self.start, self.stop = even_interval(rows, group.size, group.rank)
         self.even = rows % group.size == 0
-        self.has_master = master is not None and param.is_floating_point() and param.dtype != torch.float64
+        self.has_master = master is not None and param.is_floating_point()
         value = self.slice_of(to_local(param).detach())
         if self.has_master:
             value = value.to(master, copy=True)

@@ -188,7 +188,10 @@ def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     shard_group = Group(axis_group(mesh, shard_axis)) if shard_axis is not None else Group.alone()
     master_dtype = torch.float32 if masters else None
     parameters = list(_reduced_parameters(module, resolved))
-    shards = [_shard(parameter, mesh, shard_axis, shard_group, master_dtype) for parameter in parameters]
+    shards = [
+        _shard(parameter, mesh, shard_axis, shard_group, _master_dtype(parameter.param, options, master_dtype))
+        for parameter in parameters
+    ]
     if options.dtype is not None:
         cast_parameters(module, options.dtype)
         parameters = list(_reduced_parameters(module, resolved))
@@ -201,6 +204,13 @@ def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     for name, owner in module.named_modules():
         if owner._parameters:
             owner.register_load_state_dict_post_hook(partial(_after_load, record, f"{name}." if name else ""))
+
+
+def _master_dtype(parameter: Any, options: DataOptions, master: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of the copy that the optimizer steps: float64 parameters keep theirs, where compute is narrower."""
+    if parameter.dtype != torch.float64:
+        return master
+    return torch.float64 if options.low_precision else None
 
 
 class _RefusesCasts:

@@ -109,6 +109,30 @@ def test_a_scaler_decides_for_all_ranks(axes, zero, overflows, unscales):
     run_ranks(len(models), body)
 
 
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_a_scaler_of_an_optimizer_of_pytorch_decides_for_all_stages(axes, overflows):
+    models = [tiny_model("llama", torch.float32, num_hidden_layers=2) for _ in range(math.prod(axes.values()))]
+
+    def body(rank: int) -> None:
+        parallel = parallelize_model(models[rank], build_mesh("cpu", **axes), num_microbatches=2)
+        parameters = list(parallel.module.parameters())
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        ids, labels = tiny_batch(batch=2, length=5)
+        parallel.step(ids, targets=labels)
+        if overflows and rank == len(models) - 1:
+            local(parameters[0].grad).reshape(-1)[0] = math.inf
+        before = [local(p.detach()).clone() for p in parameters]
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(torch.equal(local(p.detach()), b) for p, b in zip(parameters, before, strict=True)) == overflows
+        assert scaler.get_scale() == (2.0 if overflows else 4.0)
+
+    run_ranks(len(models), body)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_what_scales_the_gradients_of_an_optimizer_in_another_dtype(zero):
     """Sums in bfloat16, of which the optimizer has float32 copies: these are scaled, and stepped."""

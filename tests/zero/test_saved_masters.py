@@ -85,3 +85,21 @@ def test_copies_of_another_mesh():
             optimizer.load_state_dict(state)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_float64_parameters_with_narrower_compute_have_float64_copies(zero):
+    initial = Block().double()
+    models = [copy.deepcopy(initial) for _ in range(2)]
+
+    def body(rank: int) -> None:
+        model = shard_data(models[rank], build_mesh("cpu", dp=2), zero, dtype=torch.bfloat16)
+        optimizer = build_optimizer(model, torch.optim.SGD, lr=0.1)
+        stepped = trained(model, optimizer, 1)
+        masters = [p for group in optimizer.param_groups for p in group["params"]]
+        assert all(master.dtype == torch.float64 for master in masters)
+        for new, parameter in zip(stepped, model.parameters(), strict=True):  # more digits than bfloat16 or float32 have
+            assert not new.numel() or not torch.equal(new, new.float().double())
+            assert parameter.dtype == torch.bfloat16
+
+    run_ranks(2, body)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
 from parallelize.applied.gradient_guard import NOT_REDUCED, guard_gradients
+from parallelize.applied.gradient_inputs import refuse_gradient_inputs
 from parallelize.applied.meta_buffers import guard_buffers
 from parallelize.applied.module_moves import guard_moves
 from parallelize.applied.other_wrappers import refuse_wrapped, refuse_wrappers
@@ -357,6 +358,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     guard_stock_methods(module)
     count_optimizer_writes()
     guard_partial_values()
+    refuse_gradient_inputs()
     refuse_wrappers(module)
     if storage.device is not None:
         _move_buffers(module, storage.device)

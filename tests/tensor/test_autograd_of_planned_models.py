@@ -81,3 +81,46 @@ def test_a_learned_logit_scale_gets_its_full_gradient():
     expected = run(model)
     for actual in run_ranks(2, lambda rank: run(planned(models, rank))):
         assert abs(actual - expected) < 1e-12
+
+
+def _loss_of(net, ids, labels):
+    return cross_entropy(net(input_ids=ids).logits, labels)
+
+
+GRADIENT_INPUTS = {
+    "backward": lambda loss, parameters: loss.backward(inputs=parameters),
+    "backward of several": lambda loss, parameters: torch.autograd.backward([loss], inputs=parameters),
+    "grad": lambda loss, parameters: torch.autograd.grad(loss, parameters, allow_unused=True),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENT_INPUTS)
+def test_gradients_with_respect_to_planned_parameters_are_refused(name):
+    _, models = pair()
+    ids, labels = tiny_batch()
+
+    def body(rank):
+        net = planned(models, rank)
+        loss = _loss_of(net, ids, labels)
+        with pytest.raises(ModelError) as error:
+            GRADIENT_INPUTS[name](loss, [net.model.norm.weight])
+        return error.value.slugs
+
+    assert run_ranks(2, body) == [("gradient-inputs",)] * 2
+
+
+def test_gradients_with_respect_to_other_tensors_are_right():
+    model, models = pair()
+    ids, labels = tiny_batch()
+    table = model.get_input_embeddings().weight.detach()
+
+    def gradients(net, loss_of):
+        scale = torch.ones((), dtype=table.dtype, requires_grad=True)
+        loss = loss_of(net(inputs_embeds=table[ids] * scale).logits)
+        (first,) = torch.autograd.grad(loss, scale, retain_graph=True)
+        loss.backward(inputs=[scale])
+        return torch.stack((first, scale.grad))
+
+    expected = gradients(model, lambda logits: F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    for actual in run_ranks(2, lambda rank: gradients(planned(models, rank), lambda z: cross_entropy(z, labels))):
+        assert torch.allclose(actual, expected, rtol=1e-12)

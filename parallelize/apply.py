@@ -41,12 +41,13 @@ from parallelize.applied.transaction import Transaction
 from parallelize.applied.user_initializers import guard_initializers
 from parallelize.applied.written_versions import count_optimizer_writes
 from parallelize.comm.groups import Group, mesh_spec, tp_mesh
-from parallelize.comm.handshake import TIMEOUT_S, agree_on, watch_inputs
+from parallelize.comm.handshake import TIMEOUT_S, agree_on
+from parallelize.comm.input_check import InputCheck
 from parallelize.context.context_parallel import apply_context, check_context, on_context
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.model_facts import ModelFacts
-from parallelize.plan.options import Options
+from parallelize.plan.options import STANDARD, Options
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
@@ -107,7 +108,8 @@ def parallelize_module(
         weights_dtype, device: of the stored parameters. Default: as they are.
         check_replicated: compare over `tp`, by digest. True: now, the parameters that all ranks store in full, and the inputs
             at each forward. None: those of these parameters that are not broadcast: all, if src_data_rank is None, else those
-            that no style names, which stay as each rank has them. False: nothing.
+            that no style names, which stay as each rank has them; and the inputs at the first forward in training, at the
+            first in evaluation, and at every hundredth of each. False: nothing.
         own_reduction: the caller sums gradients over the mesh's data axes, in its own code. Without it, `shard_data` or
             `fully_shard` must be applied before the first backward, which is refused otherwise.
         handshake_timeout_s: how long ranks wait for each other before the missing ones are named.
@@ -176,11 +178,17 @@ class Storage:
     weights_dtype: torch.dtype | None = None
     device: torch.device | str | None = None
     check_replicated: bool | None = None
+    compare_every: int = STANDARD.compare_every
 
     @property
     def compares(self) -> bool:
         """Whether parameters that become replicated DTensors are compared; by default, where they are not broadcast."""
         return self.src_data_rank is None if self.check_replicated is None else self.check_replicated
+
+    @property
+    def compare_inputs_every(self) -> int:
+        """Forwards between comparisons of the inputs; 0: none."""
+        return {True: 1, None: self.compare_every, False: 0}[self.check_replicated]
 
     def facts(self) -> dict[str, str]:
         """What every rank must have been given alike."""
@@ -340,6 +348,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     installer.run()
     refuse_training_of_unclaimed(plan, agreed.model)
     watch_first_forwards(plan, agreed.model)
+    inputs = InputCheck(group, storage.compare_inputs_every) if storage.compare_inputs_every else None
     record = PlanRecord(
         plan,
         mesh,
@@ -348,6 +357,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
         pending_reductions,
         overlap=installer.overlap,
         region=installer.region if plan.region else None,
+        inputs=inputs,
     )
     mark_applied(module, plan=record, resolved=agreed.resolved)
     install_state_hooks(module)
@@ -362,8 +372,8 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     refuse_wrappers(module)
     if storage.device is not None:
         _move_buffers(module, storage.device)
-    if storage.check_replicated:
-        watch_inputs(module, group)
+    if inputs is not None:
+        inputs.install(module)
 
 
 def _apply_kept(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, storage: Storage) -> None:

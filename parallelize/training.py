@@ -113,7 +113,10 @@ def parallelize_model(
         _compare_data_ranks(module, mesh, resolved)
     if spec.ranks("pp") > 1:
         cut_to_stages(module, mesh, resolved)
-    _apply_tensor_axes(module, mesh, resolved, Storage(check_replicated=None if check_replicated else False))
+    storage = Storage(
+        check_replicated=None if check_replicated else False, compare_every=resolved.options.compare_every
+    )
+    _apply_tensor_axes(module, mesh, resolved, storage)
     if complete.recompute != "off":
         apply_recompute(module, lambda: resolved)
     _apply_data_axes(module, mesh, resolved, _Values(device, initialize, check_replicated))

@@ -26,6 +26,7 @@ from parallelize.applied.step_results import (
     TiedCopies,
 )
 from parallelize.comm.groups import Group, in_groups
+from parallelize.comm.input_check import InputCheck
 from parallelize.errors import ModelError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.model_facts import ModelFacts, describe
@@ -46,6 +47,7 @@ class PlanRecord:
         resolved: the plan of this rank's part of the model; `resolution_of` has that of the full model.
         mesh, tp: the mesh of the job, and its axis `tp`. group: the process group of `tp`.
         overlap: the call sites where collectives overlap with matmuls. region: that of sequence parallelism.
+        inputs: compares the inputs of forwards over `tp`.
     """
 
     resolved: ResolvedPlan
@@ -55,6 +57,7 @@ class PlanRecord:
     pending_reductions: PendingReductions
     overlap: OverlapOfModel
     region: SequenceRegion | None = None
+    inputs: InputCheck | None = None
 
     def __deepcopy__(self, memo: dict) -> PlanRecord:
         """A copy of a model has a region of its own, which its forwards enter."""

@@ -16,7 +16,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import _torch_groups as private_groups
@@ -256,13 +255,3 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
         sums = sums * 0x5851F42D4C957F2D + torch.stack([products.sum(), (products ^ (products >> 29)).sum()])
     kind = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     return torch.cat([sums, torch.tensor([kind, tensor.numel()], device=raw.device)])
-
-
-def watch_inputs(module: nn.Module, group: Group) -> None:
-    """Compare every tensor input of each forward of `module` over the group."""
-
-    def check(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        named = {f"input {i}": arg for i, arg in enumerate(args)} | kwargs
-        check_replicas(group, {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}, "inputs")
-
-    module.register_forward_pre_hook(check, with_kwargs=True)

@@ -371,8 +371,7 @@ class Pipeline:
 
     def _execute(self, run: StepRun) -> None:
         known = set(self._headers)
-        if self.context is not None:
-            self.context.compared = self.check.compares
+        self._set_compared(self.check.compares)
         try:
             run.run()
             run.settle()
@@ -382,10 +381,16 @@ class Pipeline:
             raise
         finally:
             self._spans = run.spans
-            if self.context is not None:
-                self.context.compared = False
+            self._set_compared(False)
             if self.clock is not None:
                 self.clock.move(None)
+
+    def _set_compared(self, compared: bool) -> None:
+        """Tell what compares the inputs of bare forwards whether the message of this call does so."""
+        record = record_of(self.module)
+        for check in (self.context, record.inputs if record is not None else None):
+            if check is not None:
+                check.compared = compared
 
     def _raise(self, run: StepRun) -> None:
         """Raise the failure on every rank; on a mesh of one rank, the original error."""

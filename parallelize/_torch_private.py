@@ -323,10 +323,11 @@ def will_run(node: Any) -> bool:
 
 def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
     """Replace, in this process, the "norm" that `nn.utils.clip_grad_norm_` takes (2.6), the "unscaling" of `GradScaler` (1.6),
-    "backward" or "grad" of `torch.autograd` (0.2)."""
+    "backward" or "grad" of `torch.autograd` (0.2), or what registers "forward hooks" of modules (0.2)."""
     owner, name = {
         "backward": (torch.autograd, "backward"),
         "grad": (torch.autograd, "grad"),
+        "forward hooks": (torch.nn.Module, "register_forward_hook"),
         "norm": (torch.nn.utils.clip_grad, "_get_total_norm"),
         "unscaling": (torch.amp.GradScaler, "_unscale_grads_"),
     }[what]

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -30,6 +29,8 @@ from parallelize import _torch_private as private
 from parallelize.applied.records import applied, record_of
 from parallelize.errors import ModelError, Problem
 from parallelize.plan.pattern import generic
+from parallelize.tensor.added_parts import Given, refuse_adapters, refuse_added, refuse_kept
+from parallelize.tensor.later_changes import is_of_packages
 from parallelize.tensor.planned_forward import installed
 from parallelize.tensor.shard_dims import Kind, ShardDim
 from parallelize.tensor.shard_operations import Call, mixes, scrambles, shard_of_result
@@ -123,13 +124,14 @@ class _Watch:
         self.undo = ExitStack()
 
     def start(self, inputs: Any) -> None:
-        self._refuse_adapters()
+        refuse_adapters(self.module, self.prefix, {*self.first.makers, *self.first.opaque})
         _active.watch = self
         self.undo.callback(_active.__dict__.pop, "watch", None)
-        for child in self.module.modules():
+        for path, child in self.module.named_modules():
             name = applied(child).name
             if child is not self.module:
                 self._hook(name, child)
+                self._watch_hooks(name, path, child)
             if name and name == self.first.entry:
                 self._watch_entry(name, child)
         self._mark_inputs(inputs)
@@ -137,24 +139,27 @@ class _Watch:
         self.undo.callback(ending.remove)
         self.undo.enter_context(self.mode)
 
-    def _refuse_adapters(self) -> None:
-        """Raises: ModelError `added-parameter` for a planned module that was wrapped, or replaced, by one that trains."""
-        modules = dict(self.module.named_modules())
-        planned = {applied(child).name: child for child in modules.values()}
-        for path, child in modules.items():
-            name = (self.prefix + path).rstrip(".")
-            if (name not in self.first.makers and name not in self.first.opaque) or applied(child).name:
-                continue
-            is_elsewhere = name in planned and planned[name] not in child.modules()
-            added = [key for key, parameter in child.named_parameters() if _trains_unplanned(parameter)]
-            if added and not is_elsewhere:
-                raise _added_parameter(f"{added[0]} of {name}, which is a {type(child).__name__} now")
-
     def _hook(self, fqn: str, child: nn.Module) -> None:
         maker, is_opaque = self.first.makers.get(fqn), fqn in self.first.opaque
         enter, leave = partial(self._enter, is_opaque), partial(self._leave, fqn, maker, is_opaque)
         self.undo.callback(child.register_forward_pre_hook(enter).remove)
         self.undo.callback(child.register_forward_hook(leave, always_call=True).remove)
+
+    def _watch_hooks(self, name: str, path: str, child: nn.Module) -> None:
+        """Of a module with forward hooks of the user: what they are given is followed too, and must not outlive the forward."""
+        hooks = list(child._forward_hooks.values())
+        if len(hooks) == 1 or any(is_of_packages(hook) for hook in hooks[:-1]):  # the last one is ours
+            return
+        see = partial(self._given_to_hooks, self.first.makers.get(name), name or (self.prefix + path))
+        self.undo.callback(child.register_forward_hook(see, prepend=True).remove)
+
+    def _given_to_hooks(self, maker: ShardMaker | None, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        out = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(out, T):
+            self._mark(out, maker, name)
+            if out in self.mode.shards:
+                self.mode.hooked = name
+                self.mode.note(out)
 
     def _enter(self, is_opaque: bool, module: nn.Module, _: Any) -> None:
         self.mode.modules.append(module)
@@ -163,8 +168,13 @@ class _Watch:
     def _leave(self, fqn: str, maker: ShardMaker | None, is_opaque: bool, _: nn.Module, __: Any, output: Any) -> None:
         self.mode.modules.pop()
         self.mode.num_opaque -= is_opaque
+        self.mode.hooked = ""
         out = output[0] if isinstance(output, tuple) and output else output
-        if maker is None or not isinstance(out, T):
+        if isinstance(out, T):
+            self._mark(out, maker, fqn)
+
+    def _mark(self, out: T, maker: ShardMaker | None, fqn: str) -> None:
+        if maker is None:
             return
         if maker.kind == "sequence":
             self._mark_tokens(out, maker.dim, fqn)
@@ -207,6 +217,8 @@ class _Watch:
 
     def _end(self, module: nn.Module, _: Any, output: Any) -> None:
         self.undo.close()
+        if output is not None:
+            refuse_kept(self.mode.given, output)
         if output is not None and (self.mode.has_tokens or not self.first.entry):  # None: the forward failed
             self.first.end(self.prefix.rstrip("."), module.training)
 
@@ -221,10 +233,18 @@ class _Follower(TorchFunctionMode):
         self.modules: list[nn.Module] = []
         self.num_opaque = 0
         self.has_tokens = False
+        self.hooked = ""  # the module whose forward hooks of the user run now
+        self.given: list[
+            tuple[weakref.ref[T], ShardDim, str]
+        ] = []  # shards that such hooks were given, or made of them
+
+    def note(self, x: T) -> None:
+        """A hook of the user has this shard."""
+        self.given.append(Given(weakref.ref(x), self.shards[x].kind, self.hooked))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self.num_opaque or torch.compiler.is_compiling():
+        if (self.num_opaque and not self.hooked) or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         leaves = private.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, T)]
@@ -260,10 +280,9 @@ class _Follower(TorchFunctionMode):
 
     def _check_parameters(self, tensors: list[T]) -> None:
         """Planned parameters are read as local tensors: a `Parameter` here is one that was added after the plan."""
-        tokens = next((self.shards[x] for x in tensors if x in self.shards and self.shards[x].kind == "sequence"), None)
-        if tokens is not None and torch.is_grad_enabled() and any(map(_trains_unplanned, tensors)):
-            module = type(self.modules[-1]).__name__ if self.modules else "the model"
-            raise _added_parameter(f"one of {module}, inside the sequence-parallel region")
+        has_tokens = any(self.shards[x].kind == "sequence" for x in tensors if x in self.shards)
+        if has_tokens and torch.is_grad_enabled():
+            refuse_added(tensors, type(self.modules[-1]).__name__ if self.modules else "the model")
 
     def _takes_size_for_length(self, call: Call) -> bool:
         if call.name in _POSITIONS:
@@ -281,6 +300,8 @@ class _Follower(TorchFunctionMode):
             shard = _made_by_size(call, result) if call.name in _FACTORIES else shard_of_result(call, result)
             if shard is not None:
                 self.shards[result] = shard
+                if self.hooked:
+                    self.note(result)
             elif result in self.shards:
                 del self.shards[result]
 
@@ -314,19 +335,6 @@ class _Follower(TorchFunctionMode):
         what = f"{by} works over all features of {column}, and a rank has a part"
         fix = "`replicate` for the linears of this block, or put the function after its row linear"
         raise ModelError(Problem("mixed-features", what, fix=fix))
-
-
-def _trains_unplanned(parameter: T) -> bool:
-    return isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor) and parameter.requires_grad
-
-
-def _added_parameter(which: str) -> ModelError:
-    what = f"a parameter was added after the plan, {which}: a rank computes a part of its gradient, and no plan sums the parts"
-    fix = (
-        "add it to the model and to the plan before parallelize_module, or merge adapters before it; "
-        "or train it without tp, over data axes"
-    )
-    return ModelError(Problem("added-parameter", what, fix=fix))
 
 
 def _has_shard_size(value: Any) -> bool:

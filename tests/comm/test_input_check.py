@@ -24,7 +24,9 @@ def differs(call) -> bool:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(("check_replicated", "expected"), [(None, [True, False]), (True, [True] * 2), (False, [False] * 2)])
+@pytest.mark.parametrize(
+    ("check_replicated", "expected"), [(None, [True, False]), (True, [True] * 2), (False, [False] * 2)]
+)
 def test_other_inputs_on_a_rank_are_named(training, check_replicated, expected):
     models = [tiny_model("llama") for _ in range(2)]
 

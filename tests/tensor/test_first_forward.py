@@ -361,3 +361,51 @@ def test_frozen_wrappers_run():
         return True
 
     assert all(run_ranks(2, body))
+
+
+KEEPS = {
+    "the output": lambda kept: lambda module, args, out: kept.append(out),
+    "a detached copy": lambda kept: lambda module, args, out: kept.append(out.detach().clone().float()),
+    "the shape": lambda kept: lambda module, args, out: kept.append(out.shape),
+}
+HOOKED = [("layers.0.inner.up", "features"), ("layers.0.inner", "tokens"), ("layers.1", "tokens")]
+
+
+@pytest.mark.parametrize("after_a_forward", [False, True])
+@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize(("name", "part"), HOOKED)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_shards_that_forward_hooks_keep_are_refused(sequence_parallel, name, part, keeps, after_a_forward):
+    ids = torch.zeros(1, 8, dtype=torch.long)
+
+    def body(rank: int) -> str:
+        model = OddModel(lambda m, x: x)
+        parallelize_module(model, build_mesh("cpu", tp=2), parse_plan(plan_text()), sequence_parallel=sequence_parallel)
+        kept: list = []
+        for training in (False, True) if after_a_forward else ():
+            model.train(training)(ids)
+        model.get_submodule(name).register_forward_hook(KEEPS[keeps](kept))
+        try:
+            model(ids)
+        except ModelError as error:
+            assert error.slugs == ("kept-shard",)
+            return str(error)
+        return ""
+
+    is_shard = part == "features" or sequence_parallel
+    for message in run_ranks(2, body):
+        assert bool(message) == (is_shard and keeps in ("the output", "a detached copy"))
+        assert not message or (name in message and part in message)
+
+
+def test_functions_of_a_shard_in_a_forward_hook_are_refused():
+    def body(rank: int) -> tuple[str, ...]:
+        model = OddModel(lambda m, x: x)
+        parallelize_module(model, build_mesh("cpu", tp=2), parse_plan(plan_text()))
+        losses: list = []
+        model.layers[0].inner.up.register_forward_hook(lambda module, args, out: losses.append(out.pow(2).mean()))
+        with pytest.raises(ModelError) as error:
+            model(torch.zeros(1, 8, dtype=torch.long))
+        return error.value.slugs
+
+    assert run_ranks(2, body) == [("mixed-features",)] * 2

@@ -13,7 +13,7 @@ from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.styles.contract import Conversion
 from parallelize.tensor.first_forward import FirstForwards, ShardMaker
-from parallelize.tensor.later_modules import when_modules_change
+from parallelize.tensor.later_changes import when_changed
 from parallelize.tensor.torch_styles.linear import RowwiseParallel
 from parallelize.tensor.torch_styles.shard_misuse import linears_of
 
@@ -35,7 +35,7 @@ def watch_first_forwards(resolved: ResolvedPlan, model: ModelFacts) -> None:
     for name in _watched(makers, entry):
         if name in model.objects:
             first.install(model.objects[name], name)
-    when_modules_change(model.objects[""], partial(first.begin_again, weakref.ref(model.objects[""])))
+    when_changed(model.objects[""], partial(first.begin_again, weakref.ref(model.objects[""])))
 
 
 def _watched(makers: dict[str, ShardMaker], entry: str) -> Iterator[str]:

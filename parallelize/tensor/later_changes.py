@@ -1,0 +1,60 @@
+"""Calls back when a planned model gets another submodule or a forward hook: its next forward is not the one that was watched.
+
+PyTorch has one hook for all registrations of modules, and none for those of hooks, whose method is wrapped. Both cost a look into a
+dictionary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from parallelize import _torch_private as private
+
+_callbacks: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
+
+
+def when_changed(root: nn.Module, callback: Callable[[], None]) -> None:
+    """Call `callback` when `root`, or one of its submodules of now, is given a module as an attribute or a forward hook of the user.
+
+    It must not refer to `root`. Deep copies of the model do not call it.
+    """
+    _install()
+    for module in root.modules():
+        _callbacks[module] = callback
+
+
+def is_of_packages(hook: Any) -> bool:
+    """Whether a hook is torch's or this package's, and not the user's."""
+    function = getattr(hook, "func", hook)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return module.partition(".")[0] in ("torch", "parallelize")
+
+
+@lru_cache(maxsize=1)
+def _install() -> None:
+    """Once in a process."""
+    register_module_module_registration_hook(_registered)
+    private.wrap_in_torch("forward hooks", _registering)
+
+
+def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    callback = _callbacks.get(parent)
+    if callback is not None and child is not None:
+        callback()
+
+
+def _registering(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def register_forward_hook(self: nn.Module, hook: Callable[..., Any], **options: Any) -> Any:
+        handle = stock(self, hook, **options)
+        callback = _callbacks.get(self)
+        if callback is not None and not is_of_packages(hook):
+            callback()
+        return handle
+
+    return register_forward_hook

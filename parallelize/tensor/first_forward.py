@@ -234,9 +234,7 @@ class _Follower(TorchFunctionMode):
         self.num_opaque = 0
         self.has_tokens = False
         self.hooked = ""  # the module whose forward hooks of the user run now
-        self.given: list[
-            tuple[weakref.ref[T], ShardDim, str]
-        ] = []  # shards that such hooks were given, or made of them
+        self.given: list[Given] = []  # shards that such hooks were given, or made of them
 
     def note(self, x: T) -> None:
         """A hook of the user has this shard."""

@@ -344,11 +344,11 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     group = Group(tp.get_group())
     Sharder(tp, group, storage.src_data_rank, storage.weights_dtype, storage.device).shard(module, plan)
     pending_reductions = PendingReductions()
-    installer = Installer(tp, group, agreed.model, plan, pending_reductions, agreed.overlapped)
+    inputs = InputCheck(group, storage.compare_inputs_every) if storage.compare_inputs_every else None
+    installer = Installer(tp, group, agreed.model, plan, pending_reductions, agreed.overlapped, inputs)
     installer.run()
     refuse_training_of_unclaimed(plan, agreed.model)
     watch_first_forwards(plan, agreed.model)
-    inputs = InputCheck(group, storage.compare_inputs_every) if storage.compare_inputs_every else None
     record = PlanRecord(
         plan,
         mesh,

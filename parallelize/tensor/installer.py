@@ -13,6 +13,7 @@ from parallelize.applied.parameters import Slot
 from parallelize.applied.pending_reductions import PendingReduction, PendingReductions
 from parallelize.applied.sharding import shared_of
 from parallelize.comm.groups import Group, group_for
+from parallelize.comm.input_check import InputCheck
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
@@ -61,9 +62,11 @@ class Installer:
         resolved: ResolvedPlan,
         pending_reductions: PendingReductions,
         call_sites: tuple[PlannedCallSite, ...] = (),
+        inputs: InputCheck | None = None,
     ):
         self.tp, self.group, self.model, self.resolved = tp, group, model, resolved
         self.pending_reductions, self.call_sites = pending_reductions, call_sites
+        self.inputs = inputs
         self.overlap = Overlap()
         self.region = EvenShards(tp, group) if resolved.plan.unclaimed == "leave" else Region(group)
         self.orders = {fqn: order for order, fqn in enumerate(resolved.parameters)}
@@ -144,7 +147,9 @@ class Installer:
         """The forward of a style that replaces the module's own; None: `install` selects one."""
         contract = row.contract
         if contract.defers_logits:
-            return deferred_head(Vocabulary(self._width(row), self.group), self.resolved.plan.options.loss_parallel)
+            return deferred_head(
+                Vocabulary(self._width(row), self.group, self.inputs), self.resolved.plan.options.loss_parallel
+            )
         if self.group.size == 1:
             return None
         forwards: dict[str, Callable[[], Callable]] = {
@@ -165,7 +170,7 @@ class Installer:
         """The op of a boundary conversion, bound to its group; None where there is nothing to do."""
         group, dim, reads = self.group, row.contract.sequence_dim, bool(row.contract.uses)
         if conversion is Conversion.VOCABULARY:
-            return partial(mark, vocabulary=Vocabulary(self._width(row), group))
+            return partial(mark, vocabulary=Vocabulary(self._width(row), group, self.inputs))
         if conversion is Conversion.NONE or group.size == 1:
             return None
         bound: dict[Conversion, Callable[[], Callable]] = {

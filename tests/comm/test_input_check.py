@@ -7,8 +7,16 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from parallelize import HandshakeError, build_mesh, parallelize_model, parallelize_module
+from parallelize import (
+    HandshakeError,
+    build_mesh,
+    cross_entropy,
+    parallelize_model,
+    parallelize_module,
+    token_log_probs,
+)
 from parallelize.comm import input_check
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks
@@ -84,3 +92,23 @@ def test_what_is_no_tensor_is_not_compared():
         return bool(torch.isfinite(model(input_ids=ids, use_cache=False, logits_to_keep=1).logits).all())
 
     assert all(run_ranks(2, body))
+
+
+@pytest.mark.parametrize("fuse_loss", [False, True])
+@pytest.mark.parametrize("loss", ["ours", "stock", "log probs"])
+def test_other_targets_on_a_rank_are_named(loss, fuse_loss):
+    models = [tiny_model("llama") for _ in range(2)]
+    losses = {
+        "ours": cross_entropy,
+        "stock": lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+        "log probs": lambda logits, targets: token_log_probs(logits, targets).sum(),
+    }
+
+    def body(rank: int) -> list[bool]:
+        options = {"loss_parallel": True, "fuse_loss": fuse_loss}
+        model = parallelize_module(models[rank], build_mesh("cpu", tp=2), **options)
+        ids, labels = tiny_batch()
+        other = labels.clamp(min=0) if rank else labels.clamp(min=0).flip(0, 1)
+        return [differs(lambda: losses[loss](model(input_ids=ids).logits, other)) for _ in range(2)]
+
+    assert run_ranks(2, body) == [[True, False]] * 2

@@ -46,7 +46,7 @@ def differing(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
 def dropout(rank: int, sequence_parallel: bool) -> list[int]:
     """Masks of several rates: how many tensors differ from those without recompute, by way."""
     model = tiny_model("gpt2", resid_pdrop=0.2, attn_pdrop=0.3, embd_pdrop=0.1)
-    parallelize_module(model, build_mesh("cpu", tp=2), sequence_parallel=sequence_parallel)
+    parallelize_module(model, build_mesh("cpu", tp=2), sequence_parallel=sequence_parallel, check_replicated=False)
     nets = [recompute(copy.deepcopy(model), **how) for how in CONFIGURATIONS]
     for net in (model, *nets):
         install_dropout(net, seed=7)

@@ -351,6 +351,7 @@ def tutorial(rank: int, kind: str, whose: str) -> dict[str, Any]:
     loss_context = parallelize.loss_parallel() if kind == "loss" else nullcontext()
     # a whole step: PyTorch leaves norms' gradients partial, and reduces them in the optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
+    model(ids)  # the first forward compares its inputs over tp
     with CommDebugMode() as counts, loss_context:
         logits = model(ids)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
@@ -548,11 +549,9 @@ def layer_collectives(rank: int, sequence_parallel: bool) -> dict[str, dict[str,
     layer = model.model.layers[1]
     forward, backward = CommDebugMode(), CommDebugMode()
     layer_calls: list = []
-    layer.register_forward_hook(
-        lambda m, args, kwargs, out: layer_calls.append((args[0], kwargs, out)), with_kwargs=True
-    )
+    layer.register_forward_pre_hook(lambda m, args, kwargs: layer_calls.append((args[0], kwargs)), with_kwargs=True)
     model(input_ids=tiny_batch(length=8)[0], use_cache=False)
-    hidden, kwargs, _ = layer_calls.pop()
+    hidden, kwargs = layer_calls.pop()
     x = hidden.detach().requires_grad_()
     if sequence_parallel:  # alone, a layer is outside the region: enter it as the first layer does
         region = model.model.layers[0]._applied.planned.enter.__self__

@@ -113,7 +113,8 @@ def prepare_targets(
         lead: shape of the tokens.
         dtype: the dtype of the losses.
 
-    Raises: ShapeError `bad-reduction`, `bad-label-smoothing`, `bad-targets`, `bad-class-weight`, `id-out-of-range`.
+    Raises: ShapeError `bad-reduction`, `bad-label-smoothing`, `bad-targets`, `bad-class-weight`, `id-out-of-range`;
+            HandshakeError `replicas-differ`, see `InputCheck`.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ShapeError(Problem("bad-reduction", f"reduction is {reduction!r}", fix="mean, sum or none"))
@@ -121,6 +122,8 @@ def prepare_targets(
         raise ShapeError(Problem("bad-label-smoothing", f"label_smoothing is {label_smoothing!r}", fix="from 0 to 1"))
     full = vocabulary.full
     check_class_weight(weight, full)
+    if vocabulary.targets is not None:
+        vocabulary.targets.compare("targets", {"targets": targets}, torch.is_grad_enabled())
     if targets.is_floating_point():
         if targets.requires_grad:
             raise ShapeError(Problem("bad-targets", "soft targets have no gradient here", fix="`targets.detach()`"))

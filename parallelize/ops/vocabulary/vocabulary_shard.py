@@ -7,16 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from parallelize.comm.groups import Group
+from parallelize.comm.input_check import InputCheck
 from parallelize.errors import Problem, ShapeError
 from parallelize.layout import even_interval
 
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """A vocabulary of `full` entries, sharded over a group."""
+    """A vocabulary of `full` entries, sharded over a group. `targets`: compares targets of losses over the group."""
 
     full: int
     group: Group
+    targets: InputCheck | None = None
 
     @property
     def start(self) -> int:

@@ -49,7 +49,7 @@ class Broken:
             if how == "doubled":
                 again = real(group, x, *args)
                 return again if out is None else out + out
-            if how == "scaled":
+            if how == "scaled" and x.is_floating_point():
                 (x if out is None else out).mul_(0.5)
             return out
 

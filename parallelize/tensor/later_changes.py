@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -44,6 +45,8 @@ def _install() -> None:
 
 
 def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+    if torch.compiler.is_compiling():
+        return  # as by `layers[:n]`; a graph that read the dictionary would depend on all models of the process
     callback = _callbacks.get(parent)
     if callback is not None and child is not None:
         callback()
@@ -52,6 +55,8 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
 def _registering(stock: Callable[..., Any]) -> Callable[..., Any]:
     def register_forward_hook(self: nn.Module, hook: Callable[..., Any], **options: Any) -> Any:
         handle = stock(self, hook, **options)
+        if torch.compiler.is_compiling():
+            return handle
         callback = _callbacks.get(self)
         if callback is not None and not is_of_packages(hook):
             callback()

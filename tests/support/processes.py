@@ -26,6 +26,8 @@ from typing import Any
 GROUP_TIMEOUT_S = 60.0
 STACK_TIMEOUT_S = 10.0
 END_OF_STACK = "in <module>\n"  # of the main thread
+PEER_TIMEOUT = "Timed out waiting"  # what gloo says of a peer that sends nothing
+FRAMES = 12  # the last ones of a stack are those that tell
 
 
 class Pool:
@@ -37,10 +39,11 @@ class Pool:
         self._stacks = tempfile.TemporaryDirectory(prefix="stacks-of-ranks-")
 
     def run(self, job: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-        """`job(rank, *args)` on every rank; results in rank order, or the first rank's failure as an AssertionError."""
+        """`job(rank, *args)` on every rank; results in rank order, or what failed as an AssertionError."""
         outcomes = self.outcomes(job, *args, timeout_s=timeout_s)
         failed = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(outcomes) if kind != "ok"]
-        assert not failed, "\n".join(failed)
+        # ranks that waited for the failed rank come after it
+        assert not failed, "\n".join(sorted(failed, key=lambda text: PEER_TIMEOUT in text))
         return [value for _, value in outcomes]
 
     def outcomes(self, job: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[tuple[str, Any]]:
@@ -141,4 +144,5 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any, stacks: Path) -> No
             torch.manual_seed(0)
             pipe.send(("ok", job(rank, *args)))
         except BaseException as error:
-            pipe.send(("error", f"{error}\n{traceback.format_exc()}"))
+            last_frames = traceback.format_exc(limit=-FRAMES)
+            pipe.send(("error", f"{type(error).__name__}: {error}\n{last_frames}"))

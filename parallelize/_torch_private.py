@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -18,9 +18,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+)
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack as _current_dispatch_modes,
+)
 
 StridedShard: Any = _StridedShard
 """The placement of shards with a stride, which PyTorch's `redistribute` calls for its own conversions (since 2.3)."""
@@ -44,8 +51,23 @@ tree_map: Callable[[Callable, Any], Any] = pytree.tree_map
 """For nested arguments of an op: `torch.utils._pytree`, used by torch's own subclasses since 1.8."""
 
 
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""The number of active dispatch modes, in 40 ns (since 1.13)."""
+
 DispatchMode: Any = TorchDispatchMode
 """A mode that intercepts every op of its thread below autograd: a private module, used by torch's own tools since 1.12."""
+
+
+def counts_collectives() -> bool:
+    """Whether PyTorch's `CommDebugMode` counts the collectives of this thread (public since 2.5; the stack of modes, 1.12)."""
+    return _dispatch_modes() > 0 and any(isinstance(mode, CommDebugMode) for mode in _current_dispatch_modes())
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Leave collectives inside out of what `CommDebugMode` counts."""
+    with _disable_current_modes() if counts_collectives() else nullcontext():
+        yield
 
 
 def shard_dim(placement: Any) -> int | None:
@@ -323,8 +345,10 @@ def will_run(node: Any) -> bool:
 
 def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
     """Replace, in this process, the "norm" that `nn.utils.clip_grad_norm_` takes (2.6), the "unscaling" of `GradScaler` (1.6),
-    "backward" or "grad" of `torch.autograd` (0.2), or what registers "forward hooks" of modules (0.2)."""
+    "backward" or "grad" of `torch.autograd` (0.2), what registers "forward hooks" of modules (0.2), or the constructor of
+    "data parallel" wrappers (1.0)."""
     owner, name = {
+        "data parallel": (torch.nn.parallel.DistributedDataParallel, "__init__"),
         "backward": (torch.autograd, "backward"),
         "grad": (torch.autograd, "grad"),
         "forward hooks": (torch.nn.Module, "register_forward_hook"),

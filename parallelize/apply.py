@@ -61,6 +61,7 @@ from parallelize.tensor.planned_forward import argument_of
 from parallelize.tensor.rms_norm import check_rms_norm
 from parallelize.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
+from parallelize.tensor.torch_styles.module_style import ModuleStyle
 from parallelize.tensor.torch_styles.shard_misuse import misused_shards, refuse_training_of_unclaimed
 from parallelize.tensor.torch_styles.watched_forwards import watch_first_forwards
 from parallelize.tensor.ulysses_attention import check_ulysses
@@ -130,7 +131,7 @@ def parallelize_module(
     def decide() -> ResolvedPlan:
         spec = mesh_spec(mesh).only("cp")
         axes = MeshSpec([*spec.axes, ("tp", tp_mesh(mesh).size())])
-        plan = plan_of_styles(module, parallelize_plan)
+        plan = plan_of_styles(module, parallelize_plan, strict=False)
         return resolve(plan, facts_of(module), axes, Options(**switches), earlier=resolution_of(module))
 
     storage = Storage(src_data_rank, weights_dtype, device, check_replicated)
@@ -163,7 +164,7 @@ def apply_plan(
             watch_first_forwards(agreed.plan, agreed.model)
             guard_initializers(module)
             guard_stock_methods(module)
-        else:
+        elif not _matched_nothing(agreed.resolved):
             _apply(module, mesh, agreed, storage)
         apply_context(module, mesh, lambda: agreed.resolved)
     watch_optimizers()
@@ -223,7 +224,7 @@ def _agree_on_plan(
         facts |= storage.facts()
         resolved = decide()
         facts |= resolved.structure()
-        if not resolved.plan.kept:
+        if not resolved.plan.kept and not _matched_nothing(resolved):
             _refuse_twice(module)
         _refuse_overlap_of_dtensors(resolved)
         if on_context(mesh_spec(mesh)):
@@ -275,6 +276,12 @@ def _refuse_overlap_of_dtensors(resolved: ResolvedPlan) -> None:
         what = f"collectives cannot overlap with matmuls where DTensors pass between modules: {reason}"
         fix = "use_local_output=True, or overlap=off"
         raise PlanError(Problem("no-overlap", what, fix=fix))
+
+
+def _matched_nothing(resolved: ResolvedPlan) -> bool:
+    """Whether the plan is a dict of styles of which no pattern matched, as was warned of."""
+    plan = resolved.plan
+    return plan.unclaimed == "leave" and not plan.rules and not plan.kept
 
 
 def _refuse_twice(module: nn.Module) -> None:
@@ -381,6 +388,8 @@ def _apply_kept(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan, sto
     earlier, cut = resolution_of(module), cut_of(module)
     styles = [(item.fqn, item.style) for item in resolved.plan.kept if cut is None or cut.present(item.fqn)]
     apply_styles(module, styles, tp_mesh(mesh), storage.src_data_rank)
+    if any(isinstance(style, ModuleStyle) for _, style in styles):
+        refuse_wrappers(module)
     if record_of(module) is not None and earlier is not None:
         kept = (*earlier.plan.kept, *resolved.plan.kept)
         resolved = replace(earlier, plan=replace(earlier.plan, kept=kept))

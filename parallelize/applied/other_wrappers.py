@@ -6,7 +6,7 @@ the gradients of `shard_data` a second time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -27,23 +27,29 @@ def refuse_wrapped(module: nn.Module) -> None:
 
 
 def refuse_wrappers(module: nn.Module) -> None:
-    """Let DistributedDataParallel and `replicate` around this model, now or later, raise ModelError `other-data-parallel`.
-
-    The model itself is refused when it is wrapped; within another module, and under `replicate`, in its first forward.
-    """
-    module.__dict__["_ddp_params_and_buffers_to_ignore"] = _RefusesDdp(type(module).__name__)
+    """Let DistributedDataParallel and `replicate` around this model, or around one that it is a part of, raise ModelError
+    `other-data-parallel`: DistributedDataParallel when it wraps, `replicate` in the first forward."""
+    _refuse_construction()
     if _refuse_active not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(_refuse_active, prepend=True)
 
 
-class _RefusesDdp:
-    """Stands where DDP looks for the names of parameters that it must ignore, an attribute that it documents."""
+@cache
+def _refuse_construction() -> None:
+    private.wrap_in_torch("data parallel", _constructing)
 
-    def __init__(self, name: str):
-        self.name = name
 
-    def __iter__(self) -> Iterator[str]:
-        raise _refusal(f"DistributedDataParallel around {self.name}")
+def _constructing(construct: Any) -> Any:
+    """The constructor of DistributedDataParallel, for models without planned parts alone."""
+
+    @wraps(construct)
+    def checked(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        for name, inner in module.named_modules():
+            if _refuse_active in inner._forward_pre_hooks.values():
+                raise _refusal(f"DistributedDataParallel around {name or type(module).__name__}")
+        construct(self, module, *args, **kwargs)
+
+    return checked
 
 
 def _refuse_active(module: nn.Module, args: Any) -> None:

@@ -3,7 +3,8 @@
 A wrapper costs 2 to 3 us a call, as much as the call itself: it logs errors, builds its options anew, and looks for coalescing
 contexts and tensor subclasses, none of which occur inside a planned module. Both ways end in the same method of the process
 group and the same dispatched op, so profilers, traces and fake groups see no difference. Compilers, which know the wrappers
-alone, and complex tensors, which the wrappers view as real ones, take the wrapper.
+alone, and complex tensors, which the wrappers view as real ones, take the wrapper. While PyTorch's `CommDebugMode` counts,
+they are functional collectives, by whose names it counts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from parallelize import _torch_groups as private_groups
+from parallelize._torch_private import counts_collectives
+from parallelize.comm import functional
 
 # torch 2.13 renamed these, and warns about the old names
 _RENAMED = hasattr(dist, "all_gather_single")
@@ -31,6 +34,8 @@ def all_reduce(x: torch.Tensor, pg: dist.ProcessGroup) -> None:
     """Sum a contiguous tensor over ranks, in place."""
     if _needs_wrapper(x):
         dist.all_reduce(x, group=pg)
+    elif counts_collectives():
+        functional.all_reduce(x, pg)
     else:
         _wait(pg.allreduce([x], _SUM))
 
@@ -39,6 +44,8 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> Non
     """Contiguous [n, ...] on each rank -> `out` [size * n, ...]."""
     if _needs_wrapper(x):
         wrapped_all_gather(out, x, group=pg)
+    elif counts_collectives():
+        functional.all_gather(out, x, pg)
     else:
         _wait(_all_gather(pg)(out, x, _GATHER))
 
@@ -47,6 +54,8 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) ->
     """Contiguous [size * n, ...] on each rank -> this rank's [n, ...] of the sum, in `out`."""
     if _needs_wrapper(x):
         wrapped_reduce_scatter(out, x, group=pg)
+    elif counts_collectives():
+        functional.reduce_scatter(out, x, pg)
     else:
         _wait(_reduce_scatter(pg)(out, x, _SCATTER))
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallelize import _torch_groups as private_groups
-from parallelize.comm import blocking
+from parallelize._torch_private import counts_collectives
+from parallelize.comm import blocking, functional
 from parallelize.comm.link_profile import LinkProfile
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import AXES, MeshSpec, short_name
@@ -176,6 +177,8 @@ class Group:
         """Reduce `x` in place."""
         if op is dist.ReduceOp.SUM:
             blocking.all_reduce(x, self.pg)
+        elif not torch.compiler.is_compiling() and counts_collectives():
+            functional.all_reduce(x, self.pg, op.name.lower())
         else:
             dist.all_reduce(x, op, group=self.pg)
 
@@ -202,6 +205,9 @@ class Group:
     def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """[sum(sent)] -> [sum(received)]: flat; `sent` and `received` are numbers of elements by rank."""
         out = x.new_empty(sum(received))
+        if not torch.compiler.is_compiling() and counts_collectives():
+            functional.all_to_all(out, x, received, sent, self.pg)
+            return out
         dist.all_to_all_single(out, x, received, sent, group=self.pg)
         return out
 

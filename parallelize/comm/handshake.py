@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import _torch_groups as private_groups
+from parallelize._torch_private import uncounted
 from parallelize.comm.groups import Group
 from parallelize.errors import HandshakeError, ParallelizeError, Problem, short_list
 
@@ -194,8 +195,14 @@ def check_replicas(
         what: what the tensors are. axis: the axes of the group. fix: what to do about it. All three are for the message.
 
     Raises: HandshakeError `replicas-differ` with tensors and ranks, on every rank of the group.
-    Cost: one all-gather of 40 bytes; only where something differs, another one of 32 bytes per tensor, to name it.
+    Cost: one all-gather of 40 bytes; only where something differs, another one of 32 bytes per tensor, to name it. PyTorch's
+        `CommDebugMode` does not count them: they belong to no operation of the model.
     """
+    with uncounted():
+        _compare_replicas(group, tensors, what, axis, fix)
+
+
+def _compare_replicas(group: Group, tensors: Mapping[str, torch.Tensor], what: str, axis: str, fix: str) -> None:
     present = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     if group.size == 1 or not present or "fake" in group.backends.values():
         return

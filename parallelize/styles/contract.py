@@ -108,6 +108,7 @@ class Contract:
         enter: the conversion of the input.
         leave: the conversion of the output.
         argument: name of the input that `enter` converts; empty means the first.
+        max_inputs: the most positional inputs of a call; 0 means any number.
         sequence_dim: the dim that sequence conversions work on.
         uses: parameter name to its use; a parameter that is not named is replicated.
         compute: what runs between the conversions: "stock" (the module's own forward), or a word that `apply` knows:
@@ -127,6 +128,7 @@ class Contract:
     enter: Conversion = Conversion.NONE
     leave: Conversion = Conversion.NONE
     argument: str = ""
+    max_inputs: int = 0
     sequence_dim: int = 1
     uses: dict[str, Use] = field(default_factory=dict)
     compute: str = "stock"

@@ -63,8 +63,8 @@ def _sequence(style: StyleText, module: ModuleFacts, context: StyleContext) -> C
 
 
 def _gather(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
-    dim = dim_of(style.options["input"])
-    return Contract(style.word, Conversion.GATHER_SEQUENCE, sequence_dim=dim, dtensors="in")
+    dim, inputs = dim_of(style.options["input"]), int(style.options["inputs"])
+    return Contract(style.word, Conversion.GATHER_SEQUENCE, sequence_dim=dim, max_inputs=inputs, dtensors="in")
 
 
 def _dtensors(style: StyleText) -> str:
@@ -96,7 +96,7 @@ for _style in (
     Style(
         "PrepareModuleInput",
         _gather,
-        {"input": None},
+        {"input": None, "inputs": None},
         traits=Traits(shares_input=True, keeps_layout=True),
         in_plans=False,
     ),

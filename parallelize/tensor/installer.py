@@ -132,6 +132,7 @@ class Installer:
             planned.enter = self._input_conversion(row)
             if planned.enter is not None:
                 planned.argument = argument_of(module, contract.argument)
+                planned.max_inputs = contract.max_inputs
             planned.leave = self._conversion(contract.leave, row, fused=type(module) is nn.Linear)
             planned.hide_bias = contract.adds_bias_after_sum and planned.leave is not None
             if contract.returns_dtensor:

@@ -30,6 +30,7 @@ class Planned:
         slots: its own parameters.
         enter: conversion of the input, or None.
         argument: (position, name) of the input that `enter` converts.
+        max_inputs: the most positional inputs that a call may have; 0: any number.
         leave: conversion of the output, or None. Of a tuple, it converts the first item.
         stock: the forward that was set on the instance before, or None for that of the class.
         hide_bias: add the bias after `leave`, so that the reduction of partial outputs does not sum it.
@@ -45,6 +46,7 @@ class Planned:
         "hide_bias",
         "index",
         "leave",
+        "max_inputs",
         "overlap",
         "plain",
         "slots",
@@ -58,6 +60,7 @@ class Planned:
         self.bias = next((slot for slot in slots if slot.key == "bias"), None)
         self.enter: Conversion | None = None
         self.argument: tuple[int, str] = (0, "input")
+        self.max_inputs = 0
         self.leave: Conversion | None = None
         self.stock = stock
         self.hide_bias = False
@@ -129,6 +132,14 @@ def argument_of(module: nn.Module, name: str) -> tuple[int, str]:
     return names.index(name), name
 
 
+def too_many_inputs(module: str, given: int, layouts: int) -> ModelError:
+    """The error of a call with more positional inputs than there are layouts of inputs."""
+    what = f"{module} got {given} positional inputs, and input_layouts has {layouts}"
+    return ModelError(
+        Problem("layout-count", what, fix="one layout for each positional input; None leaves it unchanged")
+    )
+
+
 def convert_argument(
     conversion: Conversion, argument: tuple[int, str], args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
@@ -174,6 +185,8 @@ def _rowwise_linear(self: Any, input: torch.Tensor) -> torch.Tensor:
 
 def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
     planned = self._applied.planned
+    if planned.max_inputs and len(args) > planned.max_inputs:
+        raise too_many_inputs(type(self).__name__, len(args), planned.max_inputs)
     args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
     if torch.compiler.is_dynamo_compiling():
         return planned.run_stock(self, args, kwargs)

@@ -31,7 +31,9 @@ def test_collectives_are_not_sent_twice(two_processes, sequence_parallel):
         assert collectives == plain and selective == plain
         more = {name.strip("_"): number - plain[name] for name, number in full.items() if number != plain[name]}
         # two layers, each with two sums whose results backward needs
-        assert more == ({"allgather_base": 4, "reduce_scatter_base": 4} if sequence_parallel else {"allreduce": 4})
+        assert more == (
+            {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4} if sequence_parallel else {"all_reduce": 4}
+        )
 
 
 def test_a_units_own_functional_collectives(two_processes):

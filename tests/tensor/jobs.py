@@ -473,11 +473,15 @@ def dict_details(rank: int) -> None:
 
     model = copy.deepcopy(plain)  # a tie whose other end has no style would be misread
     model["head"].weight = model["embed"].weight
+    parallelize_module(model, mesh, {"embed": RowwiseParallel(input_layouts=Replicate())})
     try:
-        parallelize_module(model, mesh, {"embed": RowwiseParallel(input_layouts=Replicate())})
+        model["head"](model["embed"](ids))
         raise AssertionError("accepted")
     except ParallelizeError as error:
         assert error.slugs == ("broken-tie",)
+    parallelize_module(model["head"], mesh, ColwiseParallel(output_layouts=Replicate()))
+    out = model["head"](model["embed"](ids))
+    assert worst({"": out}, {"": expected.detach()})[0] < 1e-12
 
     # a PyTorch style in the dict is applied as it is
     mixed = nn.Sequential(linear(), nn.Linear(10, 6).double())
@@ -514,7 +518,7 @@ def dict_details(rank: int) -> None:
 
     # nothing is half applied, and mistakes are errors
     for plan, slug in (
-        ({"layers.*.attention.wq": ColwiseParallel(), "layers.*.attn.wk": ColwiseParallel()}, "unmatched-rule"),
+        ({"layers.*.attention.wq": ColwiseParallel(), "layers.*.attention.wk": "colwise "}, "bad-plan"),
         ({"layers.*.attention.wq": ColwiseParallel(), "norm": ColwiseParallel()}, "wrong-module-for-style"),
     ):
         model = tut.Transformer()

@@ -11,14 +11,14 @@ pytestmark = pytest.mark.processes
 
 def test_tensor_parallel_layer(two_processes):
     for result in two_processes.run(jobs.layer_collectives, False):
-        assert result == {"forward": {"allreduce": 2}, "backward": {"allreduce": 2}}
+        assert result == {"forward": {"all_reduce": 2}, "backward": {"all_reduce": 2}}
 
 
 def test_sequence_parallel_layer(two_processes):
     """The mirror in backward, and one coalesced reduction of pending gradients."""
     for result in two_processes.run(jobs.layer_collectives, True):
-        assert result["forward"] == {"allgather_base": 2, "reduce_scatter_base": 2}
-        assert result["backward"] == {"allgather_base": 2, "reduce_scatter_base": 2, "allreduce": 1}
+        assert result["forward"] == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+        assert result["backward"] == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_reduce": 1}
 
 
 def test_the_vocabulary_embedding_keeps_a_shard_of_its_gradient(two_processes):

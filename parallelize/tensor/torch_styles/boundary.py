@@ -12,7 +12,7 @@ from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.layout import replicated
 from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.placements import as_dtensor, convert, local_input
-from parallelize.tensor.planned_forward import install
+from parallelize.tensor.planned_forward import install, too_many_inputs
 from parallelize.tensor.torch_styles.module_style import ModuleStyle, Target, planned_of
 
 Layouts = Placement | tuple[Placement | None, ...] | None
@@ -102,6 +102,8 @@ class PrepareModuleInput(ModuleStyle):
         conversion = partial(convert, mesh=target.mesh, group=target.group, local=self.use_local_output)
 
         def pre(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+            if self.input_layouts and len(args) > len(self.input_layouts):
+                raise too_many_inputs(target.facts.fqn, len(args), len(self.input_layouts))
             if len(args) < len(self.input_layouts) and not self.input_kwarg_layouts:
                 fqn = target.facts.fqn
                 what = f"{fqn} got {len(args)} positional inputs, and input_layouts has {len(self.input_layouts)}"

@@ -1,8 +1,13 @@
-"""PyTorch's form of a plan: a dict from name patterns to styles. All patterns are matched before any style is applied."""
+"""PyTorch's form of a plan: a dict from name patterns to styles. All patterns are matched before any style is applied.
+
+A model may be planned in several calls, as with PyTorch's function. A pattern that matches nothing is warned of where that
+function is replaced, and an error elsewhere.
+"""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import parallel as stock
 
 from parallelize.applied.pending_reductions import PendingReductions
-from parallelize.applied.records import facts_of
+from parallelize.applied.records import applied, facts_of
 from parallelize.errors import ModelError, PlanError, Problem, near
 from parallelize.tensor.shared_conversion import SharedConversion
 from parallelize.tensor.torch_styles.boundary import (
@@ -40,13 +45,16 @@ def spelled(style: Any) -> str:
     return repr(style) if isinstance(style, ModuleStyle) else type(style).__qualname__
 
 
-def match_styles(module: nn.Module, styles: Any) -> list[tuple[str, nn.Module, Any]]:
+def match_styles(module: nn.Module, styles: Any, strict: bool = True) -> list[tuple[str, nn.Module, Any]]:
     """(fqn, module, style) for every match, in the order of the dict. Nothing is changed.
 
-    Raises: PlanError `unmatched-rule`, `bad-plan`, `broken-tie`, and the problems of styles that do not support a module.
+    strict: raise where a pattern matches no module, or there is none; otherwise warn.
+
+    Raises: PlanError `unmatched-rule`, `bad-plan`, and the problems of styles that do not support a module.
     """
     if is_style(styles):
         styles = {"": styles}
+    unmatched = [] if styles else [Problem("unmatched-rule", "the plan is empty: nothing is changed")]
     names = dict(module.named_modules(remove_duplicate=False))
     problems, matched = [], []
     for pattern, style in styles.items():
@@ -57,7 +65,7 @@ def match_styles(module: nn.Module, styles: Any) -> list[tuple[str, nn.Module, A
         if not matches:
             close = near(pattern, names)
             fix = "did you mean " + " or ".join(map(repr, close)) + "?" if close else "remove it"
-            problems.append(Problem("unmatched-rule", f"{pattern!r} matches no module", fix=fix))
+            unmatched.append(Problem("unmatched-rule", f"{pattern!r} matches no module", fix=fix))
         matched += [(name, names[name], from_pytorch(style, names[name])) for name in matches]
     facts = facts_of(module)
     for name, _, style in matched:
@@ -66,14 +74,12 @@ def match_styles(module: nn.Module, styles: Any) -> list[tuple[str, nn.Module, A
                 style.check(facts.modules[facts.aliases[name]], names[name])
             except ModelError as error:
                 problems += error.problems
-    sharded = {
-        id(submodule)
-        for _, submodule, style in matched
-        if isinstance(style, (ColwiseParallel, RowwiseParallel, SequenceParallel))
-    }
-    problems += _Ties(module).check({id(submodule): name for name, submodule in names.items()}, sharded)
+    if strict:
+        problems += unmatched
     if problems:
         raise PlanError(*problems)
+    for problem in unmatched:
+        warnings.warn(f"parallelize_module: {problem.what}" + (f"; {problem.fix}" if problem.fix else ""), stacklevel=2)
     return matched
 
 
@@ -97,6 +103,35 @@ def apply_styles(
                 copied.src_data_rank = source
             copied._apply(module, mesh)
         ties.restore(module)
+    for owner, key in ties.unplanned():
+        refuse_unplanned_tie(root, owner, key)
+
+
+def open_tie(module: nn.Module, target: nn.Module, planned: set[int]) -> str:
+    """Names a parameter outside of `planned` modules to which one of the target's is tied; empty where there is none."""
+    names = {id(submodule): name for name, submodule in module.named_modules()}
+    for group in _Ties(module).groups:
+        if any(owner is target for owner, _ in group):
+            for owner, key in group:
+                if id(owner) not in planned:
+                    return f"{names[id(owner)]}.{key}"
+    return ""
+
+
+def refuse_unplanned_tie(root: nn.Module, owner: nn.Module, key: str) -> None:
+    """Refuse the first forward of a module that shares a sharded parameter, unless a later call gives it a style."""
+    name = next(name for name, submodule in root.named_modules() if submodule is owner)
+
+    def check(module: nn.Module, _: Any) -> None:
+        if applied(module).planned is None and isinstance(module._parameters.get(key), DTensor):
+            what = f"{name}.{key} is tied to a parameter that a style shards, and {name} has no style"
+            fix = (
+                "give it one that shards the same dim: RowwiseParallel for the embedding, ColwiseParallel for the head"
+            )
+            raise ModelError(Problem("broken-tie", what, fix=fix))
+        hook.remove()
+
+    hook = owner.register_forward_pre_hook(check)
 
 
 def keys_replaced(module: nn.Module, style: Any) -> Iterator[str]:
@@ -173,17 +208,12 @@ class _Ties:
                     parameters: Any = owner._parameters
                     parameters[key] = new
 
-    def check(self, names: dict[int, str], sharded: set[int]) -> Iterator[Problem]:
-        """A parameter that a style shards must not belong to a module without a style too, which would misread it."""
+    def unplanned(self) -> Iterator[tuple[nn.Module, str]]:
+        """(module, key) of the parameters that are DTensors now, in modules that no style computes."""
         for group in self.groups:
-            rest = [f"{names[id(owner)]}.{key}" for owner, key in group if id(owner) not in sharded]
-            if rest and len(rest) < len(group):
-                styled = [f"{names[id(owner)]}.{key}" for owner, key in group if id(owner) in sharded]
-                yield Problem(
-                    "broken-tie",
-                    f"{styled[0]} is sharded, and tied to {', '.join(rest)}, which has no style",
-                    fix="give it a style that shards the same dim: ColwiseParallel for a head",
-                )
+            for owner, key in group:
+                if isinstance(owner._parameters[key], DTensor) and applied(owner).planned is None:
+                    yield owner, key
 
 
 def _matches(pattern: str, name: str) -> bool:

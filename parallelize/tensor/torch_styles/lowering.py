@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 
 from parallelize.applied.records import facts_of, record_of
 from parallelize.plan.choose import plan_of, plan_or_none
@@ -24,19 +24,21 @@ from parallelize.styles import pytorch  # noqa: F401, so that its words are know
 from parallelize.styles.style import StyleText
 from parallelize.tensor.placements import dim_of
 from parallelize.tensor.torch_styles.boundary import PrepareModuleInput, SequenceParallel
-from parallelize.tensor.torch_styles.dicts import is_styles, match_styles, spelled
+from parallelize.tensor.torch_styles.dicts import is_styles, match_styles, open_tie, spelled
 from parallelize.tensor.torch_styles.input_reads import readers_of_input, readers_of_output
 from parallelize.tensor.torch_styles.linear import ColwiseParallel, RowwiseParallel
 
 
-def plan_of_styles(module: nn.Module, plan: Any) -> Plan:
+def plan_of_styles(module: nn.Module, plan: Any, strict: bool = True) -> Plan:
     """`plan_of`, also for PyTorch's style objects: one, or a dict of name patterns to them.
+
+    strict: whether a pattern of a dict that matches nothing is an error, or a warning as in PyTorch's `parallelize_module`.
 
     The plan's sections for other axes than `tp` are those of the model's own plan, where it has one.
 
     Raises: as `match_styles`, and as `plan_of`.
     """
-    return _Lowering(module, match_styles(module, plan)).run() if is_styles(plan) else plan_of(module, plan)
+    return _Lowering(module, match_styles(module, plan, strict)).run() if is_styles(plan) else plan_of(module, plan)
 
 
 def passes_dtensors(plan: Plan) -> str:
@@ -91,6 +93,10 @@ class _Lowering:
             return "the model has a plan already"
         if len(self.styles[id(target)]) > 1:
             return "the module has several styles"
+        if any(isinstance(parameter, DTensor) for parameter in target.parameters()):
+            return "an earlier call has sharded a parameter that is tied to its own"
+        if tied := open_tie(self.module, target, set(self.styles)):
+            return f"it is tied to {tied}, which has no style"
         if any(character in fqn for character in "*{},"):
             return "its name reads as a pattern"
         if isinstance(style, ColwiseParallel):
@@ -143,7 +149,7 @@ class _Lowering:
         if not linears or not self._has_one_name(target) or not all(map(self._reads_replicated, linears)):
             return "code may read the gathered DTensor"
         self.gathered |= {id(linear) for linear in linears}
-        return StyleText("PrepareModuleInput", {"input": sources[0]})
+        return StyleText("PrepareModuleInput", {"input": sources[0], "inputs": str(len(style.input_layouts))})
 
     def _reads_replicated(self, module: Any) -> bool:
         """Whether a module is a column linear of the dict whose input is full, and that is called in one place."""

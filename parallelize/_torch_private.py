@@ -237,6 +237,23 @@ _PATCHED = threading.RLock()
 
 
 @contextmanager
+def autocast_of_meta() -> Iterator[None]:
+    """Let `torch.autocast(x.device.type)` accept "meta", which PyTorch refuses: nothing is cast, as without values (2.0)."""
+    with _PATCHED:
+        autocast: Any = torch.amp.autocast_mode.autocast
+        stock = autocast.__init__
+
+        def patched(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            stock(self, "cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+        autocast.__init__ = patched
+        try:
+            yield
+        finally:
+            autocast.__init__ = stock
+
+
+@contextmanager
 def truncated_normals(draw: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Let this thread's `nn.init.trunc_normal_` call `draw(tensor, mean, std, low, high)`.
 

@@ -53,9 +53,10 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.randomness.dropout.not_installed import require_installed_dropout
 from parallelize.styles.contract import Conversion
-from parallelize.tensor.child_reads import reads_of_children
+from parallelize.tensor.child_reads import foreign_readers
 from parallelize.tensor.embedding import check_embedding
 from parallelize.tensor.installer import Installer
+from parallelize.tensor.multihead_attention import check_multihead
 from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
 from parallelize.tensor.planned_forward import argument_of
 from parallelize.tensor.rms_norm import check_rms_norm
@@ -291,7 +292,12 @@ def _refuse_twice(module: nn.Module) -> None:
         )
 
 
-_COMPUTE_CHECKS = {"embedding": check_embedding, "rms_norm": check_rms_norm, "ulysses": check_ulysses}
+_COMPUTE_CHECKS = {
+    "embedding": check_embedding,
+    "rms_norm": check_rms_norm,
+    "ulysses": check_ulysses,
+    "multihead": check_multihead,
+}
 
 
 def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
@@ -312,28 +318,10 @@ def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
         if not parameter_row.plain:
             problems += _wrong_with_parameter(fqn, model.root.get_parameter(fqn))
     if resolved.plan.unclaimed != "leave":
-        problems += _foreign_readers(model)
+        problems += foreign_readers(resolved, model)
     problems += dict.fromkeys(misused_shards(resolved, model))  # those of all layers read alike
     if problems:
         raise ModelError(*problems[:20])
-
-
-def _foreign_readers(model: ModelFacts) -> Iterator[Problem]:
-    """Modules whose code reads parameters of other modules, where it would meet DTensors."""
-    fix = "replace it by modules that call each other, or plan only modules outside of it"
-    for fqn, module in model.objects.items():
-        reads_all = isinstance(module, (nn.MultiheadAttention, nn.ParameterList, nn.ParameterDict))
-        if reads_all and list(module.parameters()):
-            what = (
-                f"{fqn} is a {type(module).__name__}, whose code reads parameters from outside the module that has them"
-            )
-            yield Problem("reads-child-parameters", what, fix=fix)
-    for module in {type(module): module for module in model.objects.values()}.values():
-        for child, key in reads_of_children(module.__class__):
-            owner = getattr(module, child, None)
-            if isinstance(owner, nn.Module) and key in owner._parameters:
-                what = f"{type(module).__name__} reads self.{child}.{key} from outside the module that has it"
-                yield Problem("reads-child-parameters", what, fix=fix)
 
 
 def _wrong_with_parameter(name: str, parameter: Any) -> Iterator[Problem]:

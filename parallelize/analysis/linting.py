@@ -28,6 +28,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ModuleRow
 from parallelize.plan.schema import Plan
 from parallelize.styles.contract import Conversion
+from parallelize.tensor.planned_forward import FIX_SHAPES
 
 _OF_OPERATIONS = ("mixed-sequence", "mixed-features", "divided-features")  # which name the line that is wrong
 BATCH, SEQUENCE = 2, 24  # of the forward on meta; the sequence is rounded up to a multiple of tp
@@ -227,7 +228,10 @@ def run_forwards(subject: Subject, setting: Setting, attention: str = "") -> tup
 
 def _failed(forwards: _Forwards) -> Problem:
     """The planned forward raised where the unsharded one did not: shards of neighboring modules that do not match."""
-    error, module = forwards.planned.error, forwards.planned.failed_module
+    error, module, advice = forwards.planned.error, forwards.planned.failed_module, ""
+    if isinstance(error, ParallelizeError) and error.slugs == ("shard-misread",):
+        advice = "" if error.problems[0].fix == FIX_SHAPES else error.problems[0].fix
+        error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     if isinstance(error, ParallelizeError):
         first = error.problems[0]
         if first.slug in _OF_OPERATIONS:
@@ -243,6 +247,7 @@ def _failed(forwards: _Forwards) -> Problem:
         rows.append(("rule", f"{row.rule.pattern}: {row.rule.style}"))
     rows += list(_suspects(forwards))
     fix = "give neighbors styles that match: `colwise` into `rowwise` with the same sizes, `gather` before, local head counts"
+    fix = advice or fix
     name = generic(module) or "the model itself"
     return Problem("layouts-do-not-meet", f"the forward of {name} cannot run on shards", where, tuple(rows), fix)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives  # noqa: F401, which registers the ops
 
 _ops = torch.ops._c10d_functional
 

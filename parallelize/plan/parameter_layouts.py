@@ -108,10 +108,14 @@ class LayoutMaker:
         )
 
     def _head_width(self, fact: ParameterFacts) -> int | None:
-        """The head width of the attention module that contains the linear, or None."""
-        parent = fact.fqn.rpartition(".")[0].rpartition(".")[0]
-        module = self.model.objects.get(self.model.aliases.get(parent, parent)) if parent else None
-        return next((w for key in HEAD_WIDTHS if isinstance(w := getattr(module, key, None), int) and w > 0), None)
+        """The head width of the attention module that has the parameter, or that contains its linear; or None."""
+        owner = fact.fqn.rpartition(".")[0]
+        for name in filter(None, (owner, owner.rpartition(".")[0])):
+            module = self.model.objects.get(self.model.aliases.get(name, name))
+            for key in HEAD_WIDTHS:
+                if isinstance(width := getattr(module, key, None), int) and width > 0:
+                    return width
+        return None
 
     def _split_units(self, fact: ParameterFacts, rule: Rule, unit: int, head: int) -> Problem:
         name = generic(fact.fqn.rpartition(".")[0])

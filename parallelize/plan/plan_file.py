@@ -16,7 +16,18 @@ from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mea
 from parallelize.plan.options import FLAGS, NUMBERS, Options
 from parallelize.plan.options import NAMES as OPTION_NAMES
 from parallelize.plan.pattern import check_pattern
-from parallelize.plan.schema import ATTENTION, SCHEMA_VERSION, Cuts, LocalAttribute, Plan, RegionBounds, Rule, Size, Tie
+from parallelize.plan.schema import (
+    ALLOWED,
+    ATTENTION,
+    SCHEMA_VERSION,
+    Cuts,
+    LocalAttribute,
+    Plan,
+    RegionBounds,
+    Rule,
+    Size,
+    Tie,
+)
 from parallelize.plan.yaml_nodes import Reader, compose, is_decimal
 from parallelize.styles.notation import parse_style
 
@@ -37,6 +48,7 @@ KEYS = {
     "attention",
     "positions",
     "packing",
+    "allow",
 }
 
 
@@ -117,6 +129,7 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
         recompute_units=_units(reader, top, "recompute"),
         attention=tuple(_attention(reader, top)),
         **_positions(reader, top),
+        allow=_allowed(reader, top),
         options=_defaults(reader, top),
         source=source,
     )
@@ -138,6 +151,14 @@ def _check_version(reader: Reader, top: dict[str, yaml.Node], source: str) -> No
         reader.wrong(
             top["schema_version"], "unknown-version", f"version {version}; this release reads {SCHEMA_VERSION}"
         )
+
+
+def _allowed(reader: Reader, top: dict[str, yaml.Node]) -> tuple[str, ...]:
+    slugs = _texts(reader, top, "allow")
+    for slug in slugs:
+        if slug not in ALLOWED:
+            reader.wrong(top["allow"], "bad-value", f"allow names {slug!r}", "one of: " + ", ".join(ALLOWED))
+    return slugs
 
 
 def _texts(reader: Reader, top: dict[str, yaml.Node], key: str) -> tuple[str, ...]:

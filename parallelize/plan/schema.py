@@ -14,6 +14,7 @@ from parallelize.styles.style import StyleText
 
 SCHEMA_VERSION = 1
 ATTENTION = ("causal", "bidirectional")
+ALLOWED = ("reads-child-parameters",)  # what `allow:` may name: checks whose mistakes the first forward finds
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class Plan:
         positions_from: the mask from which the model counts positions where none are passed.
         packing: "positions": a document begins where positions start again; or "none".
         options: the plan's `defaults:`; once it is to be applied, the complete options of the run.
+        allow: slugs of checks of source text that the plan turns off, of `ALLOWED`.
         source: the file, for messages.
         kept: style objects of a dict that are applied as they are.
         unclaimed: "refuse" parameters without a rule, "replicate" them (dicts of words and translated plans), or "leave" them
@@ -187,6 +189,7 @@ class Plan:
     positions: str = "position_ids"
     positions_from: str = ""
     packing: str = "positions"
+    allow: tuple[str, ...] = ()
     options: Options = field(default_factory=Options)
     source: str = ""
     kept: tuple[KeptStyle, ...] = ()

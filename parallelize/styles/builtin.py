@@ -84,6 +84,17 @@ def _rms_norm(style: StyleText, module: ModuleFacts, context: StyleContext) -> C
     return Contract("rms_norm", uses={name: Use(0, style.unit) for name in module.shapes}, compute="rms_norm")
 
 
+def _multihead(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
+    """`nn.MultiheadAttention` by heads; its `out_proj` has a rule of its own."""
+    packed, single = Use(0, style.unit * 3), Use(0, style.unit)
+    uses = {name: packed if name.startswith("in_proj") else single for name in module.shapes}
+    uses |= {name: Use(2, style.unit) for name in ("bias_k", "bias_v") if name in module.shapes}
+    if not style.unit:
+        fix = "name the number of heads: `multihead(heads)`, with `sizes: {heads: 8}`"
+        raise ModelError(Problem("missing-unit", f"`multihead` of {module.fqn} names no heads", fix=fix))
+    return Contract("multihead", _shared_input(context), uses=uses, compute="multihead")
+
+
 def _shard(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
     use = Use(int(style.options.get("dim", "0")), style.unit, style.chunks)
     return Contract("shard", uses=dict.fromkeys(module.shapes, use))
@@ -163,6 +174,7 @@ for _style in (
         Traits(shares_input=True, keeps_layout=True),
     ),
     Style("ulysses", _ulysses, {"split": None}, "split", Traits(keeps_layout=True)),
+    Style("multihead", _multihead, {"unit": None}, "unit", Traits(keeps_layout=True)),
     Style("rms_norm", _rms_norm, {"unit": None}, "unit", Traits(keeps_layout=True)),
     Style(
         "shard",

@@ -113,7 +113,8 @@ class Contract:
         uses: parameter name to its use; a parameter that is not named is replicated.
         compute: what runs between the conversions: "stock" (the module's own forward), or a word that `apply` knows:
             "rowwise" (the bias is added once, after the reduction), "embedding" (ids outside the local shard give
-            zeros), "rms_norm" (the mean square is taken over all ranks), "ulysses" (its attention exchanges a sequence
+            zeros), "rms_norm" (the mean square is taken over all ranks), "multihead" (the arithmetic of
+            `nn.MultiheadAttention` on this rank's heads), "ulysses" (its attention exchanges a sequence
             shard for a head shard), "deferred_head" (the loss runs its matmul), "lookup" (an embedding's own forward).
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
@@ -174,6 +175,11 @@ class Contract:
     def defers_logits(self) -> bool:
         """Whether the loss runs its matmul."""
         return self.compute == "deferred_head"
+
+    @property
+    def computes_by_heads(self) -> bool:
+        """Whether it is an `nn.MultiheadAttention` that computes this rank's heads."""
+        return self.compute == "multihead"
 
     @property
     def exchanges_heads(self) -> bool:

@@ -1,30 +1,152 @@
-"""Modules whose code reads the parameters of their children, where it would find DTensors."""
+"""Refuses modules whose forward reads the parameters of their children, where it would find DTensors.
+
+The source text is followed from `forward` through the methods and properties that it names, so that code for initialization, or for
+fusing weights, does not count. What it cannot see is refused by name in the first forward (`first_forward.py`).
+"""
 
 from __future__ import annotations
 
+import ast
 import inspect
-import re
+import os
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from parallelize.errors import ModelError, Problem
+from parallelize.plan.model_facts import ModelFacts
+from parallelize.plan.pattern import generic
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.tensor.syntax import own_attribute, parsed, receiver
+
+SLUG = "reads-child-parameters"
+FIX = (
+    "replace it by modules that call each other, or plan only modules outside of it; `allow: reads-child-parameters` in the "
+    "plan, where that line never runs"
+)
+
+
+def reads_parameter(module: nn.Module, parameter: str, place: str) -> ModelError:
+    """The error of a forward that runs an operation of a plain tensor and a parameter of another module."""
+    what = f"{type(module).__name__} ({place}) reads {generic(parameter)} from outside the module that has it"
+    return ModelError(
+        Problem(SLUG, what, fix="replace it by modules that call each other, or plan only modules outside of it")
+    )
+
+
+class ChildRead(NamedTuple):
+    """`self.child.parameter` in a method that a forward reaches. place: file and line."""
+
+    child: str
+    parameter: str
+    method: str
+    place: str
+
+
+def foreign_readers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Problem]:
+    """Modules whose code reads parameters of other modules, where it would meet DTensors."""
+    for fqn, module in model.objects.items():
+        if isinstance(module, nn.MultiheadAttention) and _shards_parts(resolved, model, fqn):
+            what = f"the rules of {fqn} shard a part of an nn.MultiheadAttention, which computes with all of its parts"
+            fix = f"`multihead(heads)` for {fqn} and `rowwise(heads)` for its out_proj, or `replicate` for both"
+            yield Problem(SLUG, what, fix=fix)
+        if isinstance(module, (nn.ParameterList, nn.ParameterDict)) and list(module.parameters()):
+            what = f"{fqn} is a {type(module).__name__}, whose parameters are read from outside of it"
+            yield Problem(SLUG, what, fix=FIX)
+    if SLUG in resolved.plan.allow:
+        return
+    read: dict[ChildRead, str] = {}
+    for fqn, module in model.objects.items():
+        for item in reads_of_children(module.__class__):
+            owner = getattr(module, item.child, None)
+            if isinstance(owner, nn.Module) and item.parameter in owner._parameters:
+                read.setdefault(item, fqn)
+    for item, fqn in read.items():
+        name = type(model.objects[fqn]).__name__
+        what = f"{name}.{item.method} ({item.place}) reads self.{item.child}.{item.parameter}"
+        yield Problem(SLUG, f"{what} from outside the module that has it", rows=(("module", generic(fqn)),), fix=FIX)
 
 
 @lru_cache(maxsize=4096)
-def reads_of_children(cls: Any) -> tuple[tuple[str, str], ...]:
-    """(child, parameter) pairs whose values the code of a class uses, as in `F.conv1d(x, self.conv.weight)`.
+def reads_of_children(cls: Any) -> tuple[ChildRead, ...]:
+    """What the forward of a class, and the methods and properties that it names, read of parameters of children.
 
-    The source text is searched. Reading only a parameter's dtype, device or shape does not count.
+    Reading a parameter's dtype, device or shape does not count, nor comparing its identity or its type. Modules of torch
+    look at the class of what they read before they use it.
     """
-    pairs: list[tuple[str, str]] = []
-    for name, member in vars(cls).items():
-        if inspect.isfunction(member) and name not in _NOT_FORWARD:
-            try:
-                pairs += _CHILD_READ.findall(inspect.getsource(member))
-            except OSError:  # no source to read
-                continue
-    return tuple(dict.fromkeys(pairs))
+    if cls.__module__.partition(".")[0] == "torch":
+        return ()
+    found: list[ChildRead] = []
+    pending, seen = [("forward", cls.__mro__)], set()
+    while pending:
+        name, bases = pending.pop()
+        base = next((base for base in bases if name in vars(base)), nn.Module)
+        if base is nn.Module or (base, name) in seen:
+            continue
+        seen.add((base, name))
+        function = _function(vars(base)[name])
+        tree = parsed(function) if function is not None else None
+        if function is None or tree is None:
+            continue
+        found += _reads(tree, name, function)
+        own = receiver(tree)
+        for node in ast.walk(tree):
+            if called := own_attribute(node, own):
+                pending.append((called, cls.__mro__))
+            elif called := _of_super(node):
+                pending.append((called, cls.__mro__[cls.__mro__.index(base) + 1 :]))
+    return tuple(dict.fromkeys(found))
 
 
-_NOT_FORWARD = {"__init__", "reset_parameters", "_init_weights", "tie_weights", "extra_repr", "_tie_weights"}
-_CHILD_READ = re.compile(
-    r"self\.(\w+)\.(weight|bias)\b(?!\s*\.(?:dtype|device|shape|size|ndim|requires_grad)|\s*(?:is|==|=))"
-)
+def _function(member: Any) -> Any | None:
+    """The function behind a method, property or decorated method."""
+    member = getattr(member, "__func__", getattr(member, "fget", member))
+    return inspect.unwrap(member) if inspect.isfunction(member) else None
+
+
+def _reads(tree: ast.Module, method: str, function: Any) -> Iterator[ChildRead]:
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    code, own = function.__code__, receiver(tree)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+            continue
+        child = own_attribute(node.value, own)
+        if child and not _is_harmless(node, parents[node]):
+            place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno + node.lineno - 1}"
+            yield ChildRead(child, node.attr, method, place)
+
+
+_DESCRIPTION = {"dtype", "device", "shape", "size", "ndim", "dim", "numel", "requires_grad", "is_meta", "is_cuda"}
+
+
+def _is_harmless(node: ast.Attribute, parent: ast.AST) -> bool:
+    """Whether an expression does not use the values of the parameter that it reads."""
+    if isinstance(parent, ast.Attribute):
+        return parent.attr in _DESCRIPTION
+    if isinstance(parent, ast.Compare):
+        return all(isinstance(operator, (ast.Is, ast.IsNot)) for operator in parent.ops)
+    return (
+        isinstance(parent, ast.Call)
+        and isinstance(parent.func, ast.Name)
+        and parent.func.id in ("isinstance", "hasattr", "getattr", "id", "type")
+        and node in parent.args
+    )
+
+
+def _of_super(node: ast.AST) -> str:
+    """The name in `super().name`; empty for any other expression."""
+    value = node.value if isinstance(node, ast.Attribute) else None
+    is_super = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "super"
+    return node.attr if is_super and isinstance(node, ast.Attribute) else ""
+
+
+def _shards_parts(resolved: ResolvedPlan, model: ModelFacts, fqn: str) -> bool:
+    """Whether an `nn.MultiheadAttention` is neither replicated nor sharded by heads with an `out_proj` that sums."""
+    row, out = resolved.modules.get(fqn), resolved.modules.get(f"{fqn}.out_proj" if fqn else "out_proj")
+    if row is not None and row.contract.computes_by_heads:
+        return out is None or not out.contract.traits.sums_output
+    names = [f"{fqn}.{key}" if fqn else key for key, _ in model.objects[fqn].named_parameters()]
+    rows = [resolved.parameters[model.owners[name]] for name in names]
+    return any(row.layout.dim is not None or row.partial for row in rows)

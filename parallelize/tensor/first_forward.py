@@ -30,8 +30,9 @@ from parallelize.applied.records import applied, record_of
 from parallelize.errors import ModelError, Problem
 from parallelize.plan.pattern import generic
 from parallelize.tensor.added_parts import Given, refuse_adapters, refuse_added, refuse_kept
+from parallelize.tensor.child_reads import reads_parameter
 from parallelize.tensor.later_changes import is_of_packages
-from parallelize.tensor.planned_forward import installed
+from parallelize.tensor.planned_forward import installed, is_shape_error, misread_shard
 from parallelize.tensor.shard_dims import Kind, ShardDim
 from parallelize.tensor.shard_operations import Call, mixes, scrambles, shard_of_result
 
@@ -120,7 +121,7 @@ class _Watch:
 
     def __init__(self, first: FirstForwards, name: str, module: nn.Module):
         self.first, self.prefix, self.module = first, f"{name}." if name else "", module
-        self.mode = _Follower()
+        self.mode = _Follower(module)
         self.undo = ExitStack()
 
     def start(self, inputs: Any) -> None:
@@ -226,8 +227,9 @@ class _Watch:
 class _Follower(TorchFunctionMode):
     """Follows shard dims through a forward, and refuses operations that need all of one."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: nn.Module) -> None:
         super().__init__()
+        self.root = root
         self.shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.derived: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.modules: list[nn.Module] = []
@@ -249,14 +251,14 @@ class _Follower(TorchFunctionMode):
         is_sharded = any(x in self.shards for x in tensors)
         has_size = any(_has_shard_size(leaf) for leaf in leaves)
         if not (is_sharded or has_size or any(x in self.derived for x in tensors)):
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs, tensors)
         caller = _caller()
         if caller is None or not _is_of_model(caller, self.modules):
             return func(*args, **kwargs)
         call = Call(_name_of(func), args, kwargs, self.shards.get, self._is_derived)
         self._check(call, caller)
         self._check_parameters(tensors)
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs, tensors)
         if call.name in ("shape", "size"):
             return self._marked_size(call, out)
         self._follow(call, out)
@@ -264,6 +266,20 @@ class _Follower(TorchFunctionMode):
         if scrambled is not None:
             self._refuse(call, caller, scrambled, "cut")
         return out
+
+    def _run(self, func: Any, args: tuple, kwargs: dict, tensors: list[T]) -> Any:
+        """The operation, whose error gets a name where planned parameters or shards are its cause."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            owners = self.modules or [self.root]
+            if _MIXED in str(error):
+                names = [name for name, p in self.root.named_parameters() if any(p is x for x in tensors)]
+                if names:
+                    raise reads_parameter(owners[-1], names[0], _place(_model_code(sys._getframe(2)))) from error
+            if any(x in self.shards for x in tensors) and is_shape_error(error):
+                raise misread_shard(owners[-1], error) from error
+            raise
 
     def _is_derived(self, value: Any) -> bool:
         return isinstance(value, T) and (value in self.derived or value in self.shards)
@@ -316,9 +332,7 @@ class _Follower(TorchFunctionMode):
 
     def _refuse(self, call: Call, caller: FrameType, shard: ShardDim, kind: str) -> None:
         module = type(self.modules[-1]).__name__ if self.modules else "the model"
-        caller = _model_code(caller)
-        place = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
-        by = f"{call.name.strip('_')} in {module} ({place})"
+        by = f"{call.name.strip('_')} in {module} ({_place(_model_code(caller))})"
         if shard.kind == "sequence":
             what = f"{by} needs all tokens, and a rank has a part of each sequence in the sequence-parallel region"
             if kind == "count":
@@ -371,6 +385,13 @@ def _model_code(frame: FrameType) -> FrameType:
     while outer is not None and outer.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
         outer = outer.f_back
     return outer or frame
+
+
+def _place(frame: FrameType) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+_MIXED = "mixed torch.Tensor and DTensor"  # what DTensor says of an operation with both
 
 
 def _is_of_model(frame: FrameType, modules: list[nn.Module]) -> bool:

@@ -23,6 +23,7 @@ from parallelize.plan.rows import ModuleRow, ParameterRow
 from parallelize.styles.contract import Conversion
 from parallelize.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
 from parallelize.tensor.embedding import vocabulary_embedding
+from parallelize.tensor.multihead_attention import replicated_multihead, sharded_multihead
 from parallelize.tensor.overlap_sites import Overlap, PlannedCallSite
 from parallelize.tensor.planned_forward import (
     Planned,
@@ -126,7 +127,7 @@ class Installer:
 
     def _install(self, module: nn.Module, slots: tuple[Slot, ...], row: ModuleRow | None) -> None:
         planned = Planned(slots, module.__dict__.get("forward"))
-        forward = None
+        forward = _of_children(module)
         if row is not None:
             contract = row.contract
             planned.enter = self._input_conversion(row)
@@ -152,15 +153,16 @@ class Installer:
                 Vocabulary(self._width(row), self.group, self.inputs), self.resolved.plan.options.loss_parallel
             )
         if self.group.size == 1:
-            return None
+            return _of_children(module)
         forwards: dict[str, Callable[[], Callable]] = {
             "embedding": lambda: vocabulary_embedding(module, self.group, planned.leave if contract.dtensors else None),
             "rms_norm": lambda: sharded_rms_norm(self.group),
+            "multihead": lambda: sharded_multihead(self.group),
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
         }
         if contract.forward_factory is not None:
             return contract.forward_factory(module, self.group)
-        return forwards[contract.compute]() if contract.compute in forwards else None
+        return forwards[contract.compute]() if contract.compute in forwards else _of_children(module)
 
     def _input_conversion(self, row: ModuleRow) -> Callable | None:
         if row.contract.dtensors:
@@ -292,6 +294,11 @@ class Installer:
     def _planned(self, module: nn.Module) -> Planned:
         planned = installed(module)
         return Planned((), module.__dict__.get("forward")) if planned is None else planned
+
+
+def _of_children(module: nn.Module) -> Callable | None:
+    """The forward of a module that reads the parameters of its children; None: `install` selects one."""
+    return replicated_multihead if isinstance(module, nn.MultiheadAttention) else None
 
 
 def _refuse_hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> None:

@@ -19,6 +19,7 @@ from parallelize.applied.parameters import Slot
 from parallelize.applied.records import applied, mark_applied
 from parallelize.applied.step_results import expected
 from parallelize.errors import ModelError, Problem
+from parallelize.tensor.input_widths import advice_on_widths
 
 Conversion = Callable[[torch.Tensor], torch.Tensor]
 
@@ -193,15 +194,24 @@ def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return planned.run_stock(self, args, kwargs)
     except RuntimeError as error:
-        if any(text in str(error) for text in _SHAPE_ERRORS):
-            raise _misread_shard(self, error) from error
+        if is_shape_error(error):
+            raise misread_shard(self, error) from error
         raise
 
 
+FIX_SHAPES = (
+    "list the head counts and widths that it reads under `local:`; check that each `colwise` is followed by a `rowwise`; modules "
+    "that are shared or get adapters: share them before the plan, and merge adapters before it"
+)
 _SHAPE_ERRORS = ("is invalid for input of size", "shapes cannot be multiplied", "must match the size")
 
 
-def _misread_shard(module: nn.Module, error: RuntimeError) -> ModelError:
+def is_shape_error(error: RuntimeError) -> bool:
+    """Whether PyTorch refused an operation for its shapes."""
+    return any(text in str(error) for text in _SHAPE_ERRORS)
+
+
+def misread_shard(module: nn.Module, error: RuntimeError) -> ModelError:
     """The error of a stock forward that expects a full shape and gets a shard's, most often for want of a local head count."""
     numbers = [f"{k} = {v}" for k, v in vars(module).items() if type(v) is int and v > 1 and not k.startswith("_")]
     return ModelError(
@@ -209,7 +219,7 @@ def _misread_shard(module: nn.Module, error: RuntimeError) -> ModelError:
             "shard-misread",
             f"{type(module).__name__}.forward fails on this rank's shards: {str(error).splitlines()[0]}",
             rows=(("holds", ", ".join(numbers) or "no integers of its own"),),
-            fix="list the head counts and widths that it reads under `local:`; check that each `colwise` is followed by a `rowwise`; modules that are shared or get adapters: share them before the plan, and merge adapters before it",
+            fix=advice_on_widths(type(module)) or FIX_SHAPES,
         )
     )
 
@@ -218,13 +228,13 @@ def _stock(self: Any, *args: Any, **kwargs: Any) -> Any:
     planned = self._applied.planned
     if planned.enter is not None:
         args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
-    out = _on_local_parameters(self, planned, args, kwargs)
+    out = on_local_parameters(self, planned, args, kwargs)
     if planned.leave is None:
         return out
     return (planned.leave(out[0]), *out[1:]) if isinstance(out, tuple) else planned.leave(out)
 
 
-def _on_local_parameters(self: Any, planned: Planned, args: tuple, kwargs: dict) -> Any:
+def on_local_parameters(self: Any, planned: Planned, args: tuple, kwargs: dict) -> Any:
     """The module's own forward, which reads local tensors for its parameters.
 
     Attribute look-up reads an instance's dictionary before the parameters, so the local tensors are put there.

@@ -19,3 +19,17 @@ def parsed(function: Any) -> ast.Module | None:
             return ast.parse(textwrap.dedent(inspect.getsource(function)))
         except (OSError, TypeError, SyntaxError):
             return None
+
+
+def receiver(tree: ast.Module) -> str:
+    """The name of a method's first argument, most often `self`; empty without one."""
+    definition = tree.body[0]
+    arguments = definition.args.args if isinstance(definition, ast.FunctionDef) else []
+    return arguments[0].arg if arguments else ""
+
+
+def own_attribute(node: ast.AST, receiver: str) -> str:
+    """The name in `self.name`; empty for any other expression."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == receiver:
+        return node.attr
+    return ""

@@ -233,3 +233,24 @@ def test_global_state_is_restored():
     lint(tiny("llama"), {"model.layers.*.mlp.up_proj": "colwise"}, "tp=2")
     after = torch.get_default_dtype(), torch.initial_seed(), torch.random.get_rng_state()
     assert before[:2] == after[:2] and torch.equal(before[2], after[2]) and not dist.is_initialized()
+
+
+class AutocastInside(nn.Module):
+    """Computes its loss inside of its forward, where it asks for autocast by the device of its logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids)
+        logits = hidden + self.down(self.up(hidden).relu())
+        with torch.autocast(device_type=logits.device.type, enabled=False):
+            return F.cross_entropy(logits.flatten(0, 1), input_ids.flatten() % 8)
+
+
+def test_autocast_by_the_device_of_a_tensor():
+    plan = {"embed": "replicate", "up": "colwise", "down": "rowwise"}
+    assert lint(AutocastInside(), plan, "tp=2") == []
+    assert slugs(lint(AutocastInside(), plan | {"down": "replicate"}, "tp=2"))

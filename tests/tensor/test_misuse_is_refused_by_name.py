@@ -62,7 +62,7 @@ def test_a_block_outside_the_region_is_refused():
 def test_what_cannot_be_planned_is_refused_by_name():
     attention = nn.MultiheadAttention(8, 2)
     with pytest.raises(ParallelizeError) as error:
-        run_ranks(1, lambda rank: parallelize_module(attention, build_mesh("cpu", tp=1), {"out_proj": "replicate"}))
+        run_ranks(1, lambda rank: parallelize_module(attention, build_mesh("cpu", tp=1), {"out_proj": "rowwise"}))
     assert set(error.value.slugs) == {"reads-child-parameters"}
     _, models = pair("llama")
 

@@ -12,17 +12,21 @@ from contextlib import contextmanager
 
 import torch
 
+from parallelize import _torch_private as private
+
 T = torch.Tensor
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @contextmanager
-def fused_on_meta() -> Iterator[None]:
-    """Within the block, `scaled_dot_product_attention` of meta tensors is the fused op, also under recompute in backward."""
+def forwards_on_meta() -> Iterator[None]:
+    """Within the block, meta tensors run what a device runs: `scaled_dot_product_attention` is the fused op, also under
+    recompute in backward, and a forward may enter autocast by the device of a tensor."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", fused_attention, "AutogradMeta")
     try:
-        yield
+        with private.autocast_of_meta():
+            yield
     finally:
         library._destroy()
 

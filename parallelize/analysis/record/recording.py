@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import _torch_private as private
-from parallelize.analysis.record.attention_model import fused_on_meta
+from parallelize.analysis.record.attention_model import forwards_on_meta
 from parallelize.analysis.record.layer_dedup import LayerClasses, drop_represented
 from parallelize.analysis.record.scopes import Scopes
 from parallelize.analysis.record.segmenting import Marks, is_regular, segments_of
@@ -171,7 +171,7 @@ def _run(
     run.begin_at(entry)
     record = record_of(model)
     pending = record.pending_reductions.accumulating() if record is not None else nullcontext()
-    with fused_on_meta(), tracer, tracer.scopes.watching(), boundaries, pending:
+    with forwards_on_meta(), tracer, tracer.scopes.watching(), boundaries, pending:
         run.run()
         tracer.begin("step")  # pending reductions run when the block ends; `cost/training_step.py` counts them
     if run.cause is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from parallelize import _torch_private as private
-from parallelize.analysis.record.attention_model import fused_on_meta
+from parallelize.analysis.record.attention_model import forwards_on_meta
 from parallelize.analysis.record.scopes import Scopes
 from parallelize.analysis.record.trace_data import LOSS
 from parallelize.analysis.record.tracing import MeshAxes, Tracer
@@ -89,7 +89,7 @@ def forward_shapes(model: nn.Module, inputs: dict[str, Any], spec: MeshSpec | No
             shapes.calls[name] = replace(call, outputs=_shapes(tensors), marked=marked, finished=num_finished)
             num_finished += 1
 
-    with _hooks(model, enter, leave), fused_on_meta(), Tracer(Scopes(model), lambda _: LOSS, MeshAxes(spec, 0)):
+    with _hooks(model, enter, leave), forwards_on_meta(), Tracer(Scopes(model), lambda _: LOSS, MeshAxes(spec, 0)):
         try:
             model(**{key: value for key, value in inputs.items() if key != "targets"})
         except (

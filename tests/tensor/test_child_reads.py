@@ -1,0 +1,210 @@
+"""Forwards that read the parameters of their children are refused, and code that no forward reaches is not."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from parallelize import ParallelizeError, PlanError, build_mesh, parallelize_module
+from parallelize.analysis.linting import lint
+from parallelize.plan.plan_file import parse_plan
+from tests.support.threads import run_ranks
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Two sharded linears, and a module whose parameters other code reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.scale = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return self.down(self.up(self.scale(x)).relu())
+
+
+class Initializes(Block):
+    def init_weights(self):
+        nn.init.zeros_(self.scale.weight)
+        self.fuse()
+
+    def fuse(self):
+        return torch.cat([self.up.weight, self.down.weight.T])
+
+
+class Asks(Block):
+    """Without the values."""
+
+    def forward(self, x):
+        assert isinstance(self.up.weight, torch.Tensor) and self.scale.weight is not None
+        return super().forward(x.to(self.scale.weight.dtype).view(-1, self.up.weight.shape[1]))
+
+
+class Reads(Block):
+    def forward(self, x):
+        return super().forward(x * self.scale.weight)
+
+
+class ByMethod(Block):
+    def forward(self, x):
+        return self._scaled(super().forward(x))
+
+    def _scaled(self, x):
+        return x * self.scale.weight
+
+
+class ByProperty(Block):
+    @property
+    def factor(self):
+        return self.scale.weight.exp()
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+class OfBase(ByMethod):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def decorated(method):
+    @functools.wraps(method)
+    def call(self, *args):
+        return method(self, *args)
+
+    return call
+
+
+class Decorated(Block):
+    @decorated
+    def forward(self, x):
+        return super().forward(x) * self.scale.weight
+
+
+class Untaken(Block):
+    """In a branch that never runs."""
+
+    def forward(self, x):
+        if x.ndim == 7:
+            x = x * self.scale.weight
+        return super().forward(x)
+
+
+class Hidden(Block):
+    """By code that the source text does not show."""
+
+    def forward(self, x):
+        name = "weight"
+        return super().forward(F.gelu(x) * getattr(self.scale, name))
+
+
+def plan(allow: str = ""):
+    rules = "scale: replicate(gradient=full)\n  up: colwise\n  down: rowwise"
+    return parse_plan(f"schema_version: 1\n{allow}tensor_parallel:\n  {rules}\n")
+
+
+def outcome(cls: type[nn.Module], allow: str = "") -> tuple[str, str]:
+    """(slug, message) of the refusal of the plan, or of the forward after it; empty where it is right."""
+    torch.manual_seed(0)
+    initial = cls()
+
+    def body(rank: int) -> tuple[str, str]:
+        import copy
+
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
+        try:
+            model = parallelize_module(copy.deepcopy(initial), build_mesh("cpu", tp=2), plan(allow))
+            assert (model(x) - initial(x)).abs().max() < 1e-5
+        except ParallelizeError as error:
+            return error.slugs[0], str(error)
+        return "", ""
+
+    return run_ranks(2, body)[0]
+
+
+@pytest.mark.parametrize("cls", [Block, Initializes, Asks])
+def test_code_that_no_forward_reaches_and_descriptions_are_accepted(cls):
+    assert outcome(cls) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("cls", "method", "owner"),
+    [
+        (Reads, "forward", Reads.forward),
+        (ByMethod, "_scaled", ByMethod._scaled),
+        (ByProperty, "factor", ByProperty.factor.fget),
+        (OfBase, "_scaled", ByMethod._scaled),
+        (Decorated, "forward", inspect.unwrap(Decorated.forward)),
+        (Untaken, "forward", Untaken.forward),
+    ],
+)
+def test_the_message_names_method_file_and_line(cls, method, owner):
+    slug, message = outcome(cls)
+    lines, first = inspect.getsourcelines(owner)
+    line = first + next(index for index, text in enumerate(lines) if "self.scale.weight" in text)
+    assert slug == "reads-child-parameters" and "before" not in message
+    assert f"{cls.__name__}.{method} (test_child_reads.py:{line}) reads self.scale.weight" in message
+
+
+def test_a_plan_allows_a_line_that_never_runs():
+    assert outcome(Untaken, "allow: reads-child-parameters\n") == ("", "")
+
+
+@pytest.mark.parametrize(("cls", "allow"), [(Reads, "allow: reads-child-parameters\n"), (Hidden, "")])
+def test_a_read_that_runs_is_refused_in_the_first_forward(cls, allow):
+    slug, message = outcome(cls, allow)
+    lines, first = inspect.getsourcelines(cls.forward)
+    line = first + next(index for index, text in enumerate(lines) if "super().forward" in text)
+    assert slug == "reads-child-parameters"
+    assert f"{cls.__name__} (test_child_reads.py:{line}) reads scale.weight" in message
+
+
+def test_other_checks_cannot_be_turned_off():
+    with pytest.raises(PlanError, match=r"bad-value.*mixed-features"):
+        plan("allow: mixed-features\n")
+
+
+# -- a width that is divided by a number of heads ---------------------------------------------------------------------
+
+
+class Divides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n_head, self.q, self.o = 2, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        batch, length, C = x.shape
+        q = self.q(x).view(batch, length, self.n_head, C // self.n_head).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, q, q)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+DIVIDES = {"q": "colwise", "o": "rowwise"}
+LINE = inspect.getsourcelines(Divides.forward)[1] + 2
+
+
+def test_a_width_taken_from_the_input_gets_a_message_that_says_how_to_write_it():
+    def body(rank: int) -> str:
+        model = parallelize_module(Divides(), build_mesh("cpu", tp=2), DIVIDES)
+        with pytest.raises(ParallelizeError) as error:
+            model(torch.ones(1, 3, WIDTH))
+        assert error.value.slugs == ("shard-misread",)
+        return str(error.value)
+
+    for message in run_ranks(2, body):
+        assert f"`C // self.n_head`, line {LINE} of {__file__}" in message and "view(batch, length, -1" in message
+
+
+def test_lint_says_so_too():
+    def source():
+        return {"model": Divides(), "inputs": lambda batch, sequence: {"x": torch.zeros(batch, sequence, WIDTH)}}
+
+    (finding,) = lint(source, DIVIDES, "tp=2")
+    assert finding.problem.slug == "layouts-do-not-meet" and "`C // self.n_head`" in finding.problem.fix

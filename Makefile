@@ -10,6 +10,7 @@ TORCH ?= torch==2.13.0
 
 demo: $(VENV)/.demo
 	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/demo.py
+	@echo "source $(VENV)/bin/activate   # then: parallelize --help"
 
 train: $(VENV)/.demo
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 8 benchmarks/train.py --pp 2 --dp 2 --tp 2 --zero 2 --sequence-parallel

@@ -43,6 +43,13 @@ def plain_local(tensor: Any) -> torch.Tensor:
 
 active_ddp: Callable[[Any], Any] = attrgetter("_active_ddp_module")
 """The instance of DistributedDataParallel (the argument) that runs its module's forward, or None (since 1.13)."""
+
+
+def leave_ddp(cls: Any) -> None:
+    """End the forward that `active_ddp` tells of: `replicate` does not, where that forward raises."""
+    cls._active_ddp_module = None
+
+
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 """Mesh, placements and metadata of the full tensor of a DTensor."""
 

@@ -56,6 +56,7 @@ def _refuse_active(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     if private.active_ddp(DistributedDataParallel) is not None:
+        private.leave_ddp(DistributedDataParallel)
         raise _refusal(f"DistributedDataParallel around {type(module).__name__}")
     if _is_replicated(module):
         raise _refusal(f"replicate() of {type(module).__name__}")

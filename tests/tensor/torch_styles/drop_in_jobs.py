@@ -177,5 +177,9 @@ def wrapped_parts(rank: int, how: str, kept: bool) -> str:
             wrapped = replicate(model, process_group=mesh["dp"].get_group())
         wrapped(torch.ones(2, 8))
     except ParallelizeError as error:
+        parallelize.parallelize_module(
+            other := nn.Linear(8, 8), mesh, parallelize.ColwiseParallel(), own_reduction=True
+        )
+        other(torch.ones(2, 8))  # nothing stays of the refused forward
         return str(error)
     return "accepted"

@@ -1,25 +1,28 @@
 """`fit`: searches the meshes and options that train a model fastest on N devices, with reasons for what it rejects.
 
-Candidates are computed like `explain` computes a setting, except for those that parameters, gradients and optimizer state alone rule
-out. The search does not vary the global batch, the sequence length and the dtype.
+Settings are ranked by steps of fewer microbatches: beyond those that fill the pipeline, each one adds the same time. Those that are
+shown are computed like `explain` computes a setting. The search does not vary the global batch, the sequence length
+and the dtype.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from parallelize.analysis.cost.machine import Machine
 from parallelize.analysis.cost.memory import stored_bytes
 from parallelize.analysis.cost.setting import Setting, check_setting, make_setting
-from parallelize.analysis.measure import measure, model_flops
+from parallelize.analysis.measure import measure_memory, measure_time, model_flops
 from parallelize.analysis.subject import Subject, check
 from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.mesh import MeshSpec
 
 USABLE_MEMORY = 0.92  # fraction that a step may use; the rest is for the CUDA context, NCCL and fragmentation
+_TOO_LARGE = f"the peak is above {USABLE_MEMORY:.0%} of the memory"
 
 
 @dataclass(frozen=True)
@@ -59,18 +62,50 @@ class Fitted:
 
 
 class _Rejections:
-    """Counts rejected settings by reason."""
+    """Counts rejected settings by reason. last: the reason that was added last."""
 
     def __init__(self) -> None:
+        self.last = ""
         self._counts: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
 
     def add(self, reason: str, setting: Setting) -> None:
+        self.last = reason
         self._counts[reason] += 1
         self._examples.setdefault(reason, setting.describe())
 
     def most_common(self) -> tuple[Rejected, ...]:
         return tuple(Rejected(reason, count, self._examples[reason]) for reason, count in self._counts.most_common())
+
+
+class _Known:
+    """What the settings of one mesh that were measured say about others, in the order of `candidates`."""
+
+    def __init__(self) -> None:
+        self._fitting: set[Setting] = set()
+        self._times: dict[Setting, float] = {}  # by all options but the microbatch size
+        self._no_larger: dict[Setting, str] = {}  # why larger microbatches need not be measured
+
+    def reason_against(self, setting: Setting) -> str:
+        """Why a setting is not among the fastest; empty where that is not known."""
+        if setting.recompute != "off" and replace(setting, recompute="off") in self._fitting:
+            return "it fits without recompute, which is faster"
+        return self._no_larger.get(self._of_any_size(setting), "")
+
+    def learn(self, setting: Setting, candidate: Candidate | None, *, is_too_large: bool) -> None:
+        key = self._of_any_size(setting)
+        if candidate is None:
+            if is_too_large:
+                self._no_larger[key] = _TOO_LARGE
+            return
+        self._fitting.add(setting)
+        if candidate.step_s >= self._times.get(key, float("inf")):
+            self._no_larger[key] = "a smaller microbatch is faster"
+        self._times[key] = candidate.step_s
+
+    @staticmethod
+    def _of_any_size(setting: Setting) -> Setting:
+        return replace(setting, num_microbatches=setting.batch)
 
 
 def fit(
@@ -111,24 +146,52 @@ def fit(
     rejections, tried = _Rejections(), 0
     fixed = frozenset(name for name, value in options.items() if value is not None)
     best: dict[MeshSpec, Candidate] = {}
+    screened: list[Candidate] = []
     layers = len(subject.layers(base))
     for mesh in meshes(gpus, machine.node_ranks, max(layers, 1)):
         tell(str(mesh))
+        known = _Known()
         for setting in candidates(replace(base, mesh=mesh), global_batch, rejections.add, fixed):
             tried += 1
-            if lower_bound_s(subject, setting, machine) > _time_to_beat(best, mesh, most):
-                rejections.add("even at the matmuls' full speed slower than what is shown", setting)
+            reason = known.reason_against(setting)
+            if not reason and lower_bound_s(subject, setting, machine) > _time_to_beat(best, mesh, most):
+                reason = "even at the matmuls' full speed slower than what is shown"
+            if reason:
+                rejections.add(reason, setting)
                 continue
-            candidate = _try(subject, setting, machine, memory_limit, rejections)
-            if candidate is not None and (mesh not in best or candidate.step_s < best[mesh].step_s):
-                best[mesh] = candidate
+            candidate = _screen(subject, setting, machine, memory_limit, rejections)
+            known.learn(setting, candidate, is_too_large=rejections.last == _TOO_LARGE)
+            if candidate is not None:
+                screened.append(candidate)
+                if mesh not in best or candidate.step_s < best[mesh].step_s:
+                    best[mesh] = candidate
+    fastest = tuple(_exact(screened, most, lambda setting: _try(subject, setting, machine, memory_limit, rejections)))
     rejected = rejections.most_common()
-    if not best:
+    if not fastest:
         rows = tuple((f"{rejection.count} settings", rejection.reason) for rejection in rejected[:10])
         what = f"no mesh of {gpus} devices with {memory_limit / 1e9:.0f} GB trains this model"
         raise ModelError(Problem("nothing-fits", what, rows=rows, fix="more devices, a smaller batch or sequence"))
-    fastest = sorted(best.values(), key=lambda candidate: candidate.step_s)
-    return Fitted(tuple(fastest[:most]), rejected, tried, memory_limit)
+    return Fitted(fastest, rejected, tried, memory_limit)
+
+
+def _exact(
+    screened: Iterable[Candidate], most: int, measured: Callable[[Setting], Candidate | None]
+) -> Iterator[Candidate]:
+    """The fastest settings of different meshes, each measured with all of its microbatches, in order."""
+    shown: set[MeshSpec] = set()
+    queue = [(candidate.step_s, number, candidate, False) for number, candidate in enumerate(screened)]
+    heapq.heapify(queue)
+    while queue and len(shown) < most:
+        _, number, candidate, is_exact = heapq.heappop(queue)
+        if candidate.setting.mesh in shown:
+            continue
+        if is_exact:
+            shown.add(candidate.setting.mesh)
+            yield candidate
+            continue
+        exact = measured(candidate.setting)
+        if exact is not None:
+            heapq.heappush(queue, (exact.step_s, number, exact, True))
 
 
 def _time_to_beat(best: dict[MeshSpec, Candidate], mesh: MeshSpec, most: int) -> float:
@@ -189,22 +252,60 @@ def lower_bound_s(subject: Subject, setting: Setting, machine: Machine) -> float
     return flops / (flops_per_s * setting.mesh.world_size) * (count + idle * (stages - 1)) / count
 
 
-def _try(
+def _screen(
     subject: Subject, setting: Setting, machine: Machine, memory_limit: float, rejections: _Rejections
 ) -> Candidate | None:
+    """`_try` by two steps of fewer microbatches, of which the second adds what each further one costs."""
+    count = setting.step_microbatches
+    filled = 2 * setting.size("pp")
+    if count < 4 * filled or count % filled:
+        return _try(subject, setting, machine, memory_limit, rejections)
+    longer = _try(subject, _shortened(setting, 2 * filled), machine, memory_limit, rejections, counted_as=setting)
+    if longer is None:
+        return None
+    shorter = _try(subject, _shortened(setting, filled), machine, memory_limit, rejections, counted_as=setting)
+    if shorter is None:
+        return None
+    more = (count - 2 * filled) / filled
+    step_s, in_turn_s, peak = (
+        getattr(longer, name) + more * (getattr(longer, name) - getattr(shorter, name))
+        for name in ("step_s", "in_turn_s", "peak_bytes")
+    )
+    if peak > memory_limit * USABLE_MEMORY:
+        rejections.add(_TOO_LARGE, setting)
+        return None
+    return replace(longer, setting=setting, step_s=step_s, in_turn_s=in_turn_s, peak_bytes=int(peak))
+
+
+def _shortened(setting: Setting, count: int) -> Setting:
+    """The setting with fewer microbatches of the same size."""
+    size = setting.batch // setting.step_microbatches
+    return replace(setting, batch=size * count, num_microbatches=count)
+
+
+def _try(
+    subject: Subject,
+    setting: Setting,
+    machine: Machine,
+    memory_limit: float,
+    rejections: _Rejections,
+    counted_as: Setting | None = None,
+) -> Candidate | None:
+    counted_as = counted_as or setting
     try:
         check(subject, setting)
         if _resident_bytes(subject, setting) > memory_limit * USABLE_MEMORY:
-            rejections.add("weights, gradients and optimizer state alone do not fit", setting)
+            rejections.add("weights, gradients and optimizer state alone do not fit", counted_as)
             return None
-        _, memories, time = measure(subject, setting, machine, by_segment=False)
+        steps, memories = measure_memory(subject, setting, by_segment=False)
     except ParallelizeError as error:
-        rejections.add(f"{error.problems[0].slug}: {error.problems[0].what}", setting)
+        rejections.add(f"{error.problems[0].slug}: {error.problems[0].what}", counted_as)
         return None
     peak = max(memory.peak for memory in memories)
     if peak > memory_limit * USABLE_MEMORY:
-        rejections.add(f"the peak is above {USABLE_MEMORY:.0%} of the memory", setting)
+        rejections.add(_TOO_LARGE, counted_as)
         return None
+    time = measure_time(subject, setting, machine, steps, memories)
     return Candidate(setting, time.overlapped_s, time.in_turn_s, peak, time.mfu_overlapped, time.bubble_fraction)
 
 

@@ -17,13 +17,27 @@ def measure(
     subject: Subject, setting: Setting, machine: Machine, *, every_layer: bool = False, by_segment: bool = True
 ) -> tuple[list[RankStep], list[RankMemory], StepTime]:
     """Steps and memories of the analyzed pp ranks, and the time of a step. by_segment: as `memory_of` takes it."""
+    steps, memories = measure_memory(subject, setting, every_layer=every_layer, by_segment=by_segment)
+    return steps, memories, measure_time(subject, setting, machine, steps, memories)
+
+
+def measure_memory(
+    subject: Subject, setting: Setting, *, every_layer: bool = False, by_segment: bool = True
+) -> tuple[list[RankStep], list[RankMemory]]:
+    """Steps and memories of the analyzed pp ranks."""
     schedule = setting.pipeline()
     steps = [subject.rank_step(setting, schedule, rank, every_layer) for rank in _analyzed_ranks(setting.size("pp"))]
-    memories = [memory_of(step, by_segment) for step in steps]
+    return steps, [memory_of(step, by_segment) for step in steps]
+
+
+def measure_time(
+    subject: Subject, setting: Setting, machine: Machine, steps: list[RankStep], memories: list[RankMemory]
+) -> StepTime:
+    """The time of a step whose analyzed ranks are `steps`."""
+    schedule = setting.pipeline()
     stages = [stage_time(steps[0], stage, machine) for stage in range(schedule.num_stages)]
     flops = model_flops(subject, setting)
-    time = step_time(setting, schedule, machine, stages=stages, steps=steps, memories=memories, model_flops=flops)
-    return steps, memories, time
+    return step_time(setting, schedule, machine, stages=stages, steps=steps, memories=memories, model_flops=flops)
 
 
 def model_flops(subject: Subject, setting: Setting) -> float:

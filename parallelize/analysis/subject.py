@@ -6,6 +6,7 @@ set of modes. Meshes that differ only in other axes share the recording.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.plan.stages import Stages
+from parallelize.tensor.first_forward import unwatched
 from parallelize.tensor.overlap_sites import planned_call_sites
 from parallelize.tensor.torch_styles.dicts import is_styles
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
@@ -151,7 +153,8 @@ class Subject:
             source.loss,
             source.count,
         )
-        with fake_mesh(MeshSpec(axes or [("dp", 1)])) as mesh:
+        watching = unwatched() if self._traces else nullcontext()  # one watched forward shows what all would
+        with fake_mesh(MeshSpec(axes or [("dp", 1)])) as mesh, watching:
             return record(
                 model,
                 mesh,

@@ -9,8 +9,10 @@ Torch-free.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from parallelize.errors import PlanError, Problem, did_you_mean, short_list
@@ -64,7 +66,21 @@ class Stages:
 
     def unit_of(self, fqn: str) -> str | None:
         """The unit that contains a module or parameter, or None."""
-        return next((unit for unit in self.units if _within(fqn, unit)), None)
+        positions = self._positions
+        containing = [positions[name] for name in _containing(fqn) if name in positions]
+        return self.units[min(containing)] if containing else None
+
+    @cached_property
+    def _positions(self) -> dict[str, int]:
+        return {unit: index for index, unit in reversed(list(enumerate(self.units)))}
+
+
+def _containing(name: str) -> Iterator[str]:
+    """A name, and those of the modules that contain it, up to the model itself."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
 
 
 def _within(name: str, ancestor: str) -> bool:
@@ -184,10 +200,13 @@ def _units(cuts: Cuts, model: ModelFacts) -> tuple[tuple[str, ...], int]:
     return (*first, *_children(cuts.layers, model), *last), len(first)
 
 
-def _num_parameters(unit: str, model: ModelFacts) -> int:
-    return sum(
-        math.prod(fact.shape) for fact in model.parameters.values() if any(_within(name, unit) for name in fact.names)
-    )
+def _num_parameters(units: Sequence[str], model: ModelFacts) -> list[int]:
+    """Of each unit."""
+    counts: Counter[str] = Counter()
+    for fact in model.parameters.values():
+        for unit in {containing for name in fact.names for containing in _containing(name)}:
+            counts[unit] += math.prod(fact.shape)
+    return [counts[unit] for unit in units]
 
 
 def _balanced(
@@ -213,7 +232,7 @@ def _balanced(
 
 def _costs(units: tuple[str, ...], model: ModelFacts, costs: Costs | None) -> list[float]:
     if costs is None:
-        return [float(_num_parameters(unit, model)) for unit in units]
+        return [float(count) for count in _num_parameters(units, model)]
     if isinstance(costs, Mapping):
         values = [next((cost for pattern, cost in costs.items() if matches(pattern, unit)), None) for unit in units]
         wrong = [unit for unit, cost in zip(units, values, strict=True) if cost is None]

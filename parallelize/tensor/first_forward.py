@@ -13,8 +13,8 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -110,6 +110,18 @@ def _begin(first: FirstForwards, name: str, module: nn.Module, args: tuple, kwar
     if private.backward_id() != -1 or any(child._compiled_call_impl is not None for child in module.modules()):
         return
     _Watch(first, name, module).start((args, kwargs))
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Watch no first forward of this thread inside: the model was watched before."""
+    outer = getattr(_active, "watch", None)
+    _active.watch = outer or unwatched
+    try:
+        yield
+    finally:
+        if outer is None:
+            del _active.watch
 
 
 class _ShardSize(int):

@@ -1,0 +1,48 @@
+"""`fit` measures few settings in full, and returns what measuring all of them would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parallelize.analysis import fit as searched
+from parallelize.analysis.cost.machine import load_machine
+from parallelize.analysis.cost.setting import make_setting
+from parallelize.analysis.fit import candidates, fit, meshes
+from parallelize.analysis.subject import Subject
+from parallelize.mesh import MeshSpec
+from parallelize.models.model_source import ModelSource
+from tests.support.models import tiny_model
+
+GPUS, BATCH, SEQUENCE = 4, 64, 64
+
+
+def subject() -> Subject:
+    return Subject(ModelSource("llama", lambda _: tiny_model("llama", num_hidden_layers=4)), None)
+
+
+def measured(of: Subject, memory_bytes: float) -> list[tuple[str, float]]:
+    """(mesh, seconds) of the fastest setting of each mesh, of all settings, in order."""
+    machine = load_machine("h100-sxm")
+    base = of.complete(make_setting(MeshSpec(dp=1), {"sequence": SEQUENCE, "dtype": "bfloat16", "optimizer": "adamw"}))
+    rejections, best = searched._Rejections(), {}
+    for mesh in meshes(GPUS, machine.node_ranks, 4):
+        for setting in candidates(replace(base, mesh=mesh), BATCH, rejections.add):
+            candidate = searched._try(of, setting, machine, memory_bytes, rejections)
+            if candidate is not None:
+                best[str(mesh)] = min(best.get(str(mesh), candidate.step_s), candidate.step_s)
+    return sorted(best.items(), key=lambda item: item[1])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("memory_bytes", [1e9, 1.7e6])
+def test_it_returns_what_measuring_all_settings_would(memory_bytes):
+    """With memory for all of them, and for some."""
+    of = subject()
+    expected = measured(of, memory_bytes)
+    machine = load_machine("h100-sxm")
+    result = fit(of, GPUS, machine, memory_bytes=memory_bytes, global_batch=BATCH, sequence=SEQUENCE, most=3)
+    found = [(str(candidate.setting.mesh), candidate.step_s) for candidate in result.best]
+    assert found == expected[:3] and len(found) == 3
+    assert any(item.reason == searched._TOO_LARGE for item in result.rejected) == (memory_bytes < 1e9)

@@ -1,7 +1,8 @@
 """Patterns of fully qualified names: `*` matches one segment or a part of it, `{q,k}_proj` lists alternatives.
 
 `model.layers.*.self_attn.{q,k,v}_proj` has five segments and matches names with exactly five. Users cannot write regular
-expressions, so matching is linear in the length of the name.
+expressions, so matching is linear in the length of the name. `encoder.**` matches `encoder` and everything inside of it: the pattern
+of a rule for what no other rule claims.
 
 Torch-free.
 """
@@ -16,9 +17,15 @@ from parallelize.errors import PlanError, Problem
 _VALID = re.compile(r"(?:[A-Za-z0-9_]|\*(?!\*)|\{[A-Za-z0-9_,]+\})+\Z")
 
 
-def check_pattern(pattern: str, where: str) -> None:
-    """Raises: PlanError `bad-pattern`."""
-    for segment in pattern.split("."):
+def is_default(pattern: str) -> bool:
+    """Whether a pattern is that of a default rule, for all of a module that no other rule claims."""
+    return pattern.rpartition(".")[2] == "**"
+
+
+def check_pattern(pattern: str, where: str, defaults: bool = False) -> None:
+    """defaults: whether the last segment may be `**`. Raises: PlanError `bad-pattern`."""
+    segments = pattern.split(".")
+    for segment in segments[:-1] if defaults and is_default(pattern) else segments:
         if not _VALID.match(segment):
             raise PlanError(
                 Problem(
@@ -32,6 +39,9 @@ def check_pattern(pattern: str, where: str) -> None:
 
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
+    if is_default(pattern):
+        above = pattern.rpartition(".")[0]
+        return re.compile(_compiled(above).pattern.removesuffix(r"\Z") + r"(?:\..*)?\Z") if above else re.compile(".*")
     out: list[str] = []
     for token in re.findall(r"\{[^}]*\}|\*|[^*{]+", pattern):
         if token == "*":

@@ -248,7 +248,7 @@ def _rules_below(reader: Reader, node: yaml.Node, prefix: str) -> Iterator[Rule]
         if text is None:
             continue
         try:
-            check_pattern(pattern, reader.where(key_node))
+            check_pattern(pattern, reader.where(key_node), defaults=True)
             yield Rule(pattern, parse_style(text, reader.where(value)), reader.where(key_node), optional)
         except PlanError as error:
             reader.problems.extend(error.problems)

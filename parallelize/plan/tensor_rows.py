@@ -13,7 +13,7 @@ from parallelize.layout import replicated
 from parallelize.plan.local_attributes import local_attributes
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
 from parallelize.plan.parameter_layouts import LayoutMaker
-from parallelize.plan.pattern import alternatives, generic, matches
+from parallelize.plan.pattern import alternatives, generic, is_default, matches
 from parallelize.plan.rows import ModuleRow, ParameterRow, RegionRow
 from parallelize.plan.schema import Plan, RegionBounds, Rule
 from parallelize.plan.soundness import check_soundness
@@ -97,13 +97,37 @@ class _Resolver:
         modules: dict[str, Rule] = {}
         parameters: dict[str, Rule] = {}
         for rule in self.plan.rules:
-            for name in self._names_of(rule):
+            for name in () if is_default(rule.pattern) else self._names_of(rule):
                 is_parameter = name in self.model.owners
                 rules, name = (parameters, name) if is_parameter else (modules, self.model.aliases[name])
                 other = rules.setdefault(name, rule)
                 if other is not rule and str(other.style) != str(rule.style):
                     self._overlap(name, other, rule)
+        self._add_defaults(modules, parameters)
         return modules, parameters
+
+    def _add_defaults(self, modules: dict[str, Rule], parameters: dict[str, Rule]) -> None:
+        """Rules `encoder.**` claim the modules with parameters that no other rule claims; the innermost one counts."""
+        defaults = [rule for rule in self.plan.rules if is_default(rule.pattern)]
+        by_rules = {*modules}
+        for rule in sorted(defaults, key=lambda rule: -rule.pattern.count(".")):
+            names = [
+                name
+                for name in self.model.modules
+                if name not in modules and not self._is_claimed(name, by_rules, parameters)
+            ]
+            claimed = [name for name in names if any(matches(pattern, name) for pattern in alternatives(rule.pattern))]
+            modules |= dict.fromkeys(claimed, rule)
+            if not claimed and not rule.optional:
+                what = f"{rule.pattern!r} is a default for modules that no other rule claims, and there are none"
+                self.problems.append(Problem("unmatched-rule", what, rule.where, fix="remove it, or write `**?`"))
+
+    def _is_claimed(self, name: str, modules: set[str], parameters: dict[str, Rule]) -> bool:
+        """Whether rules claim a parameter of a module, by any of its names; also where it has no parameters."""
+        own = {self.model.owners[f"{name}.{key}" if name else key] for key in self.model.modules[name].shapes}
+        names = [other for fqn in own for other in self.model.parameters[fqn].names]
+        owners = {self.model.aliases[other.rpartition(".")[0]] for other in names}
+        return not own or not owners.isdisjoint(modules) or any(other in parameters for other in names)
 
     def _names_of(self, rule: Rule) -> Iterator[str]:
         names = [*self.model.aliases, *self.model.owners]

@@ -150,3 +150,49 @@ def test_resolving_changes_nothing():
     before = copy.deepcopy({k: v for k, v in vars(model.model.layers[0].self_attn).items() if isinstance(v, int)})
     resolve(load_plan("phi3"), describe(model), MeshSpec(tp=2))
     assert before == {k: v for k, v in vars(model.model.layers[0].self_attn).items() if isinstance(v, int)}
+
+
+class Towers(nn.Module):
+    """Two towers, of which a plan shards a part, and a head that is tied to the first table."""
+
+    def __init__(self):
+        super().__init__()
+        self.vision = nn.ModuleDict({"patch": nn.Conv2d(3, 8, 2), "net": Net(), "norm": nn.LayerNorm(8)})
+        self.text = nn.ModuleDict({"table": nn.Embedding(10, 8), "net": Net()})
+        self.scale, self.head = nn.Parameter(torch.ones(8)), nn.Linear(8, 10, bias=False)
+        self.head.weight = self.text["table"].weight
+
+
+TEXT = "  text.table: embedding\n  head: colwise(output=full)\n  text.net.q: colwise\n  text.net.o: rowwise\n"
+
+
+def styles_of(rules: str) -> dict[str, str]:
+    """The style of each parameter."""
+    resolved = resolve(plan(rules).with_options(), describe(Towers()), MeshSpec(tp=2))
+    return {name: str(row.rule.style) for name, row in resolved.parameters.items()}
+
+
+def test_a_default_rule_claims_what_no_other_rule_does():
+    styles = styles_of(TEXT + "  '**': replicate\n  text.**: sequence\n")
+    assert styles.pop("text.table.weight") == "embedding"
+    assert styles.pop("text.net.q.weight") == styles.pop("text.net.q.bias") == "colwise"
+    assert styles.pop("text.net.o.weight") == styles.pop("text.net.o.bias") == "rowwise"
+    assert styles.pop("text.net.norm.weight") == styles.pop("text.net.norm.bias") == "sequence"  # the inner default
+    assert set(styles.values()) == {"replicate"} and {"scale", "vision.patch.weight"} <= styles.keys()
+
+
+def test_default_rules_that_claim_nothing_are_mistakes_unless_optional():
+    rest = "  vision.**: replicate\n  scale: replicate\n  text.net.norm: replicate\n"
+    assert slugs(TEXT + rest + "  text.**: replicate", Towers()) == ["unmatched-rule"]
+    assert slugs(TEXT + rest + "  audio.**: replicate", Towers()) == ["unmatched-rule"]
+    assert "sequence" not in styles_of(TEXT + rest + "  text.**?: sequence\n").values()
+    assert slugs(TEXT + "  vision.**: replicate", Towers()) == ["unclaimed-parameter"]
+    assert slugs(TEXT + "  '**.norm': replicate", Towers()) == ["bad-pattern"]
+    untied = TEXT.replace("  head: colwise(output=full)\n", "")
+    assert slugs(untied + "  '**': replicate", Towers()) == ["unplanned-tie"]  # no default for a part of a sharded table
+
+
+def test_a_pattern_of_a_default_rule_may_have_alternatives_and_wildcards():
+    styles = styles_of(TEXT + "  '{vision,text}.**': replicate\n  scale: replicate\n")
+    assert styles["vision.net.q.weight"] == "replicate"
+    assert styles_of(TEXT + "  'v*.**': replicate\n  text.*.norm: replicate\n  scale: replicate\n") == styles

@@ -45,6 +45,9 @@ def tensor_rows(plan: Plan, model: ModelFacts, tp_size: int) -> TensorRows:
     return _Resolver(plan, model, tp_size).run()
 
 
+_WRAPPERS = 3  # of which one is inside the other: PEFT's model, its tuner, and torch.compile
+
+
 class _Resolver:
     """Makes the rows, and collects problems on the way."""
 
@@ -76,8 +79,24 @@ class _Resolver:
             return [self._wrong_plan(len(unmatched))]
         return list({(p.slug, p.where, p.what): p for p in self.problems}.values())
 
+    def _wrapped(self) -> str:
+        """The module inside that the plan fits, because another one wraps the model; empty where there is none."""
+        needed = [pattern for rule in self.plan.rules if not rule.optional for pattern in alternatives(rule.pattern)]
+        for inner in sorted(filter(None, self.model.modules), key=lambda name: name.count(".")):
+            if inner.count(".") > _WRAPPERS:
+                return ""
+            names = [name.removeprefix(f"{inner}.") for name in self.model.aliases if name.startswith(f"{inner}.")]
+            if needed and all(any(matches(pattern, name) for name in names) for pattern in needed):
+                return inner
+        return ""
+
     def _wrong_plan(self, count: int) -> Problem:
         model = self.model
+        if inner := self._wrapped():
+            kind = type(model.root).__name__
+            what = f"plan {self.plan.name} is for {inner}, which a {kind} wraps"
+            fix = f"plan first, then wrap: parallelize_module(model, ...), then torch.compile(model); or plan model.{inner}"
+            return Problem("wrapped-model", what, self.plan.source, fix=fix)
         names = short_list(list(dict.fromkeys(generic(name) for name in model.aliases if name)), 8)
         return Problem(
             "wrong-plan",

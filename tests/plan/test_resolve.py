@@ -189,10 +189,30 @@ def test_default_rules_that_claim_nothing_are_mistakes_unless_optional():
     assert slugs(TEXT + "  vision.**: replicate", Towers()) == ["unclaimed-parameter"]
     assert slugs(TEXT + "  '**.norm': replicate", Towers()) == ["bad-pattern"]
     untied = TEXT.replace("  head: colwise(output=full)\n", "")
-    assert slugs(untied + "  '**': replicate", Towers()) == ["unplanned-tie"]  # no default for a part of a sharded table
+    assert slugs(untied + "  '**': replicate", Towers()) == [
+        "unplanned-tie"
+    ]  # no default for a part of a sharded table
 
 
 def test_a_pattern_of_a_default_rule_may_have_alternatives_and_wildcards():
     styles = styles_of(TEXT + "  '{vision,text}.**': replicate\n  scale: replicate\n")
     assert styles["vision.net.q.weight"] == "replicate"
     assert styles_of(TEXT + "  'v*.**': replicate\n  text.*.norm: replicate\n  scale: replicate\n") == styles
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_wrapped_model_is_named(depth):
+    model = Net()
+    for _ in range(depth):
+        model = Wrapper(model)
+    assert slugs(ALL, model) == ["wrapped-model"]
+    inner = ".".join(["inner"] * depth)
+    with pytest.raises(PlanError, match=f"is for {inner}, which a Wrapper wraps"):
+        resolve(plan(ALL).with_options(), describe(model), MeshSpec(tp=2))
+    assert slugs(ALL, Wrapper(nn.Linear(2, 2))) == ["wrong-plan"]

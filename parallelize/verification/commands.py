@@ -40,7 +40,7 @@ def add_commands(verbs: Any) -> None:
     parser.add_argument("--mesh", default="tp=4", help="such as pp=2,dp=2,tp=2 (default: tp=4)")
     modes = dict.fromkeys(("sequence_parallel", "loss_parallel"), "run this mode only (default: every mode)")
     add_options(parser, {"dtype": _DTYPES}, **modes, dtype="of weights, compute and gradients (default: float64)")
-    parser.add_argument("--backend", choices=("threads", "gloo"), default="threads", help="gloo starts real processes")
+    parser.add_argument("--backend", choices=("threads", "gloo"), help="gloo starts real processes (default: threads)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="how long ranks wait for each other (default: 120)"

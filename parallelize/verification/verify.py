@@ -27,6 +27,16 @@ if TYPE_CHECKING:
     from parallelize.plan.option_keywords import OptionKeywords
 
 BACKENDS = ("threads", "gloo", "torchrun")
+_THREADED = (
+    2,
+    12,
+)  # the first torch whose DTensor can be used from the threads of a threaded group: 2.11 ends the process
+
+
+def default_backend(version: str = torch.__version__) -> str:
+    """The backend where none is chosen: "threads", or "gloo" where this torch cannot have ranks as threads."""
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    return "threads" if numbers >= _THREADED else "gloo"
 
 
 def verify(
@@ -34,7 +44,7 @@ def verify(
     plan: Any = None,
     mesh: str | MeshSpec | Mapping[str, int] = "tp=4",
     *,
-    backend: str = "threads",
+    backend: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     seed: int = 0,
     full_size: bool = False,
@@ -56,6 +66,7 @@ def verify(
         plan: as in `parallelize_module`; None chooses a shipped plan by the model type.
         mesh: `"pp=2,dp=2,tp=2"`, or the same as a `MeshSpec` or a dict of sizes by axis.
         backend: "threads"; "gloo" starts a process for each rank; "torchrun" uses the processes that torchrun started.
+            None: as `default_backend`.
         overrides: fields of the config, or keyword arguments of the function.
         seed: seed of weights and batch, 0 or more.
         full_size: whether a config keeps its sizes.
@@ -79,6 +90,7 @@ def verify(
     Cost:
         The collectives of one to a few training steps for each mode. On threads they are copies in memory.
     """
+    backend = default_backend() if backend is None else backend
     if backend not in BACKENDS:
         raise ModelError(
             Problem("bad-backend", f"no backend is called {backend!r}", fix=did_you_mean(backend, BACKENDS))

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize import HandshakeError, ModelError, verify
 from parallelize.tensor.torch_styles.module_style import ParallelStyle
 from parallelize.verification.processes import _Answers
+from parallelize.verification.verify import default_backend
 from tests.support.refused import RULES, WIDTH, Block, refused
 
 
@@ -72,3 +73,11 @@ def test_a_process_that_sent_why_it_ended():
     pipes[1][1].send(("lost", "rank 1: MemoryError: no memory"))
     with refused(HandshakeError, "ranks-lost", "rank 1", "no memory"):
         _Answers([(Ended(), parent_end) for parent_end, _ in pipes], 5.0, lambda text: None).result()
+
+
+@pytest.mark.parametrize(
+    ("version", "backend"),
+    [("2.11.0+cpu", "gloo"), ("2.12.1", "threads"), ("2.13.0+cu128", "threads"), ("3.0.0.dev1", "threads")],
+)
+def test_the_default_backend_is_one_that_this_torch_can_run(version, backend):
+    assert default_backend(version) == backend

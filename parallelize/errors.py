@@ -16,8 +16,9 @@ Imports neither torch nor anything of this package.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,21 @@ class Problem:
         return "\n".join([head, *(f"  {label:<{width}}  {text}" for label, text in rows)])
 
 
+_NUMBER = re.compile(r"(?<=[A-Za-z_])\.\d+(?=[.:,\s]|$)")  # of a layer, in a name
+
+
+def folded(problems: Sequence[Problem]) -> Iterator[str]:
+    """The texts of problems; of those that differ in the numbers of layers alone, the first one and how many there are."""
+    alike: dict[str, list[Problem]] = {}
+    for problem in problems:
+        alike.setdefault(_NUMBER.sub(".*", str(problem)), []).append(problem)
+    for first, *others in alike.values():
+        more = f" (and {len(others)} more, in other layers)" if others else ""
+        yield str(replace(first, what=first.what + more))
+
+
 class ParallelizeError(Exception):
-    """The base of all errors that a user can cause.
+    """The base of all errors that a user can cause. Its text shows problems that all layers have once.
 
     Args:
         problems: at least one.
@@ -54,7 +68,7 @@ class ParallelizeError(Exception):
 
     def __init__(self, *problems: Problem):
         self.problems = problems
-        super().__init__("\n".join(map(str, problems)))
+        super().__init__("\n".join(folded(problems)))
 
     def __reduce__(self):
         return type(self), self.problems

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from parallelize.errors import Problem
+from parallelize.errors import Problem, folded
 
 FINE, PROBLEM_FOUND, MISTAKE, ENVIRONMENT = range(4)
 INTERRUPTED = 130  # as in shells: 128 + SIGINT
@@ -78,8 +78,8 @@ def report(problems: Iterable[Problem], as_json: bool) -> None:
     if as_json and os.environ.get("RANK", "0") == "0":
         print_json({"error": [as_data(problem) for problem in problems]})
         return
-    for problem in problems:
-        print(problem, file=sys.stderr)
+    for text in folded(list(problems)):
+        print(text, file=sys.stderr)
 
 
 def say(text: str) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as stock
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -29,29 +30,32 @@ def counted(mode: CommDebugMode) -> dict[str, int]:
     return {name.removeprefix("c10d_functional."): number for name, number in counts.items()}
 
 
-def tied_transformer() -> nn.Module:
+def transformer(tied: bool = True) -> nn.Module:
     torch.manual_seed(3)
     model = tutorial.Transformer(vocab=32).double()
-    model.output.weight = model.tok_embeddings.weight
+    if tied:
+        model.output.weight = model.tok_embeddings.weight
     return model
 
 
-def apply_in_calls(model: Any, mesh: Any, styles: Any, sequence: bool, order: str) -> None:
+def apply_in_calls(model: Any, mesh: Any, styles: Any, sequence: bool, order: str, **options: Any) -> None:
     """One call for what is outside of layers, one for each layer, one for the head, whose tie is made again at the end."""
+    tied = model.output.weight is model.tok_embeddings.weight
     plan = tutorial.sequence_parallel(styles, False) if sequence else tutorial.tensor_parallel(styles)
     head = plan.pop("output")
     of_layers = {name.removeprefix("layers.*."): plan.pop(name) for name in list(plan) if name.startswith("layers.")}
     calls = [(model, plan), *((layer, of_layers) for layer in model.layers.values()), (model.output, head)]
     for module, part in reversed(calls) if order == "head first" else calls:
-        styles.parallelize_module(module, mesh, part)
+        styles.parallelize_module(module, mesh, part, **options)
     tutorial.make_heads_local(model, mesh.size())
-    model.output.weight = model.tok_embeddings.weight
+    if tied:
+        model.output.weight = model.tok_embeddings.weight
 
 
 def several_calls(rank: int, whose: str, sequence: bool, order: str) -> dict[str, Any]:
     """A tied model planned in several calls: errors of the loss, all gradients and the weights after a step; collectives."""
     styles = stock if whose == "stock" else parallelize
-    model = tied_transformer()
+    model = transformer()
     reference = copy.deepcopy(model)
     apply_in_calls(model, build_mesh("cpu", tp=dist.get_world_size()), styles, sequence, order)
     ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
@@ -68,6 +72,26 @@ def several_calls(rank: int, whose: str, sequence: bool, order: str) -> dict[str
     errors = [worst(*pair)[0] for pair in (({"": losses[0]}, {"": losses[1]}), gradients, weights)]
     assert model.output.weight is model.tok_embeddings.weight
     return {"errors": errors, "total": mode.get_total_counts(), "counts": counted(mode) if whose == "ours" else {}}
+
+
+def several_calls_and_data_axes(rank: int, how: str, sequence: bool, tied: bool) -> list[float]:
+    """Errors of all gradients and of their norm, on 2 x 2 ranks, of a model planned in several calls."""
+    mesh, model = build_mesh("cpu", dp=2, tp=2), transformer(tied)
+    reference = copy.deepcopy(model)
+    apply_in_calls(model, mesh["tp"], parallelize, sequence, "head last", own_reduction=True)
+    if how == "fully_shard":
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    else:
+        parallelize.shard_data(model, mesh, zero=1)
+    ids = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(1))
+    mine = ids.chunk(2)[mesh.get_local_rank("dp")]
+    for net, batch, parts in ((model, mine, 2 if how == "shard_data" else 1), (reference, ids, 1)):
+        (nn.functional.cross_entropy(net(batch).flatten(0, 1), batch.flatten()) / parts).backward()
+    gradients = [{name: _full(p.grad) for name, p in net.named_parameters()} for net in (model, reference)]
+    norms = [parallelize.clip_grad_norm_(model, 1e9), nn.utils.get_total_norm([p.grad for p in reference.parameters()])]
+    return [worst(*gradients)[0], abs(float(norms[0] / norms[1]) - 1.0)]
 
 
 def _step(model: Any, ids: torch.Tensor, optimizer: Any) -> torch.Tensor:

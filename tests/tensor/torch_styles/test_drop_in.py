@@ -26,6 +26,14 @@ def test_a_tied_model_in_several_calls(processes, sequence, order):
         assert result["counts"].keys() <= jobs.NAMES
 
 
+@pytest.mark.parametrize("how", ["fully_shard", "shard_data"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_several_calls_and_data_axes(four_processes, how, sequence, tied):
+    for errors in four_processes.run(jobs.several_calls_and_data_axes, how, sequence, tied):
+        assert max(errors) < 1e-12
+
+
 ONE = [
     "column linear",
     "column linear of sharded rows",

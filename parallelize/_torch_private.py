@@ -18,7 +18,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
@@ -67,7 +66,10 @@ DispatchMode: Any = TorchDispatchMode
 
 def counts_collectives() -> bool:
     """Whether PyTorch's `CommDebugMode` counts the collectives of this thread (public since 2.5; the stack of modes, 1.12)."""
-    return _dispatch_modes() > 0 and any(isinstance(mode, CommDebugMode) for mode in _current_dispatch_modes())
+    if not _dispatch_modes():
+        return False
+    debug: Any = sys.modules.get("torch.distributed.tensor.debug")  # importing it takes 0.7 s; who counts has done so
+    return debug is not None and any(isinstance(mode, debug.CommDebugMode) for mode in _current_dispatch_modes())
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import with_layout, wrap_like
 from parallelize.applied.layout_tensor.stored_order import store, store_like, unshard
+from parallelize.applied.parameters import Slot
 from parallelize.applied.records import PlanRecord, Shared, applied, mark_parameter, not_parallelized, record_of
 from parallelize.comm.groups import Group
 from parallelize.layout import Layout, SlicePair, chunked, replicated
@@ -55,6 +56,23 @@ class ShardInfo:
     def multiplicity(self, pair: SlicePair) -> int:
         """The number of ranks that store the elements of `pair`, which is one of `slices(rank)`."""
         return sum(any(pair.full == other.full for other in self.slices(rank)) for rank in self.ranks)
+
+
+def join_tied_slots(module: nn.Module) -> None:
+    """Let the slots of one parameter in several planned modules deliver its gradient once, when backward ends.
+
+    A plan knows its ties. Modules that were planned in several calls, or were tied after it, deliver one gradient each, of which a
+    reducer would send the first one before the others are there.
+    """
+    slots: dict[int, list[Slot]] = {}
+    for owner in module.modules():
+        planned = applied(owner).planned
+        for slot in planned.slots if planned is not None else ():
+            slots.setdefault(id(owner._parameters.get(slot.key)), []).append(slot)
+    for first, *others in slots.values():
+        for slot in others:
+            first.tied = slot.tied = True
+            slot.pending_reductions = first.pending_reductions
 
 
 def shared_of_parameters(module: nn.Module) -> dict[int, Shared]:

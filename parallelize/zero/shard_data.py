@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.applied.gradient_guard import guard_gradients
 from parallelize.applied.other_wrappers import refuse_wrapped, refuse_wrappers
 from parallelize.applied.records import applied, cut_of, facts_of, mark_applied, record_of, resolution_so_far
-from parallelize.applied.sharding import rows_by_name
+from parallelize.applied.sharding import join_tied_slots, rows_by_name
 from parallelize.applied.step_results import expected
 from parallelize.applied.user_initializers import guard_initializers
 from parallelize.comm.groups import Group, axis_group, mesh_spec
@@ -156,6 +156,7 @@ def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan,
     """`shard_data` by a resolved plan, for a model that nothing but its modules refers to."""
     _check(module, mesh_spec(mesh), resolved.options.zero)
     make_contiguous(module)
+    join_tied_slots(module)
     if mesh_spec(mesh).ranks(*DATA_AXES) > 1 or applied(module).gradient_guard is not None:
         guard_gradients(module, mesh, None)
         refuse_wrappers(module)

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import with_layout, wrap_like
 from parallelize.applied.layout_tensor.stored_order import store, store_like, unshard
-from parallelize.applied.parameters import Slot
 from parallelize.applied.records import PlanRecord, Shared, applied, mark_parameter, not_parallelized, record_of
+from parallelize.applied.step_results import ParameterSlot
 from parallelize.comm.groups import Group
 from parallelize.layout import Layout, SlicePair, chunked, replicated
 from parallelize.plan.resolved import ResolvedPlan
@@ -64,7 +64,7 @@ def join_tied_slots(module: nn.Module) -> None:
     A plan knows its ties. Modules that were planned in several calls, or were tied after it, deliver one gradient each, of which a
     reducer would send the first one before the others are there.
     """
-    slots: dict[int, list[Slot]] = {}
+    slots: dict[int, list[ParameterSlot]] = {}
     for owner in module.modules():
         planned = applied(owner).planned
         for slot in planned.slots if planned is not None else ():

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.applied.pending_reductions import PendingReductions
 from parallelize.comm.groups import Group
 
 C = TypeVar("C")
@@ -22,6 +23,8 @@ class ParameterSlot(Protocol):
 
     key: str
     shared: tuple[tuple[int, int, int, int], ...]
+    tied: bool
+    pending_reductions: PendingReductions
 
     def forget(self) -> None: ...
 

@@ -44,7 +44,15 @@ if TYPE_CHECKING:
     from parallelize.context.inputs import next_tokens as next_tokens
     from parallelize.context.local_sequences import gather_sequence as gather_sequence
     from parallelize.context.local_sequences import split_sequence as split_sequence
+    from parallelize.data.collate import collate_rows as collate_rows
+    from parallelize.data.global_batches import GlobalBatches as GlobalBatches
+    from parallelize.data.iterable_batches import IterableBatches as IterableBatches
+    from parallelize.data.loader_check import check_loader as check_loader
+    from parallelize.data.packing import FittedRows as FittedRows
+    from parallelize.data.packing import PackedDocuments as PackedDocuments
+    from parallelize.data.packing import PackedRows as PackedRows
     from parallelize.errors import CheckpointError as CheckpointError
+    from parallelize.errors import DataError as DataError
     from parallelize.errors import GradientError as GradientError
     from parallelize.errors import HandshakeError as HandshakeError
     from parallelize.errors import MeshError as MeshError
@@ -57,7 +65,6 @@ if TYPE_CHECKING:
     from parallelize.layout import Layout as Layout
     from parallelize.layout import SlicePair as SlicePair
     from parallelize.loop.accumulate import accumulate_gradients as accumulate_gradients
-    from parallelize.loop.batches import GlobalBatches as GlobalBatches
     from parallelize.loop.clip import clip_grad_norm_ as clip_grad_norm_
     from parallelize.loop.local_optimizer import local_optimizer as local_optimizer
     from parallelize.loop.loggers import ConsoleLogger as ConsoleLogger

@@ -4,6 +4,7 @@
       PlanError         the plan file, or a plan that does not fit the model
       MeshError         mesh axes, sizes, ranks
       ShapeError        a tensor that cannot be split as requested
+      DataError         a data set or loader that does not give each rank its samples
       ModelError        a model, or a call of it, that the plan does not support
       HandshakeError    ranks that disagree, before any data is sent
       PipelineError     a step that failed on some rank
@@ -101,6 +102,10 @@ class MeshError(ParallelizeError):
 
 class ShapeError(ParallelizeError):
     """A tensor that cannot be split, gathered or reduced as requested."""
+
+
+class DataError(ParallelizeError):
+    """A data set or a loader that does not give each rank the samples of its data rank."""
 
 
 class ModelError(ParallelizeError):

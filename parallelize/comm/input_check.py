@@ -12,7 +12,8 @@ from parallelize.comm.groups import Group
 from parallelize.comm.handshake import check_replicas
 
 _FIX = (
-    "give the ranks of one tp group the same batch: sample by the data rank, not by the global rank; "
+    "give the ranks of one tp group the same batch: GlobalBatches(len(dataset), size, mesh=mesh) does, DistributedSampler and "
+    "accelerate's prepare divide over all processes unless told otherwise (`check_loader(loader, mesh)` tells); "
     "check_replicated=False turns this check off"
 )
 

@@ -1,1 +1,1 @@
-"""What a training loop uses besides the step: batches, accumulation, clipping, local optimizer steps, metrics."""
+"""What a training loop uses besides the step: accumulation, clipping, local optimizer steps, metrics."""

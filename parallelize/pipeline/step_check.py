@@ -321,7 +321,8 @@ def _diverged(rows: list[tuple[str, str]]) -> Problem:
         "ranks-diverged",
         f"ranks that must run the same step differ in {len(rows)} of its facts",
         rows=tuple(rows[:20]),
-        fix="give every rank of a data rank (its pp, cp and tp ranks) the same batch, and all ranks the same calls and "
+        fix="give every rank of a data rank (its pp, cp and tp ranks) the same batch (`check_loader(loader, mesh)` tells whether "
+        "the loader does), and all ranks the same calls and "
         "settings, and all copies of a tied parameter the same; check_replicated=False turns this check off",
     )
 

@@ -108,13 +108,20 @@ def collect_data(on_mesh: ModelOnMesh, data: Any, sink: TensorSink) -> dict[str,
     return {} if any(others) else {str(data_index): encode(state, f"data.{data_index}", sink)}
 
 
-def decoded_data(on_mesh: ModelOnMesh, saved: dict[str, Any], tensors: TensorSource) -> Any:
-    """This data rank's position. Raises: CheckpointError `data-position` where other data ranks saved different ones."""
+def decoded_data(on_mesh: ModelOnMesh, data: Any, saved: dict[str, Any], tensors: TensorSource) -> Any:
+    """The position for `data.load_state_dict` on this data rank.
+
+    A `data` that can merge states gets those of all data ranks of the saved run, so that it continues on any number of them.
+
+    Raises: CheckpointError `data-position` where data ranks saved different positions and their number is another one now.
+    """
     data_index, count = _data_rank(on_mesh)
+    if hasattr(data, "merge_states"):
+        return data.merge_states([decode(state, tensors, "data") for state in saved.values()])
     states = list(saved.values())
     if count != len(saved) and any(state != states[0] for state in states):
         what = f"{len(saved)} data ranks saved different positions in the data, and there are {count} now"
-        fix = "use a position that does not depend on the rank (GlobalBatches), or resume on as many data ranks"
+        fix = "use a position that does not depend on the rank (GlobalBatches, IterableBatches), or resume on as many data ranks"
         raise CheckpointError(Problem("data-position", what, fix=fix))
     return decode(saved.get(str(data_index), states[0]), tensors, "data")
 

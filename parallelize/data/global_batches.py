@@ -13,19 +13,16 @@ the same order.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from parallelize.applied.stored_slices import data_rank
-from parallelize.errors import CheckpointError, Problem, ShapeError
+from parallelize.data.sample_order import SampleOrder
+from parallelize.errors import CheckpointError, DataError, Problem, ShapeError
 from parallelize.mesh import SAMPLE_AXES
-from parallelize.ops.random.counter import Key, bits, key
 
-ROUNDS = 10
 _FIELDS = ("seed", "epoch", "batches_done", "num_samples", "global_batch_size", "shuffle", "drop_last")
 
 Batch = TypeVar("Batch")
@@ -99,7 +96,14 @@ class GlobalBatches(Sampler[list[int]]):
         """Iterate a DataLoader (or anything that iterates these batches), counting the batches that the loop has taken.
 
         `loader` may prefetch, if it begins an epoch only after the loop has taken all batches of the one before.
+
+        Raises: DataError `other-sampler` for a DataLoader that takes its samples from another sampler.
         """
+        sampler = loader.batch_sampler if isinstance(loader, DataLoader) else self
+        if sampler is not self:
+            what = f"the loader's batch_sampler is a {type(sampler).__name__}, not these batches"
+            fix = "DataLoader(dataset, batch_sampler=batches); no library need prepare it, as it gives each rank its samples"
+            raise DataError(Problem("other-sampler", what, fix=fix))
         self._tracked = True
         return Tracked(self, loader)
 
@@ -174,44 +178,6 @@ class Tracked(Generic[Batch]):
 
     def __len__(self) -> int:
         return len(self.batches)
-
-
-class SampleOrder:
-    """A permutation of `count` samples, for a seed and an epoch, of which any part can be computed by itself.
-
-    A number is written as two digits, of bases a and b, where a * b is just above `count`. In each round a random function
-    of one digit is added to the other. Each round can be inverted, so all rounds are a permutation of a * b numbers. Results
-    of `count` or above are permuted again until they are below (cycle walking), which leaves a permutation of `count`.
-    Cost: no memory for the order; about 200 small integer ops per batch.
-    Source: Black, Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002.
-    """
-
-    def __init__(self, count: int, seed: int, epoch: int):
-        self.count = count
-        self.bases = (math.isqrt(count - 1) + 1, -(-count // (math.isqrt(count - 1) + 1)))
-        self.keys = [key(seed, "order of samples", epoch, number) for number in range(ROUNDS)]
-
-    def samples(self, positions: range) -> list[int]:
-        """The samples at these positions of the order."""
-        permuted = self._permuted(torch.arange(positions.start, positions.stop, device="cpu"))
-        while (outside := permuted >= self.count).any():
-            permuted[outside] = self._permuted(permuted[outside])
-        return permuted.tolist()
-
-    def _permuted(self, numbers: torch.Tensor) -> torch.Tensor:
-        a, b = self.bases
-        high, low = numbers // b, numbers % b
-        for number, round_key in enumerate(self.keys):
-            if number % 2:
-                low = (low + _random(round_key, high, b)) % b
-            else:
-                high = (high + _random(round_key, low, a)) % a
-        return high * b + low
-
-
-def _random(round_key: Key, numbers: torch.Tensor, below: int) -> torch.Tensor:
-    """A random function of each number, in [0, below): uniform to within below / 2^63."""
-    return bits(round_key, numbers.clone()).bitwise_and_(2**63 - 1) % below
 
 
 def _steps(num_samples: int, size: int, drop_last: bool) -> int:

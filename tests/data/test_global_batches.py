@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from parallelize.checkpoint.format.json_encoder import decode, encode
+from parallelize.data.global_batches import GlobalBatches, SampleOrder
 from parallelize.errors import CheckpointError, ShapeError
-from parallelize.loop.batches import GlobalBatches, SampleOrder
 
 PARALLEL = pytest.mark.parametrize("workers", [0, 2])
 

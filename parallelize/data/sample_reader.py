@@ -1,0 +1,102 @@
+"""Reads an iterable from a position that can be saved."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from parallelize.errors import CheckpointError, DataError, Problem
+
+Source = Iterable[Any] | Callable[[int], Iterable[Any]]
+"""Samples that can be iterated again and again, or a function of the epoch that returns those of that epoch."""
+
+
+class SampleReader:
+    """The samples of a source, from a position on, epoch after epoch.
+
+    A source with `state_dict` and `load_state_dict` (`PackedDocuments`, an iterable data set of `datasets`) continues from its
+    own state. Of any other one the samples before the position are read again and dropped.
+
+    Args:
+        source: an iterable, or a function of the epoch that returns one.
+        repeat: whether the source begins again when it ends.
+
+    Attributes:
+        epoch: how often the source has ended.
+        taken: the number of samples that were taken in this epoch.
+    """
+
+    def __init__(self, source: Source, repeat: bool = False):
+        self.source, self.repeat = source, repeat
+        self.epoch = self.taken = 0
+        self._iterated: Any = None  # the source of this epoch, once its iteration has begun
+        self._state: Any = None  # its own state, loaded and not begun with
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            for sample in self._of_this_epoch():
+                self.taken += 1
+                yield sample
+            if not self.taken and self.repeat:
+                what = f"a source of samples is empty in epoch {self.epoch}"
+                raise DataError(
+                    Problem("no-samples", what, fix="leave it out; or return an iterable, not a spent iterator")
+                )
+            self.next_epoch()
+            if not self.repeat:
+                return
+
+    def _of_this_epoch(self) -> Iterator[Any]:
+        self._state = self._own_state()
+        source: Any = self.source(self.epoch) if callable(self.source) else self.source
+        # a copy: a source that was told where to begin may begin there in later epochs too
+        source = self._iterated = copy.copy(source) if _says_where(source) else source
+        if self._state is not None:
+            source.load_state_dict(self._state)
+            return iter(source)
+        return itertools.islice(source, self.taken, None)
+
+    def next_epoch(self) -> None:
+        """Go to the beginning of the next epoch."""
+        self.epoch, self.taken, self._iterated, self._state = self.epoch + 1, 0, None, None
+
+    def _own_state(self) -> Any:
+        """What the source itself says of its position; None if it is at its beginning, or cannot say."""
+        if self._iterated is None:
+            return self._state
+        return self._iterated.state_dict() if self.taken and _says_where(self._iterated) else None
+
+    def copy(self) -> SampleReader:
+        """A reader of the same source, at the same position."""
+        other = SampleReader(self.source, self.repeat)
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "taken": self.taken, "source": self._own_state()}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue at a saved position. An iteration that has begun is not changed.
+
+        Raises: CheckpointError `data-position` if this is no position. Nothing is changed then.
+        """
+        if not isinstance(state, dict) or any(not _is_count(state.get(name)) for name in ("epoch", "taken")):
+            raise not_a_position("the saved position of a source of samples", state)
+        self.epoch, self.taken = state["epoch"], state["taken"]
+        self._iterated, self._state = None, state.get("source")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _says_where(source: Any) -> bool:
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
+def not_a_position(name: str, state: Any) -> CheckpointError:
+    """The error for a state that `state_dict` did not return."""
+    what = f"{name} is {str(state)[:80]!r}"
+    return CheckpointError(Problem("data-position", what, fix="pass what state_dict() returned"))

@@ -1,0 +1,222 @@
+"""Iterated data: the same global batches on any mesh and with any number of workers, and exactly the remaining ones later."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parallelize.checkpoint.format.json_encoder import decode, encode
+from parallelize.checkpoint.run import run_state
+from parallelize.data.iterable_batches import IterableBatches
+from parallelize.data.packing import PackedDocuments
+from parallelize.errors import CheckpointError, DataError, ShapeError
+from tests.data.test_global_batches import data_mesh, flat
+
+WORKERS = pytest.mark.parametrize("workers", [0, 1, 2])
+
+
+class Numbers:
+    """Samples that are read from the beginning on."""
+
+    def __init__(self, name: int, count: int):
+        self.name, self.count = name, count
+        self.reads: list[int] = []  # which copies share
+
+    def __iter__(self):
+        for number in range(self.count):
+            self.reads.append(number)
+            yield self.name * 1000 + number
+
+
+class Resumable(Numbers):
+    """Samples that can be read from a position on."""
+
+    start = 0
+
+    def __iter__(self):
+        self.position = self.start
+        while self.position < self.count:
+            self.reads.append(self.position)
+            self.position += 1
+            yield self.name * 1000 + self.position - 1
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.start = state["position"]
+
+
+def of_epoch(name: int, epoch: int) -> Numbers:
+    return Numbers(name * 10 + epoch, 5)
+
+
+def sources(kind: str):
+    """Six sources of different lengths."""
+    if kind == "epochs":
+        return [partial(of_epoch, name) for name in range(6)]
+    return [(Resumable if kind == "resumable" else Numbers)(name, 5 + name) for name in range(6)]
+
+
+def through_json(state):
+    return decode(json.loads(json.dumps(encode(state), allow_nan=False)))
+
+
+def first(batches, count):
+    return list(itertools.islice(batches, count))
+
+
+KINDS = pytest.mark.parametrize("kind", ["skipped", "resumable", "epochs"])
+
+
+@KINDS
+def test_global_batches_have_the_next_samples_of_each_source(kind):
+    batches = first(IterableBatches(sources(kind), 12), 4)
+    if kind == "epochs":
+        assert batches[2][:4] == [4, 1000, 10004, 11000]
+    else:
+        assert batches[0] == [0, 1, 1000, 1001, 2000, 2001, 3000, 3001, 4000, 4001, 5000, 5001]
+        assert batches[2][:4] == [4, 0, 1004, 1005]
+
+
+@KINDS
+@WORKERS
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_any_mesh_and_any_number_of_workers_give_the_same_batches(kind, workers, ranks):
+    expected = first(IterableBatches(sources(kind), 12), 5)
+    parts = [IterableBatches(sources(kind), 12, mesh=data_mesh(rank, ranks)) for rank in range(ranks)]
+    loaders = [first(part.loader(num_workers=workers, collate_fn=list), 5) for part in parts]
+    assert [flat(samples) for samples in zip(*loaders, strict=True)] == expected
+
+
+@KINDS
+@WORKERS
+def test_resumed_on_another_mesh_with_other_workers(kind, workers):
+    """Three batches on two data ranks, the rest on four, or on one."""
+    expected = first(IterableBatches(sources(kind), 12), 7)
+    before = [IterableBatches(sources(kind), 12, mesh=data_mesh(rank, 2)) for rank in range(2)]
+    for part in before:
+        first(part.loader(num_workers=workers), 3)
+    states = [through_json(part.state_dict()) for part in before]
+    for ranks in (1, 2, 4):
+        after = [IterableBatches(sources(kind), 12, mesh=data_mesh(rank, ranks)) for rank in range(ranks)]
+        for part in after:
+            part.load_state_dict(part.merge_states(states))
+        loaders = [first(part.loader(num_workers=2 - workers, collate_fn=list), 4) for part in after]
+        assert [flat(samples) for samples in zip(*loaders, strict=True)] == expected[3:]
+
+
+@pytest.mark.parametrize("kind, count", [("resumable", 2), ("skipped", 4)])
+def test_a_resumable_source_reads_only_what_follows(kind, count):
+    before = IterableBatches(sources(kind), 12)
+    first(before, 1)
+    resumed = sources(kind)
+    after = IterableBatches(resumed, 12)
+    after.load_state_dict(before.state_dict())
+    first(after, 1)
+    assert [len(source.reads) for source in resumed] == [count] * 6
+
+
+def test_an_iteration_left_early_loses_nothing():
+    batches = IterableBatches(sources("skipped"), 6)
+    expected = first(IterableBatches(sources("skipped"), 6), 9)
+    loader = batches.loader(num_workers=2, collate_fn=list, prefetch_factor=4)
+    assert [first(loader, 4), first(loader, 2), first(batches, 3)] == [expected[:4], expected[4:6], expected[6:]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_one_source_is_an_epoch_that_ends_with_its_last_full_batch(workers):
+    parts = [IterableBatches(Numbers(0, 11), 4, mesh=data_mesh(rank, 2)) for rank in range(2)]
+    loaders = [part.loader(num_workers=workers) for part in parts]
+    for epoch in range(2):
+        batches = [flat(batch.tolist() for batch in pair) for pair in zip(*loaders, strict=True)]
+        assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert parts[0].state_dict()["sources"][0]["epoch"] == epoch + 1
+    assert parts[0].state_dict() == parts[1].state_dict()
+
+
+def test_a_state_after_the_last_batch_of_an_epoch_ends_that_epoch():
+    before = IterableBatches(Numbers(0, 8), 4)
+    first(before, 2)
+    after = IterableBatches(Numbers(0, 8), 4)
+    after.load_state_dict(before.state_dict())
+    assert [list(after), list(after)] == [[], [[0, 1, 2, 3], [4, 5, 6, 7]]]
+
+
+def test_a_checkpoint_merges_the_states_of_its_data_ranks():
+    """Saved on two data ranks, read by each of three."""
+    expected = first(IterableBatches(sources("resumable"), 12), 4)
+    saved = {}
+    for rank in range(2):
+        batches = IterableBatches(sources("resumable"), 12, mesh=data_mesh(rank, 2))
+        first(batches, 2)
+        on_mesh = SimpleNamespace(mesh=data_mesh(rank, 2), coordinates={"dp": rank, "tp": 0})
+        saved |= json.loads(json.dumps(run_state.collect_data(on_mesh, batches, None)))
+    assert set(saved) == {"0", "1"}
+    parts = [IterableBatches(sources("resumable"), 12, mesh=data_mesh(rank, 3)) for rank in range(3)]
+    for rank, part in enumerate(parts):
+        on_mesh = SimpleNamespace(mesh=data_mesh(rank, 3), coordinates={"dp": rank, "tp": 0})
+        part.load_state_dict(run_state.decoded_data(on_mesh, part, saved, None))
+    assert [flat(samples) for samples in zip(*(first(part, 2) for part in parts), strict=True)] == expected[2:]
+
+
+def test_a_global_batch_of_another_size_goes_on_at_the_same_samples():
+    before = IterableBatches(sources("skipped"), 12)
+    first(before, 2)
+    after = IterableBatches(sources("skipped"), 6)
+    after.load_state_dict(before.state_dict())
+    assert next(iter(after)) == [4, 1004, 2004, 3004, 4004, 5004]
+
+
+def test_packed_documents_are_a_source():
+    """Documents of 1 to 9 tokens in rows of 8; after loading, the remaining rows, of the remaining documents."""
+    documents = [list(range(100 * n, 100 * n + 1 + 5 * n % 9)) for n in range(40)]
+    rows = list(PackedDocuments(documents, 8))
+    ids = flat(documents)
+    assert [row["input_ids"].tolist() for row in rows] == [ids[8 * i : 8 * i + 8] for i in range((len(ids) - 1) // 8)]
+    before = IterableBatches(PackedDocuments(documents, 8), 2)
+    first(before, 6)
+    state = through_json(before.state_dict())
+    after = IterableBatches(PackedDocuments(documents, 8), 2)
+    after.load_state_dict(state)
+    remaining = flat(after)
+    assert len(remaining) == len(rows) // 2 * 2 - 12
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(remaining, rows[12:], strict=False) for name in a)
+    assert state["sources"][0]["source"]["documents"]["taken"] > 10
+
+
+def test_what_cannot_be_right_is_refused_before_it_runs():
+    for slug, error, call in (
+        ("indivisible-batch", ShapeError, lambda: IterableBatches(sources("skipped"), 10)),
+        ("indivisible-batch", ShapeError, lambda: IterableBatches(Numbers(0, 9), 6, mesh=data_mesh(0, 4))),
+        ("indivisible-batch", ShapeError, lambda: IterableBatches([], 6)),
+        ("unequal-ends", DataError, lambda: IterableBatches(sources("skipped"), 6, repeat=False)),
+        ("too-many-workers", DataError, lambda: IterableBatches(Numbers(0, 9), 3).loader(num_workers=2)),
+        ("no-samples", DataError, lambda: next(iter(IterableBatches([Numbers(0, 0), Numbers(1, 3)], 2)))),
+    ):
+        with pytest.raises(error) as caught:
+            call()
+        assert caught.value.slugs == (slug,), caught.value
+    with pytest.raises(TypeError, match="batch_size"):
+        IterableBatches(Numbers(0, 9), 3).loader(batch_size=2)
+
+
+def test_states_that_do_not_fit_are_refused_and_change_nothing():
+    batches = IterableBatches(sources("skipped"), 12, mesh=data_mesh(0, 2))
+    first(batches, 1)
+    good = batches.state_dict()
+    other = IterableBatches(sources("skipped"), 12, mesh=data_mesh(1, 2)).state_dict()
+    damaged = [None, {}, {"num_sources": 6}, {**good, "num_sources": 5}, other]
+    damaged += [
+        {**good, "sources": {**good["sources"], 1: bad}} for bad in (None, {"epoch": 0}, {"epoch": 0, "taken": -1})
+    ]
+    for state in damaged:
+        with pytest.raises(CheckpointError) as caught:
+            batches.load_state_dict(state)
+        assert caught.value.slugs == ("data-position",)
+    assert batches.state_dict() == good

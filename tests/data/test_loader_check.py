@@ -1,0 +1,74 @@
+"""Loaders that divide over the world are refused; those that divide over the data ranks are not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+
+from parallelize.data.global_batches import GlobalBatches
+from parallelize.data.loader_check import check_loader
+from parallelize.errors import DataError
+from tests.data.test_global_batches import data_mesh
+
+DATA = list(range(16))
+
+
+def distributed(count, index):
+    return DataLoader(DATA, sampler=DistributedSampler(DATA, num_replicas=count, rank=index))
+
+
+class BatchSamplerShard(BatchSampler):
+    """As accelerate names what it keeps."""
+
+    def __init__(self, count, index):
+        super().__init__(SequentialSampler(DATA), 2, False)
+        self.batch_sampler, self.num_processes, self.process_index = (
+            BatchSampler(SequentialSampler(DATA), 2, False),
+            count,
+            index,
+        )
+
+
+class SplitByNode(list):
+    """As `datasets.split_dataset_by_node` leaves its configuration."""
+
+    def __init__(self, count, index):
+        super().__init__(DATA)
+        self._distributed = SimpleNamespace(world_size=count, rank=index)
+
+
+KINDS = {
+    "DistributedSampler": distributed,
+    "BatchSamplerShard": lambda count, index: DataLoader(DATA, batch_sampler=BatchSamplerShard(count, index)),
+    "SimpleNamespace": lambda count, index: DataLoader(SplitByNode(count, index)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loader_over_the_world_is_refused(kind):
+    mesh = data_mesh(1, 2)  # dp=2, tp=2: this is rank 3 of 4, and data rank 1 of 2
+    check_loader(KINDS[kind](2, 1), mesh)
+    for count, index in ((4, 3), (2, 0)):
+        with pytest.raises(DataError) as caught:
+            check_loader(KINDS[kind](count, index), mesh)
+        assert caught.value.slugs == ("loader-over-world",)
+        for words in (kind, f"part {index} of {count}", "data rank 1 of 2"):
+            assert words in str(caught.value)
+
+
+def test_loaders_without_shards_pass():
+    check_loader(DataLoader(DATA, batch_sampler=GlobalBatches(16, 4, mesh=data_mesh(1, 2))), data_mesh(1, 2))
+    check_loader(iter(DATA), data_mesh(1, 2))
+
+
+def test_tracking_a_loader_of_another_sampler_is_refused():
+    batches = GlobalBatches(16, 4)
+    for loader in (distributed(2, 0), DataLoader(DATA, batch_size=4)):
+        with pytest.raises(DataError) as caught:
+            batches.track(loader)
+        assert caught.value.slugs == ("other-sampler",)
+    assert [batch.tolist() for batch in batches.track(DataLoader(DATA, batch_sampler=batches))] == list(
+        GlobalBatches(16, 4)
+    )

@@ -199,6 +199,11 @@ class _MoveGradient:
             grad = self._run_hooks(grad)
         accumulated = param.grad
         if accumulated is None:
+            dtype = (
+                param.grad_dtype
+            )  # not the parameter's where a user or `fully_shard` (2.15) accumulates in a wider one
+            if grad.dtype is not dtype and dtype is not None:
+                grad = grad.to(dtype)
             param.grad = with_layout(private.wrap(grad, self.spec), self.layout)
         else:
             _local_of(accumulated).add_(grad)

@@ -50,12 +50,17 @@ def _env(options: argparse.Namespace) -> int:
 
 def environment() -> dict[str, Any]:
     """Versions, hardware, torch's features and environment variables, as `env --json` prints them."""
+    torch = _torch()
+    packages = {name: _version(name) for name in PACKAGES}
+    packages["torch"] = torch.get(
+        "version", packages.get("torch")
+    )  # with its build (`+cu130`), which the package's version may lack
     return {
         "parallelize": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": packages,
         "system": _system(),
-        "torch": _torch(),
+        "torch": torch,
         "gpus": _gpus(),
         "variables": _variables(os.environ),
     }

@@ -25,7 +25,7 @@ def split_spec(param: Any, mesh: DeviceMesh, axis: str) -> Any:
     local = to_local(param)
     if isinstance(param, DTensor):
         tp = mesh_spec(param.device_mesh).names[0]
-        placement, shape = param.placements[0], tuple(param.shape)
+        placement, shape = private.spec_of(param).placements[0], tuple(param.shape)
         submesh = mesh[axis, tp] if axis != tp else mesh[axis]
         split = private.split_above(placement, mesh_spec(mesh).size(tp))
         placements: tuple[Any, ...] = (split, placement)

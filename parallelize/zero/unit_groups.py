@@ -22,7 +22,8 @@ def forget_unsharded_gradients(unit: Any) -> None:
     """Drop the gradients that a failed backward left on a `fully_shard` module's unsharded parameters (2.4)."""
     for group in unit_groups(unit):
         for param in group.fsdp_params:
-            param.unsharded_accumulated_grad = None
+            if not _accumulates_in_leaf(param):
+                param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 
@@ -85,7 +86,13 @@ def fill_unsharded_gradients(params: Sequence[Any]) -> None:
     """Zeros for those of `trained_in` without a gradient, in the dtype of the others: they are reduced in one buffer (2.4)."""
     is_accumulated = any(param.unsharded_accumulated_grad is not None for param in params)
     for param in params:
+        leaf = param._unsharded_param
         if not has_unsharded_gradient(param):
-            param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
-        if is_accumulated and param.unsharded_accumulated_grad is None:
+            leaf.grad = torch.zeros_like(leaf, dtype=leaf.grad_dtype)
+        if is_accumulated and not _accumulates_in_leaf(param) and param.unsharded_accumulated_grad is None:
             param.to_accumulated_grad_if_needed()
+
+
+def _accumulates_in_leaf(param: Any) -> bool:
+    """Whether gradients of several backwards are added in `_unsharded_param.grad`, as since 2.15, or in an attribute of their own."""
+    return isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property)

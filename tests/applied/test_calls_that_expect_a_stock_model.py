@@ -48,10 +48,14 @@ def test_a_part_of_a_number_is_not_read_as_the_number():
         for read in (
             lambda: grad.norm().item(),
             lambda: float(grad.sum()),
-            lambda: bool(grad.isnan().any()),
             lambda: int(grad.abs().max()),
         ):
             assert slugs_of(read) == ("partial-value",)
+        is_nan = grad.isnan().any()
+        if any(placement.is_partial() for placement in is_nan.placements):
+            assert slugs_of(lambda: bool(is_nan)) == ("partial-value",)
+        else:  # torch 2.15 reduces it
+            assert not bool(is_nan)
         assert grad.norm().full_tensor().item() == pytest.approx(float(expected.norm()), abs=1e-12)
         assert bool(grad.norm() > 0.9 * float(expected.norm()))  # PyTorch reduces it before it compares
         assert norm.sum().item() == pytest.approx(float(norm.full_tensor().sum()))

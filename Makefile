@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # a CPU build is enough for tests and demo; a plain `torch` would bring gigabytes of CUDA
 TORCH ?= torch==2.13.0
 
-.PHONY: demo train test sweep check install-demo install-test bench clean
+.PHONY: demo train test sweep versions check install-demo install-test bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/demo.py
@@ -19,10 +19,14 @@ train: $(VENV)/.demo
 WORKERS ?= -n auto --maxprocesses 4 --dist loadgroup
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(WORKERS)
+	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_OPTIONS)
 
 sweep: $(VENV)/.test
 	$(BIN)/python -m pytest -m sweep $(WORKERS)
+
+# the tests in an environment of each version of torch that is served, under `.versions/`; the Makefile's `test` runs in each
+versions: $(VENV)/.torch
+	$(BIN)/python -m benchmarks.versions
 
 check: $(VENV)/.check
 	$(BIN)/ruff check .

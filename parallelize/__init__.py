@@ -97,6 +97,9 @@ if TYPE_CHECKING:
     from parallelize.plan.schema import Tie as Tie
     from parallelize.randomness.dropout.install import install_dropout as install_dropout
     from parallelize.randomness.dropout.position import Position as Position
+    from parallelize.randomness.generators import random_state as random_state
+    from parallelize.randomness.generators import set_random_state as set_random_state
+    from parallelize.randomness.generators import synchronize_random_state as synchronize_random_state
     from parallelize.randomness.init.distributions import Constant as Constant
     from parallelize.randomness.init.distributions import Normal as Normal
     from parallelize.randomness.init.distributions import TruncatedNormal as TruncatedNormal

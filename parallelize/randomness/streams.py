@@ -12,24 +12,21 @@ over which it differs), so ranks agree along all other axes. The state of a stre
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-import torch.utils.data
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.ops.random.counter import key
+from parallelize.randomness.generators import State, check_state, random_state, seed_generators, set_random_state
 
-State = dict[str, Any]  # saved states of the generators: "torch", "python", and "cuda", "numpy" if they are used
 
+class Streams(Mapping[str, State]):
+    """Random streams by name: a mapping of the declared names to the states in which they continue, as `random_state` gives them.
 
-class Streams:
-    """Random streams by name.
+    `streams[name] = state` lets a stream continue from a state of this rank; ranks that must agree assign equal states.
 
     Args:
         seed: any integer, the same on every rank.
@@ -70,16 +67,49 @@ class Streams:
         """Stream -> the axes over which it differs."""
         return dict(self._over)
 
+    def __len__(self) -> int:
+        return len(self._over)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._over
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._over)
+
+    def __getitem__(self, name: str) -> State:
+        """The state in which a stream continues; inside it, that of the generators now. Raises: ModelError `unknown-stream`."""
+        self._check_declared(name)
+        if self._open and self._open[-1] == name:
+            return random_state()
+        if name not in self._states:  # not drawn from yet
+            outside = random_state()
+            self._enter(name)
+            self._states[name] = random_state()
+            set_random_state(outside)
+        return dict(self._states[name])
+
+    def __setitem__(self, name: str, state: State) -> None:
+        """Let a stream continue from a state. Raises: ModelError `unknown-stream`; `stream-open` inside of it."""
+        self._check_declared(name)
+        if name in self._open:
+            what = f"stream {name!r} is open, and its state is set"
+            raise ModelError(Problem("stream-open", what, fix="set it outside; inside, set_random_state(state)"))
+        check_state(state)
+        self._states[name] = dict(state)
+
+    def _check_declared(self, name: str) -> None:
+        if name not in self._over:
+            fix = f"declare it first; {did_you_mean(name, self._over)}" if self._over else "streams.declare(name)"
+            raise ModelError(Problem("unknown-stream", f"no stream is called {name!r}", fix=fix))
+
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """A context that draws from a stream. Streams nest in any order; each continues from its last state.
 
         Raises: ModelError `unknown-stream`.
         """
-        if name not in self._over:
-            fix = f"declare it first; {did_you_mean(name, self._over)}" if self._over else "streams.declare(name)"
-            raise ModelError(Problem("unknown-stream", f"no stream is called {name!r}", fix=fix))
-        outside = generator_states()
+        self._check_declared(name)
+        outside = random_state()
         if self._open:
             self._states[self._open[-1]] = outside
         self._open.append(name)
@@ -87,14 +117,14 @@ class Streams:
             self._enter(name)
             yield
         finally:
-            self._states[name] = generator_states()
+            self._states[name] = random_state()
             self._open.pop()
-            restore_generators(self._states[self._open[-1]] if self._open else outside)
+            set_random_state(self._states[self._open[-1]] if self._open else outside)
 
     def _enter(self, name: str) -> None:
         saved = self._states.get(name, {})
         seed_generators(self._seed_of(name), skip=saved)
-        restore_generators(saved)
+        set_random_state(saved)
 
     def _seed_of(self, name: str) -> int:
         return key(self.seed, f"stream {name}", *self._indices(name)).start & (2**63 - 1)
@@ -142,57 +172,3 @@ class Streams:
             Streams(self.seed, self.mesh).declare(name, axes)
         same = {name for name in self._over if list(state["places"][name]) == self._indices(name)}
         self._states = {name: dict(saved) for name, saved in state["states"].items() if name in same}
-
-
-def generator_states() -> State:
-    """The current states of torch's, Python's and NumPy's generators."""
-    states: State = {"torch": torch.get_rng_state(), "python": _plain(random.getstate())}
-    if _uses_cuda():
-        states["cuda"] = torch.cuda.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, words, *rest = numpy.random.get_state()
-        states["numpy"] = (kind, torch.tensor(words.tolist(), dtype=torch.int64), *_numbers(rest))
-    return states
-
-
-def restore_generators(state: State) -> None:
-    """Set the generators to saved states."""
-    if "torch" in state:
-        torch.set_rng_state(state["torch"])
-    if "python" in state:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
-    if "cuda" in state and _uses_cuda():
-        torch.cuda.set_rng_state(state["cuda"])
-    numpy = sys.modules.get("numpy")
-    if "numpy" in state and numpy is not None:
-        kind, words, *rest = state["numpy"]
-        numpy.random.set_state((kind, words.tolist(), *rest))
-
-
-def seed_generators(seed: int, skip: State) -> None:
-    """Seed every generator except those in `skip`."""
-    if "torch" not in skip:
-        torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
-    if "python" not in skip:
-        random.seed(seed)
-    if "cuda" not in skip and _uses_cuda():
-        torch.cuda.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if "numpy" not in skip and numpy is not None:
-        numpy.random.seed(seed % 2**32)
-
-
-def _uses_cuda() -> bool:
-    """Whether to handle CUDA's generator; not in a data loader's worker, where CUDA must not be used."""
-    return torch.cuda.is_available() and torch.utils.data.get_worker_info() is None
-
-
-def _plain(state: tuple) -> tuple:
-    version, words, gauss = state
-    return version, torch.tensor(words, dtype=torch.int64), gauss
-
-
-def _numbers(values: Sequence[Any]) -> list[Any]:
-    return [int(values[0]), int(values[1]), float(values[2])]

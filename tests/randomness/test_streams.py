@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from parallelize import MeshError, ModelError
+from parallelize.randomness.generators import random_state, set_random_state
 from parallelize.randomness.streams import Streams
 
 
@@ -147,3 +148,40 @@ def test_mistakes_with_streams_are_named():
     with here("shared"), pytest.raises(ModelError) as error:
         here.load_state_dict(streams().state_dict())
     assert error.value.slugs == ("stream-open",)
+
+
+# -- a mapping of states -----------------------------------------------------------------------------------------------
+
+
+def test_streams_are_a_mapping_of_their_states():
+    here, other = streams(), streams()
+    outside = random_state()
+    assert list(here) == ["shared", "augment"] and len(here) == 2 and "shared" in here and "absent" not in here
+    start = here["augment"]
+    assert torch.equal(random_state()["torch"], outside["torch"]), "reading a state draws nothing"
+    with here("augment"):
+        first = draws()
+        inside = here["augment"]
+        second = draws()
+    here["augment"] = start
+    with here("augment"):
+        assert draws() == first
+    other["augment"] = inside
+    with other("augment"):
+        assert draws() == second
+
+
+def test_states_that_are_none_are_refused():
+    here = streams()
+    for slug, call in (
+        ("unknown-stream", lambda: here["absent"]),
+        ("unknown-stream", lambda: here.__setitem__("absent", random_state())),
+        ("not-a-random-state", lambda: here.__setitem__("shared", {"torch": 1, "seed": 2})),
+        ("not-a-random-state", lambda: set_random_state([])),
+    ):
+        with pytest.raises(ModelError) as caught:
+            call()
+        assert caught.value.slugs == (slug,)
+    with here("shared"), pytest.raises(ModelError) as caught:
+        here["shared"] = random_state()
+    assert caught.value.slugs == ("stream-open",)

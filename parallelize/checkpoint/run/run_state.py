@@ -21,7 +21,8 @@ from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.errors import CheckpointError, Problem
 from parallelize.mesh import DATA_AXES
 from parallelize.randomness.dropout.install import dropout_clock
-from parallelize.randomness.streams import Streams, generator_states, restore_generators, seed_generators
+from parallelize.randomness.generators import random_state, seed_generators, set_random_state
+from parallelize.randomness.streams import Streams
 
 
 def collect_position(on_mesh: ModelOnMesh, pipeline: Any) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def restore_position(on_mesh: ModelOnMesh, pipeline: Any, state: dict[str, Any])
 def collect_generators(on_mesh: ModelOnMesh, sink: TensorSink) -> dict[str, Any]:
     """This rank's generators."""
     rank = rank_of(on_mesh)
-    return {str(rank): encode(generator_states(), f"generators.{rank}", sink)}
+    return {str(rank): encode(random_state(), f"generators.{rank}", sink)}
 
 
 def decoded_generators(
@@ -55,7 +56,7 @@ def decoded_generators(
     own = saved.get(str(rank_of(on_mesh))) if same_mesh else None
     if own is not None:
         states = decode(own, tensors, "generators")
-        return lambda: restore_generators(states)
+        return lambda: set_random_state(states)
     data_index, _ = _data_rank(on_mesh)
     first = [decode(saved[key], tensors, "generators") for key in sorted(saved)[:1]]
     digest = digest_of(repr([bytes_of(state["torch"].contiguous()).hex() for state in first] + [data_index]).encode())

@@ -55,8 +55,12 @@ def new_local_group(ranks: Sequence[int], name: str, *, own: bool = False, **opt
     unequal numbers of groups (the first and the last stage share a tie, those between do not), each waits for a name that no
     other member uses. Here it is `name` and a count of the groups of exactly these ranks, which are the same on all members.
 
+    2.15 counts such a group on its members alone, and names the groups that all ranks make by that count: it is set back.
+
     own: leave the group out of `known_groups`, because another thread uses it.
     """
+    from torch.distributed.distributed_c10d import _world as world
+
     _install_names()
     made = _groups_made.setdefault(dist.group.WORLD, Counter())
     made[tuple(ranks)] += 1
@@ -65,10 +69,12 @@ def new_local_group(ranks: Sequence[int], name: str, *, own: bool = False, **opt
         options["sort_ranks"] = False
     if own:
         options["group_desc"] = _OWN
+    count = world.group_count
     try:
         return dist.new_group(list(ranks), use_local_synchronization=True, **options)
     finally:
         _next_name.value = None
+        world.group_count = count
 
 
 @lru_cache(maxsize=1)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from parallelize.applied.sharding import full_parameter as full_parameter
     from parallelize.applied.sharding import full_state_dict as full_state_dict
     from parallelize.applied.sharding import shard_info as shard_info
+    from parallelize.applied.tied_names import tied_names as tied_names
     from parallelize.apply import parallelize_module as parallelize_module
     from parallelize.checkpoint.hub.export import save_pretrained as save_pretrained
     from parallelize.checkpoint.hub.pretrained import load_pretrained as load_pretrained
@@ -100,6 +101,7 @@ if TYPE_CHECKING:
     from parallelize.randomness.generators import random_state as random_state
     from parallelize.randomness.generators import set_random_state as set_random_state
     from parallelize.randomness.generators import synchronize_random_state as synchronize_random_state
+    from parallelize.randomness.init.building import building as building
     from parallelize.randomness.init.distributions import Constant as Constant
     from parallelize.randomness.init.distributions import Normal as Normal
     from parallelize.randomness.init.distributions import TruncatedNormal as TruncatedNormal

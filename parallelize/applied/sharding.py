@@ -38,11 +38,13 @@ class ShardInfo:
         fqn: the name of the parameter. A tied parameter has one `ShardInfo` for each of its names.
         ranks: the global ranks of the tp group, in the order of the group.
         layout: which slices of the full tensor each rank of the group stores.
+        names: all names of the parameter on this rank; several if it is tied (`tied_names` has those on other stages too).
     """
 
     fqn: str
     ranks: tuple[int, ...]
     layout: Layout
+    names: tuple[str, ...] = ()
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -104,7 +106,7 @@ def shard_info(module: nn.Module) -> dict[str, ShardInfo]:
     Cost: no communication.
     """
     return {
-        name: ShardInfo(name, group.ranks, layout)
+        name: ShardInfo(name, group.ranks, layout, names)
         for layout, group, names in _planned_parameters(module)
         for name in names
     }

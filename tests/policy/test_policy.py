@@ -231,6 +231,7 @@ def test_every_test_is_tracked():
 SAME_BASENAME = {
     "__init__.py": "what a room is for",
     "commands.py": "the commands of the room on the command line",
+    "collectives.py": "the ops of the room `ops`, and the same functions as users call them",
 }
 
 

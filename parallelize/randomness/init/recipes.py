@@ -117,6 +117,8 @@ class _Reader:
             return Unknown(f"{op.name} computes it")
         before = self.order[id(op)]
         ops = [other for other in self.ops.get(source.storage, ()) if self.order[id(other)] < before]
+        if all(other.name in _EMPTY for other in ops):  # the copy is as empty, and is filled after it
+            return []
         copied = self._fills(source, ops)
         if isinstance(copied, Unknown):
             return copied

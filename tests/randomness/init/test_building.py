@@ -1,0 +1,86 @@
+"""Modules are built on a device and with parameters of a dtype, whatever their class."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from parallelize import ModelError, build_mesh, build_on_meta, building, initialize, parallelize_module
+from parallelize.verification.threads import run_ranks
+from tests.support.models import tiny_model
+
+
+class Odd(nn.Module):
+    """Names its own dtypes, ties, reuses a parameter object, and computes a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.full((4,), 1 / 3), requires_grad=False)
+        self.scale.kind = "scale"
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.count = nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False)
+        self.register_buffer("table", torch.arange(1000) / 7, persistent=False)
+        self.absent = None
+        self.register_parameter("bias", None)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "meta"])
+def test_parameters_have_the_dtype_and_buffers_their_own(device):
+    with building(device, torch.bfloat16):
+        model = Odd()
+    outside = Odd()
+    assert {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.bfloat16}
+    assert model.head.weight is model.embed.weight and model.count.dtype == torch.int64 and model.bias is None
+    assert model.scale.kind == "scale" and not model.scale.requires_grad
+    assert model.table.dtype == torch.float32 and {p.device.type for p in model.parameters()} == {device or "cpu"}
+    assert outside.scale.dtype == torch.float32 and outside.embed.weight.dtype == torch.float64
+
+
+def test_values_are_those_that_pytorch_draws_in_that_dtype():
+    torch.manual_seed(0)
+    expected = nn.Linear(64, 64, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    with building(dtype=torch.bfloat16):
+        torch.nn.Linear(1, 1)
+    torch.manual_seed(0)
+    with building(dtype=torch.bfloat16):
+        model = nn.Linear(64, 64)
+    assert torch.equal(model.weight, expected.weight) and torch.equal(model.bias, expected.bias)
+
+
+def test_contexts_nest_end_with_errors_and_hold_for_their_thread():
+    built = []
+    with building(dtype=torch.float64):
+        with pytest.raises(ZeroDivisionError), building("meta", torch.float16):
+            assert nn.Linear(1, 1).weight.dtype == torch.float16 and nn.Linear(1, 1).weight.is_meta
+            raise ZeroDivisionError
+        other = threading.Thread(target=lambda: built.append(nn.Linear(1, 1).weight.dtype))
+        other.start()
+        other.join()
+        built.append(nn.Linear(1, 1).weight.dtype)
+    assert built == [torch.float32, torch.float64]
+    with pytest.raises(ModelError) as caught, building(dtype=torch.int8):
+        pass
+    assert caught.value.slugs == ("not-floating-point",)
+
+
+def test_a_model_built_on_meta_is_initialized_in_the_dtype():
+    config = tiny_model("llama").config
+    with building(dtype=torch.float64):
+        full = initialize(build_on_meta(LlamaForCausalLM, config), 5)
+
+    def body(rank: int) -> None:
+        with building(dtype=torch.float64):
+            model = build_on_meta(LlamaForCausalLM, config)
+        model = initialize(parallelize_module(model, build_mesh("cpu", tp=2)), 5)
+        for name, parameter in model.named_parameters():
+            assert parameter.dtype == torch.float64
+            assert torch.equal(parameter.full_tensor(), full.get_parameter(name)), name
+
+    run_ranks(2, body)

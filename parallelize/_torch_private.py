@@ -95,6 +95,11 @@ def wrap(local: torch.Tensor, spec: Any, requires_grad: bool = False) -> DTensor
 _new_dtensor = DTensor.__new__
 
 
+def asks_subclasses_of_dtensors(version: str = torch.__version__) -> bool:
+    """Whether operations on tensors of a subclass of DTensor reach its `__torch_dispatch__` (2.12)."""
+    return tuple(map(int, version.split(".")[:2])) >= (2, 12)
+
+
 def with_dtype(spec: Any, local: torch.Tensor) -> Any:
     """The spec for a tensor of the same layout and another dtype (mixed precision)."""
     meta = spec.tensor_meta

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor import layout_operations
+from parallelize.applied.layout_tensor.dispatch_by_mode import ask_by_mode
 from parallelize.applied.layout_tensor.layout_shard import LayoutShard
 from parallelize.applied.layout_tensor.local_pairs import local_pairs
 from parallelize.applied.layout_tensor.stored_order import store_like, tp_group, unshard
@@ -49,10 +50,14 @@ class LayoutDTensor(DTensor):
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The local tensor: the slices of the layout in memory order, with their padding. Differentiable."""
-        return _Local.apply(self) if torch.is_grad_enabled() else private.local_of(self)
+        if not torch.is_grad_enabled():
+            return private.local_of(self)
+        _keep_class_of_gradient(self)
+        return _Local.apply(self)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The full tensor in its original order. A collective over every axis that shards it; differentiable."""
+        _keep_class_of_gradient(self)
         return _FullTensor.apply(self)
 
     def redistribute(
@@ -162,6 +167,17 @@ class _FullTensor(Function):
         return wrap_like(ctx.stored, store_like(grad, ctx.stored.tp_layout, ctx.stored))
 
 
+def _keep_class_of_gradient(stored: LayoutDTensor) -> None:
+    """On torch 2.11 autograd gives a parameter a plain DTensor of its gradient's shards: put its class back."""
+    if _ASKED_BY_MODE and stored.is_leaf and stored.requires_grad and not stored._post_accumulate_grad_hooks:
+        stored.register_post_accumulate_grad_hook(_restore_class_of_gradient)
+
+
+def _restore_class_of_gradient(stored: Any) -> None:
+    if stored.grad is not None:
+        stored.grad = with_layout(stored.grad, stored.tp_layout)
+
+
 def with_layout(tensor: DTensor, layout: Layout | None) -> Any:
     """The same object, as a tensor that is stored by `layout`; unchanged where a plain DTensor says the same."""
     if layout is not None and not layout.is_canonical:
@@ -186,3 +202,6 @@ def wrap_like(like: Any, local: torch.Tensor, spec: Any = None) -> Any:
 
 
 private.register_foreach_class(LayoutDTensor)
+_ASKED_BY_MODE = not private.asks_subclasses_of_dtensors()
+if _ASKED_BY_MODE:
+    ask_by_mode(LayoutDTensor)

@@ -61,6 +61,8 @@ _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """The number of active dispatch modes, in 40 ns (since 1.13)."""
 
 DispatchMode: Any = TorchDispatchMode
+functions_of_subclasses: Any = torch._C._EnableTorchFunction  # contexts with and without `__torch_function__` (2.0)
+no_functions_of_subclasses: Any = torch._C.DisableTorchFunctionSubclass
 """A mode that intercepts every op of its thread below autograd: a private module, used by torch's own tools since 1.12."""
 
 

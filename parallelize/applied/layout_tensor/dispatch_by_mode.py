@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 
 
-class _AskTheClass(TorchDispatchMode):
+class _AskTheClass(private.DispatchMode):
     def __init__(self, cls: Any):
         super().__init__()
         self.cls = cls
@@ -24,7 +23,7 @@ class _AskTheClass(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(type(leaf) is self.cls for leaf in private.tree_leaves((args, kwargs))):
-            with torch._C._EnableTorchFunction():
+            with private.functions_of_subclasses():
                 return self.cls.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **kwargs)
 
@@ -33,7 +32,7 @@ def ask_by_mode(cls: Any) -> None:
     """Let `cls.__torch_dispatch__` see operations on tensors of a subclass of DTensor, on versions that do not call it."""
 
     def function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with private.no_functions_of_subclasses():
             if func in _READS:
                 return func(*args, **(kwargs or {}))
             with _AskTheClass(cls):

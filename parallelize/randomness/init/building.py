@@ -29,6 +29,7 @@ def building(device: torch.device | str | None = None, dtype: torch.dtype | None
         device: of parameters and buffers, unless the module names another one. None: as without the context.
         dtype: of floating-point parameters. None: as without the context.
 
+    Returns: a context manager, whose value is None.
     Raises: ModelError `not-floating-point`.
     """
     if dtype is not None and not dtype.is_floating_point:

@@ -13,8 +13,9 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from parallelize import build_mesh, parallelize_module
+from parallelize.applied.layout_tensor.dispatch_by_mode import ask_by_mode
 from parallelize.applied.layout_tensor.layout_dtensor import LayoutDTensor
-from parallelize.errors import ParallelizeError
+from parallelize.errors import ModelError, ParallelizeError
 from tests.applied.layout_tensor import layout_tensor_jobs as jobs
 from tests.applied.layout_tensor.layout_tensor_jobs import error, full, gradients, largest_error, moments, parameters
 from tests.support.threads import run_ranks
@@ -258,3 +259,29 @@ def _pickled(rank: int) -> tuple[str, float]:
     state = torch.load(file, weights_only=False)
     name = next(name for name, p in model.named_parameters() if type(p) is LayoutDTensor)
     return type(state[name]).__name__, largest_error(state, parameters(reference))
+
+
+def test_where_pytorch_does_not_ask_the_class_a_mode_does():
+    """As on torch 2.11. What autograd would differentiate there in the order of the shards is refused."""
+
+    class AskedByMode(LayoutDTensor):
+        pass
+
+    ask_by_mode(AskedByMode)
+
+    def body(model, reference):
+        for name, weight in model.named_parameters():
+            if type(weight) is not LayoutDTensor:
+                continue
+            expected, asked = reference.get_parameter(name).detach(), weight.detach()
+            asked.__class__ = AskedByMode
+            assert type(asked.detach()) is type(asked * 2) is AskedByMode and asked.shape == expected.shape
+            assert torch.equal((asked * 2).full_tensor(), expected * 2)
+            assert float(asked.norm().full_tensor()) == pytest.approx(float(expected.norm()), abs=EXACT)
+            with pytest.raises(ModelError) as caught:
+                asked.requires_grad_().pow(2)
+            assert caught.value.slugs == ("layout-gradient",)
+            return [name]
+        return []
+
+    assert all(on_ranks("two equal chunks", body))

@@ -80,8 +80,9 @@ def table(results: Path = RESULTS) -> str:
     """The results as the Markdown table of docs/limits.md."""
     rows = ["| torch | passed | skipped | failed | day |", "| --- | --- | --- | --- | --- |"]
     for version, result in json.loads(results.read_text()).items():
-        names = ", ".join(f"`{name}`" for name in result["failed"]) or "none"
-        rows.append(f"| {version} | {result['passed']:,} | {result['skipped']} | {names} | {result['date']} |")
+        files = sorted({name.rpartition(".")[0] for name in result["failed"]})
+        failed = f"{len(result['failed'])}: {', '.join(f'`{name}`' for name in files)}" if files else "0"
+        rows.append(f"| {version} | {result['passed']:,} | {result['skipped']} | {failed} | {result['date']} |")
     return "\n".join(rows)
 
 

@@ -65,10 +65,18 @@ def describe_schedule(
     return "\n".join(
         [
             f"{schedule.name}: {sizes}\n\n{table(schedule)}\n",
+            f"{_reading(schedule)}\n",
             f"makespan {timeline.makespan:g} ({cost}), bubbles {timeline.bubble_fraction:.1%}\n",
             *(f"{label:<18}" + "".join(f"{value:>4}" for value in values) for label, values in rows.items()),
         ]
     )
+
+
+def _reading(schedule: Schedule) -> str:
+    """How to read the cells of a table."""
+    kinds = {action.kind for order in schedule.orders for action in order}
+    letters = ", ".join(f"{letter}: {name}" for letter, name in KINDS.items() if letter in kinds)
+    return f"0F1: stage 0, forward, microbatch 1. {letters}, .: idle"
 
 
 _COLORS = {"F": (47, 108, 178), "B": (202, 98, 33), "I": (38, 139, 107), "W": (131, 90, 168)}

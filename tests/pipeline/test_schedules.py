@@ -409,6 +409,8 @@ def test_each_column_of_the_table_is_one_unit(name):
 def test_description_says_bubbles_and_memory():
     text = describe_schedule("1F1B", 4, 8)
     assert "1f1b: 4 ranks, 4 stages, 8 microbatches" in text and "bubbles 27.3%" in text
+    assert "0F1: stage 0, forward, microbatch 1. F: forward, B: backward, .: idle" in text
+    assert "I: input gradient, W: weight gradient" in describe_schedule("zbv", 2, 4)
     assert text.splitlines()[-1].split()[-4:] == ["4", "3", "2", "1"]
     assert "makespan 99" in describe_schedule("1F1B", 4, 8, costs=Costs(forward=3, backward=6))
 

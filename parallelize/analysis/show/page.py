@@ -110,7 +110,7 @@ def _meter(fraction: float) -> str:
 def _memory(explanation: Explanation) -> Iterable[str]:
     top = scale_of(explanation)
     named = [(rank_name(explanation, rank), explanation, rank) for rank in explanation.ranks]
-    yield _figure(draw_parts(named), "The parts of each rank's peak.")
+    yield _figure(draw_parts(named), f"The parts of each rank's peak: {ranks_note(explanation)}.")
     pictures = [_scroll(draw_step(explanation, rank, top)) for rank in explanation.ranks]
     caption = "Memory over one step. A backward frees what its forward saved; an action's moments are spread evenly."
     yield _figure(key() + "".join(pictures), caption)

@@ -61,7 +61,7 @@ def ranks_note(explanation: Explanation) -> str:
     if size == 1:
         return "figures are of rank 0; the others are equal to it, or store and send less"
     ranks = ", ".join(str(rank.pp_rank) for rank in explanation.ranks)
-    return f"figures are of pp ranks {ranks} of {size}, of the first rank of each tp and data group"
+    return f"figures are of pp ranks {ranks} of {size} (the first, a middle and the last), of the first rank of each tp and data group"
 
 
 def headlines(explanation: Explanation) -> list[tuple[str, str, float]]:

@@ -97,9 +97,19 @@ def wrap(local: torch.Tensor, spec: Any, requires_grad: bool = False) -> DTensor
 _new_dtensor = DTensor.__new__
 
 
-def asks_subclasses_of_dtensors(version: str = torch.__version__) -> bool:
+def at_least(major: int, minor: int, version: str = torch.__version__) -> bool:
+    """Whether this is a version of torch or a later one, for what differs without a name to look for."""
+    return tuple(map(int, version.split(".")[:2])) >= (major, minor)
+
+
+def asks_subclasses_of_dtensors() -> bool:
     """Whether operations on tensors of a subclass of DTensor reach its `__torch_dispatch__` (2.12)."""
-    return tuple(map(int, version.split(".")[:2])) >= (2, 12)
+    return at_least(2, 12)
+
+
+def starts_at(node: Any) -> bool:
+    """Whether a backward can start at a node of the graph; at those of Python's Functions since 2.13."""
+    return at_least(2, 13) or not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def with_dtype(spec: Any, local: torch.Tensor) -> Any:

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from parallelize import _torch_private as private
+from parallelize.errors import ModelError, Problem
+
 T = torch.Tensor
 
 
@@ -73,8 +76,13 @@ def backward_inputs(outputs: Sequence[T], grads: Sequence[T | None], inputs: Seq
         outputs: tensors that require a gradient.
         grads: gradient of each output; None is 1 for a scalar.
         inputs: leaves that require a gradient.
+
+    Raises: ModelError `split-backward` on versions of torch that cannot begin at a node with weights. Nothing has run then.
     """
     graph = _Graph(outputs, inputs)
+    for node in (node for group in graph.groups for node in group.nodes):
+        if not private.starts_at(node):
+            raise _unsplittable(node)
     depends = [node is not None and node in graph.to_inputs for node in map(_node_of, outputs)]
     dependent = [(out, grad) for out, grad, reached in zip(outputs, grads, depends, strict=True) if reached]
     others = [(out, grad) for out, grad, reached in zip(outputs, grads, depends, strict=True) if not reached]
@@ -91,6 +99,12 @@ def backward_inputs(outputs: Sequence[T], grads: Sequence[T | None], inputs: Seq
         for handle in handles:
             handle.remove()
     return Wgrad(graph.groups, others)
+
+
+def _unsplittable(node: Node) -> ModelError:
+    what = f"torch {torch.__version__} cannot begin a backward at {node.name()}, which computes with weights"
+    fix = "use torch 2.13 or newer, a schedule that does not split backward (1f1b), or neither fuse_loss nor overlap"
+    return ModelError(Problem("split-backward", what, fix=fix))
 
 
 class _Graph:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from parallelize import _torch_private as private
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource
@@ -27,16 +28,12 @@ if TYPE_CHECKING:
     from parallelize.plan.option_keywords import OptionKeywords
 
 BACKENDS = ("threads", "gloo", "torchrun")
-_THREADED = (
-    2,
-    12,
-)  # the first torch whose DTensor can be used from the threads of a threaded group: 2.11 ends the process
 
 
 def default_backend(version: str = torch.__version__) -> str:
     """The backend where none is chosen: "threads", or "gloo" where this torch cannot have ranks as threads."""
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    return "threads" if numbers >= _THREADED else "gloo"
+    # with threads as ranks, the DTensors of 2.11 end the process
+    return "threads" if private.at_least(2, 12, version) else "gloo"
 
 
 def verify(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from parallelize import ModelError
+from parallelize import _torch_private as private
 from parallelize.pipeline.split_backward import backward_inputs
 
 
@@ -54,3 +57,27 @@ def test_the_order_of_weights_is_the_graphs():
         orders.add(tuple(fired))
         del keep
     assert len(orders) == 1
+
+
+def test_a_node_at_which_this_torch_cannot_begin_is_refused_before_anything_runs(monkeypatch):
+    """As on torch 2.12 with the Functions of a fused loss and of overlapped linears."""
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            return grad * weight, grad * x
+
+    x, weight = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    backward_inputs([Scale.apply(x, weight)], [torch.ones(3)], [x])()
+    assert torch.equal(weight.grad, torch.ones(3))
+    monkeypatch.setattr(private, "at_least", lambda *numbers: False)
+    x.grad = None
+    with pytest.raises(ModelError) as caught:
+        backward_inputs([Scale.apply(x, weight)], [torch.ones(3)], [x])
+    assert caught.value.slugs == ("split-backward",) and "ScaleBackward" in str(caught.value) and x.grad is None

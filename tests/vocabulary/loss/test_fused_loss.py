@@ -22,6 +22,7 @@ from parallelize import (
     parallelize_module,
     recompute,
 )
+from parallelize import _torch_private as private
 from parallelize.comm.groups import Group
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import compare, planned_run, reference_run, worst
@@ -94,6 +95,8 @@ def test_models_that_compute_their_own_loss(family):
 )
 def test_whole_meshes(family, mesh, options):
     """`step` on meshes with and without tp, pipelines, ZeRO, split backward: loss and the weights after one step."""
+    if options.get("schedule") == "zbv" and not private.at_least(2, 13):
+        pytest.skip("this torch cannot begin a backward at the fused loss: `split-backward`")
     overrides = {"num_hidden_layers": 4} if "schedule" in options else {}
     model = tiny_model(family, **overrides)
     ids, labels = tiny_batch(batch=4, length=8)

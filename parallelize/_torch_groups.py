@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,6 +47,11 @@ _groups_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictiona
 _next_name = threading.local()
 
 _OWN = "parallelize: of one object"
+
+
+def orders_groups() -> bool:
+    """Whether the ranks of a new group can have another order than that of their numbers (2.12)."""
+    return "sort_ranks" in signature(dist.new_group).parameters
 
 
 def new_local_group(ranks: Sequence[int], name: str, *, own: bool = False, **options: Any) -> dist.ProcessGroup:

@@ -311,7 +311,7 @@ def group_for(ranks: Sequence[int]) -> dist.ProcessGroup:
 
     Returns: an existing group with these ranks and the default backend, else a new one.
     Raises:
-        MeshError: `not-in-group` on a rank that is not in the list.
+        MeshError: `not-in-group` on a rank that is not in the list; `unsorted-group` on torch 2.11, on every rank.
     Cost: at most the creation of one process group, which synchronizes only the ranks in the list.
     """
     members = tuple(ranks)
@@ -321,6 +321,11 @@ def group_for(ranks: Sequence[int]) -> dist.ProcessGroup:
         same_backend = dist.get_backend(group) == dist.get_backend()
         if same_backend and tuple(dist.get_process_group_ranks(group)) == members:
             return group
+    if list(members) != sorted(members) and not private_groups.orders_groups():
+        what = f"torch {torch.__version__} makes no group of the ranks {list(members)} in this order"
+        raise MeshError(
+            Problem("unsorted-group", what, fix="order the axes as the mesh does; or use torch 2.12 or newer")
+        )
     return private_groups.new_local_group(members, short_name(members))
 
 

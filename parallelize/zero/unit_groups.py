@@ -64,7 +64,10 @@ def reduce_outside_backward(groups: Sequence[Any]) -> None:
     for group in groups:
         group._training_state = type(group._training_state).IDLE
         group.finalize_backward()
-        group.comm_ctx.reduce_scatter_states.clear()
+        if hasattr(group.comm_ctx, "reduce_scatter_states"):
+            group.comm_ctx.reduce_scatter_states.clear()
+        else:  # before 2.12
+            group.comm_ctx.reduce_scatter_state = None
 
 
 def was_reached(group: Any) -> bool:

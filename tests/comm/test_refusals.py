@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallelize import MeshError, group_for, parallelize_module
+from parallelize import _torch_groups as private_groups
 from parallelize.applied.records import record_of
 from parallelize.comm.groups import Group
 from tests.support.refused import RULES, Block, refused, small_mesh
@@ -25,6 +26,12 @@ def test_a_group_that_was_destroyed():
 def test_the_group_of_other_ranks():
     with small_mesh(tp=4), refused(MeshError, "not-in-group", "rank 0", "[1, 3]"):
         group_for([1, 3])
+
+
+def test_ranks_in_an_order_that_this_torch_cannot_keep(monkeypatch):
+    monkeypatch.setattr(private_groups, "orders_groups", lambda: False)
+    with small_mesh(tp=4), refused(MeshError, "unsorted-group", "[2, 0]"):
+        group_for([2, 0])
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "pp": 2}])

@@ -99,9 +99,9 @@ class GlobalBatches(Sampler[list[int]]):
 
         Raises: DataError `other-sampler` for a DataLoader that takes its samples from another sampler.
         """
-        sampler = loader.batch_sampler if isinstance(loader, DataLoader) else self
-        if sampler is not self:
-            what = f"the loader's batch_sampler is a {type(sampler).__name__}, not these batches"
+        samplers = [loader.batch_sampler, loader.sampler] if isinstance(loader, DataLoader) else [self]
+        if all(sampler is not self for sampler in samplers):
+            what = f"the loader's samplers are a {' and a '.join(type(sampler).__name__ for sampler in samplers)}, not these batches"
             fix = "DataLoader(dataset, batch_sampler=batches); no library need prepare it, as it gives each rank its samples"
             raise DataError(Problem("other-sampler", what, fix=fix))
         self._tracked = True

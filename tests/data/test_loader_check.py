@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from parallelize.data.global_batches import GlobalBatches
@@ -72,3 +73,7 @@ def test_tracking_a_loader_of_another_sampler_is_refused():
     assert [batch.tolist() for batch in batches.track(DataLoader(DATA, batch_sampler=batches))] == list(
         GlobalBatches(16, 4)
     )
+    by_lists = DataLoader(
+        torch.arange(16), sampler=GlobalBatches(16, 4), batch_size=None
+    )  # which indexes with each list
+    assert len(list(by_lists.sampler.track(by_lists))) == 4

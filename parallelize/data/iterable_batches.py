@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from parallelize.applied.stored_slices import data_rank
 from parallelize.data.sample_reader import SampleReader, Source, not_a_position
 from parallelize.errors import CheckpointError, DataError, Problem, ShapeError
 from parallelize.mesh import SAMPLE_AXES
+from parallelize.ops.random.counter import key
 
 
 class IterableBatches:
@@ -212,9 +214,18 @@ class IterableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         samples = _Samples(self.batches._parts)
-        loader = DataLoader(samples, batch_size=None, num_workers=self.workers, collate_fn=_unchanged, **self.options)
+        options = {"generator": self._generator(), **self.options}
+        loader = DataLoader(samples, batch_size=None, num_workers=self.workers, collate_fn=_unchanged, **options)
         for taken in self.batches._taken(loader, max(self.workers, 1)):
             yield self.collate_fn(taken)
+
+    def _generator(self) -> torch.Generator:
+        """For the seeds of workers: of this rank and position. DataLoader would draw them from the generator of the process,
+        which a resumed run does once more than one that goes on."""
+        readers = [part.reader for part in self.batches._parts]
+        position = [number for reader in readers for number in (reader.epoch, reader.taken)]
+        seed = key(0, "workers", self.batches.data_index, *position).start & (2**63 - 1)
+        return torch.Generator().manual_seed(seed)
 
 
 def _unchanged(item: Any) -> Any:

@@ -129,6 +129,29 @@ def test_an_iteration_left_early_loses_nothing():
     assert [first(loader, 4), first(loader, 2), first(batches, 3)] == [expected[:4], expected[4:6], expected[6:]]
 
 
+class Drawn(Numbers):
+    """Samples that are drawn by the worker."""
+
+    def __iter__(self):
+        while True:
+            yield torch.rand(())
+
+
+@WORKERS
+def test_reading_draws_nothing_from_the_process_and_workers_draw_their_own_numbers(workers):
+    drawn = []
+    for rank in range(2):
+        for _ in range(2):
+            batches = IterableBatches([Drawn(n, 0) for n in range(4)], 8, mesh=data_mesh(rank, 2))
+            before = torch.get_rng_state()
+            drawn.append(torch.cat(first(batches.loader(num_workers=workers), 2)))
+            if workers:
+                assert torch.equal(torch.get_rng_state(), before)
+    if workers:  # in this process they are drawn from its own generator
+        assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[2], drawn[3])
+        assert not torch.isin(drawn[0], drawn[2]).any()
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_one_source_is_an_epoch_that_ends_with_its_last_full_batch(workers):
     parts = [IterableBatches(Numbers(0, 11), 4, mesh=data_mesh(rank, 2)) for rank in range(2)]

@@ -2,9 +2,10 @@
 
     make versions                        # all of them, one after the other
     python -m benchmarks.versions 2.15.0 # one of them
+    python -m benchmarks.versions --failed 2.15.0  # the tests that failed the last time, after a mend
 
-Each environment is a folder `.versions/VERSION`, made by the Makefile, and stays there for the next run. The results are in
-`benchmarks/results/versions.json`; the table of docs/limits.md has the same.
+Each environment is a folder `.versions/VERSION`, made by the Makefile, and stays there for the next run. The results are written to
+`benchmarks/results/versions.json`, and into the table of docs/limits.md.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+DOCUMENT = ROOT / "docs" / "limits.md"
+_TABLE = re.compile(r"\| torch \| passed \|.*\n(?:\|.*\n)*")
 SERVED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 
@@ -28,9 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "versions", nargs="*", default=list(SERVED), help=f"versions of torch (default: {' '.join(SERVED)})"
     )
+    parser.add_argument("--failed", action="store_true", help="run only the tests that failed the last time")
+    options = parser.parse_args(arguments)
     failed = []
-    for version in parser.parse_args(arguments).versions:
-        result = tested(version)
+    for version in options.versions:
+        result = mended(version) if options.failed else tested(version)
         save(version, result)
         print(f"torch {version}: {json.dumps(result)}", flush=True)
         if result["failed"] or not result["passed"]:
@@ -39,20 +47,37 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def tested(version: str) -> dict[str, Any]:
-    """Runs `make test` with a version of torch. Returns what `summary` does; zeros where no environment could be made."""
+def tested(version: str, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Runs `make test` with a version of torch, or `only` these tests of it.
+
+    Returns: what `summary` does; zeros where no environment could be made.
+    """
     report = ROOT / ".versions" / f"{version}.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
-    command = [
-        "make",
-        "test",
-        f"VENV=.versions/{version}",
-        f"TORCH=torch=={version}",
-        f"PYTEST_OPTIONS=--junitxml={report}",
-    ]
+    chosen = " ".join([f"--junitxml={report}", *map(shlex.quote, only)])
+    command = ["make", "test", f"VENV=.versions/{version}", f"TORCH=torch=={version}", f"PYTEST_OPTIONS={chosen}"]
     subprocess.run(command, cwd=ROOT, check=False)
     return summary(report) if report.exists() else {"passed": 0, "failed": [], "skipped": 0, "date": _today()}
+
+
+def mended(version: str) -> dict[str, Any]:
+    """The last result of a version, after its failed tests have run again."""
+    last = json.loads(RESULTS.read_text())[version]
+    if not last["failed"]:
+        return last
+    chosen = sorted(set(map(node_id, last["failed"])))
+    again = tested(version, chosen)
+    if again["passed"] + again["skipped"] + len(again["failed"]) != len(chosen):
+        return last  # the run itself ended early
+    return {**again, "passed": last["passed"] + again["passed"], "skipped": last["skipped"] + again["skipped"]}
+
+
+def node_id(name: str) -> str:
+    """What pytest calls a test of a report, without the group that pytest-xdist appends."""
+    head, bracket, parameters = name.partition("[")
+    module, _, test = head.rpartition(".")
+    return f"{module.replace('.', '/')}.py::{test}{bracket}{parameters}".partition("@")[0]
 
 
 def summary(report: Path) -> dict[str, Any]:
@@ -69,18 +94,19 @@ def summary(report: Path) -> dict[str, Any]:
     return {"passed": passed, "failed": sorted(failed), "skipped": skipped, "date": _today()}
 
 
-def save(version: str, result: dict[str, Any], results: Path = RESULTS) -> None:
-    """Replace one version's result."""
+def save(version: str, result: dict[str, Any], results: Path = RESULTS, document: Path = DOCUMENT) -> None:
+    """Replace one version's result, and the table in the document."""
     every = json.loads(results.read_text()) if results.exists() else {}
     every[version] = result
     results.write_text(json.dumps(dict(sorted(every.items())), indent=2) + "\n")
+    document.write_text(_TABLE.sub(lambda _: table(results) + "\n", document.read_text()))
 
 
 def table(results: Path = RESULTS) -> str:
     """The results as the Markdown table of docs/limits.md."""
     rows = ["| torch | passed | skipped | failed | day |", "| --- | --- | --- | --- | --- |"]
     for version, result in json.loads(results.read_text()).items():
-        files = sorted({name.rpartition(".")[0] for name in result["failed"]})
+        files = sorted({node_id(name).partition("::")[0] for name in result["failed"]})
         failed = f"{len(result['failed'])}: {', '.join(f'`{name}`' for name in files)}" if files else "0"
         rows.append(f"| {version} | {result['passed']:,} | {result['skipped']} | {failed} | {result['date']} |")
     return "\n".join(rows)

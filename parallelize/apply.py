@@ -60,6 +60,7 @@ from parallelize.tensor.multihead_attention import check_multihead
 from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
 from parallelize.tensor.planned_forward import argument_of
 from parallelize.tensor.rms_norm import check_rms_norm
+from parallelize.tensor.split_experts import check_experts
 from parallelize.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 from parallelize.tensor.torch_styles.module_style import ModuleStyle
@@ -71,6 +72,7 @@ from parallelize.vocabulary.loss.fuse_loss import wrong_heads
 from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.other_optimizers import watch_optimizers
 from parallelize.zero.replicas import compare_weights
+from parallelize.zero.router_loss import share_router_loss
 
 PlanLike = Plan | str | os.PathLike | Mapping[str, Any] | Any
 
@@ -297,6 +299,7 @@ _COMPUTE_CHECKS = {
     "rms_norm": check_rms_norm,
     "ulysses": check_ulysses,
     "multihead": check_multihead,
+    "experts": check_experts,
 }
 
 
@@ -365,6 +368,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     guard_partial_values()
     refuse_gradient_inputs()
     refuse_wrappers(module)
+    share_router_loss(module)
     if storage.device is not None:
         _move_buffers(module, storage.device)
     if inputs is not None:

@@ -28,12 +28,14 @@ class Chunk:
         units: the number of equal blocks in it that are never split, such as heads; None: any element may be a boundary.
         replicable: whether each unit may be stored by several ranks if there are fewer units than ranks (key/value heads).
         name: what a unit is called in error messages.
+        adjacent: without units, the number of elements between which there is no boundary.
     """
 
     size: int
     units: int | None = None
     replicable: bool = False
     name: str = ""
+    adjacent: int = 1
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,8 @@ def local_units(units: int, num_ranks: int, replicable: bool) -> int | None:
 
 def _shard_of_chunk(chunk: Chunk, num_ranks: int, rank: int) -> Interval:
     if chunk.units is None:
-        return even_interval(chunk.size, num_ranks, rank)
+        start, stop = even_interval(chunk.size // chunk.adjacent, num_ranks, rank)
+        return start * chunk.adjacent, stop * chunk.adjacent
     per_rank = local_units(chunk.units, num_ranks, chunk.replicable)
     if per_rank is None:
         raise ShapeError(Problem("uneven-units", f"{chunk.units} {chunk.name or 'units'} over {num_ranks} ranks"))

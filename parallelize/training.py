@@ -45,6 +45,7 @@ from parallelize.vocabulary.loss.fuse_loss import fuse_heads
 from parallelize.zero.data_options import DataOptions
 from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.replicas import compare_data_ranks
+from parallelize.zero.router_loss import refuse_router_loss
 from parallelize.zero.shard_data import apply_data_axes, data_of
 
 if TYPE_CHECKING:
@@ -218,6 +219,7 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
         raise ModelError(*refused)
     refuse_wrapped(module)
     refuse_early_optimizers(module)
+    refuse_router_loss(module, [axis for axis in spec.names if spec.ranks(axis) > 1])
 
 
 def _fill(module: nn.Module, mesh: DeviceMesh, device: Any, initialize: Any) -> None:

@@ -113,7 +113,7 @@ class Applied:
         recipe: the initialization that `build_on_meta` recorded: a randomness.init.recipes.Recipe.
         cut: its pipeline stages. plan: its tensor-parallel plan.
         context: its sequences over `cp`. context_call: how its forward is called over `cp`.
-        data: its data axes. ties: its parameters tied across stages.
+        data: its data axes. router_loss: what counts the tokens of its load-balancing loss. ties: its parameters tied across stages.
         dropout_clock: of `install_dropout`: a randomness.dropout.position.Clock.
         recompute_units: its recomputed modules, where the model would make a key/value cache.
     Attributes, of any module:
@@ -135,6 +135,7 @@ class Applied:
     context: ShardedSequences | None = None
     context_call: object = None
     data: DataAxes | None = None
+    router_loss: object = None
     ties: TiedCopies | None = None
     dropout_clock: object = None
     recompute_units: tuple[RecomputedModule, ...] = ()

@@ -26,6 +26,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stage_ranks import ranks_of_stages
 from parallelize.plan.stages import Assignment, Costs
+from parallelize.zero.router_loss import refuse_router_loss
 
 
 def cut_pipeline(
@@ -109,7 +110,8 @@ def pp_group(mesh: DeviceMesh) -> Any:
 
 
 def check_uncut(module: nn.Module) -> None:
-    """Raises: ModelError `already-cut`, `wrong-order`, `foreign-recompute`."""
+    """Raises: ModelError `already-cut`, `wrong-order`, `foreign-recompute`, `router-loss`."""
+    refuse_router_loss(module, ("pp",))
     if cut_of(module) is not None:
         raise ModelError(
             Problem(

@@ -34,13 +34,14 @@ from parallelize.pipeline.schedules import Action, Schedule, build_schedule
 from parallelize.pipeline.stage_forward import Outcome, StageRunner
 from parallelize.pipeline.step_check import StepCheck
 from parallelize.pipeline.step_runner import Data, StageHeaders, StepRun
-from parallelize.pipeline.step_targets import refuse_unshifted, token_targets
+from parallelize.pipeline.step_targets import refuse_unshifted, token_loss, token_targets
 from parallelize.pipeline.ties import ties_of
 from parallelize.pipeline.timeline import Timeline, with_messages
 from parallelize.pipeline.transport import Transport
 from parallelize.randomness.dropout.position import Clock, Position
 from parallelize.recomputation.recompute import recomputed
-from parallelize.vocabulary.loss.losses import cross_entropy, valid_tokens
+from parallelize.vocabulary.loss.losses import valid_tokens
+from parallelize.zero.router_loss import router_loss_of
 
 T = torch.Tensor
 
@@ -106,7 +107,7 @@ class Pipeline:
         self._first_sequence = 0  # of this data rank, in the global batch
         self.whole, self.share_inputs = named_whole(whole), share_inputs
         self._names = positional_names(self._signature)
-        self.loss, self.count = loss or _token_loss, count or valid_tokens
+        self.loss, self.count = loss or token_loss, count or valid_tokens
         self._reads_tokens = loss is None
         self._may_be_unshifted = loss is None and check_replicated  # until targets of a step were compared with its ids
         self.cut = cut_of(module)
@@ -255,7 +256,8 @@ class Pipeline:
         microbatches, total = self._microbatches(call, args, kwargs, targets, labels)
 
         def loss_of(output: Any, targets: Any) -> T:
-            return self.loss(output, targets) / total
+            more = router_loss_of(self.module, output) if self._reads_tokens and not forward_only else 0.0
+            return self.loss(output, targets) / total + more / self.schedule.num_microbatches
 
         return self._run(microbatches, loss_of, forward_only)
 
@@ -425,11 +427,6 @@ def _refuse_without_gradients() -> None:
     if not torch.is_grad_enabled():
         what = "step computes gradients, which torch.no_grad() or torch.inference_mode() turns off"
         raise ModelError(Problem("gradients-off", what, fix="call step outside it; for a loss alone, call evaluate"))
-
-
-def _token_loss(output: Any, targets: T) -> T:
-    logits = output if isinstance(output, torch.Tensor) else output.logits
-    return cross_entropy(logits, targets, reduction="sum")
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

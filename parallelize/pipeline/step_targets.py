@@ -15,6 +15,7 @@ from torch import nn
 from parallelize import _torch_private as private
 from parallelize.context.inputs import IGNORED, next_tokens
 from parallelize.errors import ModelError, Problem
+from parallelize.vocabulary.loss.losses import cross_entropy
 
 T = torch.Tensor
 
@@ -88,3 +89,9 @@ def _ids_like(targets: Any, inputs: Any) -> T | None:
         if isinstance(leaf, T) and leaf.shape == targets.shape and leaf.dtype == targets.dtype:
             return leaf.to(targets.device)
     return None
+
+
+def token_loss(output: Any, targets: T) -> T:
+    """The default loss of a step: the sum over tokens, of logits or of an output that has them."""
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    return cross_entropy(logits, targets, reduction="sum")

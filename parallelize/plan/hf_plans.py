@@ -25,6 +25,7 @@ from parallelize.styles.style import STYLES, StyleText
 HEAD = {"lm_head": "colwise_gather_output"}  # the rule that `transformers` classes add for their head
 
 _VOCABULARY = "colwise(output=vocabulary)"
+_EXPERTS = "moe_tp_experts"
 _EMBEDDING = "embed_tokens"  # `transformers` shards a base model's embedding of this name without a rule
 _BLOCK_NORMS = "{input,post_attention,pre_feedforward,post_feedforward}_layernorm"
 _PROJECTIONS = {"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads"}
@@ -41,12 +42,15 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_]\w*[.][\w.*{},]*\??\Z|[A-Za-z]\w{3,}\??\Z")
 
 
 def read_words(words: Mapping[str, Any], about: str) -> dict[str, StyleText]:
-    """The styles of a dict of `transformers` words, in its order.
+    """The styles of a dict of `transformers` words, in its order. A rule for experts covers their parameters.
 
     Raises: PlanError `untranslatable-plan`, with every word that has no equivalent style.
     """
     styles, unknown = {}, []
+    experts = {pattern for pattern, word in words.items() if word == _EXPERTS}
     for pattern, word in words.items():
+        if pattern.rpartition(".")[0] in experts:
+            continue
         try:
             styles[pattern] = parse_style(word if isinstance(word, str) else json.dumps(word), pattern)
         except PlanError:

@@ -114,7 +114,20 @@ def _parameters(model: Any) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
 
 def _module_facts(name: str, module: Any) -> ModuleFacts:
     shapes = {key: tuple(value.shape) for key, value in module._parameters.items() if value is not None}
-    return ModuleFacts(name, _kind(module, shapes), type(module).__name__, shapes)
+    flags = _expert_flags(module, shapes)
+    return ModuleFacts(name, "experts" if flags else _kind(module, shapes), type(module).__name__, shapes, flags)
+
+
+EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+"""Attributes of an instance by which `transformers` says how experts are stored. Their classes differ in nothing else."""
+
+
+def _expert_flags(module: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, bool]:
+    """The flags of a module with stacked experts; empty for any other."""
+    values = vars(module)
+    if "is_transposed" not in values or not any(len(shape) == 3 for shape in shapes.values()):
+        return {}
+    return {name: bool(values.get(name, name == "is_concatenated")) for name in EXPERT_FLAGS}
 
 
 def _kind(module: Any, shapes: dict[str, tuple[int, ...]]) -> str:

@@ -46,7 +46,7 @@ class LayoutMaker:
         if use.dim >= len(fact.shape):
             what = f"{generic(fact.fqn)} has shape {list(fact.shape)}, no dim {use.dim}"
             return None, Problem("bad-dim", what, rule.where)
-        if not use.unit and use.chunks == 1:
+        if not use.unit and use.chunks == use.adjacent == 1:
             layout = chunked(fact.shape, use.dim, self.tp_size)
             return layout, self._split_heads(fact, layout, rule) if self.plan.unclaimed != "leave" else None
         chunks, problem = self._chunks(fact, use, rule)
@@ -56,9 +56,9 @@ class LayoutMaker:
         assert use.dim is not None
         width = fact.shape[use.dim]
         if not use.unit:
-            if width % use.chunks:
-                return [], self._indivisible(fact, use, rule, use.chunks, "chunks")
-            return [Chunk(width // use.chunks)] * use.chunks, None
+            if width % (parts := use.chunks * use.adjacent):
+                return [], self._indivisible(fact, use, rule, parts, "chunks")
+            return [Chunk(width // use.chunks, adjacent=use.adjacent)] * use.chunks, None
         counts = []
         for name in use.unit:
             count = self.size(name)

@@ -67,10 +67,11 @@ def shipped_plans() -> dict[str, Path]:
 
 
 def load_plan(name_or_path: str | os.PathLike[str]) -> Plan:
-    """Read a shipped plan by its name, or any plan file by its path.
+    """Read a shipped plan by its name or by a model type that it serves, or any plan file by its path.
 
     Args:
-        name_or_path: a key of `shipped_plans()`, or a path (with a folder, or ending in `.yaml` or `.yml`).
+        name_or_path: a key of `shipped_plans()`, a model type such as `qwen3_moe`, or a path (with a folder, or ending in
+            `.yaml` or `.yml`).
 
     Returns: the plan, not yet matched with a model.
 
@@ -86,11 +87,11 @@ def load_plan(name_or_path: str | os.PathLike[str]) -> Plan:
     path = Path(text)
     if path.suffix in (".yaml", ".yml") or os.sep in text:
         return read_plan(path)
-    raise PlanError(
-        Problem(
-            "no-such-plan", f"no plan is called {text!r}", fix=did_you_mean(text, shipped) + " (or give a .yaml path)"
-        )
-    )
+    by_type = {model_type: plan for plan in map(read_plan, shipped.values()) for model_type in plan.model_types}
+    if text in by_type:
+        return by_type[text]
+    fix = did_you_mean(text, {*shipped, *by_type}) + " (or give a .yaml path)"
+    raise PlanError(Problem("no-such-plan", f"no plan is called {text!r}, or serves that model type", fix=fix))
 
 
 def read_plan(path: Path) -> Plan:

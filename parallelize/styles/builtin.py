@@ -95,6 +95,34 @@ def _multihead(style: StyleText, module: ModuleFacts, context: StyleContext) -> 
     return Contract("multihead", _shared_input(context), uses=uses, compute="multihead")
 
 
+def _experts(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
+    """The stacked experts of a mixture, each split over its inner width, as a dense MLP is by `colwise` and `rowwise`.
+
+    Flags of the instance say how it stores them. Of the second bias each rank adds what only the first rank has.
+    """
+    _check_kind(style, module, "experts")
+    flags = module.flags
+    if flags["has_post_expert_norm"]:
+        what = f"{module.fqn} normalizes the output of each expert, which no rank has where experts are split inside"
+        raise ModelError(Problem("experts-not-splittable", what, fix="`replicate` for it"))
+    out_dim, in_dim = (2, 1) if flags["is_transposed"] else (1, 2)
+    chunks, adjacent = (1, 1) if not flags["has_gate"] else (2, 1) if flags["is_concatenated"] else (1, 2)
+    first = "gate_up_proj" if flags["has_gate"] else "up_proj"
+    uses = {
+        first: Use(out_dim, chunks=chunks, adjacent=adjacent),
+        f"{first}_bias": Use(1, chunks=chunks, adjacent=adjacent),
+        "down_proj": Use(in_dim),
+        "down_proj_bias": Use(partial=True),
+    }
+    if unknown := sorted(module.shapes.keys() - uses.keys()):
+        what = f"{module.fqn} has parameters that stacked experts do not have: {', '.join(unknown)}"
+        raise ModelError(Problem("experts-not-splittable", what, rows=(("parameters", _shapes(module)),)))
+    enter = Conversion.GATHER_SEQUENCE if context.sequence_parallel else Conversion.COPY
+    leave = Conversion.SCATTER_SEQUENCE if context.sequence_parallel else Conversion.REDUCE
+    used = {name: use for name, use in uses.items() if name in module.shapes}
+    return Contract("experts", enter, leave, sequence_dim=0, uses=used, compute="experts")
+
+
 def _shard(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
     use = Use(int(style.options.get("dim", "0")), style.unit, style.chunks)
     return Contract("shard", uses=dict.fromkeys(module.shapes, use))
@@ -175,6 +203,7 @@ for _style in (
     ),
     Style("ulysses", _ulysses, {"split": None}, "split", Traits(keeps_layout=True)),
     Style("multihead", _multihead, {"unit": None}, "unit", Traits(keeps_layout=True)),
+    Style("experts", _experts),
     Style("rms_norm", _rms_norm, {"unit": None}, "unit", Traits(keeps_layout=True)),
     Style(
         "shard",

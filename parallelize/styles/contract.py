@@ -64,12 +64,14 @@ class Use:
         dim: the sharded dim, None for replicated.
         unit: names of sizes whose units must not be split, one per chunk: `("heads", "kv_heads", "kv_heads")`.
         chunks: number of equal chunks, each sharded by itself, where no unit is named.
+        adjacent: elements along `dim` that stay together, such as 2 for the pairs of an interleaved gate and up projection.
         partial: replicated, with a gradient that each rank has only in part.
     """
 
     dim: int | None = None
     unit: tuple[str, ...] = ()
     chunks: int = 1
+    adjacent: int = 1
     partial: bool = False
 
 
@@ -115,7 +117,8 @@ class Contract:
             "rowwise" (the bias is added once, after the reduction), "embedding" (ids outside the local shard give
             zeros), "rms_norm" (the mean square is taken over all ranks), "multihead" (the arithmetic of
             `nn.MultiheadAttention` on this rank's heads), "ulysses" (its attention exchanges a sequence
-            shard for a head shard), "deferred_head" (the loss runs its matmul), "lookup" (an embedding's own forward).
+            shard for a head shard), "deferred_head" (the loss runs its matmul), "lookup" (an embedding's own forward),
+            "experts" (the tokens, the choices and their weights are converted, and each rank computes a shard of every expert).
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
         overlap: one of `OVERLAPS`, where the rule names one; empty means the plan's default.
@@ -180,6 +183,11 @@ class Contract:
     def computes_by_heads(self) -> bool:
         """Whether it is an `nn.MultiheadAttention` that computes this rank's heads."""
         return self.compute == "multihead"
+
+    @property
+    def computes_experts(self) -> bool:
+        """Whether it contains the experts of a mixture, called with tokens, choices and their weights."""
+        return self.compute == "experts"
 
     @property
     def exchanges_heads(self) -> bool:

@@ -24,6 +24,7 @@ TRANSFORMERS_WORDS = {
     "embedding_rowwise": "embedding",
     "replicated_with_grad_allreduce": "replicate(gradient=partial)",
     "sequence_parallel": "sequence",
+    "moe_tp_experts": "experts",
 }
 # words with the same spelling and meaning in both
 _SHARED_WORDS = ("colwise", "rowwise", "embedding_colwise", "replicate")

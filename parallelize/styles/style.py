@@ -24,15 +24,18 @@ class ModuleFacts:
 
     Attributes:
         fqn: the module's name.
-        kind: "linear" (weight [out, in]), "conv1d" (weight [in, out], as GPT-2 stores it), "embedding", "norm", "other".
+        kind: "linear" (weight [out, in]), "conv1d" (weight [in, out], as GPT-2 stores it), "embedding", "norm", "experts"
+            (the weights of all experts of a mixture, stacked along dim 0), "other".
         class_name: the class name, for messages.
         shapes: full shapes of its direct parameters, by name.
+        flags: of experts: how their weights are stored and computed with, as `transformers` marks an instance (`EXPERT_FLAGS`).
     """
 
     fqn: str
     kind: str
     class_name: str
     shapes: dict[str, tuple[int, ...]]
+    flags: Mapping[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

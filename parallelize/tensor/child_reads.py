@@ -1,6 +1,7 @@
-"""Refuses modules whose forward reads the parameters of their children, where it would find DTensors.
+"""Modules whose forward reads the parameters of their children, where it would find DTensors.
 
-The source text is followed from `forward` through the methods and properties that it names, so that code for initialization, or for
+A child whose parameters are full on every rank shows them as local tensors while such a forward runs. A sharded one is refused. The
+source text is followed from `forward` through the methods and properties that it names, so that code for initialization, or for
 fusing weights, does not count. What it cannot see is refused by name in the first forward (`first_forward.py`).
 """
 
@@ -58,15 +59,31 @@ def foreign_readers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Probl
     if SLUG in resolved.plan.allow:
         return
     read: dict[ChildRead, str] = {}
-    for fqn, module in model.objects.items():
-        for item in reads_of_children(module.__class__):
-            owner = getattr(module, item.child, None)
-            if isinstance(owner, nn.Module) and item.parameter in owner._parameters:
+    for fqn in model.objects:
+        for item, name in _reads_in(model, fqn):
+            if resolved.parameters[name].layout.dim is not None:
                 read.setdefault(item, fqn)
     for item, fqn in read.items():
         name = type(model.objects[fqn]).__name__
         what = f"{name}.{item.method} ({item.place}) reads self.{item.child}.{item.parameter}"
         yield Problem(SLUG, f"{what} from outside the module that has it", rows=(("module", generic(fqn)),), fix=FIX)
+
+
+def _reads_in(model: ModelFacts, fqn: str) -> Iterator[tuple[ChildRead, str]]:
+    """What a module's forward reads of its children, with the first name of each parameter."""
+    module = model.objects[fqn]
+    for item in reads_of_children(module.__class__):
+        owner = getattr(module, item.child, None)
+        if isinstance(owner, nn.Module) and owner._parameters.get(item.parameter) is not None:
+            name = ".".join(filter(None, (fqn, item.child, item.parameter)))
+            if name in model.owners:
+                yield item, model.owners[name]
+
+
+def children_read(resolved: ResolvedPlan, model: ModelFacts, fqn: str) -> tuple[str, ...]:
+    """The children of a module that must show local tensors while its forward runs: it reads their full parameters."""
+    reads = [item.child for item, name in _reads_in(model, fqn) if not resolved.parameters[name].plain]
+    return tuple(dict.fromkeys(reads))
 
 
 @lru_cache(maxsize=4096)

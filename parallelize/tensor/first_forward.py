@@ -41,6 +41,20 @@ T = torch.Tensor
 _FACTORIES = frozenset(
     ("zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty")
 )
+_DRAWS = frozenset(
+    (
+        "rand",
+        "randn",
+        "rand_like",
+        "randn_like",
+        "randint",
+        "uniform_",
+        "normal_",
+        "exponential_",
+        "multinomial",
+        "bernoulli",
+    )
+)
 _POSITIONS = frozenset(("arange", "linspace", "range"))
 _TORCH, _PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 _COLLECTIVES = os.path.join(_TORCH, "distributed")
@@ -68,6 +82,8 @@ class FirstForwards:
 
     Attributes:
         makers: modules that return shards. opaque: modules whose operations the plan decided: their insides are not watched.
+        routing: modules that contain a router beside its experts: random numbers that they draw would choose other experts on
+            each rank.
         entry: the module whose input conversion enters the sequence-parallel region; "" without one.
         sequence_dim: of the region.
         watched: the modes, training or not, of which a forward was watched.
@@ -76,6 +92,7 @@ class FirstForwards:
 
     makers: dict[str, ShardMaker]
     opaque: frozenset[str] = frozenset()
+    routing: frozenset[str] = frozenset()
     entry: str = ""
     sequence_dim: int = 1
     watched: set[bool] = field(default_factory=set)
@@ -155,6 +172,8 @@ class _Watch:
     def _hook(self, fqn: str, child: nn.Module) -> None:
         maker, is_opaque = self.first.makers.get(fqn), fqn in self.first.opaque
         enter, leave = partial(self._enter, is_opaque), partial(self._leave, fqn, maker, is_opaque)
+        if fqn in self.first.routing:
+            self.mode.routing.add(child)
         self.undo.callback(child.register_forward_pre_hook(enter).remove)
         self.undo.callback(child.register_forward_hook(leave, always_call=True).remove)
 
@@ -245,6 +264,7 @@ class _Follower(TorchFunctionMode):
         self.shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.derived: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.modules: list[nn.Module] = []
+        self.routing: set[nn.Module] = set()
         self.num_opaque = 0
         self.has_tokens = False
         self.hooked = ""  # the module whose forward hooks of the user run now
@@ -258,6 +278,8 @@ class _Follower(TorchFunctionMode):
         kwargs = kwargs or {}
         if (self.num_opaque and not self.hooked) or torch.compiler.is_compiling():
             return func(*args, **kwargs)
+        if self.routing and _name_of(func) in _DRAWS and not self.routing.isdisjoint(self.modules):
+            self._refuse_draw(_name_of(func))
         leaves = private.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, T)]
         is_sharded = any(x in self.shards for x in tensors)
@@ -341,6 +363,12 @@ class _Follower(TorchFunctionMode):
             return torch.Size([*out[:dim], _ShardSize(out[dim]), *out[dim + 1 :]]) if type(out[dim]) is int else out
         (dim,) = (*call.args[1:], *call.kwargs.values())
         return _ShardSize(out) if dim % x.ndim == shard.dim % x.ndim and type(out) is int else out
+
+    def _refuse_draw(self, name: str) -> None:
+        module, place = type(self.modules[-1]).__name__, _place(_model_code(sys._getframe(2)))
+        what = f"{name} in {module} ({place}) draws random numbers by which ranks would choose different experts"
+        fix = "a jitter or noise of 0 in the config, a router that draws none in training, or a mesh without tp"
+        raise ModelError(Problem("router-draws", what, fix=fix))
 
     def _refuse(self, call: Call, caller: FrameType, shard: ShardDim, kind: str) -> None:
         module = type(self.modules[-1]).__name__ if self.modules else "the model"

@@ -20,7 +20,8 @@ from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ModuleRow, ParameterRow
-from parallelize.styles.contract import Conversion
+from parallelize.styles.contract import Contract, Conversion
+from parallelize.tensor.child_reads import children_read
 from parallelize.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
 from parallelize.tensor.embedding import vocabulary_embedding
 from parallelize.tensor.multihead_attention import replicated_multihead, sharded_multihead
@@ -35,12 +36,14 @@ from parallelize.tensor.planned_forward import (
     overlapped_column,
     overlapped_consumer,
     overlapped_row,
+    reading_children,
 )
 from parallelize.tensor.region import EvenShards, Region
 from parallelize.tensor.rms_norm import sharded_rms_norm
 from parallelize.tensor.row_linear import OverlappedRowLinear
 from parallelize.tensor.shared_conversion import SharedConversion
 from parallelize.tensor.shared_input import SharedInput
+from parallelize.tensor.split_experts import split_experts
 from parallelize.tensor.ulysses_attention import ulysses_attention
 from parallelize.vocabulary.logits.sharded_logits import mark
 from parallelize.vocabulary.loss.fuse_loss import deferred_head, mark_deferred
@@ -79,8 +82,9 @@ class Installer:
         for fqn, facts in self.model.modules.items():
             row = self.resolved.modules.get(fqn)
             slots = tuple(self._slot(fqn, key) for key in facts.shapes if not self._parameter(fqn, key).plain)
-            if slots or row is not None:
-                self._install(self.model.objects[fqn], slots, row)
+            read = children_read(self.resolved, self.model, fqn)
+            if slots or row is not None or read:
+                self._install(self.model.objects[fqn], slots, row, read)
             self._set_local_attributes(fqn)
         for call_site in self.call_sites:
             self._install_overlap(call_site)
@@ -125,16 +129,20 @@ class Installer:
 
     # -- forwards -------------------------------------------------------------------------------------------------
 
-    def _install(self, module: nn.Module, slots: tuple[Slot, ...], row: ModuleRow | None) -> None:
+    def _install(
+        self, module: nn.Module, slots: tuple[Slot, ...], row: ModuleRow | None, read: tuple[str, ...]
+    ) -> None:
+        """read: children of which the module's own forward reads full parameters."""
         planned = Planned(slots, module.__dict__.get("forward"))
-        forward = _of_children(module)
+        forward = _of_children(module, read)
         if row is not None:
             contract = row.contract
             planned.enter = self._input_conversion(row)
             if planned.enter is not None:
                 planned.argument = argument_of(module, contract.argument)
                 planned.max_inputs = contract.max_inputs
-            planned.leave = self._conversion(contract.leave, row, fused=type(module) is nn.Linear)
+            is_fresh = type(module) is nn.Linear or contract.computes_experts  # an output that nothing else reads
+            planned.leave = self._conversion(contract.leave, row, fused=is_fresh)
             planned.hide_bias = contract.adds_bias_after_sum and planned.leave is not None
             if contract.returns_dtensor:
                 width = self._width(row) if contract.traits.splits_output else None
@@ -142,10 +150,10 @@ class Installer:
             if contract.defers_logits:
                 planned.leave = None
                 mark_deferred(module)
-            forward = self._forward(module, row, planned)
+            forward = self._forward(module, row, planned, read)
         install(module, planned, forward)
 
-    def _forward(self, module: nn.Module, row: ModuleRow, planned: Planned) -> Callable | None:
+    def _forward(self, module: nn.Module, row: ModuleRow, planned: Planned, read: tuple[str, ...]) -> Callable | None:
         """The forward of a style that replaces the module's own; None: `install` selects one."""
         contract = row.contract
         if contract.defers_logits:
@@ -153,16 +161,17 @@ class Installer:
                 Vocabulary(self._width(row), self.group, self.inputs), self.resolved.plan.options.loss_parallel
             )
         if self.group.size == 1:
-            return _of_children(module)
+            return _of_children(module, read)
         forwards: dict[str, Callable[[], Callable]] = {
             "embedding": lambda: vocabulary_embedding(module, self.group, planned.leave if contract.dtensors else None),
             "rms_norm": lambda: sharded_rms_norm(self.group),
             "multihead": lambda: sharded_multihead(self.group),
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
+            "experts": lambda: split_experts(module, self.group, self._choice_conversion(contract)),
         }
         if contract.forward_factory is not None:
             return contract.forward_factory(module, self.group)
-        return forwards[contract.compute]() if contract.compute in forwards else _of_children(module)
+        return forwards[contract.compute]() if contract.compute in forwards else _of_children(module, read)
 
     def _input_conversion(self, row: ModuleRow) -> Callable | None:
         if row.contract.dtensors:
@@ -200,6 +209,12 @@ class Installer:
             )
             self.shared_conversions[key] = SharedConversion(convert)
         return self.shared_conversions[key]
+
+    def _choice_conversion(self, contract: Contract) -> Callable:
+        """The conversion of choices and their weights as those of tokens, which they follow along their first dim."""
+        if contract.enter is Conversion.COPY:
+            return partial(ops.copy_to_read, group=self.group)
+        return partial(self.region.gather, dim=contract.sequence_dim)
 
     def _width(self, row: ModuleRow) -> int:
         """The full output width of a column linear or embedding."""
@@ -296,9 +311,11 @@ class Installer:
         return Planned((), module.__dict__.get("forward")) if planned is None else planned
 
 
-def _of_children(module: nn.Module) -> Callable | None:
+def _of_children(module: nn.Module, read: tuple[str, ...]) -> Callable | None:
     """The forward of a module that reads the parameters of its children; None: `install` selects one."""
-    return replicated_multihead if isinstance(module, nn.MultiheadAttention) else None
+    if isinstance(module, nn.MultiheadAttention):
+        return replicated_multihead
+    return reading_children(read) if read else None
 
 
 def _refuse_hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> None:

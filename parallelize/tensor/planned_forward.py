@@ -7,7 +7,7 @@ survives `copy.deepcopy`: it is a bound method, whose state is in the module's `
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -22,6 +22,7 @@ from parallelize.errors import ModelError, Problem
 from parallelize.tensor.input_widths import advice_on_widths
 
 Conversion = Callable[[torch.Tensor], torch.Tensor]
+_NONE: Mapping[str, Conversion] = {}
 
 
 class Planned:
@@ -38,6 +39,7 @@ class Planned:
         overlap: what runs this module where its collective overlaps with its matmul: an `OverlappedRowLinear` or a
             `SharedInput`. `plain` is then the forward without overlap, and `index` the module's index among those that
             share an input.
+        shows_local: forwards of parents that run now and read its parameters, for which its attributes stay local tensors.
     """
 
     __slots__ = (
@@ -50,6 +52,7 @@ class Planned:
         "max_inputs",
         "overlap",
         "plain",
+        "shows_local",
         "slots",
         "stock",
         "weight",
@@ -68,6 +71,7 @@ class Planned:
         self.overlap: Any = None
         self.plain: Callable = _stock
         self.index = 0
+        self.shows_local = 0
 
     def run_stock(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if self.stock is None:
@@ -234,29 +238,62 @@ def _stock(self: Any, *args: Any, **kwargs: Any) -> Any:
     return (planned.leave(out[0]), *out[1:]) if isinstance(out, tuple) else planned.leave(out)
 
 
-def on_local_parameters(self: Any, planned: Planned, args: tuple, kwargs: dict) -> Any:
-    """The module's own forward, which reads local tensors for its parameters.
+def reading_children(children: tuple[str, ...]) -> Callable:
+    """A forward that reads parameters of these children, which are full on every rank: local tensors in their place."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        modules = [getattr(self, child) for child in children]
+        try:
+            for module in modules:
+                planned = module._applied.planned
+                planned.shows_local += 1
+                for slot in planned.slots:
+                    module.__dict__[slot.key] = slot.local(module._parameters)
+            return _stock(self, *args, **kwargs)
+        finally:
+            for module in modules:
+                planned = module._applied.planned
+                planned.shows_local -= 1
+                if not planned.shows_local:
+                    _hide_local(module.__dict__, planned)
+
+    return forward
+
+
+def _hide_local(attributes: dict[str, Any], planned: Planned) -> None:
+    for slot in planned.slots:
+        attributes.pop(slot.key, None)
+
+
+def on_local_parameters(
+    self: Any, planned: Planned, args: tuple, kwargs: dict, converted: Mapping[str, Conversion] = _NONE
+) -> Any:
+    """The module's own forward, which reads local tensors for its parameters, some of them `converted` by key.
 
     Attribute look-up reads an instance's dictionary before the parameters, so the local tensors are put there.
     """
     if torch.compiler.is_dynamo_compiling():
-        return _traced(self, planned, args, kwargs)
+        return _traced(self, planned, args, kwargs, converted)
     attributes, parameters = self.__dict__, self._parameters
     try:
         for slot in planned.slots:
             attributes[slot.key] = slot.local(parameters)
+        for key in converted:
+            if key in attributes:
+                attributes[key] = converted[key](attributes[key])
         return planned.run_stock(self, args, kwargs)
     finally:
-        for slot in planned.slots:
-            attributes.pop(slot.key, None)
+        if not planned.shows_local:
+            _hide_local(attributes, planned)
 
 
-def _traced(self: Any, planned: Planned, args: tuple, kwargs: dict) -> Any:
+def _traced(self: Any, planned: Planned, args: tuple, kwargs: dict, converted: Mapping[str, Conversion] = _NONE) -> Any:
     """The same for Dynamo, which in torch 2.11 can trace a store into `_parameters` but not a removal from a dictionary."""
     parameters = self._parameters
     stored = [parameters[slot.key] for slot in planned.slots]
     for slot in planned.slots:
-        parameters[slot.key] = slot.local(parameters)
+        local = slot.local(parameters)
+        parameters[slot.key] = converted[slot.key](local) if slot.key in converted else local
     out = planned.run_stock(self, args, kwargs)
     for slot, parameter in zip(planned.slots, stored, strict=True):
         parameters[slot.key] = parameter
@@ -267,12 +304,13 @@ def _one_parameter(self: Any, *args: Any, **kwargs: Any) -> Any:
     """`_stock` for a module with one parameter and no conversions, such as most norms: the same at less cost."""
     if torch.compiler.is_dynamo_compiling():
         return _traced(self, self._applied.planned, args, kwargs)
-    attributes = self.__dict__
-    attributes["weight"] = self._applied.planned.weight.local(self._parameters)
+    attributes, planned = self.__dict__, self._applied.planned
+    attributes["weight"] = planned.weight.local(self._parameters)
     try:
         return type(self).forward(self, *args, **kwargs)
     finally:
-        attributes.pop("weight", None)
+        if not planned.shows_local:
+            attributes.pop("weight", None)
 
 
 def _rowwise_stock(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,7 @@ from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
 from parallelize.zero.other_optimizers import refuse_steps, watch_optimizers
 from parallelize.zero.reducer import BUCKET_BYTES, ReducedParameter, Reducer
 from parallelize.zero.replicas import compare_data_ranks, data_group
+from parallelize.zero.router_loss import share_router_loss
 from parallelize.zero.running_statistics import RunningStatistics
 from parallelize.zero.stock_loss import count_over_data_ranks
 
@@ -166,6 +167,7 @@ def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan,
         _reduce_gradients(module, mesh, options, resolved)
     if mesh_spec(mesh).ranks(*DATA_AXES) > 1:
         count_over_data_ranks(module, mesh)
+        share_router_loss(module, mesh)
     mark_applied(module, resolved=resolved)
     return module
 

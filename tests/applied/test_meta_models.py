@@ -34,6 +34,8 @@ def test_materialized_and_loaded_equals_unsharded(family):
         net.to_empty(device="cpu")
         assert not any(t.is_meta for t in [*net.parameters(), *net.buffers()])
         for name, buffer in net.named_buffers():
+            if name in full_state:  # loaded below
+                continue
             assert torch.equal(buffer, buffers[name]), name
         net.load_state_dict(copy.deepcopy(full_state))
         planned_loss = loss_of(net(input_ids=ids).logits, labels)

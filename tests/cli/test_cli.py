@@ -345,11 +345,11 @@ def test_names_in_full_and_another_base(tmp_path):
 
 
 def test_unknown_words_are_named_all_at_once(tmp_path, capsys):
-    path = words_file(tmp_path, {**LINEARS, "layers.*.experts": "moe_tp_experts", "layers.*.a": "mla_kv_a_proj"})
+    path = words_file(tmp_path, {**LINEARS, "layers.*.experts": "moe_identity_expert", "layers.*.a": "mla_kv_a_proj"})
     assert main(["plans", "import", str(path), "--json"]) == 2
     (error,) = json.loads(capsys.readouterr().out)["error"]
     assert error["slug"] == "untranslatable-plan"
-    assert [word for _, word in error["rows"]] == ["moe_tp_experts", "mla_kv_a_proj"]
+    assert [word for _, word in error["rows"]] == ["moe_identity_expert", "mla_kv_a_proj"]
 
 
 def test_hostile_names_stay_text(tmp_path, capsys):

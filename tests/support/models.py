@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.verification.precision import InFloat64
+
 COMMON = dict(vocab_size=67, hidden_size=48, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 GQA = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=6, intermediate_size=72, max_position_embeddings=64)
 UNGROUPED = dict(num_attention_heads=8, intermediate_size=72, max_position_embeddings=64)
@@ -39,15 +41,62 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32, intermediate_size=96)
+SIX = {**GQA, **EXPERTS, "num_experts": 6}
+LOCAL_SIX = {**GQA, **EXPERTS, "num_local_experts": 6}
+ROUTED_SIX = {**GQA, **EXPERTS, "n_routed_experts": 6, "n_shared_experts": 1, "first_k_dense_replace": 1}
+ROUTED_SIX |= {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5}
+LATENT = dict(q_lora_rank=20, kv_lora_rank=16, qk_rope_head_dim=6, qk_nope_head_dim=8, v_head_dim=10)
+LATENT |= {"num_key_value_heads": 8, "head_dim": 6}
+
+MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**LOCAL_SIX}),
+    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**SIX, "shared_expert_intermediate_size": 40}),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**SIX, "mlp_only_layers": [1]}),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", {**{k: v for k, v in SIX.items() if k != "head_dim"}}),
+    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", {**LOCAL_SIX}),
+    "phimoe": ("PhimoeConfig", "PhimoeForCausalLM", {**{k: v for k, v in LOCAL_SIX.items() if k != "head_dim"}}),
+    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM", {**ROUTED_SIX}),
+    "dots1": ("Dots1Config", "Dots1ForCausalLM", {**ROUTED_SIX}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {**GQA, **EXPERTS, "moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    ),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", {**LOCAL_SIX}),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        "GraniteMoeSharedForCausalLM",
+        {**LOCAL_SIX, "shared_intermediate_size": 40},
+    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM", {**SIX, "moe_topk": 2}),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**LOCAL_SIX, "sliding_window": 5}),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", {**ROUTED_SIX, **LATENT}),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**ROUTED_SIX, **LATENT}),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        {**ROUTED_SIX, **LATENT, "index_n_heads": 4, "index_head_dim": 12, "index_topk": 5},
+    ),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", {**ROUTED_SIX, **LATENT}),
+}
+"""Families with experts. `moe_intermediate_size` is the width of one expert, where dense layers have another one."""
+
+FAMILIES |= {name: MIXTURES[name] for name in ("mixtral", "deepseek_v3", "gpt_oss")}
+
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> nn.Module:
     """A stock model in training mode, without dropout."""
     import transformers
 
-    config_name, class_name, sizes = FAMILIES[family]
+    config_name, class_name, sizes = (MIXTURES | FAMILIES)[family]
     config = getattr(transformers, config_name)(**{**COMMON, **sizes, **overrides})
     torch.manual_seed(seed)
     model = getattr(transformers, class_name)(config).train()
+    if family in MIXTURES:
+        choose_unevenly(model)
+        if dtype == torch.float64:  # the default, `grouped_mm`, has no float64
+            model.set_experts_implementation("eager")
     perturb(model)
     model.to(dtype)
     if dtype == torch.float64:
@@ -65,12 +114,28 @@ def perturb(model: nn.Module) -> None:
                 parameter.mul_(1.5)
 
 
+def choose_unevenly(model: nn.Module) -> None:
+    """Routers that begin as zeros, and corrections of their choices: values that make experts differ."""
+    generator = torch.Generator().manual_seed(3)
+    for _, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and tensor.ndim and not tensor.is_meta and not tensor.any():
+            tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
+
+
 def keep_float64(model: nn.Module) -> None:
-    """RMSNorms of `transformers` round to float32 inside: compute them in float64, on both sides."""
+    """RMSNorms, routers and the rotary embedding of DeepSeek V2 in `transformers` round to float32 inside: compute them in float64, on both sides."""
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            gemma = type(module).__name__.startswith("Gemma")
+        name = type(module).__name__
+        if name.lower().endswith(("router", "gate")) or name == "DeepseekV2Attention":
+            module.forward = MethodType(_in_float64, module)
+        if name.endswith("RMSNorm"):
+            gemma = name.startswith("Gemma")
             module.forward = MethodType(_gemma_norm if gemma else _rms_norm, module)
+
+
+def _in_float64(self: Any, *args: Any, **kwargs: Any) -> Any:
+    with InFloat64():
+        return type(self).forward(self, *args, **kwargs)
 
 
 def _eps(module: Any) -> float:

@@ -33,6 +33,7 @@ SWAPS = {  # styles that a user could confuse with a style
     "sequence": ("replicate", "replicate(gradient=partial)", "replicate(gradient=full)"),
     "replicate": ("sequence", "replicate", "replicate(gradient=partial)", "replicate(gradient=full)"),
     "gather": ("replicate", "sequence"),
+    "experts": ("replicate", "replicate(gradient=partial)", "sequence"),
     "rms_norm": ("sequence", "replicate", "replicate(gradient=partial)", "replicate(gradient=full)"),
     "shard": ("replicate", "replicate(gradient=partial)"),
 }

@@ -1,4 +1,4 @@
-"""Forwards that read the parameters of their children are refused, and code that no forward reaches is not."""
+"""Forwards that read parameters of their children: full ones are right, shards are refused, code that no forward reaches is not."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize import ParallelizeError, PlanError, build_mesh, parallelize_module
+from parallelize import ParallelizeError, PlanError, build_mesh, full_gradients, parallelize_module
 from parallelize.analysis.linting import lint
 from parallelize.plan.plan_file import parse_plan
+from tests.support.parity import worst
 from tests.support.threads import run_ranks
 
 WIDTH = 8
@@ -105,23 +106,44 @@ class Hidden(Block):
         return super().forward(F.gelu(x) * getattr(self.scale, name))
 
 
-def plan(allow: str = ""):
-    rules = "scale: replicate(gradient=full)\n  up: colwise\n  down: rowwise"
+class Twice(Block):
+    """The child runs, and is read before and after."""
+
+    def forward(self, x):
+        x = self.scale(x * self.scale.weight) + self.scale.weight
+        return self.down(self.up(x).relu())
+
+
+FULL = "scale: replicate(gradient=full)"
+SHARDED = "scale.weight: shard(0)\n  scale.bias: replicate(gradient=full)"
+
+
+def plan(allow: str = "", scale: str = SHARDED):
+    rules = f"{scale}\n  up: colwise\n  down: rowwise"
     return parse_plan(f"schema_version: 1\n{allow}tensor_parallel:\n  {rules}\n")
 
 
-def outcome(cls: type[nn.Module], allow: str = "") -> tuple[str, str]:
-    """(slug, message) of the refusal of the plan, or of the forward after it; empty where it is right."""
+def outcome(cls: type[nn.Module], allow: str = "", scale: str = SHARDED) -> tuple[str, str]:
+    """(slug, message) of the refusal of the plan, or of the forward after it; empty where output and gradients are right."""
     torch.manual_seed(0)
-    initial = cls()
+    initial = cls().double()
+    with torch.no_grad():
+        initial.scale.weight.normal_()
 
     def body(rank: int) -> tuple[str, str]:
         import copy
 
-        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         try:
-            model = parallelize_module(copy.deepcopy(initial), build_mesh("cpu", tp=2), plan(allow))
-            assert (model(x) - initial(x)).abs().max() < 1e-5
+            model = parallelize_module(copy.deepcopy(initial), build_mesh("cpu", tp=2), plan(allow, scale))
+            unsharded = copy.deepcopy(initial)
+            out, expected = model(x), unsharded(x)
+            assert (out - expected).abs().max() < 1e-12
+            out.square().sum().backward()
+            expected.square().sum().backward()
+            gradients = {name: p.grad for name, p in unsharded.named_parameters()}
+            assert worst(full_gradients(model), gradients)[0] < 1e-12
+            assert all(not isinstance(vars(child).get("weight"), torch.Tensor) for child in model.children())
         except ParallelizeError as error:
             return error.slugs[0], str(error)
         return "", ""
@@ -131,7 +153,12 @@ def outcome(cls: type[nn.Module], allow: str = "") -> tuple[str, str]:
 
 @pytest.mark.parametrize("cls", [Block, Initializes, Asks])
 def test_code_that_no_forward_reaches_and_descriptions_are_accepted(cls):
-    assert outcome(cls) == ("", "")
+    assert outcome(cls, scale=FULL) == ("", "")
+
+
+@pytest.mark.parametrize("cls", [Reads, ByMethod, ByProperty, OfBase, Decorated, Untaken, Twice])
+def test_full_parameters_of_children_are_read_as_local_tensors(cls):
+    assert outcome(cls, scale=FULL) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -154,12 +181,14 @@ def test_the_message_names_method_file_and_line(cls, method, owner):
 
 
 def test_a_plan_allows_a_line_that_never_runs():
-    assert outcome(Untaken, "allow: reads-child-parameters\n") == ("", "")
+    assert "reads-child-parameters" in outcome(Untaken)
+    parallelize = plan("allow: reads-child-parameters\n")
+    run_ranks(2, lambda rank: parallelize_module(Untaken(), build_mesh("cpu", tp=2), parallelize))
 
 
-@pytest.mark.parametrize(("cls", "allow"), [(Reads, "allow: reads-child-parameters\n"), (Hidden, "")])
-def test_a_read_that_runs_is_refused_in_the_first_forward(cls, allow):
-    slug, message = outcome(cls, allow)
+def test_a_read_that_the_source_hides_is_refused_in_the_first_forward():
+    cls = Hidden
+    slug, message = outcome(cls, scale=FULL)
     lines, first = inspect.getsourcelines(cls.forward)
     line = first + next(index for index, text in enumerate(lines) if "super().forward" in text)
     assert slug == "reads-child-parameters"

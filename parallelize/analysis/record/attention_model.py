@@ -11,21 +11,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from parallelize import _torch_private as private
+from parallelize.analysis.record.grouped_model import grouped_experts, grouped_matmul
 
 T = torch.Tensor
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @contextmanager
-def forwards_on_meta() -> Iterator[None]:
+def forwards_on_meta(model: nn.Module) -> Iterator[None]:
     """Within the block, meta tensors run what a device runs: `scaled_dot_product_attention` is the fused op, also under
-    recompute in backward, and a forward may enter autocast by the device of a tensor."""
+    recompute in backward, experts are grouped matmuls, and a forward may enter autocast by the device of a tensor."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", fused_attention, "AutogradMeta")
+    library.impl("_grouped_mm", grouped_matmul, "AutogradMeta")
     try:
-        with private.autocast_of_meta():
+        with private.autocast_of_meta(), grouped_experts(model):
             yield
     finally:
         library._destroy()

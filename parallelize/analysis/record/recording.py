@@ -36,6 +36,7 @@ from parallelize.pipeline.microbatch_inputs import split_batch
 from parallelize.pipeline.schedules import Action, build_schedule
 from parallelize.pipeline.stage_forward import carried_arguments
 from parallelize.pipeline.step_runner import StepRun
+from parallelize.pipeline.step_targets import token_loss
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
@@ -43,7 +44,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.stages import Stages
 from parallelize.recomputation.recompute import recompute
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
-from parallelize.vocabulary.loss.losses import cross_entropy, valid_tokens
+from parallelize.vocabulary.loss.losses import valid_tokens
 from parallelize.zero.buckets import to_local
 from parallelize.zero.shard_data import cast_parameters
 
@@ -149,7 +150,7 @@ def _run(
     tensors = [leaf for leaf in private.tree_leaves((inputs, targets)) if isinstance(leaf, T)]
     tracer.ignore([*map(to_local, model.parameters()), *model.buffers(), *tensors])
     total = (batch.count or valid_tokens)(targets) if targets is not None else 1
-    loss = batch.loss or _token_loss
+    loss = batch.loss or token_loss
     actions: list[list[Event]] = []
     kinds = "FB" if entry is None else "FIW"
 
@@ -171,7 +172,7 @@ def _run(
     run.begin_at(entry)
     record = record_of(model)
     pending = record.pending_reductions.accumulating() if record is not None else nullcontext()
-    with forwards_on_meta(), tracer, tracer.scopes.watching(), boundaries, pending:
+    with forwards_on_meta(model), tracer, tracer.scopes.watching(), boundaries, pending:
         run.run()
         tracer.begin("step")  # pending reductions run when the block ends; `cost/training_step.py` counts them
     if run.cause is not None:
@@ -206,11 +207,6 @@ class _RecordedRun(StepRun):
     def _finish_forward(self, microbatch: int, inputs: list[T], output: Any, microbatch_inputs: Any) -> None:
         entry_input, self._entry_input = self._entry_input, None
         super()._finish_forward(microbatch, inputs if entry_input is None else [entry_input], output, microbatch_inputs)
-
-
-def _token_loss(output: Any, targets: T) -> T:
-    logits = output if isinstance(output, T) else output.logits
-    return cross_entropy(logits, targets, reduction="sum")
 
 
 class _Boundaries:

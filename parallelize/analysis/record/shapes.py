@@ -89,7 +89,7 @@ def forward_shapes(model: nn.Module, inputs: dict[str, Any], spec: MeshSpec | No
             shapes.calls[name] = replace(call, outputs=_shapes(tensors), marked=marked, finished=num_finished)
             num_finished += 1
 
-    with _hooks(model, enter, leave), forwards_on_meta(), Tracer(Scopes(model), lambda _: LOSS, MeshAxes(spec, 0)):
+    with _hooks(model, enter, leave), forwards_on_meta(model), Tracer(Scopes(model), lambda _: LOSS, MeshAxes(spec, 0)):
         try:
             model(**{key: value for key, value in inputs.items() if key != "targets"})
         except (

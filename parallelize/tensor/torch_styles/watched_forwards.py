@@ -23,14 +23,16 @@ def watch_first_forwards(resolved: ResolvedPlan, model: ModelFacts) -> None:
     if resolved.mesh.ranks("tp") == 1:
         return
     makers = dict(_makers(resolved, model))
+    experts = [name for name, row in resolved.modules.items() if row.contract.computes_experts]
     region = resolved.region
-    if not makers and region is None:
+    if not makers and region is None and not experts:
         return
     opaque = {name for name, row in resolved.modules.items() if row.contract.decides_inside}
     opaque |= {model.aliases[item.fqn] for item in resolved.plan.kept if item.fqn in model.aliases and item.fqn}
     entry = region.enter if region is not None else ""
-    first = FirstForwards(makers, frozenset(opaque), entry)
-    for name in {*makers, *opaque, entry} & model.objects.keys():
+    routing = frozenset(name.rpartition(".")[0] for name in experts)
+    first = FirstForwards(makers, frozenset(opaque), routing, entry)
+    for name in {*makers, *opaque, *routing, entry} & model.objects.keys():
         mark_applied(model.objects[name], name=name)
     for name in _watched(makers, entry):
         if name in model.objects:

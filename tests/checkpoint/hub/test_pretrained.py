@@ -17,7 +17,7 @@ MESHES = [
     ({"dp": 2, "tp": 2}, {"zero": 3}),
     ({"dp": 4}, {"zero": 1, "dtype": torch.bfloat16}),
 ]
-FAMILIES = ["llama", "gpt2", "phi3", "gemma3", "gpt_neox", "bert"]
+FAMILIES = ["llama", "gpt2", "phi3", "gemma3", "gpt_neox", "bert", "mixtral", "deepseek_v3"]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,68 @@
+"""Experts of a mixture over `tp`: the style `experts`, which splits each expert over its inner width, as a dense MLP is.
+
+The stock router chooses, and the stock forward of the experts computes, on this rank's part of every expert:
+
+    tokens [N, hidden], choices [N, k], weights [N, k] -> a term of the output [N, hidden], summed over ranks
+
+Tokens and weights are converted as the input of a column linear is, so that the router's gradient is complete. Under sequence
+parallelism router and block see this rank's tokens alone; the experts gather the tokens of all ranks with their choices, in the
+order of ranks, which no expert depends on.
+
+Source: Shoeybi et al., arXiv:1909.08053, applied to each expert.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.comm.groups import Group
+from parallelize.errors import ModelError, Problem
+from parallelize.tensor.planned_forward import Conversion, on_local_parameters
+
+T = torch.Tensor
+INPUTS = 3
+"""Tokens, choices and their weights."""
+
+
+def check_experts(module: nn.Module, fqn: str) -> None:
+    """Raises: ModelError `wrong-experts-call` for experts that are not called with tokens, choices and weights."""
+    names = _input_names(module)
+    if len(names) != INPUTS:
+        what = f"{fqn}.forward takes {', '.join(names) or 'no inputs'}: not tokens [N, hidden], choices [N, k] and weights [N, k]"
+        fix = "`replicate` for it, or a registered style with a forward of its own"
+        raise ModelError(Problem("wrong-experts-call", what, fix=fix))
+
+
+def _input_names(module: nn.Module) -> list[str]:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def split_experts(module: nn.Module, group: Group, convert_choices: Conversion) -> Callable:
+    """A forward with the arguments and results of the stock one.
+
+    Args:
+        convert_choices: the input conversion of choices and weights; that of tokens and of the output are the module's own.
+    """
+    names = _input_names(module)
+    # each rank's output is a term of a sum, so that the second bias is added by the first rank alone
+    biases: dict[str, Conversion] = {} if group.rank == 0 else {"down_proj_bias": _times_zero}
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> T:
+        planned = self._applied.planned
+        given = dict(zip(names, args, strict=False)) | kwargs
+        tokens, choices, weights = (given[name] for name in names)
+        inputs = planned.enter(tokens), convert_choices(choices), convert_choices(weights)
+        return planned.leave(on_local_parameters(self, planned, inputs, {}, biases))
+
+    return forward
+
+
+def _times_zero(bias: T) -> T:
+    """Zeros, with a gradient of zeros: every rank enters the sum of the gradients."""
+    return bias * 0

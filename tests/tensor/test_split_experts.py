@@ -1,0 +1,174 @@
+"""Experts of a mixture over `tp`: shipped plans of every family equal the unsharded model, and what cannot be right is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize import ModelError, PlanError, build_mesh, full_gradients, parallelize_module
+from parallelize.mesh import MeshSpec
+from parallelize.plan.model_facts import describe
+from parallelize.plan.plan_file import parse_plan
+from parallelize.plan.resolve import resolve
+from tests.support.models import FAMILIES, MIXTURES, tiny_batch, tiny_model
+from tests.support.parity import compare, loss_of, planned_run, reference_run, worst
+from tests.support.threads import run_ranks
+
+TRAINED = [family for family in MIXTURES if family not in (*FAMILIES, "phimoe")]
+MODES = {"tensor": {}, "sequence": {"sequence_parallel": True, "loss_parallel": True}}
+
+
+def check(model, mode, tp, dtype):
+    batches = [tiny_batch(seed=1), tiny_batch(seed=2)]
+    expected = reference_run(model, batches)
+    models = [copy.deepcopy(model) for _ in range(tp)]
+    for actual in run_ranks(tp, lambda rank: planned_run(models[rank], tp, batches, **mode)):
+        compare(actual, expected, dtype)
+
+
+@pytest.mark.variants(every=9)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("family", TRAINED)
+def test_every_family(family, tp, mode):
+    check(tiny_model(family, torch.float64), MODES[mode], tp, torch.float64)
+
+
+@pytest.mark.variants(every=3)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_implementation_of_the_stock_experts(mode, implementation):
+    model = tiny_model("mixtral")
+    model.set_experts_implementation(implementation)
+    check(model, MODES[mode], 2, torch.float32)
+
+
+def test_an_odd_width_of_the_experts():
+    check(tiny_model("gpt_oss", torch.float64, intermediate_size=37), MODES["sequence"], 4, torch.float64)
+
+
+def gradients(model, ids, labels, tp=2):
+    """(loss, gradients) of the unsharded model, and of each rank."""
+    reference = copy.deepcopy(model)
+    loss = loss_of(reference(input_ids=ids).logits, labels)
+    loss.backward()
+    models = [copy.deepcopy(model) for _ in range(tp)]
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=tp))
+        planned_loss = loss_of(models[rank](input_ids=ids).logits, labels)
+        planned_loss.backward()
+        return {"loss": planned_loss.detach(), **full_gradients(models[rank])}
+
+    expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **expected}, run_ranks(tp, body)
+
+
+@pytest.mark.parametrize("favored", [False, True])
+def test_experts_that_no_token_chose_get_zeros(favored):
+    """Two experts get every token where `favored`, else a batch of one token chooses two of six."""
+    model = tiny_model("deepseek_v3", torch.float64)
+    ids, labels = tiny_batch() if favored else (torch.tensor([[5]]), torch.tensor([[7]]))
+    if favored:
+        with torch.no_grad():
+            model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.tensor([9.0, 9.0, 0, 0, 0, 0]))
+    expected, results = gradients(model, ids, labels)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert (expected[name].flatten(1).abs().amax(1) == 0).sum() == 4
+    for actual in results:
+        assert worst(actual, expected)[0] <= 1e-12
+
+
+def test_a_router_that_draws_is_refused_in_training_and_right_in_evaluation():
+    model = tiny_model("phimoe", torch.float64)
+    ids, labels = tiny_batch()
+    with pytest.raises(ModelError, match=r"router-draws: exponential_ in PhimoeTopKRouter"):
+        gradients(model, ids, labels)
+    expected, results = gradients(model.eval(), ids, labels)
+    for actual in results:
+        assert worst(actual, expected)[0] <= 1e-12
+
+
+def test_a_router_without_noise_trains():
+    """Mixtral multiplies its input by noise where its config says so."""
+    noisy = tiny_model("mixtral", torch.float64, router_jitter_noise=0.1)
+    ids, labels = tiny_batch()
+    with pytest.raises(ModelError, match="router-draws"):
+        gradients(noisy, ids, labels)
+
+
+class Mixture(nn.Module):
+    """Stacked experts beside a router, marked as `transformers` marks them."""
+
+    def __init__(self, post_norm=False, extra=False):
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 3), Experts(post_norm, extra)
+
+    def forward(self, x):
+        weights, choices = self.router(x).softmax(-1).topk(2)
+        return self.experts(x, choices, weights)
+
+
+class Experts(nn.Module):
+    def __init__(self, post_norm=False, extra=False):
+        super().__init__()
+        self.is_transposed = self.has_bias = False
+        self.has_gate = False
+        self.has_post_expert_norm = post_norm
+        self.up_proj = nn.Parameter(torch.randn(3, 6, 4, dtype=torch.float64))
+        self.down_proj = nn.Parameter(torch.randn(3, 4, 6, dtype=torch.float64))
+        if extra:
+            self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens, choices, weights):
+        out = torch.zeros_like(tokens)
+        for expert, (up, down) in enumerate(zip(self.up_proj, self.down_proj, strict=True)):
+            weight = (weights * (choices == expert)).sum(-1, keepdim=True)
+            out = out + weight * ((tokens @ up.T).relu() @ down.T)
+        return out
+
+
+PLAN = parse_plan("schema_version: 1\ntensor_parallel: {router: replicate, experts: experts}")
+
+
+def test_a_users_own_experts_without_a_gate():
+    torch.manual_seed(0)
+    model, x = Mixture().double(), torch.randn(5, 4, dtype=torch.float64)
+    models = [copy.deepcopy(model) for _ in range(2)]
+    model(x).square().sum().backward()
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), PLAN)
+        models[rank](x).square().sum().backward()
+        return full_gradients(models[rank])
+
+    for actual in run_ranks(2, body):
+        assert worst(actual, {n: p.grad for n, p in model.named_parameters()})[0] <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("model", "slug"),
+    [
+        (Mixture(post_norm=True), "experts-not-splittable"),
+        (Mixture(extra=True), "experts-not-splittable"),
+        (nn.ModuleDict({"router": nn.Linear(4, 3), "experts": nn.Linear(4, 4)}), "wrong-module-for-style"),
+    ],
+)
+def test_experts_that_cannot_be_split_are_refused(model, slug):
+    with pytest.raises((PlanError, ModelError)) as error:
+        resolve(PLAN, describe(model), MeshSpec(tp=2))
+    assert error.value.slugs[0] == slug
+
+
+def test_experts_with_another_call_are_refused():
+    class OneInput(Experts):
+        def forward(self, tokens):
+            return tokens
+
+    model = Mixture()
+    model.experts = OneInput()
+    with pytest.raises(ModelError, match="wrong-experts-call"):
+        run_ranks(2, lambda rank: parallelize_module(copy.deepcopy(model), build_mesh("cpu", tp=2), PLAN))

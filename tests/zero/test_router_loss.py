@@ -1,0 +1,181 @@
+"""The load-balancing loss of stock mixtures over ranks: the gradients of routers equal those of the unsharded model.
+
+The value alone proves nothing: the mean of the losses of the ranks is within a percent of it, with gradients several times off.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from parallelize import ModelError, build_mesh, full_gradients, parallelize_model, parallelize_module, shard_data
+from parallelize.verification.precision import InFloat64
+from tests.support.models import tiny_batch, tiny_model
+from tests.support.parity import worst
+from tests.support.threads import run_ranks
+
+COEFFICIENT = 0.5  # large, so that a wrong gradient of the loss is not hidden by that of the tokens
+BATCH, LENGTH = 4, 7
+
+
+def mixture(family="mixtral"):
+    more = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, "num_hidden_layers": 2}
+    return tiny_model(family, torch.float64, **more)
+
+
+def batch():
+    ids, _ = tiny_batch(batch=BATCH, length=LENGTH)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = mask[2, 5:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return ids, labels, mask
+
+
+def alone(model, mask=None):
+    """(loss, gradients) of the unsharded model, by its own code."""
+    model = copy.deepcopy(model)
+    ids, labels, _ = batch()
+    with InFloat64():
+        loss = model(input_ids=ids, labels=labels, attention_mask=mask).loss
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def on_mesh(model, sizes, mask, **options):
+    """(loss, full gradients) of each rank, by `step`."""
+    ids, labels, _ = batch()
+    models = [copy.deepcopy(model) for _ in range(torch.tensor(list(sizes.values())).prod())]
+
+    def body(rank):
+        mesh = build_mesh("cpu", **sizes)
+        parallel = parallelize_model(models[rank], mesh, **options)
+        ranks = sizes.get("dp", 1)
+        data_rank = mesh.get_local_rank("dp") if "dp" in sizes else 0
+        rows = slice(data_rank * BATCH // ranks, (data_rank + 1) * BATCH // ranks)
+        inputs = {} if mask is None else {"attention_mask": mask[rows]}
+        with InFloat64():
+            loss = parallel.step(ids[rows], labels=labels[rows], **inputs)
+        return loss, full_gradients(models[rank]) if "tp" in sizes else gradients_of(models[rank])
+
+    return run_ranks(len(models), body)
+
+
+def gradients_of(model):
+    return {
+        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()
+    }
+
+
+MESHES = [
+    ({"tp": 2}, {}),
+    ({"tp": 2}, {"sequence_parallel": True, "loss_parallel": True}),
+    ({"tp": 4}, {"sequence_parallel": True, "recompute": "full"}),
+    ({"dp": 2}, {}),
+    ({"dp": 4}, {"zero": 2}),
+    ({"dp": 2}, {"zero": 3, "recompute": "selective"}),
+    ({"dp": 2, "tp": 2}, {"zero": 1, "sequence_parallel": True}),
+]
+
+
+@pytest.mark.variants(every=4)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("sizes", "options"), MESHES)
+def test_a_step_equals_the_unsharded_model(sizes, options, masked):
+    model = mixture()
+    mask = batch()[2] if masked else None
+    loss, expected = alone(model, mask)
+    assert float(expected["model.layers.0.mlp.gate.weight"].abs().max()) > 1e-3
+    for actual, gradients in on_mesh(model, sizes, mask, **options):
+        assert abs(actual - loss) <= 1e-12 * abs(loss)
+        assert worst(gradients, expected)[0] <= 1e-12
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "olmoe"])
+def test_other_families(family):
+    model = mixture(family)
+    loss, expected = alone(model)
+    for actual, gradients in on_mesh(model, {"dp": 2, "tp": 2}, None, sequence_parallel=True):
+        assert abs(actual - loss) <= 1e-12 * abs(loss)
+        assert worst(gradients, expected)[0] <= 1e-12
+
+
+def test_in_a_loop_of_ones_own():
+    model = mixture()
+    _, expected = alone(model)
+    ids, labels, _ = batch()
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def body(rank):
+        mesh = build_mesh("cpu", dp=2)
+        shard_data(models[rank], mesh)
+        rows = slice(rank * 2, rank * 2 + 2)
+        with InFloat64():
+            models[rank](input_ids=ids[rows], labels=labels[rows]).loss.backward()
+        return gradients_of(models[rank])
+
+    for actual in run_ranks(2, body):
+        assert worst(actual, expected)[0] <= 1e-12
+
+
+def test_microbatches_have_a_loss_each_and_the_step_their_mean():
+    model = mixture()
+    ids, labels, _ = batch()
+    unsharded = copy.deepcopy(model)
+    count = (labels[:, 1:] != -100).sum()
+    for rows in (slice(0, 2), slice(2, 4)):
+        with InFloat64():
+            out = unsharded(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=count)
+        (out.loss - COEFFICIENT * out.aux_loss / 2).backward()
+    expected = {name: p.grad for name, p in unsharded.named_parameters() if p.grad is not None}
+    for _, actual in on_mesh(model, {"tp": 2}, None, num_microbatches=2):
+        assert worst(actual, expected)[0] <= 1e-12
+
+
+def test_models_without_a_plan_keep_the_function_of_transformers():
+    model = mixture()
+    before = alone(model)[0]
+    on_mesh(model, {"dp": 2}, None)
+    assert alone(model)[0] == before
+
+
+def test_evaluation_has_no_balancing_loss():
+    model = mixture()
+    ids, labels, _ = batch()
+
+    def body(rank):
+        with InFloat64():
+            return parallelize_model(copy.deepcopy(model), build_mesh("cpu", tp=2)).evaluate(ids, labels=labels)
+
+    quiet = copy.deepcopy(model)
+    quiet.config.output_router_logits = False
+    with InFloat64():
+        expected = quiet(input_ids=ids, labels=labels).loss
+    for loss in run_ranks(2, body):
+        assert abs(loss - expected) <= 1e-12 * abs(expected)
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"pp": 2}])
+def test_refused_where_a_rank_lacks_tokens_or_layers(sizes):
+    with pytest.raises(ModelError, match="router-loss: the load-balancing loss needs the router logits of all tokens"):
+        on_mesh(mixture(), sizes, None)
+
+
+def test_asked_for_in_a_call():
+    model = mixture()
+    model.config.output_router_logits = False
+    ids, labels, _ = batch()
+    unsharded = copy.deepcopy(model)
+    with InFloat64():
+        expected = unsharded(input_ids=ids, labels=labels, output_router_logits=True)
+
+    def body(rank):
+        planned = copy.deepcopy(model)
+        parallelize_module(planned, build_mesh("cpu", tp=2), sequence_parallel=True)
+        with InFloat64():
+            return planned(input_ids=ids, labels=labels, output_router_logits=True)
+
+    for out in run_ranks(2, body):
+        assert abs(out.aux_loss - expected.aux_loss) <= 1e-12 * expected.aux_loss
+        assert abs(out.loss - expected.loss) <= 1e-12 * expected.loss

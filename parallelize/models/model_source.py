@@ -28,6 +28,53 @@ from torch import nn
 from parallelize.errors import ModelError, ParallelizeError, Problem, did_you_mean
 
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral-8x7b": (
+        "mixtral",
+        dict(
+            vocab_size=32000,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            max_position_embeddings=32768,
+        ),
+    ),
+    "qwen3-235b-a22b": (
+        "qwen3_moe",
+        dict(
+            vocab_size=151936,
+            hidden_size=4096,
+            intermediate_size=12288,
+            moe_intermediate_size=1536,
+            num_hidden_layers=94,
+            num_attention_heads=64,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            max_position_embeddings=40960,
+        ),
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        dict(
+            vocab_size=129280,
+            hidden_size=7168,
+            intermediate_size=18432,
+            moe_intermediate_size=2048,
+            num_hidden_layers=61,
+            num_attention_heads=128,
+            num_key_value_heads=128,
+            n_routed_experts=256,
+            n_shared_experts=1,
+            num_experts_per_tok=8,
+            first_k_dense_replace=3,
+            max_position_embeddings=4096,
+        ),
+    ),
     "llama-3-8b": (
         "llama",
         dict(
@@ -65,7 +112,8 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-"""Sizes of published models. [The Llama 3 Herd of Models, arXiv:2407.21783, table 3; their config.json]"""
+"""Sizes of published models. [The Llama 3 Herd of Models, arXiv:2407.21783, table 3; Mixtral, arXiv:2401.04088; Qwen3,
+arXiv:2505.09388; DeepSeek-V3, arXiv:2412.19437; their config.json]"""
 
 
 @dataclass(frozen=True)
@@ -243,6 +291,7 @@ def _repeated(kinds: list[str], count: int) -> list[str]:
 
 def _check_fields(config: Any, overrides: Mapping[str, Any]) -> None:
     known = {name for name in dir(config) if not name.startswith("_")} | set(getattr(config, "attribute_map", {}))
+    known.add("head_dim")  # read by the attention of models whose configs do not declare it
     for name in overrides:
         if name not in known:
             what = f"{type(config).__name__} has no field {name!r}"

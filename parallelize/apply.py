@@ -88,6 +88,7 @@ def parallelize_module(
     fuse_loss: bool | None = None,
     overlap: str | None = None,
     ulysses: int | None = None,
+    ep: int | None = None,
     weights_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     check_replicated: bool | None = None,
@@ -109,6 +110,7 @@ def parallelize_module(
             "auto" measures link and matmuls once, at the first forward, and overlaps where that is faster; see
             `overlap_report`.
         ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too. Overrides the plan's default.
+        ep: whole experts of a mixture on each rank: the size of `tp`. 1: each expert is split over `tp`.
         weights_dtype, device: of the stored parameters. Default: as they are.
         check_replicated: compare over `tp`, by digest. True: now, the parameters that all ranks store in full, and the inputs
             at each forward. None: those of these parameters that are not broadcast: all, if src_data_rank is None, else those
@@ -129,7 +131,7 @@ def parallelize_module(
         fix = 'parallelize_module(model, build_mesh("cuda", tp=8), plan), after init_process_group'
         raise MeshError(Problem("no-mesh", what, fix=fix))
     switches: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
-    switches |= {"fuse_loss": fuse_loss, "overlap": overlap, "ulysses": ulysses}
+    switches |= {"fuse_loss": fuse_loss, "overlap": overlap, "ulysses": ulysses, "ep": ep}
 
     def decide() -> ResolvedPlan:
         spec = mesh_spec(mesh).only("cp")
@@ -300,6 +302,7 @@ _COMPUTE_CHECKS = {
     "ulysses": check_ulysses,
     "multihead": check_multihead,
     "experts": check_experts,
+    "whole experts": check_experts,
 }
 
 

@@ -218,6 +218,7 @@ def run_forwards(subject: Subject, setting: Setting, attention: str = "") -> tup
         modes: dict[str, Any] = {
             "sequence_parallel": setting.sequence_parallel,
             "loss_parallel": setting.loss_parallel,
+            "ep": setting.ep,
         }
         try:
             parallelize_module(model, mesh, subject.plan_for(setting), overlap="off", **modes)

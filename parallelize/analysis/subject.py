@@ -25,7 +25,7 @@ from parallelize.pipeline.schedules import Schedule
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import ModelFacts, describe
 from parallelize.plan.options import NAMES as OPTION_NAMES
-from parallelize.plan.options import Options
+from parallelize.plan.options import ROW_OPTIONS, Options
 from parallelize.plan.parameter_shards import ParameterShard, shards_of
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
@@ -92,9 +92,7 @@ class Subject:
 
     def _over_tp(self, setting: Setting) -> ResolvedPlan:
         """The plan over `tp` alone, which takes the longest to resolve, and which most settings share."""
-        modes = Options(
-            **{name: getattr(setting, name) for name in ("sequence_parallel", "loss_parallel", "fuse_loss")}
-        )
+        modes = Options(**{name: getattr(setting, name) for name in ROW_OPTIONS})
         key = (setting.weights_dtype, setting.size("tp"), modes)
         if key not in self._resolved:
             model, mesh = self.model(setting.weights_dtype), setting.mesh.only("tp")

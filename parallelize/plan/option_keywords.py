@@ -22,6 +22,7 @@ class OptionKeywords(TypedDict, total=False):
     fuse_loss: bool | None
     overlap: str | None
     ulysses: int | None
+    ep: int | None
     recompute: str | None
     recompute_every: int | None
     recompute_save: str | Sequence[str] | None

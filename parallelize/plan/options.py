@@ -36,6 +36,7 @@ class Options:
         overlap: "auto", "off", "chunked" or "symm_mem": collectives overlap with matmuls. "auto" measures link and matmuls
             once, at the first forward, and overlaps where that is faster; see `overlap_report`.
         ulysses: ranks of `cp` that exchange heads, where the rest forms a ring: see `context_parallel`.
+        ep: ranks over which whole experts of a mixture are divided: 1 (each expert is split over `tp`), or the size of `tp`.
         recompute: "off", "selective" or "full": see `recompute`; so recompute_every and recompute_save.
         dtype: of compute, a name or a torch dtype; default: that of the weights. Where it is narrower than they are, the
             optimizer keeps float32 copies, and gradients are summed in float32.
@@ -57,6 +58,7 @@ class Options:
     fuse_loss: bool = _BY_PLAN
     overlap: str = _BY_PLAN
     ulysses: int = _BY_PLAN
+    ep: int = _BY_PLAN
     recompute: str = _BY_PLAN
     recompute_every: int = _BY_PLAN
     recompute_save: tuple[str, ...] | None = None
@@ -104,9 +106,11 @@ class Options:
 
 NAMES = tuple(field.name for field in fields(Options))
 _DTYPES = ("dtype", "reduce_dtype")
-_COUNTS = ("num_microbatches", "stages_per_rank", "recompute_every", "ulysses")
+_COUNTS = ("num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep")
+ROW_OPTIONS = ("sequence_parallel", "loss_parallel", "fuse_loss", "ep")
+"""Options that decide contracts and layouts over `tp`."""
 FLAGS = ("defer", "sequence_parallel", "loss_parallel", "fuse_loss")
-NUMBERS = ("zero", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "compare_every")
+NUMBERS = ("zero", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep", "compare_every")
 
 
 def options_of(options: Options | None, keywords: Mapping[str, Any]) -> Options:
@@ -179,6 +183,8 @@ def _wrong_on_mesh(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
         )
     if mesh.ranks("cp") % options.ulysses and mesh.ranks("cp") > 1:
         yield wrong_ulysses(options.ulysses, mesh.ranks("cp"))
+    if options.ep not in (1, mesh.ranks("tp")):
+        yield wrong_ep(options.ep, mesh.ranks("tp"))
 
 
 def wrong_ulysses(ulysses: int, cp: int) -> Problem:
@@ -186,6 +192,11 @@ def wrong_ulysses(ulysses: int, cp: int) -> Problem:
     return Problem(
         "bad-ulysses", f"ulysses is {ulysses}, which does not divide cp (size {cp})", fix=f"one of: {divisors}"
     )
+
+
+def wrong_ep(ep: int, tp: int) -> Problem:
+    what = f"ep is {ep}, and whole experts can be divided over tp alone (size {tp})"
+    return Problem("bad-ep", what, fix=f"ep={tp}, or ep=1 to split each expert over tp" if tp > 1 else "ep=1")
 
 
 STANDARD = Options(
@@ -197,6 +208,7 @@ STANDARD = Options(
     fuse_loss=False,
     overlap="off",
     ulysses=1,
+    ep=1,
     recompute="off",
     recompute_every=1,
     compare_every=100,

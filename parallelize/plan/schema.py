@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from parallelize.plan.options import STANDARD, Options, options_of
+from parallelize.plan.options import ROW_OPTIONS, STANDARD, Options, options_of
 from parallelize.styles.style import StyleText
 
 SCHEMA_VERSION = 1
@@ -215,9 +215,7 @@ class Plan:
         facts["pipeline"] = str(self.cuts and replace(self.cuts, where=""))
         facts["region"] = f"{self.region.layers} {self.region.leave}" if self.region else ""
         modes = self.options.over(STANDARD)
-        facts |= {
-            name: str(getattr(modes, name)) for name in ("sequence_parallel", "loss_parallel", "fuse_loss", "overlap")
-        }
+        facts |= {name: str(getattr(modes, name)) for name in (*ROW_OPTIONS, "overlap")}
         facts |= {f"style {item.fqn}": item.text for item in self.kept}
         facts |= {f"attention {pattern}": kind for pattern, kind in self.attention}
         facts["positions"] = f"{self.positions} {self.positions_from} {self.packing}"

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mean, near, short_list
-from parallelize.layout import replicated
+from parallelize.layout import even_interval, replicated
 from parallelize.plan.local_attributes import local_attributes
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
+from parallelize.plan.options import wrong_ep
 from parallelize.plan.parameter_layouts import LayoutMaker
 from parallelize.plan.pattern import alternatives, generic, is_default, matches
 from parallelize.plan.rows import ModuleRow, ParameterRow, RegionRow
@@ -62,6 +63,7 @@ class _Resolver:
         modules = self._modules(module_rules, region)
         self._check_region(region, modules)
         self._check_vocabulary(modules)
+        self._check_experts(modules)
         parameters = self._parameters(modules, parameter_rules)
         attributes, problems = local_attributes(self.plan, self.model, self.layouts)
         self.problems += problems
@@ -212,6 +214,7 @@ class _Resolver:
                 loss_parallel=self.plan.options.loss_parallel,
                 fuse_loss=self.plan.options.fuse_loss,
                 input_gathered=any(parent in gathered for parent in _parents(name)),
+                whole_experts=self.plan.options.ep > 1,
             )
             if context.sequence_parallel and not context.input_gathered:
                 self._check_replicated_in_region(name, rule)
@@ -240,6 +243,21 @@ class _Resolver:
                 fix = f"give the head `colwise(output=vocabulary)`, or turn {choice} off"
                 what = f"{choice} is on, and no rule keeps logits sharded over the vocabulary"
                 self.problems.append(Problem("no-vocabulary-output", what, self.plan.source, fix=fix))
+
+    def _check_experts(self, modules: dict[str, ModuleRow]) -> None:
+        """Whole experts over `ep`: there are some, and enough for every rank."""
+        ep, tp = self.plan.options.ep, self.tp_size
+        if ep not in (1, tp):
+            self.problems.append(wrong_ep(ep, tp))
+        rows = [row for row in modules.values() if row.contract.computes_experts]
+        if ep > 1 and not rows:
+            fix = "ep=1, or a plan with the style `experts`"
+            self.problems.append(Problem("bad-ep", f"ep is {ep}, and no rule is `experts`", self.plan.source, fix=fix))
+        for row in rows if ep > 1 else ():
+            count = next(iter(self.model.modules[row.fqn].shapes.values()))[0]
+            if even_interval(count, tp, tp - 1) == (count, count):
+                what = f"{count} experts of {generic(row.fqn)} leave none for the last of {tp} ranks"
+                self.problems.append(Problem("bad-ep", what, row.rule.where, fix="a smaller tp, or ep=1"))
 
     def _check_region(self, region: RegionRow | None, modules: dict[str, ModuleRow]) -> None:
         """The modules at the region's boundaries must have no conversion of their own there."""

@@ -96,15 +96,32 @@ def _multihead(style: StyleText, module: ModuleFacts, context: StyleContext) -> 
 
 
 def _experts(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
-    """The stacked experts of a mixture, each split over its inner width, as a dense MLP is by `colwise` and `rowwise`.
-
-    Flags of the instance say how it stores them. Of the second bias each rank adds what only the first rank has.
-    """
+    """The stacked experts of a mixture: whole ones on each rank, or each split over its inner width, as a dense MLP is."""
     _check_kind(style, module, "experts")
+    enter = Conversion.GATHER_SEQUENCE if context.sequence_parallel else Conversion.COPY
+    leave = Conversion.SCATTER_SEQUENCE if context.sequence_parallel else Conversion.REDUCE
+    if context.whole_experts:
+        uses, compute, local = _whole_experts(module), "whole experts", {"num_experts": "down_proj"}
+    else:
+        uses, compute, local = _split_experts(module), "experts", {}
+    return Contract("experts", enter, leave, sequence_dim=0, uses=uses, compute=compute, local_attributes=local)
+
+
+def _whole_experts(module: ModuleFacts) -> dict[str, Use]:
+    """What is stacked is sharded along its first dim; each rank sees a part of the gradient of anything else."""
+    count = module.shapes["down_proj"][0] if "down_proj" in module.shapes else 0
+    return {name: Use(0) if shape[0] == count else Use(partial=True) for name, shape in module.shapes.items()}
+
+
+def _split_experts(module: ModuleFacts) -> dict[str, Use]:
+    """Each expert split over its inner width, as flags of the instance say that it is stored.
+
+    The second bias is added by the first rank alone, so that its gradient is a sum over ranks.
+    """
     flags = module.flags
     if flags["has_post_expert_norm"]:
         what = f"{module.fqn} normalizes the output of each expert, which no rank has where experts are split inside"
-        raise ModelError(Problem("experts-not-splittable", what, fix="`replicate` for it"))
+        raise ModelError(Problem("experts-not-splittable", what, fix="ep=N, the size of tp, or `replicate` for it"))
     out_dim, in_dim = (2, 1) if flags["is_transposed"] else (1, 2)
     chunks, adjacent = (1, 1) if not flags["has_gate"] else (2, 1) if flags["is_concatenated"] else (1, 2)
     first = "gate_up_proj" if flags["has_gate"] else "up_proj"
@@ -117,10 +134,7 @@ def _experts(style: StyleText, module: ModuleFacts, context: StyleContext) -> Co
     if unknown := sorted(module.shapes.keys() - uses.keys()):
         what = f"{module.fqn} has parameters that stacked experts do not have: {', '.join(unknown)}"
         raise ModelError(Problem("experts-not-splittable", what, rows=(("parameters", _shapes(module)),)))
-    enter = Conversion.GATHER_SEQUENCE if context.sequence_parallel else Conversion.COPY
-    leave = Conversion.SCATTER_SEQUENCE if context.sequence_parallel else Conversion.REDUCE
-    used = {name: use for name, use in uses.items() if name in module.shapes}
-    return Contract("experts", enter, leave, sequence_dim=0, uses=used, compute="experts")
+    return {name: use for name, use in uses.items() if name in module.shapes}
 
 
 def _shard(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:

@@ -118,7 +118,8 @@ class Contract:
             zeros), "rms_norm" (the mean square is taken over all ranks), "multihead" (the arithmetic of
             `nn.MultiheadAttention` on this rank's heads), "ulysses" (its attention exchanges a sequence
             shard for a head shard), "deferred_head" (the loss runs its matmul), "lookup" (an embedding's own forward),
-            "experts" (the tokens, the choices and their weights are converted, and each rank computes a shard of every expert).
+            "experts" (tokens, choices and their weights are converted, and each rank computes a shard of every expert), "whole
+            experts" (the same, for the choices of the experts that this rank has).
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
         overlap: one of `OVERLAPS`, where the rule names one; empty means the plan's default.
@@ -187,7 +188,7 @@ class Contract:
     @property
     def computes_experts(self) -> bool:
         """Whether it contains the experts of a mixture, called with tokens, choices and their weights."""
-        return self.compute == "experts"
+        return self.compute in ("experts", "whole experts")
 
     @property
     def exchanges_heads(self) -> bool:

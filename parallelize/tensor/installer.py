@@ -45,6 +45,7 @@ from parallelize.tensor.shared_conversion import SharedConversion
 from parallelize.tensor.shared_input import SharedInput
 from parallelize.tensor.split_experts import split_experts
 from parallelize.tensor.ulysses_attention import ulysses_attention
+from parallelize.tensor.whole_experts import whole_experts
 from parallelize.vocabulary.logits.sharded_logits import mark
 from parallelize.vocabulary.loss.fuse_loss import deferred_head, mark_deferred
 
@@ -168,6 +169,9 @@ class Installer:
             "multihead": lambda: sharded_multihead(self.group),
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
             "experts": lambda: split_experts(module, self.group, self._choice_conversion(contract)),
+            "whole experts": lambda: whole_experts(
+                module, self._local_experts(row.fqn), self.group.size, self._choice_conversion(contract)
+            ),
         }
         if contract.forward_factory is not None:
             return contract.forward_factory(module, self.group)
@@ -209,6 +213,11 @@ class Installer:
             )
             self.shared_conversions[key] = SharedConversion(convert)
         return self.shared_conversions[key]
+
+    def _local_experts(self, fqn: str) -> tuple[int, int]:
+        """[start, stop) of the experts of this rank."""
+        (interval,) = self._parameter(fqn, "down_proj").layout.owned[self.group.rank]
+        return interval
 
     def _choice_conversion(self, contract: Contract) -> Callable:
         """The conversion of choices and their weights as those of tokens, which they follow along their first dim."""

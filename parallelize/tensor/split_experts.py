@@ -22,7 +22,7 @@ from torch import nn
 
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
-from parallelize.tensor.planned_forward import Conversion, on_local_parameters
+from parallelize.tensor.planned_forward import Conversion, Planned, on_local_parameters
 
 T = torch.Tensor
 INPUTS = 3
@@ -31,14 +31,15 @@ INPUTS = 3
 
 def check_experts(module: nn.Module, fqn: str) -> None:
     """Raises: ModelError `wrong-experts-call` for experts that are not called with tokens, choices and weights."""
-    names = _input_names(module)
+    names = input_names(module)
     if len(names) != INPUTS:
         what = f"{fqn}.forward takes {', '.join(names) or 'no inputs'}: not tokens [N, hidden], choices [N, k] and weights [N, k]"
         fix = "`replicate` for it, or a registered style with a forward of its own"
         raise ModelError(Problem("wrong-experts-call", what, fix=fix))
 
 
-def _input_names(module: nn.Module) -> list[str]:
+def input_names(module: nn.Module) -> list[str]:
+    """The names of the inputs of the stock forward."""
     parameters = inspect.signature(module.forward).parameters.values()
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
@@ -49,18 +50,26 @@ def split_experts(module: nn.Module, group: Group, convert_choices: Conversion) 
     Args:
         convert_choices: the input conversion of choices and weights; that of tokens and of the output are the module's own.
     """
-    names = _input_names(module)
+    names = input_names(module)
     # each rank's output is a term of a sum, so that the second bias is added by the first rank alone
     biases: dict[str, Conversion] = {} if group.rank == 0 else {"down_proj_bias": _times_zero}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> T:
         planned = self._applied.planned
-        given = dict(zip(names, args, strict=False)) | kwargs
-        tokens, choices, weights = (given[name] for name in names)
-        inputs = planned.enter(tokens), convert_choices(choices), convert_choices(weights)
+        inputs = converted_inputs(planned, convert_choices, names, args, kwargs)
         return planned.leave(on_local_parameters(self, planned, inputs, {}, biases))
 
     return forward
+
+
+def converted_inputs(
+    planned: Planned, convert_choices: Conversion, names: list[str], args: tuple, kwargs: dict
+) -> tuple[T, T, T]:
+    """Tokens, choices and weights of all ranks, passed by position or name."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tokens, choices, weights = (given[name] for name in names)
+    assert planned.enter is not None
+    return planned.enter(tokens), convert_choices(choices), convert_choices(weights)
 
 
 def _times_zero(bias: T) -> T:

@@ -66,6 +66,24 @@ def test_stages_with_tensor_parallelism(four_processes, family, schedule):
     four_processes.run(jobs.mesh_parity, family, {"pp": 2, "tp": 2}, torch.float64, options)
 
 
+MIXTURES = [
+    *(({"dp": 2, "tp": 2}, {"zero": zero, **MODE}) for zero in (0, 1, 2, 3)),
+    ({"pp": 2, "tp": 2}, {"schedule": "zbv", **MODE}),
+    ({"pp": 2, "tp": 2}, {"schedule": "1f1b", "num_microbatches": 4, "recompute": "full"}),
+    ({"pp": 2, "dp": 2}, {"zero": 2, "num_microbatches": 2}),
+    ({"dp": 2, "tp": 2}, {"zero": 3, "recompute": "selective", "num_microbatches": 2, "sequence_parallel": True}),
+]
+
+
+@pytest.mark.variants(every=7)
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize(("axes", "options"), MIXTURES)
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_mixtures(four_processes, family, axes, options, ep):
+    ep = ep if "tp" in axes else 1
+    four_processes.run(jobs.mesh_parity, family, axes, torch.float64, {**options, "ep": ep})
+
+
 @pytest.mark.variants(every=101)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("family", FAMILIES)

@@ -119,6 +119,7 @@ class Setting(Options):
             words.append(f"schedule={self.schedule}")
         words.append(f"microbatches={self.step_microbatches}")
         words += [name for name in ("sequence_parallel", "loss_parallel", "fuse_loss") if getattr(self, name)]
+        words += [f"ep={self.ep}"] if self.ep not in (None, 1) else []
         if self.recompute != "off":
             words.append(f"recompute={self.recompute}")
         return " ".join(

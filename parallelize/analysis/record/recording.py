@@ -58,6 +58,7 @@ RECORDED_OPTIONS = (
     "recompute_save",
     "dtype",
     "ulysses",
+    "ep",
 )
 """Options that change what a rank does with a microbatch; overlap changes only when."""
 NUM_MICROBATCHES = 2  # the first allocates gradients, the second adds to them

@@ -400,3 +400,30 @@ def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
     }[what]
     if hasattr(owner, name):
         setattr(owner, name, wrapper(getattr(owner, name)))
+
+
+class _Hidden(threading.local):
+    worker = False
+
+
+_HIDDEN = _Hidden()
+
+
+@contextmanager
+def not_in_a_worker() -> Iterator[None]:
+    """Within the block, `get_worker_info()` is None in a data loader's worker: data sets do not divide themselves over workers (1.2)."""
+    from torch.utils.data._utils import worker
+
+    info, worker._worker_info = worker._worker_info, None
+    outer, _HIDDEN.worker = _HIDDEN.worker, _HIDDEN.worker or info is not None
+    try:
+        yield
+    finally:
+        worker._worker_info, _HIDDEN.worker = info, outer
+
+
+def is_data_worker() -> bool:
+    """Whether this process is a data loader's worker, also inside `not_in_a_worker`."""
+    from torch.utils.data import get_worker_info
+
+    return _HIDDEN.worker or get_worker_info() is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from torch import nn
 
 from parallelize.applied.records import cut_of, record_of
@@ -20,15 +22,27 @@ def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """
     cut, record = cut_of(module), record_of(module)
     resolved = cut.resolved if cut is not None else record.resolved if record is not None else None
-    ties: dict[str, tuple[str, ...]] = {}
+    groups: list[tuple[str, ...]] = []
     if resolved is not None:
-        ties |= {fact.fqn: fact.names for fact in resolved.facts.parameters.values()}
-        ties |= {
-            tie.members[0]: tie.members for tie in resolved.ties if tie.members[0] not in ties or len(tie.members) > 1
-        }
+        groups += [fact.names for fact in resolved.facts.parameters.values()]
+        groups += [tie.members for tie in resolved.ties]
     if cut is None:  # also what was tied since, or is in no plan
         by_id: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             by_id.setdefault(id(parameter), []).append(name)
-        ties |= {names[0]: tuple(names) for names in by_id.values() if len(names) > len(ties.get(names[0], ()))}
-    return tuple(names for names in ties.values() if len(names) > 1)
+        groups += map(tuple, by_id.values())
+    return tuple(names for names in _joined(groups) if len(names) > 1)
+
+
+def _joined(groups: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Groups that have a name in common as one, in the order of the names' first group."""
+    order = list(dict.fromkeys(name for group in groups for name in group))
+    joined: dict[str, set[str]] = {name: {name} for name in order}
+    for group in groups:
+        members = set().union(*(joined[name] for name in group))
+        joined |= dict.fromkeys(members, members)
+    seen: set[str] = set()
+    for name in order:
+        if name not in seen:
+            seen |= joined[name]
+            yield tuple(other for other in order if other in joined[name])

@@ -13,14 +13,17 @@ workers, sees the same global batches in the same order.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
+from parallelize._torch_private import not_in_a_worker
 from parallelize.applied.stored_slices import data_rank
 from parallelize.data.sample_reader import SampleReader, Source, not_a_position
 from parallelize.errors import CheckpointError, DataError, Problem, ShapeError
@@ -108,6 +111,7 @@ class IterableBatches:
             "batch_sampler",
             "drop_last",
             "persistent_workers",
+            "in_order",
         } & options.keys()
         if refused:
             raise TypeError(f"IterableBatches determines {', '.join(sorted(refused))} itself")
@@ -116,7 +120,8 @@ class IterableBatches:
     def _taken(self, items: Any, workers: int) -> Iterator[list[Any]]:
         """The samples of a batch from every `workers` items; the position moves before each one is returned."""
         stream = iter(items)
-        while chunk := list(islice(stream, workers)):
+        while received := list(islice(stream, workers)):
+            chunk = [pickle.loads(item) if isinstance(item, bytes) else item for item in received]
             for _, states in chunk:
                 self._load(states)
             yield [sample for samples, _ in chunk for sample in samples]
@@ -187,7 +192,8 @@ class _Samples(IterableDataset):
     def __init__(self, parts: list[_Part]):
         self.parts = parts
 
-    def __iter__(self) -> Iterator[tuple[list[Any], dict[int, Any]]]:
+    def __iter__(self) -> Iterator[Any]:
+        """In a worker, bytes: each tensor that is sent by itself needs a file descriptor, of which there are few."""
         worker = get_worker_info()
         index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         total = len(self.parts)
@@ -197,11 +203,19 @@ class _Samples(IterableDataset):
         while True:
             samples: list[Any] = []
             for part, stream in zip(parts, streams, strict=True):
-                following = list(islice(stream, part.count))
+                with not_in_a_worker():
+                    following = list(islice(stream, part.count))
                 if len(following) < part.count:
                     return
                 samples += following[part.kept]
-            yield samples, {part.index: reader.state_dict() for part, reader in zip(parts, readers, strict=True)}
+            states = {part.index: reader.state_dict() for part, reader in zip(parts, readers, strict=True)}
+            yield (samples, states) if worker is None else pickle.dumps((tree_map(_without_rest, samples), states))
+
+
+def _without_rest(value: Any) -> Any:
+    """A tensor without the rest of its storage, all of which would be sent."""
+    is_part = isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes
+    return value.clone() if is_part else value
 
 
 class IterableLoader:

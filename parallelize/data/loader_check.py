@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from parallelize.applied.stored_slices import data_rank
 from parallelize.errors import DataError, Problem
 from parallelize.mesh import SAMPLE_AXES
 
 _SHARDED_BY = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
 """Attributes in which samplers keep how many parts there are and which one they take: those of `DistributedSampler`,
-of accelerate's samplers and data sets, and of the configuration that `datasets.split_dataset_by_node` leaves."""
+of accelerate's samplers and data sets, and of the configuration that `datasets.split_dataset_by_node` leaves. Its dispatcher, which
+has a `slice_fn`, sends each process a slice of what the first one reads."""
 _INSIDE = ("batch_sampler", "sampler", "dataset", "_distributed")
 
 
@@ -34,6 +37,9 @@ def check_loader(loader: Any, mesh: Any) -> None:
             parts, part_index = getattr(part, count_name, None), getattr(part, index_name, None)
             if isinstance(parts, int) and isinstance(part_index, int) and (parts, part_index) != (count, index):
                 raise DataError(_over_world(part, (count_name, parts), (index_name, part_index), (index, count)))
+        if callable(getattr(part, "slice_fn", None)) and torch.distributed.get_world_size() > count:
+            world = torch.distributed.get_world_size(), torch.distributed.get_rank()
+            raise DataError(_over_world(part, ("num_processes", world[0]), ("process_index", world[1]), (index, count)))
 
 
 def _parts(loader: Any) -> Iterator[Any]:

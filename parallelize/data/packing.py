@@ -13,6 +13,7 @@ A row is a dict of integer tensors [tokens], for `ParallelModel.step(**batch)` o
 from __future__ import annotations
 
 import bisect
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class PackedRows(Dataset[Row]):
 
     def __init__(self, tokens: Any, length: int, *, starts: Any = None, unshifted: bool = False):
         self.tokens, self.length, self.unshifted = tokens, length, unshifted
-        self.starts = torch.as_tensor([0] if starts is None else starts)
+        self.starts = torch.as_tensor([0] if starts is None else starts).long()
         _check_length(length, len(tokens))
         firsts = self.starts
         if not len(firsts) or firsts[0] != 0 or firsts[-1] >= len(tokens) or not bool((firsts.diff() > 0).all()):
@@ -55,7 +56,8 @@ class PackedRows(Dataset[Row]):
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         first = index * self.length
-        ids = torch.as_tensor(self.tokens[first : first + self.length + 1]).long()
+        # a copy: a row may be changed, and sent to another process
+        ids = torch.as_tensor(self.tokens[first : first + self.length + 1]).to(torch.long, copy=True)
         begin, end = torch.searchsorted(self.starts, torch.tensor([first + 1, first + self.length + 1])).tolist()
         return packed_row(ids, self.length, (self.starts[begin:end] - first).tolist(), self.unshifted)
 
@@ -80,6 +82,12 @@ class PackedDocuments:
         self.documents, self.length, self.unshifted = documents, length, unshifted
         self._begin: dict[str, Any] = {"documents": SampleReader(documents).state_dict(), "used": 0}
         self._position = self._begin
+
+    def __deepcopy__(self, memo: dict) -> PackedDocuments:
+        """A copy with a position of its own. It reads the same documents, from copies of those with a state."""
+        copied = PackedDocuments(self.documents, self.length, unshifted=self.unshifted)
+        copied._begin, copied._position = copy.deepcopy((self._begin, self._position), memo)
+        return copied
 
     def __iter__(self) -> Iterator[Row]:
         reader = SampleReader(self.documents)
@@ -131,7 +139,8 @@ class FittedRows(Dataset[Row]):
         truncate: cut documents that are longer than a row, instead of refusing them.
         unshifted: give `labels` instead of `targets`.
 
-    Raises: DataError `bad-row-length`; `long-documents`, with their number and the longest.
+    Raises: DataError `bad-row-length`; `long-documents`, with their number and the longest; `unequal-lengths` for other `lengths`
+        than the documents have.
     """
 
     def __init__(
@@ -148,7 +157,11 @@ class FittedRows(Dataset[Row]):
         counts = (
             [len(_ids_and_labels(documents[i])[0]) for i in range(len(documents))] if lengths is None else list(lengths)
         )
+        if len(counts) != len(documents):
+            what = f"there are {len(counts)} lengths of {len(documents)} documents"
+            raise DataError(Problem("unequal-lengths", what, fix="give one length for each document, or none"))
         _check_length(length, max(counts, default=0) and length)
+        self._counts = counts
         long = [count for count in counts if count > length]
         if long and not truncate:
             what = f"{len(long)} of {len(counts)} documents have more than {length} tokens, the longest {max(long)}"
@@ -166,6 +179,7 @@ class FittedRows(Dataset[Row]):
         starts: list[int] = []
         for document in self.rows[index]:
             document_ids, document_labels = _ids_and_labels(self.documents[document])
+            self._check_count(document, len(document_ids))
             starts.append(len(ids))
             ids += document_ids[: self.length]
             labels += document_labels[: self.length]
@@ -173,6 +187,12 @@ class FittedRows(Dataset[Row]):
         starts += [len(ids)] * bool(padding)
         full = torch.tensor(ids + [self.pad_id] * padding)
         return packed_row(full, self.length, starts, self.unshifted, torch.tensor(labels + [IGNORED] * padding))
+
+    def _check_count(self, document: int, count: int) -> None:
+        """Of a document whose length the caller gave: rows have been made for that many tokens."""
+        if count != self._counts[document]:
+            what = f"document {document} has {count} tokens, and its length was given as {self._counts[document]}"
+            raise DataError(Problem("unequal-lengths", what, fix="give the number of tokens of each document, or none"))
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

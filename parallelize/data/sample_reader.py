@@ -51,9 +51,12 @@ class SampleReader:
     def _of_this_epoch(self) -> Iterator[Any]:
         self._state = self._own_state()
         source: Any = self.source(self.epoch) if callable(self.source) else self.source
-        # a copy: a source that was told where to begin may begin there in later epochs too
-        source = self._iterated = copy.copy(source) if _says_where(source) else source
+        # a deep copy: a source that was told where to begin may begin there in later epochs too, and its state may be in a member
+        source = self._iterated = copy.deepcopy(source) if _says_where(source) else source
         if self._state is not None:
+            if not _says_where(source):
+                what = f"the position is that of a source with a state of its own, and {type(source).__name__} has none"
+                raise CheckpointError(Problem("data-position", what, fix="pass the same sources in the same order"))
             source.load_state_dict(self._state)
             return iter(source)
         return itertools.islice(source, self.taken, None)
@@ -66,7 +69,7 @@ class SampleReader:
         """What the source itself says of its position; None if it is at its beginning, or cannot say."""
         if self._iterated is None:
             return self._state
-        return self._iterated.state_dict() if self.taken and _says_where(self._iterated) else None
+        return copy.deepcopy(self._iterated.state_dict()) if self.taken and _says_where(self._iterated) else None
 
     def copy(self) -> SampleReader:
         """A reader of the same source, at the same position."""

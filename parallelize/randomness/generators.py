@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils.data
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 
 State = dict[str, Any]  # states of the generators: "torch", "python", and "cuda", "numpy" if they are used
@@ -28,7 +28,7 @@ def random_state() -> State:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, words, *rest = numpy.random.get_state()
-        states["numpy"] = (kind, torch.tensor(words.tolist(), dtype=torch.int64), *_numbers(rest))
+        states["numpy"] = (kind, _words(words.tolist()), *_numbers(rest))
     return states
 
 
@@ -60,6 +60,17 @@ def check_state(state: Any) -> None:
     if not isinstance(state, dict) or not set(state) <= set(names):
         what = f"a random state is a dict with some of {', '.join(names)}, and this is {str(state)[:80]!r}"
         raise ModelError(Problem("not-a-random-state", what, fix="pass what random_state() returned"))
+    for name, value in state.items():
+        if not _is_state(name, value):
+            what = f"the state of {name} is {str(value)[:80]!r}"
+            raise ModelError(Problem("not-a-random-state", what, fix="pass what random_state() returned"))
+
+
+def _is_state(name: str, value: Any) -> bool:
+    if name in ("torch", "cuda"):
+        return isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 1
+    size = {"python": 3, "numpy": 5}[name]
+    return isinstance(value, tuple | list) and len(value) == size and isinstance(value[1], torch.Tensor)
 
 
 def synchronize_random_state(group: DeviceMesh | dist.ProcessGroup, source: int = 0) -> State:
@@ -96,12 +107,17 @@ def seed_generators(seed: int, skip: State) -> None:
 
 def _uses_cuda() -> bool:
     """Whether to handle CUDA's generator; not in a data loader's worker, where CUDA must not be used."""
-    return torch.cuda.is_available() and torch.utils.data.get_worker_info() is None
+    return torch.cuda.is_available() and not private.is_data_worker()
 
 
 def _plain(state: tuple) -> tuple:
     version, words, gauss = state
-    return version, torch.tensor(words, dtype=torch.int64), gauss
+    return version, _words(words), gauss
+
+
+def _words(words: Sequence[int]) -> torch.Tensor:
+    """On the CPU, whatever the default device of tensors is."""
+    return torch.tensor(words, dtype=torch.int64, device="cpu")
 
 
 def _numbers(values: Sequence[Any]) -> list[Any]:

@@ -95,7 +95,7 @@ class Streams(Mapping[str, State]):
             what = f"stream {name!r} is open, and its state is set"
             raise ModelError(Problem("stream-open", what, fix="set it outside; inside, set_random_state(state)"))
         check_state(state)
-        self._states[name] = dict(state)
+        self._states[name] = self._states.get(name, {}) | dict(state)  # absent generators continue
 
     def _check_declared(self, name: str) -> None:
         if name not in self._over:
@@ -166,9 +166,9 @@ class Streams(Mapping[str, State]):
             axis that the mesh does not have.
         """
         self.check_closed()
-        self.seed = int(state["seed"])
-        self._over = {name: tuple(axes) for name, axes in state["over"].items()}
-        for name, axes in self._over.items():
-            Streams(self.seed, self.mesh).declare(name, axes)
+        seed, over = int(state["seed"]), {name: tuple(axes) for name, axes in state["over"].items()}
+        for name, axes in over.items():
+            Streams(seed, self.mesh).declare(name, axes)
+        self.seed, self._over = seed, over
         same = {name for name in self._over if list(state["places"][name]) == self._indices(name)}
         self._states = {name: dict(saved) for name, saved in state["states"].items() if name in same}

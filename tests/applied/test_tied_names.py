@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from parallelize import build_mesh, parallelize_model, parallelize_module, shard_info, tied_names
+from parallelize.applied.tied_names import _joined
 from parallelize.verification.threads import run_ranks
 from tests.support.models import tiny_model
 
@@ -48,3 +49,9 @@ def test_ties_of_plain_modules_and_reused_ones():
     assert tied_names(model) == (("a.weight", "b.weight"), ("c.weight", "d.weight"), ("c.bias", "d.bias"))
     model["b"].weight = nn.Parameter(torch.zeros(4, 4))
     assert tied_names(model) == (("c.weight", "d.weight"), ("c.bias", "d.bias"))
+
+
+def test_groups_that_overlap_are_one():
+    groups = [("a", "b"), ("c",), ("d", "e"), ("a", "c"), ("f",)]
+    assert list(_joined(groups)) == [("a", "b", "c"), ("d", "e"), ("f",)]
+    assert list(_joined([("a", "b"), ("c", "b")])) == [("a", "b", "c")]

@@ -45,3 +45,18 @@ def test_other_names_need_a_number():
 def test_rows_without_sequences_are_collated_as_torch_does():
     batch = collate_rows([{"image": torch.ones(2, 2), "label": 1}, {"image": torch.zeros(2, 2), "label": 0}])
     assert batch["image"].shape == (2, 2, 2) and batch["label"].tolist() == [1, 0] and "attention_mask" not in batch
+
+
+def test_rows_of_several_documents_get_no_mask():
+    """A mask would turn the detection of packed documents off."""
+    rows = [
+        {"input_ids": [1, 2, 3], "position_ids": torch.tensor([0, 1, 0])},
+        {"input_ids": [4], "position_ids": torch.tensor([0])},
+    ]
+    batch = collate_rows(rows)
+    assert "attention_mask" not in batch and batch["position_ids"].tolist() == [[0, 1, 0], [0, 0, 1]]
+
+
+def test_an_empty_row_keeps_ids_whole_numbers():
+    batch = collate_rows([{"input_ids": [2**24 + 1, 2]}, {"input_ids": []}])
+    assert batch["input_ids"].dtype == torch.int64 and batch["input_ids"].tolist() == [[2**24 + 1, 2], [0, 0]]

@@ -19,7 +19,7 @@ from parallelize.checkpoint.format.json_encoder import TensorSink, TensorSource,
 from parallelize.checkpoint.format.strict_json import write_json
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.errors import CheckpointError, Problem
-from parallelize.mesh import DATA_AXES
+from parallelize.mesh import DATA_AXES, SAMPLE_AXES
 from parallelize.randomness.dropout.install import dropout_clock
 from parallelize.randomness.generators import random_state, seed_generators, set_random_state
 from parallelize.randomness.streams import Streams
@@ -104,8 +104,8 @@ def collect_data(on_mesh: ModelOnMesh, data: Any, sink: TensorSink) -> dict[str,
     if data is None:
         return {}
     state = data.state_dict()
-    data_index, _ = _data_rank(on_mesh)
-    others = [index for axis, index in on_mesh.coordinates.items() if axis not in DATA]
+    data_index, _ = _sample_rank(on_mesh)
+    others = [index for axis, index in on_mesh.coordinates.items() if axis not in SAMPLE_AXES]
     return {} if any(others) else {str(data_index): encode(state, f"data.{data_index}", sink)}
 
 
@@ -116,7 +116,7 @@ def decoded_data(on_mesh: ModelOnMesh, data: Any, saved: dict[str, Any], tensors
 
     Raises: CheckpointError `data-position` where data ranks saved different positions and their number is another one now.
     """
-    data_index, count = _data_rank(on_mesh)
+    data_index, count = _sample_rank(on_mesh)
     if hasattr(data, "merge_states"):
         return data.merge_states([decode(state, tensors, "data") for state in saved.values()])
     states = list(saved.values())
@@ -133,6 +133,11 @@ DATA = tuple(dict.fromkeys((*DATA_AXES, "dp_shard")))
 def _data_rank(on_mesh: ModelOnMesh) -> tuple[int, int]:
     """(index, number) of this rank among the data ranks."""
     return data_rank(on_mesh.mesh, DATA) if on_mesh.mesh is not None else (0, 1)
+
+
+def _sample_rank(on_mesh: ModelOnMesh) -> tuple[int, int]:
+    """(index, number) of this rank among those with other samples; the ranks along cp have tokens of the same ones."""
+    return data_rank(on_mesh.mesh, SAMPLE_AXES) if on_mesh.mesh is not None else (0, 1)
 
 
 def rank_of(on_mesh: ModelOnMesh) -> int:

@@ -35,20 +35,26 @@ def building(device: torch.device | str | None = None, dtype: torch.dtype | None
     if dtype is not None and not dtype.is_floating_point:
         fix = "torch.bfloat16, torch.float32, ...; quantize after building"
         raise ModelError(Problem("not-floating-point", f"parameters of {dtype} cannot be initialized", fix=fix))
-    thread = threading.get_ident()
-
-    def convert(module: nn.Module, name: str, parameter: Any) -> Any:
-        is_wrong = isinstance(parameter, nn.Parameter) and parameter.is_floating_point() and parameter.dtype != dtype
-        if not is_wrong or threading.get_ident() != thread:
-            return None
-        converted = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-        converted.__dict__.update(parameter.__dict__)
-        return converted
-
-    handle = register_module_parameter_registration_hook(convert) if dtype is not None else None
+    handle = register_module_parameter_registration_hook(_convert) if dtype is not None else None
+    dtypes = _open.__dict__.setdefault("dtypes", [])
+    dtypes.append(dtype if dtype is not None else dtypes[-1] if dtypes else None)
     try:
         with torch.device(device) if device is not None else nullcontext():
             yield
     finally:
+        dtypes.pop()
         if handle is not None:
             handle.remove()
+
+
+_open = threading.local()
+"""`dtypes`: of the contexts that this thread is in, the innermost last."""
+
+
+def _convert(module: nn.Module, name: str, parameter: Any) -> None:
+    """Give a parameter the dtype of the innermost context, in place: it may have other names, hooks and a class of its own."""
+    dtype = next(reversed(getattr(_open, "dtypes", [])), None)
+    if dtype is None or not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
+        return
+    if parameter.dtype != dtype:
+        parameter.data = parameter.data.to(dtype)

@@ -20,10 +20,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from parallelize._torch_private import not_in_a_worker
+from parallelize import _torch_private as private
 from parallelize.applied.stored_slices import data_rank
 from parallelize.data.sample_reader import SampleReader, Source, not_a_position
 from parallelize.errors import CheckpointError, DataError, Problem, ShapeError
@@ -203,13 +202,17 @@ class _Samples(IterableDataset):
         while True:
             samples: list[Any] = []
             for part, stream in zip(parts, streams, strict=True):
-                with not_in_a_worker():
+                with private.not_in_a_worker():
                     following = list(islice(stream, part.count))
                 if len(following) < part.count:
                     return
                 samples += following[part.kept]
             states = {part.index: reader.state_dict() for part, reader in zip(parts, readers, strict=True)}
-            yield (samples, states) if worker is None else pickle.dumps((tree_map(_without_rest, samples), states))
+            yield (
+                (samples, states)
+                if worker is None
+                else pickle.dumps((private.tree_map(_without_rest, samples), states))
+            )
 
 
 def _without_rest(value: Any) -> Any:

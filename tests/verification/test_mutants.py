@@ -24,7 +24,7 @@ NAMED = 0.8
 HEADS = ("score", "classifier", "multiple_choice_head.summary")  # of classes that this sweep does not build
 
 
-SLOW = ("deepseek_v3", "gpt_oss")  # whose experts have the same rule as Mixtral's
+SLOW = ("deepseek_v3", "gpt_oss", "mixtral")  # of which Mixtral's, with the rules of all, is sampled
 PLANS = [*((family, "tp=2") for family in FAMILIES if family not in SLOW), *((family, "tp=4") for family in WIDE)]
 SAMPLED = (("llama", "tp=2"), ("gpt2", "tp=2"))
 SAMPLE_EVERY = 16
@@ -91,6 +91,12 @@ def check(judgments: list[tuple[str, str, bool, str]], caught_at_least: int) -> 
 @pytest.mark.parametrize(("family", "mesh"), PLANS)
 def test_every_mistake_that_changes_a_number_is_caught_and_named(family, mesh):
     check(judged(family, mesh), caught_at_least=31)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+def test_a_sample_of_mistakes_in_a_mixture_is_caught_and_named():
+    check(judged("mixtral", "tp=2", 4), caught_at_least=12)
 
 
 @pytest.mark.variants(every=2)

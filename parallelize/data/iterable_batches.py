@@ -36,7 +36,8 @@ class IterableBatches:
 
     Args:
         sources: one iterable, or a list of n of them. Each can be iterated again and again; or it is a function of the epoch
-            that returns the samples of that epoch, shuffled with the epoch as seed, say. All ranks pass equal sources.
+            that returns the samples of that epoch, shuffled with the epoch as seed, say. All ranks pass equal sources. One with
+            `state_dict` and `load_state_dict` continues from its own state, and is copied (`copy.deepcopy`) for each epoch.
         global_batch_size: samples per step, over all data ranks: a multiple of n and of the number of data ranks.
         mesh: a DeviceMesh with any axes, or None for one data rank.
         repeat: whether a source begins again when it ends, so that there is no end. Default: for several sources. One source
@@ -160,7 +161,7 @@ class IterableBatches:
                 Problem("data-position", what, fix="pass merge_states([the state of each data rank])")
             )
         for part in self._parts:
-            SampleReader(()).load_state_dict(state["sources"][part.index])
+            part.reader.check_state(state["sources"][part.index])
         self._load(state["sources"])
 
     def _check_state(self, state: Any) -> None:

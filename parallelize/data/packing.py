@@ -13,6 +13,7 @@ A row is a dict of integer tensors [tokens], for `ParallelModel.step(**batch)` o
 from __future__ import annotations
 
 import bisect
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,12 @@ class PackedDocuments:
         self._begin: dict[str, Any] = {"documents": SampleReader(documents).state_dict(), "used": 0}
         self._position = self._begin
 
+    def __deepcopy__(self, memo: dict) -> PackedDocuments:
+        """A copy with a position of its own, of the same documents: readers copy those that have a state."""
+        other = copy.copy(self)
+        other._begin, other._position = copy.deepcopy((self._begin, self._position), memo)
+        return other
+
     def __iter__(self) -> Iterator[Row]:
         reader = SampleReader(self.documents)
         reader.load_state_dict(self._begin["documents"])
@@ -111,7 +118,7 @@ class PackedDocuments:
         """
         if not isinstance(state, dict) or type(state.get("used")) is not int or state["used"] < 0:
             raise not_a_position("the saved position in packed documents", state)
-        SampleReader(()).load_state_dict(state.get("documents"))
+        SampleReader(self.documents).check_state(state.get("documents"))
         self._begin = self._position = dict(state)
 
 

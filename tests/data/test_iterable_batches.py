@@ -20,12 +20,19 @@ from tests.data.test_global_batches import data_mesh, flat
 WORKERS = pytest.mark.parametrize("workers", [0, 1, 2])
 
 
+class Shared(list):
+    """A list that copies of its owner share."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+
 class Numbers:
     """Samples that are read from the beginning on."""
 
     def __init__(self, name: int, count: int):
         self.name, self.count = name, count
-        self.reads: list[int] = []  # which copies share
+        self.reads = Shared()
 
     def __iter__(self):
         for number in range(self.count):
@@ -243,3 +250,80 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing():
             batches.load_state_dict(state)
         assert caught.value.slugs == ("data-position",)
     assert batches.state_dict() == good
+
+
+class Delegating:
+    """Its state is in a member, which a shallow copy shares."""
+
+    def __init__(self):
+        self.inner = Resumable(0, 6)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+
+class Alive(Delegating):
+    """Returns the dict that it goes on to change, and shares all of its attributes with shallow copies."""
+
+    def __init__(self):
+        self.state = {"position": 0}
+
+    def __copy__(self):
+        other = object.__new__(type(self))
+        other.__dict__ = self.__dict__
+        return other
+
+    def __iter__(self):
+        while self.state["position"] < 6:
+            self.state["position"] += 1
+            yield self.state["position"] - 1
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
+@pytest.mark.parametrize("kind", [Delegating, Alive])
+def test_later_epochs_begin_at_the_beginning_wherever_a_source_keeps_its_state(kind):
+    expected = [[0, 1], [2, 3], [4, 5]] * 3
+    before, packed = IterableBatches(kind(), 2, repeat=True), IterableBatches(PackedDocuments([[1, 2]] * 5, 3), 1)
+    assert first(before, 2) == expected[:2]
+    state = before.state_dict()
+    assert first(before, 7) == expected[2:], "the same object, after an iteration that was left early"
+    for loader in (lambda batches: batches, lambda batches: batches.loader(num_workers=1, collate_fn=list)):
+        after = IterableBatches(kind(), 2, repeat=True)
+        after.load_state_dict(state)
+        assert first(loader(after), 7) == expected[2:]
+    assert len(first(packed, 1)) + len(list(packed)) == len(list(packed)) == 3
+
+
+def test_a_source_with_a_state_that_cannot_be_copied_is_refused():
+    source = Delegating()
+    source.file = open(__file__)  # noqa: SIM115
+    with source.file, pytest.raises(DataError) as caught:
+        first(IterableBatches(source, 2), 1)
+    assert caught.value.slugs == ("uncopied-source",) and "Delegating" in str(caught.value)
+
+
+def test_a_source_without_a_state_cannot_continue_from_one():
+    before = IterableBatches(Delegating(), 2, repeat=True)
+    first(before, 1)
+    plain = IterableBatches(range(6), 2, repeat=True)
+    of_epochs = IterableBatches(lambda epoch: range(6), 2, repeat=True)
+    of_epochs.load_state_dict(before.state_dict())
+    for call in (lambda: plain.load_state_dict(before.state_dict()), lambda: first(of_epochs, 1)):
+        with pytest.raises(CheckpointError, match="a range has no load_state_dict") as caught:
+            call()
+        assert caught.value.slugs == ("data-position",)
+    assert first(plain, 1) == [[0, 1]]
+    after = IterableBatches(Delegating(), 2, repeat=True)
+    after.load_state_dict(plain.state_dict())
+    assert first(after, 1) == [[2, 3]], "what was read by count is skipped by count"

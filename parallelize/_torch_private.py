@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.utils.data
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -400,3 +401,29 @@ def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
     }[what]
     if hasattr(owner, name):
         setattr(owner, name, wrapper(getattr(owner, name)))
+
+
+@contextmanager
+def hidden_worker_info() -> Iterator[None]:
+    """A block in which `torch.utils.data.get_worker_info()` is None also in a data loader's worker (1.2)."""
+    worker: Any = torch.utils.data._utils.worker
+    info = worker._worker_info
+    if info is None:
+        yield
+        return
+    worker._worker_info = None
+    _WORKER.append(True)
+    try:
+        yield
+    finally:
+        worker._worker_info = info
+        _WORKER.clear()
+
+
+_WORKER: list[bool] = []
+"""Whether a worker's information is hidden: of the process, whose threads read the samples too."""
+
+
+def in_data_worker() -> bool:
+    """Whether this process is a data loader's worker, also while its information is hidden."""
+    return bool(_WORKER) or torch.utils.data.get_worker_info() is not None

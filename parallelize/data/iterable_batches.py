@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
+from parallelize._torch_private import hidden_worker_info
 from parallelize.applied.stored_slices import data_rank
 from parallelize.data.sample_reader import SampleReader, Source, not_a_position
+from parallelize.data.worker_messages import WorkerMessage, packed, unpacked
 from parallelize.errors import CheckpointError, DataError, Problem, ShapeError
 from parallelize.mesh import SAMPLE_AXES
 from parallelize.ops.random.counter import key
@@ -92,7 +94,8 @@ class IterableBatches:
         """A DataLoader of these batches, collated. Its iterations continue at the position.
 
         Args:
-            num_workers: processes that read and prepare samples, at most one for each source that this rank reads.
+            num_workers: processes that read and prepare samples, at most one for each source that this rank reads. In a worker
+                a source sees no `get_worker_info()`: it is read as a whole, by one worker.
             collate_fn: makes a batch of a list of samples, in the training process; `collate_rows`, for example.
             options: more arguments of DataLoader, such as `prefetch_factor`, `pin_memory`, `multiprocessing_context`.
 
@@ -102,14 +105,18 @@ class IterableBatches:
             what = f"{num_workers} workers cannot divide the {len(self._parts)} sources that this rank reads"
             fix = f"use num_workers={len(self._parts)} or fewer, or split the data into more sources"
             raise DataError(Problem("too-many-workers", what, fix=fix))
-        refused = {
+        named = options.keys() - (
+            {"in_order"} if options.get("in_order", True) else set()
+        )  # the order is that of the sources
+        refused = named & {
             "batch_size",
             "shuffle",
             "sampler",
             "batch_sampler",
             "drop_last",
             "persistent_workers",
-        } & options.keys()
+            "in_order",
+        }
         if refused:
             raise TypeError(f"IterableBatches determines {', '.join(sorted(refused))} itself")
         return IterableLoader(self, num_workers, collate_fn, options)
@@ -117,7 +124,8 @@ class IterableBatches:
     def _taken(self, items: Any, workers: int) -> Iterator[list[Any]]:
         """The samples of a batch from every `workers` items; the position moves before each one is returned."""
         stream = iter(items)
-        while chunk := list(islice(stream, workers)):
+        while received := list(islice(stream, workers)):
+            chunk = [unpacked(item) if isinstance(item, WorkerMessage) else item for item in received]
             for _, states in chunk:
                 self._load(states)
             yield [sample for samples, _ in chunk for sample in samples]
@@ -183,14 +191,30 @@ class _Part:
 
 
 class _Samples(IterableDataset):
-    """Of each step the samples of some sources, and the positions after them by source; read from copies of the readers."""
+    """Of each step the samples of some sources, and the positions after them by source; read from copies of the readers.
+
+    In a worker as messages. The sources do not see the worker: each is one worker's alone, and a source that divides itself over
+    the workers, as PyTorch's documents show and those of `datasets` do, would lose all but a part of its samples.
+    """
 
     def __init__(self, parts: list[_Part]):
         self.parts = parts
 
-    def __iter__(self) -> Iterator[tuple[list[Any], dict[int, Any]]]:
+    def __iter__(self) -> Iterator[tuple[list[Any], dict[int, Any]] | WorkerMessage]:
         worker = get_worker_info()
-        index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if worker is None:
+            yield from self._steps(0, 1)
+            return
+        steps = self._steps(worker.id, worker.num_workers)
+        while True:
+            with hidden_worker_info():
+                step = next(steps, None)
+            if step is None:
+                return
+            yield packed(step)
+
+    def _steps(self, index: int, count: int) -> Iterator[tuple[list[Any], dict[int, Any]]]:
+        """Of the sources that worker `index` of `count` reads."""
         total = len(self.parts)
         parts = self.parts[index * total // count : (index + 1) * total // count]
         readers = [part.reader.copy() for part in parts]

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils.data
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize._torch_private import in_data_worker
 from parallelize.errors import ModelError, Problem
 
 State = dict[str, Any]  # states of the generators: "torch", "python", and "cuda", "numpy" if they are used
@@ -96,7 +96,7 @@ def seed_generators(seed: int, skip: State) -> None:
 
 def _uses_cuda() -> bool:
     """Whether to handle CUDA's generator; not in a data loader's worker, where CUDA must not be used."""
-    return torch.cuda.is_available() and torch.utils.data.get_worker_info() is None
+    return torch.cuda.is_available() and not in_data_worker()
 
 
 def _plain(state: tuple) -> tuple:

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
+from parallelize._torch_private import hidden_worker_info, in_data_worker
 from parallelize.checkpoint.format.json_encoder import decode, encode
 from parallelize.checkpoint.run import run_state
-from parallelize.data.iterable_batches import IterableBatches
+from parallelize.data.iterable_batches import IterableBatches, _Samples
 from parallelize.data.packing import PackedDocuments
 from parallelize.errors import CheckpointError, DataError, ShapeError
+from parallelize.randomness.generators import _uses_cuda
 from tests.data.test_global_batches import data_mesh, flat
 
 WORKERS = pytest.mark.parametrize("workers", [0, 1, 2])
@@ -327,3 +330,55 @@ def test_a_source_without_a_state_cannot_continue_from_one():
     after = IterableBatches(Delegating(), 2, repeat=True)
     after.load_state_dict(plain.state_dict())
     assert first(after, 1) == [[2, 3]], "what was read by count is skipped by count"
+
+
+class SelfSharding(Numbers):
+    """Divides its samples over the workers that it sees, as PyTorch's documents show."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from range(self.name * 1000 + index, self.name * 1000 + self.count, count)
+
+
+@WORKERS
+def test_sources_that_divide_themselves_over_workers_lose_nothing(workers):
+    expected = first(IterableBatches([Numbers(0, 7), Numbers(1, 6)], 4), 8)
+    loader = IterableBatches([SelfSharding(0, 7), SelfSharding(1, 6)], 4).loader(num_workers=workers, collate_fn=list)
+    assert first(loader, 8) == expected
+
+
+class SeesItsWorker(Numbers):
+    """Whether the process is known as a worker's, and whether a source sees no worker."""
+
+    def __iter__(self):
+        while True:
+            yield (in_data_worker(), get_worker_info() is None)
+
+
+@pytest.mark.parametrize("workers, expected", [(0, (False, True)), (1, (True, True))])
+def test_a_worker_is_known_as_one_although_sources_do_not_see_it(workers, expected):
+    loader = IterableBatches(SeesItsWorker(0, 0), 2).loader(num_workers=workers, collate_fn=list)
+    assert first(loader, 2) == [[expected] * 2] * 2
+
+
+def test_the_information_of_a_worker_is_there_again_after_each_step(monkeypatch):
+    worker = torch.utils.data._utils.worker
+    monkeypatch.setattr(worker, "_worker_info", SimpleNamespace(id=0, num_workers=1))
+    steps = iter(_Samples(IterableBatches(SelfSharding(0, 4), 2)._parts))
+    for _ in range(2):
+        next(steps)
+        assert get_worker_info() is not None and in_data_worker()
+    with pytest.raises(ZeroDivisionError), hidden_worker_info():
+        assert get_worker_info() is None and in_data_worker() and not _uses_cuda()
+        raise ZeroDivisionError
+    assert get_worker_info().num_workers == 1
+    monkeypatch.undo()
+    assert not in_data_worker()
+
+
+def test_the_order_of_what_workers_read_is_kept():
+    with pytest.raises(TypeError, match="in_order"):
+        IterableBatches(sources("skipped"), 6).loader(num_workers=2, in_order=False)
+    loader = IterableBatches(sources("skipped"), 6).loader(num_workers=2, in_order=True, collate_fn=list)
+    assert first(loader, 1) == [[0, 1000, 2000, 3000, 4000, 5000]]

@@ -24,8 +24,8 @@ def collate_rows(
 ) -> dict[str, Any]:
     """A batch of rows: sequences are padded at the end to the longest one. For a DataLoader's `collate_fn`.
 
-    Rows of different lengths get an `attention_mask`, unless they have one. Rows of equal lengths that need no padding get none,
-    because a mask turns the detection of packed documents off.
+    Rows of different lengths get an `attention_mask`, unless they have one. Rows with `position_ids` get none, because a mask turns
+    the detection of packed documents off; their padding is a document of its own. Rows that need no padding get none either.
 
     Args:
         rows: mappings of one set of names. Lists and one-dimensional tensors are sequences of tokens, of one length in a row;
@@ -49,14 +49,21 @@ def collate_rows(
         if name not in sequences:
             batch[name] = default_collate(values)
             continue
-        batch[name] = torch.stack([_padded(name, torch.as_tensor(value), longest, fills) for value in values])
-    if sequences and "attention_mask" not in names and set(lengths) != {longest}:
+        batch[name] = torch.stack([_padded(name, value, longest, fills) for value in _tensors(values)])
+    if sequences and not names & {"attention_mask", "position_ids"} and set(lengths) != {longest}:
         batch["attention_mask"] = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
     return batch
 
 
 def _is_sequence(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim() == 1)
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Sequences as tensors. Empty ones take the dtype of the others: torch gives an empty list that of floats."""
+    tensors = [torch.as_tensor(value) for value in values]
+    dtype = next((tensor.dtype for tensor in tensors if len(tensor)), torch.long)
+    return [tensor if len(tensor) else tensor.to(dtype) for tensor in tensors]
 
 
 def _length(number: int, row: Mapping[str, Any], names: set[str], sequences: set[str]) -> int:

@@ -21,9 +21,10 @@ def building(device: torch.device | str | None = None, dtype: torch.dtype | None
         with building("cuda", torch.bfloat16):
             model = Transformer(config)
 
-    Each floating-point parameter gets the dtype when it is assigned to its module, before it is initialized. Buffers keep the dtype
-    that their module gives them: tables of positions lose what they are for in a narrow one, and so they would under
-    `torch.set_default_dtype`. Contexts nest, and hold for the thread that enters them.
+    Each floating-point parameter gets the dtype when it is assigned to its module, before it is initialized, and stays the object that
+    it is, with its class, its hooks and its other names. Buffers keep the dtype that their module gives them: tables of positions
+    lose what they are for in a narrow one, and so they would under `torch.set_default_dtype`. Contexts nest, and hold for the thread
+    that enters them; of several dtypes the innermost one is given.
 
     Args:
         device: of parameters and buffers, unless the module names another one. None: as without the context.
@@ -35,20 +36,36 @@ def building(device: torch.device | str | None = None, dtype: torch.dtype | None
     if dtype is not None and not dtype.is_floating_point:
         fix = "torch.bfloat16, torch.float32, ...; quantize after building"
         raise ModelError(Problem("not-floating-point", f"parameters of {dtype} cannot be initialized", fix=fix))
-    thread = threading.get_ident()
+    with torch.device(device) if device is not None else nullcontext(), _of_dtype(dtype) if dtype else nullcontext():
+        yield
 
-    def convert(module: nn.Module, name: str, parameter: Any) -> Any:
-        is_wrong = isinstance(parameter, nn.Parameter) and parameter.is_floating_point() and parameter.dtype != dtype
-        if not is_wrong or threading.get_ident() != thread:
-            return None
-        converted = nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad)
-        converted.__dict__.update(parameter.__dict__)
-        return converted
 
-    handle = register_module_parameter_registration_hook(convert) if dtype is not None else None
+class _Entered(threading.local):
+    """The dtypes of the contexts that a thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.dtypes: list[torch.dtype] = []
+
+
+_entered = _Entered()
+
+
+@contextmanager
+def _of_dtype(dtype: torch.dtype) -> Iterator[None]:
+    handle = register_module_parameter_registration_hook(
+        _convert
+    )  # of all threads; `_convert` looks for the one it is in
+    _entered.dtypes.append(dtype)
     try:
-        with torch.device(device) if device is not None else nullcontext():
-            yield
+        yield
     finally:
-        if handle is not None:
-            handle.remove()
+        _entered.dtypes.pop()
+        handle.remove()
+
+
+def _convert(module: nn.Module, name: str, parameter: Any) -> None:
+    """A hook: give a parameter the innermost dtype, in place. A lazy one gets its shape in this dtype later."""
+    if not _entered.dtypes or not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
+        return
+    if parameter.dtype != _entered.dtypes[-1]:
+        parameter.data = parameter.data.to(_entered.dtypes[-1])

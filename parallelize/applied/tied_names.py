@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
@@ -30,20 +30,19 @@ def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
         by_id: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             by_id.setdefault(id(parameter), []).append(name)
-        groups += [tuple(names) for names in by_id.values()]
-    return tuple(names for names in joined(groups) if len(names) > 1)
+        groups += map(tuple, by_id.values())
+    return tuple(names for names in _joined(groups) if len(names) > 1)
 
 
-def joined(groups: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Groups that have a name in common as one. Names and groups are in the order in which they first occur."""
-    group_of: dict[str, list[str]] = {}
-    for names in groups:
-        target = group_of.setdefault(names[0], [names[0]])
-        for name in names:
-            other = group_of.setdefault(name, [name])
-            if other is not target:
-                target += other
-                group_of |= dict.fromkeys(other, target)
-    order = {name: number for number, name in enumerate(group_of)}
-    by_id = {id(group): group for group in group_of.values()}
-    return [tuple(sorted(group, key=order.__getitem__)) for group in by_id.values()]
+def _joined(groups: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Groups that have a name in common as one, in the order of the names' first group."""
+    order = list(dict.fromkeys(name for group in groups for name in group))
+    joined: dict[str, set[str]] = {name: {name} for name in order}
+    for group in groups:
+        members = set().union(*(joined[name] for name in group))
+        joined |= dict.fromkeys(members, members)
+    seen: set[str] = set()
+    for name in order:
+        if name not in seen:
+            seen |= joined[name]
+            yield tuple(other for other in order if other in joined[name])

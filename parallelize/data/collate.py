@@ -24,8 +24,9 @@ def collate_rows(
 ) -> dict[str, Any]:
     """A batch of rows: sequences are padded at the end to the longest one. For a DataLoader's `collate_fn`.
 
-    Rows of different lengths get an `attention_mask`, unless they have one. Rows with `position_ids` get none, because a mask turns
-    the detection of packed documents off; their padding is a document of its own. Rows that need no padding get none either.
+    Rows of different lengths get an `attention_mask`, unless they have one, or a row has several documents by its `position_ids`: a mask
+    turns the detection of packed documents off, and padding is a document of its own by its positions. Rows of equal lengths that need
+    no padding get none.
 
     Args:
         rows: mappings of one set of names. Lists and one-dimensional tensors are sequences of tokens, of one length in a row;
@@ -50,7 +51,8 @@ def collate_rows(
             batch[name] = default_collate(values)
             continue
         batch[name] = torch.stack([_padded(name, value, longest, fills) for value in _tensors(values)])
-    if sequences and not names & {"attention_mask", "position_ids"} and set(lengths) != {longest}:
+    is_packed = "position_ids" in sequences and any(_restarts(row["position_ids"]) for row in rows)
+    if sequences and "attention_mask" not in names and not is_packed and set(lengths) != {longest}:
         batch["attention_mask"] = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
     return batch
 
@@ -59,11 +61,16 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim() == 1)
 
 
+def _restarts(positions: Any) -> bool:
+    """Whether positions do not count on from token to token: another document begins."""
+    return bool((torch.as_tensor(positions).diff() != 1).any())
+
+
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
-    """Sequences as tensors. Empty ones take the dtype of the others: torch gives an empty list that of floats."""
+    """The sequences as tensors. An empty list has no dtype of its own: it gets that of the others, or of ids."""
     tensors = [torch.as_tensor(value) for value in values]
-    dtype = next((tensor.dtype for tensor in tensors if len(tensor)), torch.long)
-    return [tensor if len(tensor) else tensor.to(dtype) for tensor in tensors]
+    dtype = next((x.dtype for x, value in zip(tensors, values, strict=True) if len(value)), torch.long)
+    return [x if len(value) else x.to(dtype) for x, value in zip(tensors, values, strict=True)]
 
 
 def _length(number: int, row: Mapping[str, Any], names: set[str], sequences: set[str]) -> int:

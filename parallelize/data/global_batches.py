@@ -97,17 +97,16 @@ class GlobalBatches(Sampler[list[int]]):
 
         `loader` may prefetch, if it begins an epoch only after the loop has taken all batches of the one before.
 
-        Raises: DataError `other-sampler` for a DataLoader that takes its samples from another sampler, `joined-batches` for one
-            that makes a batch of several of these.
+        Raises: DataError `other-sampler` for a DataLoader that takes its samples from another sampler, or several batches at once.
         """
         samplers = [loader.batch_sampler, loader.sampler] if isinstance(loader, DataLoader) else [self]
+        if isinstance(loader, DataLoader) and loader.sampler is self and loader.batch_size not in (None, 1):
+            what = f"the loader joins {loader.batch_size} of these batches in each of its own"
+            raise DataError(Problem("other-sampler", what, fix="DataLoader(dataset, batch_sampler=batches)"))
         if all(sampler is not self for sampler in samplers):
             what = f"the loader's samplers are a {' and a '.join(type(sampler).__name__ for sampler in samplers)}, not these batches"
             fix = "DataLoader(dataset, batch_sampler=batches); no library need prepare it, as it gives each rank its samples"
             raise DataError(Problem("other-sampler", what, fix=fix))
-        if isinstance(loader, DataLoader) and loader.sampler is self and loader.batch_size not in (None, 1):
-            what = f"the loader makes a batch of {loader.batch_size} of these, each of which is a batch"
-            raise DataError(Problem("joined-batches", what, fix="DataLoader(dataset, batch_sampler=batches)"))
         self._tracked = True
         return Tracked(self, loader)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from parallelize.checkpoint.format.json_encoder import decode, encode
 from parallelize.data.global_batches import GlobalBatches, SampleOrder
-from parallelize.errors import CheckpointError, ShapeError
+from parallelize.errors import CheckpointError, DataError, ShapeError
 
 PARALLEL = pytest.mark.parametrize("workers", [0, 2])
 
@@ -266,3 +266,9 @@ def test_other_data_and_damaged_states_are_refused():
     for state in damaged:
         refused("data-position", lambda state=state: batches.load_state_dict(state))
     assert batches.state_dict() == good
+
+
+def test_a_loader_that_joins_batches_is_refused():
+    batches = GlobalBatches(24, 4)
+    with pytest.raises(DataError, match="other-sampler: the loader joins 2 of these batches"):
+        batches.track(DataLoader(range(24), sampler=batches, batch_size=2))

@@ -26,6 +26,10 @@ WORKERS = pytest.mark.parametrize("workers", [0, 1, 2])
 class Shared(list):
     """A list that copies of its owner share."""
 
+
+class Reads(list):
+    """What a source and its copies have read."""
+
     def __deepcopy__(self, memo):
         return self
 
@@ -36,6 +40,7 @@ class Numbers:
     def __init__(self, name: int, count: int):
         self.name, self.count = name, count
         self.reads = Shared()
+        self.reads = Reads()  # which copies share
 
     def __iter__(self):
         for number in range(self.count):
@@ -382,3 +387,68 @@ def test_the_order_of_what_workers_read_is_kept():
         IterableBatches(sources("skipped"), 6).loader(num_workers=2, in_order=False)
     loader = IterableBatches(sources("skipped"), 6).loader(num_workers=2, in_order=True, collate_fn=list)
     assert first(loader, 1) == [[0, 1000, 2000, 3000, 4000, 5000]]
+
+
+class Delegates:
+    """Its position is in a member, which a shallow copy shares."""
+
+    def __init__(self, count):
+        self.inner = {"at": 0, "count": count}
+
+    def __iter__(self):
+        for index in range(self.inner["at"], self.inner["count"]):
+            self.inner["at"] = index + 1
+            yield index
+
+    def state_dict(self):
+        return self.inner
+
+    def load_state_dict(self, state):
+        self.inner.update(state)
+
+
+def test_a_source_whose_state_is_in_a_member_begins_again_in_every_epoch():
+    batches = IterableBatches(Delegates(6), 2, repeat=True)
+    stream = iter(batches)
+    assert [next(stream) for _ in range(2)] == [[0, 1], [2, 3]]
+    resumed = IterableBatches(Delegates(6), 2, repeat=True)
+    resumed.load_state_dict(batches.state_dict())
+    stream = iter(resumed)
+    assert [next(stream) for _ in range(5)] == [[4, 5], [0, 1], [2, 3], [4, 5], [0, 1]]
+
+
+class DividesItself:
+    """As data sets do that are made for workers."""
+
+    def __init__(self, first):
+        self.first = first
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from range(self.first + index, self.first + 8, count)
+
+
+def test_a_data_set_that_divides_itself_over_two_workers_is_read_whole():
+    sources = [DividesItself(0), DividesItself(1000)]
+    expected = [batch for batch, _ in zip(IterableBatches(sources, 4), range(3), strict=False)]
+    loader = IterableBatches(sources, 4).loader(num_workers=2, collate_fn=list)
+    assert [batch for batch, _ in zip(loader, range(3), strict=False)] == expected
+
+
+def test_many_samples_in_a_batch_need_no_descriptors_of_their_own():
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limits[1]), limits[1]))
+    try:
+        rows = torch.arange(600 * 4).view(600, 4)
+        loader = IterableBatches([list(rows)], 300, repeat=False).loader(num_workers=1)
+        assert [len(batch) for batch in loader] == [300, 300]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_items_in_another_order_are_refused():
+    with pytest.raises(TypeError, match="in_order"):
+        IterableBatches(range(2), 1).loader(in_order=False)

@@ -83,7 +83,7 @@ def test_tracking_a_loader_that_joins_batches_is_refused():
     batches = GlobalBatches(16, 4)
     with pytest.raises(DataError) as caught:
         batches.track(DataLoader(DATA, sampler=batches, batch_size=2))
-    assert caught.value.slugs == ("joined-batches",) and "a batch of 2" in str(caught.value)
+    assert caught.value.slugs == ("other-sampler",) and "joins 2 of these batches" in str(caught.value)
     ListsOfRows = type("ListsOfRows", (list,), {"__getitem__": lambda self, rows: torch.tensor(rows)})
     one_by_one = batches.track(DataLoader(ListsOfRows(DATA), sampler=batches, batch_size=1))
     assert len(list(one_by_one)) == 4 and (batches.epoch, batches.batches_done) == (1, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy
 import pytest
 import torch
@@ -178,3 +180,32 @@ def test_lengths_that_are_not_those_of_the_documents_are_refused():
     assert shorter[0]["input_ids"].tolist() == [1, 2, 3, 4, 5, 6, 0, 0]
     truncated = FittedRows(documents, 4, lengths=[6, 4, 2], truncate=True)
     assert truncated[0]["input_ids"].tolist() == [1, 2, 3, 4]
+
+
+def test_starts_of_any_integers():
+    tokens = numpy.arange(32)
+    for dtype in (numpy.uint16, numpy.uint32, numpy.uint64):
+        assert len(PackedRows(tokens, 8, starts=numpy.array([0, 9, 13], dtype=dtype))) == 4
+    with pytest.raises(DataError, match="bad-starts"):
+        PackedRows(tokens, 8, starts=numpy.array([0, 9, 3], dtype=numpy.uint8))
+
+
+def test_rows_are_copies():
+    tokens = torch.arange(32)
+    PackedRows(tokens, 8)[0]["input_ids"][0] = -7
+    assert tokens[0] == 0
+
+
+def test_lengths_that_documents_do_not_have_are_refused():
+    documents = [[1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(DataError, match="unequal-lengths: there are 1 lengths of 2 documents"):
+        FittedRows(documents, 8, lengths=[3])
+    with pytest.raises(DataError, match="unequal-lengths: document 1 has 4 tokens"):
+        FittedRows(documents, 4, lengths=[3, 2])[1]
+
+
+def test_a_copy_of_packed_documents_has_a_position_of_its_own():
+    documents = PackedDocuments([[1, 2, 3], [4, 5, 6, 7, 8]], 3)
+    rows = iter(copy.deepcopy(documents))
+    next(rows)
+    assert documents.state_dict()["used"] == 0

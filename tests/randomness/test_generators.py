@@ -8,9 +8,7 @@ import numpy
 import pytest
 import torch
 
-from parallelize import ModelError
-from parallelize.randomness.generators import random_state, set_random_state
-from parallelize.randomness.streams import Streams
+from parallelize import MeshError, ModelError, Streams, random_state, set_random_state
 from tests.randomness import generator_jobs
 
 
@@ -60,3 +58,43 @@ def test_states_are_kept_whatever_the_default_device_is():
         after = random_state()
     assert all(torch.equal(before[name][1], after[name][1]) for name in ("python", "numpy"))
     assert torch.equal(before["torch"], after["torch"])
+
+
+def test_a_state_with_a_wrong_part_changes_nothing():
+    before = random_state()
+    for wrong in ({"torch": before["torch"], "python": "junk"}, {"torch": "junk"}, {"python": (3, None, None)}):
+        torch.rand(1)
+        now = torch.get_rng_state()
+        with pytest.raises(ModelError, match="not-a-random-state"):
+            set_random_state(wrong)
+        assert torch.equal(torch.get_rng_state(), now)
+
+
+def test_states_are_on_the_cpu_whatever_the_default_device_is():
+    streams = Streams(1)
+    streams.declare("a")
+    with torch.device("meta"):
+        python = random.getstate()
+        with streams("a"):
+            random.random()
+    assert random.getstate() == python
+    assert not random_state()["python"][1].is_meta
+
+
+def test_a_stream_that_gets_one_generator_continues_with_the_others():
+    streams = Streams(1)
+    streams.declare("a")
+    with streams("a"):
+        first = torch.rand(3)
+    streams["a"] = {"python": random_state()["python"]}
+    with streams("a"):
+        assert not torch.equal(torch.rand(3), first)
+
+
+def test_a_state_of_streams_that_does_not_fit_changes_nothing():
+    streams = Streams(1)
+    streams.declare("a")
+    wrong = {"seed": 7, "over": {"a": ["dp"]}, "places": {"a": [0]}, "states": {}}
+    with pytest.raises(MeshError):
+        streams.load_state_dict(wrong)
+    assert streams.seed == 1 and streams.state_dict()["over"] == {"a": []}

@@ -133,3 +133,39 @@ def test_lazy_modules_get_their_shape_in_the_dtype():
     assert isinstance(lazy.weight, nn.UninitializedParameter)
     assert lazy(torch.ones(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16 == lazy.weight.dtype
     assert lazy.weight.shape == (3, 4)
+
+
+def test_a_parameter_keeps_its_names_values_class_and_hooks():
+    class Special(nn.Parameter):
+        pass
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            shared = Special(torch.empty(3))
+            shared.register_hook(lambda grad: grad * 2)
+            self.a, self.b = shared, shared
+            nn.init.constant_(shared, 7)
+
+    with building(dtype=torch.bfloat16):
+        module = Module()
+    assert module.a is module.b and type(module.a) is Special and module.a.dtype == torch.bfloat16
+    assert module.a.tolist() == [7.0] * 3
+    module.a.sum().backward()
+    assert module.a.grad.tolist() == [2.0] * 3
+
+
+def test_the_innermost_of_nested_contexts_counts():
+    with building(dtype=torch.bfloat16), building(dtype=torch.float32):
+        inner = nn.Linear(2, 2)
+    with building(dtype=torch.bfloat16), building("meta"):
+        on_meta = nn.Linear(2, 2)
+    assert inner.weight.dtype == torch.float32 and on_meta.weight.dtype == torch.bfloat16
+    assert not torch.equal(inner.weight, inner.weight.bfloat16().float())
+
+
+def test_lazy_modules_get_the_dtype_when_they_get_a_shape():
+    with building(dtype=torch.bfloat16):
+        module = nn.LazyLinear(3)
+    module(torch.ones(1, 2, dtype=torch.bfloat16))
+    assert module.weight.dtype == torch.bfloat16 and module.weight.shape == (3, 2)

@@ -44,6 +44,8 @@ def known_groups() -> list[dist.ProcessGroup]:
 
 _groups_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()  # by the default group of a rank
 
+_counting = threading.Lock()
+
 _next_name = threading.local()
 
 _OWN = "parallelize: of one object"
@@ -68,9 +70,7 @@ def new_local_group(ranks: Sequence[int], name: str, *, own: bool = False, **opt
     from torch.distributed.distributed_c10d import _world as world
 
     _install_names()
-    made = _groups_made.setdefault(dist.group.WORLD, Counter())
-    made[tuple(ranks)] += 1
-    _next_name.value = f"parallelize_{name}_{made[tuple(ranks)]}"
+    _next_name.value = f"parallelize_{name}_{_turn(tuple(ranks))}"
     if list(ranks) != sorted(ranks):
         options["sort_ranks"] = False
     if own:
@@ -81,6 +81,14 @@ def new_local_group(ranks: Sequence[int], name: str, *, own: bool = False, **opt
     finally:
         _next_name.value = None
         world.group_count = count
+
+
+def _turn(ranks: tuple[int, ...]) -> int:
+    """How many groups of exactly these ranks there are with the next one. Threads, such as that of a save, take turns."""
+    with _counting:
+        made = _groups_made.setdefault(dist.group.WORLD, Counter())
+        made[ranks] += 1
+        return made[ranks]
 
 
 @lru_cache(maxsize=1)

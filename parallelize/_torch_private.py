@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.utils.data
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -402,28 +403,27 @@ def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
         setattr(owner, name, wrapper(getattr(owner, name)))
 
 
-class _Hidden(threading.local):
-    worker = False
-
-
-_HIDDEN = _Hidden()
-
-
 @contextmanager
-def not_in_a_worker() -> Iterator[None]:
-    """Within the block, `get_worker_info()` is None in a data loader's worker: data sets do not divide themselves over workers (1.2)."""
-    from torch.utils.data._utils import worker
-
-    info, worker._worker_info = worker._worker_info, None
-    outer, _HIDDEN.worker = _HIDDEN.worker, _HIDDEN.worker or info is not None
+def hidden_worker_info() -> Iterator[None]:
+    """A block in which `torch.utils.data.get_worker_info()` is None also in a data loader's worker (1.2)."""
+    worker: Any = torch.utils.data._utils.worker
+    info = worker._worker_info
+    if info is None:
+        yield
+        return
+    worker._worker_info = None
+    _WORKER.append(True)
     try:
         yield
     finally:
-        worker._worker_info, _HIDDEN.worker = info, outer
+        worker._worker_info = info
+        _WORKER.clear()
 
 
-def is_data_worker() -> bool:
-    """Whether this process is a data loader's worker, also inside `not_in_a_worker`."""
-    from torch.utils.data import get_worker_info
+_WORKER: list[bool] = []
+"""Whether a worker's information is hidden: of the process, whose threads read the samples too."""
 
-    return _HIDDEN.worker or get_worker_info() is not None
+
+def in_data_worker() -> bool:
+    """Whether this process is a data loader's worker, also while its information is hidden."""
+    return bool(_WORKER) or torch.utils.data.get_worker_info() is not None

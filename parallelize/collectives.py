@@ -10,6 +10,7 @@
     all_to_all      [.., S, .., t, ..] -> [.., s, .., T, ..]     the reverse
 
 S is the full size of any dim, s this rank's part of it as `torch.chunk` splits it: ranks at the end may have less, or nothing.
+Under `torch.compile` and in a captured CUDA graph ranks cannot ask each other for their parts: pass `full` where they are uneven.
 A group is a 1-D DeviceMesh, such as `mesh["tp"]`, or a process group. All its ranks call the same function with tensors of one
 dtype. The gradients are those of the unsharded computation: nothing is scaled by the number of ranks. They have no second
 derivatives (ModelError `double-backward`). On a group of one rank every function is the identity.
@@ -28,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize.comm.groups import Group
+from parallelize.comm.handshake import over_ranks
 from parallelize.errors import MeshError, ModelError, Problem, ShapeError
 from parallelize.layout import even_interval
 from parallelize.ops import collectives as ops
@@ -98,13 +100,13 @@ def gather(
         dim: the dim that is sharded. Default: the last.
         gradient: what the gradient of the result is on each rank. "partial": each rank uses the result for a computation of its
             own, and the gradient is the sum of theirs. "replicate": all ranks compute the same with it, and each has the gradient.
-        full: the size S of `dim` over all ranks. Default: s times the number of ranks, where all have the same.
+        full: the size S of `dim` over all ranks. Default: the sum of their parts, which they tell each other first.
 
     Returns: [.., S, ..], on every rank.
     Backward: the sum over ranks of this rank's part of the gradient ("partial"), or this rank's part of its own ("replicate").
-    Raises: ShapeError `not-a-shard` if s is not this rank's part of `full`, `no-such-dim`; ModelError `not-local`; MeshError
-        `several-axes`.
-    Cost: one all-gather; backward a reduce-scatter, or nothing.
+    Raises: ShapeError `not-a-shard`, on every rank, if the parts are not those of `torch.chunk`; with `full` only on ranks whose s
+        is not their part of it, for which the others wait; `no-such-dim`; ModelError `not-local`; MeshError `several-axes`.
+    Cost: one all-gather; without `full` another of 8 bytes, which the host waits for; backward a reduce-scatter, or nothing.
     """
     joined = _group(group)
     dim = _dim(_local(x), dim)
@@ -154,13 +156,14 @@ def all_to_all(
         group: a 1-D mesh or a process group.
         split: the dim to shard.
         concat: the dim that is sharded now.
-        full: the size T of `concat` over all ranks. Default: t times the number of ranks, where all have the same.
+        full: the size T of `concat` over all ranks. Default: the sum of their parts, which they tell each other first.
 
     Returns: [.., T, .., s, ..].
     Backward: the reverse.
-    Raises: ShapeError `not-a-shard` if t is not this rank's part of `full`, `no-such-dim`, `same-dim` if both dims are one;
-        ModelError `not-local`; MeshError `several-axes`.
-    Cost: one all-to-all; backward another.
+    Raises: ShapeError `not-a-shard`, on every rank, if the parts are not those of `torch.chunk`; with `full` only on ranks whose t
+        is not their part of it, for which the others wait; `no-such-dim`, `same-dim` if both dims are one; ModelError `not-local`;
+        MeshError `several-axes`.
+    Cost: one all-to-all; without `full` also an all-gather of 8 bytes, which the host waits for; backward another all-to-all.
     """
     joined = _group(group)
     split, concat = _dim(_local(x), split), _dim(x, concat)
@@ -199,9 +202,19 @@ def _dim(x: torch.Tensor, dim: int) -> int:
 def _full(x: torch.Tensor, group: Group, dim: int, full: int | None) -> int:
     """The size of `dim` over all ranks, of which `x` must have this rank's part."""
     if full is None:
-        return x.shape[dim] * group.size
+        return _sum_of_parts(over_ranks(group, x.shape[dim], x.device), dim)
     start, stop = even_interval(full, group.size, group.rank)
     if x.shape[dim] != stop - start:
         what = f"dim {dim} has {x.shape[dim]} elements; rank {group.rank} of {group.size} has {stop - start} of {full}"
         raise ShapeError(Problem("not-a-shard", what, fix="shard as torch.chunk does (`split`), or pass the full size"))
+    return full
+
+
+def _sum_of_parts(parts: list[int], dim: int) -> int:
+    """The full size of a dim of which each rank has a part. All ranks have the same list, so all raise or none."""
+    full = sum(parts)
+    expected = [stop - start for start, stop in (even_interval(full, len(parts), rank) for rank in range(len(parts)))]
+    if parts != expected:
+        what = f"the ranks have {parts} elements of dim {dim}; of {full}, torch.chunk gives them {expected}"
+        raise ShapeError(Problem("not-a-shard", what, fix="shard as torch.chunk does (`split`)"))
     return full

@@ -63,9 +63,9 @@ def test_each_function_and_its_gradient(ranks, size, dim):
             result.mul(weights[rank]).sum().backward()
             assert torch.allclose(result, sum(summands)) and torch.allclose(summand.grad, total)
 
-            for gradient, expected in (("partial", total), ("replicate", weights[0])):
+            for gradient, expected, full in (("partial", total, size), ("replicate", weights[0], None)):
                 local = leaf(own_part)
-                result = collectives.gather(local, group, dim, gradient=gradient, full=size)
+                result = collectives.gather(local, group, dim, gradient=gradient, full=full)
                 result.mul(weights[rank if gradient == "partial" else 0]).sum().backward()
                 assert torch.equal(result, x) and torch.allclose(local.grad, part(expected, rank, ranks, dim))
 
@@ -99,8 +99,7 @@ def test_all_to_all_shards_heads_instead_of_tokens_and_back(ranks, tokens, heads
             assert torch.equal(local.grad, part(weight, rank, ranks, 1))
             back = collectives.all_to_all(result.detach(), group, 1, 2, full=heads)
             assert torch.equal(back, local)
-            if tokens % ranks == 0:
-                assert torch.equal(collectives.all_to_all(local, group), result)
+            assert torch.equal(collectives.all_to_all(local, group), result), "ranks tell each other their parts"
 
     run_ranks(ranks, body)
 
@@ -166,3 +165,29 @@ def test_what_is_no_local_shard_is_refused_before_anything_is_sent():
             assert caught.value.slugs == (slug,), caught.value
 
     run_ranks(4, body)
+
+
+@pytest.mark.parametrize("parts", [[3, 1], [2, 3], [0, 2]])
+def test_parts_that_are_not_those_of_a_chunk_are_refused_on_every_rank(parts):
+    def body(rank: int) -> None:
+        tp, x = build_mesh("cpu", tp=2)["tp"], draw(4, parts[rank], 6)
+        for call in (
+            lambda: collectives.gather(x, tp, 1, gradient="partial"),
+            lambda: collectives.all_to_all(x, tp, 2, 1),
+        ):
+            with pytest.raises(
+                ShapeError, match=f"the ranks have .*{parts[0]}, {parts[1]}.* elements of dim 1"
+            ) as caught:
+                call()
+            assert caught.value.slugs == ("not-a-shard",)
+        assert torch.equal(collectives.reduce(torch.ones(2), tp), torch.full((2,), 2.0)), "both ranks go on"
+
+    run_ranks(2, body)
+
+
+def test_on_meta_nothing_is_asked():
+    def body(rank: int) -> None:
+        x = torch.empty(4, 3, device="meta")
+        assert collectives.gather(x, build_mesh("cpu", tp=2)["tp"], gradient="partial").shape == (4, 6)
+
+    run_ranks(2, body)

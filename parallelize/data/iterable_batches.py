@@ -13,7 +13,6 @@ workers, sees the same global batches in the same order.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -22,9 +21,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from parallelize import _torch_private as private
+from parallelize._torch_private import hidden_worker_info
 from parallelize.applied.stored_slices import data_rank
 from parallelize.data.sample_reader import SampleReader, Source, not_a_position
+from parallelize.data.worker_messages import WorkerMessage, packed, unpacked
 from parallelize.errors import CheckpointError, DataError, Problem, ShapeError
 from parallelize.mesh import SAMPLE_AXES
 from parallelize.ops.random.counter import key
@@ -38,7 +38,8 @@ class IterableBatches:
 
     Args:
         sources: one iterable, or a list of n of them. Each can be iterated again and again; or it is a function of the epoch
-            that returns the samples of that epoch, shuffled with the epoch as seed, say. All ranks pass equal sources.
+            that returns the samples of that epoch, shuffled with the epoch as seed, say. All ranks pass equal sources. One with
+            `state_dict` and `load_state_dict` continues from its own state, and is copied (`copy.deepcopy`) for each epoch.
         global_batch_size: samples per step, over all data ranks: a multiple of n and of the number of data ranks.
         mesh: a DeviceMesh with any axes, or None for one data rank.
         repeat: whether a source begins again when it ends, so that there is no end. Default: for several sources. One source
@@ -93,7 +94,8 @@ class IterableBatches:
         """A DataLoader of these batches, collated. Its iterations continue at the position.
 
         Args:
-            num_workers: processes that read and prepare samples, at most one for each source that this rank reads.
+            num_workers: processes that read and prepare samples, at most one for each source that this rank reads. In a worker
+                a source sees no `get_worker_info()`: it is read as a whole, by one worker.
             collate_fn: makes a batch of a list of samples, in the training process; `collate_rows`, for example.
             options: more arguments of DataLoader, such as `prefetch_factor`, `pin_memory`, `multiprocessing_context`.
 
@@ -103,7 +105,10 @@ class IterableBatches:
             what = f"{num_workers} workers cannot divide the {len(self._parts)} sources that this rank reads"
             fix = f"use num_workers={len(self._parts)} or fewer, or split the data into more sources"
             raise DataError(Problem("too-many-workers", what, fix=fix))
-        refused = {
+        named = options.keys() - (
+            {"in_order"} if options.get("in_order", True) else set()
+        )  # the order is that of the sources
+        refused = named & {
             "batch_size",
             "shuffle",
             "sampler",
@@ -111,7 +116,7 @@ class IterableBatches:
             "drop_last",
             "persistent_workers",
             "in_order",
-        } & options.keys()
+        }
         if refused:
             raise TypeError(f"IterableBatches determines {', '.join(sorted(refused))} itself")
         return IterableLoader(self, num_workers, collate_fn, options)
@@ -120,7 +125,7 @@ class IterableBatches:
         """The samples of a batch from every `workers` items; the position moves before each one is returned."""
         stream = iter(items)
         while received := list(islice(stream, workers)):
-            chunk = [pickle.loads(item) if isinstance(item, bytes) else item for item in received]
+            chunk = [unpacked(item) if isinstance(item, WorkerMessage) else item for item in received]
             for _, states in chunk:
                 self._load(states)
             yield [sample for samples, _ in chunk for sample in samples]
@@ -164,7 +169,7 @@ class IterableBatches:
                 Problem("data-position", what, fix="pass merge_states([the state of each data rank])")
             )
         for part in self._parts:
-            SampleReader(()).load_state_dict(state["sources"][part.index])
+            part.reader.check_state(state["sources"][part.index])
         self._load(state["sources"])
 
     def _check_state(self, state: Any) -> None:
@@ -186,15 +191,30 @@ class _Part:
 
 
 class _Samples(IterableDataset):
-    """Of each step the samples of some sources, and the positions after them by source; read from copies of the readers."""
+    """Of each step the samples of some sources, and the positions after them by source; read from copies of the readers.
+
+    In a worker as messages. The sources do not see the worker: each is one worker's alone, and a source that divides itself over
+    the workers, as PyTorch's documents show and those of `datasets` do, would lose all but a part of its samples.
+    """
 
     def __init__(self, parts: list[_Part]):
         self.parts = parts
 
-    def __iter__(self) -> Iterator[Any]:
-        """In a worker, bytes: each tensor that is sent by itself needs a file descriptor, of which there are few."""
+    def __iter__(self) -> Iterator[tuple[list[Any], dict[int, Any]] | WorkerMessage]:
         worker = get_worker_info()
-        index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if worker is None:
+            yield from self._steps(0, 1)
+            return
+        steps = self._steps(worker.id, worker.num_workers)
+        while True:
+            with hidden_worker_info():
+                step = next(steps, None)
+            if step is None:
+                return
+            yield packed(step)
+
+    def _steps(self, index: int, count: int) -> Iterator[tuple[list[Any], dict[int, Any]]]:
+        """Of the sources that worker `index` of `count` reads."""
         total = len(self.parts)
         parts = self.parts[index * total // count : (index + 1) * total // count]
         readers = [part.reader.copy() for part in parts]
@@ -202,23 +222,11 @@ class _Samples(IterableDataset):
         while True:
             samples: list[Any] = []
             for part, stream in zip(parts, streams, strict=True):
-                with private.not_in_a_worker():
-                    following = list(islice(stream, part.count))
+                following = list(islice(stream, part.count))
                 if len(following) < part.count:
                     return
                 samples += following[part.kept]
-            states = {part.index: reader.state_dict() for part, reader in zip(parts, readers, strict=True)}
-            yield (
-                (samples, states)
-                if worker is None
-                else pickle.dumps((private.tree_map(_without_rest, samples), states))
-            )
-
-
-def _without_rest(value: Any) -> Any:
-    """A tensor without the rest of its storage, all of which would be sent."""
-    is_part = isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes
-    return value.clone() if is_part else value
+            yield samples, {part.index: reader.state_dict() for part, reader in zip(parts, readers, strict=True)}
 
 
 class IterableLoader:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from parallelize.applied.stored_slices import data_rank
 from parallelize.errors import DataError, Problem
 from parallelize.mesh import SAMPLE_AXES
 
 _SHARDED_BY = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
 """Attributes in which samplers keep how many parts there are and which one they take: those of `DistributedSampler`,
-of accelerate's samplers and data sets, and of the configuration that `datasets.split_dataset_by_node` leaves. Its dispatcher, which
-has a `slice_fn`, sends each process a slice of what the first one reads."""
+of accelerate's samplers and data sets, and of the configuration that `datasets.split_dataset_by_node` leaves."""
 _INSIDE = ("batch_sampler", "sampler", "dataset", "_distributed")
 
 
@@ -36,10 +33,11 @@ def check_loader(loader: Any, mesh: Any) -> None:
         for count_name, index_name in _SHARDED_BY:
             parts, part_index = getattr(part, count_name, None), getattr(part, index_name, None)
             if isinstance(parts, int) and isinstance(part_index, int) and (parts, part_index) != (count, index):
-                raise DataError(_over_world(part, (count_name, parts), (index_name, part_index), (index, count)))
-        if callable(getattr(part, "slice_fn", None)) and torch.distributed.get_world_size() > count:
-            world = torch.distributed.get_world_size(), torch.distributed.get_rank()
-            raise DataError(_over_world(part, ("num_processes", world[0]), ("process_index", world[1]), (index, count)))
+                pass_them = f"pass {count_name}={count} and {index_name}={index}, or "
+                raise DataError(_over_world(part, (part_index, parts), (index, count), pass_them))
+        dispatched = _dispatched(part)
+        if dispatched not in (None, (index, count)):
+            raise DataError(_over_world(part, dispatched, (index, count)))
 
 
 def _parts(loader: Any) -> Iterator[Any]:
@@ -55,11 +53,20 @@ def _parts(loader: Any) -> Iterator[Any]:
         waiting += [value for name in _INSIDE if (value := getattr(part, name, None)) is not None]
 
 
-def _over_world(part: Any, parts: tuple[str, int], index: tuple[str, int], here: tuple[int, int]) -> Problem:
-    data_index, count = here
+def _dispatched(part: Any) -> tuple[int, int] | None:
+    """(index, number) of the slice that this process gets from accelerate's `DataLoaderDispatcher`, whose first process reads."""
+    state = getattr(part, "state", None)
+    index, count = getattr(state, "process_index", None), getattr(state, "num_processes", None)
+    if not callable(getattr(part, "slice_fn", None)) or not isinstance(index, int) or not isinstance(count, int):
+        return None
+    return (0, 1) if getattr(part, "submesh_tp", None) is not None else (index, count)
+
+
+def _over_world(part: Any, its: tuple[int, int], here: tuple[int, int], instead: str = "") -> Problem:
+    """its, here: (index, number) of the parts that the loader takes, and of the data ranks."""
     return Problem(
         "loader-over-world",
-        f"the loader's {type(part).__name__} takes part {index[1]} of {parts[1]}; this rank is data rank {data_index} of {count}",
-        fix=f"pass {parts[0]}={count} and {index[0]}={data_index}, or use GlobalBatches(len(dataset), size, mesh=mesh) as the "
-        "DataLoader's batch_sampler, and let no other library prepare the loader",
+        f"the loader's {type(part).__name__} takes part {its[0]} of {its[1]}; this rank is data rank {here[0]} of {here[1]}",
+        fix=f"{instead}use GlobalBatches(len(dataset), size, mesh=mesh) as the DataLoader's batch_sampler, and let no other "
+        "library prepare the loader",
     )

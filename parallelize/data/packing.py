@@ -42,7 +42,7 @@ class PackedRows(Dataset[Row]):
 
     def __init__(self, tokens: Any, length: int, *, starts: Any = None, unshifted: bool = False):
         self.tokens, self.length, self.unshifted = tokens, length, unshifted
-        self.starts = torch.as_tensor([0] if starts is None else starts).long()
+        self.starts = torch.as_tensor([0] if starts is None else starts).long()  # unsigned ones cannot be subtracted
         _check_length(length, len(tokens))
         firsts = self.starts
         if not len(firsts) or firsts[0] != 0 or firsts[-1] >= len(tokens) or not bool((firsts.diff() > 0).all()):
@@ -56,7 +56,7 @@ class PackedRows(Dataset[Row]):
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         first = index * self.length
-        # a copy: a row may be changed, and sent to another process
+        # a copy, as a row may be changed in place
         ids = torch.as_tensor(self.tokens[first : first + self.length + 1]).to(torch.long, copy=True)
         begin, end = torch.searchsorted(self.starts, torch.tensor([first + 1, first + self.length + 1])).tolist()
         return packed_row(ids, self.length, (self.starts[begin:end] - first).tolist(), self.unshifted)
@@ -84,10 +84,10 @@ class PackedDocuments:
         self._position = self._begin
 
     def __deepcopy__(self, memo: dict) -> PackedDocuments:
-        """A copy with a position of its own. It reads the same documents, from copies of those with a state."""
-        copied = PackedDocuments(self.documents, self.length, unshifted=self.unshifted)
-        copied._begin, copied._position = copy.deepcopy((self._begin, self._position), memo)
-        return copied
+        """A copy with a position of its own, of the same documents: readers copy those that have a state."""
+        other = copy.copy(self)
+        other._begin, other._position = copy.deepcopy((self._begin, self._position), memo)
+        return other
 
     def __iter__(self) -> Iterator[Row]:
         reader = SampleReader(self.documents)
@@ -119,7 +119,7 @@ class PackedDocuments:
         """
         if not isinstance(state, dict) or type(state.get("used")) is not int or state["used"] < 0:
             raise not_a_position("the saved position in packed documents", state)
-        SampleReader(()).load_state_dict(state.get("documents"))
+        SampleReader(self.documents).check_state(state.get("documents"))
         self._begin = self._position = dict(state)
 
 
@@ -134,13 +134,13 @@ class FittedRows(Dataset[Row]):
         documents: map-style: each is a sequence of ids, or a mapping with `input_ids` and, if some tokens are not to be
             learned, `labels` (the token itself, or -100).
         length: tokens per row.
-        lengths: the number of tokens of each document. Default: all documents are read once to count them.
+        lengths: the number of tokens of each document, at least. Default: all documents are read once to count them.
         pad_id: the id of padding.
         truncate: cut documents that are longer than a row, instead of refusing them.
         unshifted: give `labels` instead of `targets`.
 
-    Raises: DataError `bad-row-length`; `long-documents`, with their number and the longest; `unequal-lengths` for other `lengths`
-        than the documents have.
+    Raises: DataError `bad-row-length`; `long-documents`, with their number and the longest; `unequal-lengths` if the number of
+        `lengths` is not that of the documents, and when a document is read that is longer than they say.
     """
 
     def __init__(
@@ -154,14 +154,13 @@ class FittedRows(Dataset[Row]):
         unshifted: bool = False,
     ):
         self.documents, self.length, self.pad_id, self.unshifted = documents, length, pad_id, unshifted
-        counts = (
-            [len(_ids_and_labels(documents[i])[0]) for i in range(len(documents))] if lengths is None else list(lengths)
-        )
+        if lengths is None:
+            lengths = [len(_ids_and_labels(documents[i])[0]) for i in range(len(documents))]
+        self.counts = counts = [int(count) for count in lengths]
         if len(counts) != len(documents):
             what = f"there are {len(counts)} lengths of {len(documents)} documents"
-            raise DataError(Problem("unequal-lengths", what, fix="give one length for each document, or none"))
+            raise DataError(Problem("unequal-lengths", what, fix="give one for each document, or leave lengths out"))
         _check_length(length, max(counts, default=0) and length)
-        self._counts = counts
         long = [count for count in counts if count > length]
         if long and not truncate:
             what = f"{len(long)} of {len(counts)} documents have more than {length} tokens, the longest {max(long)}"
@@ -178,8 +177,7 @@ class FittedRows(Dataset[Row]):
         labels: list[int] = []
         starts: list[int] = []
         for document in self.rows[index]:
-            document_ids, document_labels = _ids_and_labels(self.documents[document])
-            self._check_count(document, len(document_ids))
+            document_ids, document_labels = self._read(document)
             starts.append(len(ids))
             ids += document_ids[: self.length]
             labels += document_labels[: self.length]
@@ -188,11 +186,15 @@ class FittedRows(Dataset[Row]):
         full = torch.tensor(ids + [self.pad_id] * padding)
         return packed_row(full, self.length, starts, self.unshifted, torch.tensor(labels + [IGNORED] * padding))
 
-    def _check_count(self, document: int, count: int) -> None:
-        """Of a document whose length the caller gave: rows have been made for that many tokens."""
-        if count != self._counts[document]:
-            what = f"document {document} has {count} tokens, and its length was given as {self._counts[document]}"
-            raise DataError(Problem("unequal-lengths", what, fix="give the number of tokens of each document, or none"))
+    def _read(self, document: int) -> tuple[list[int], list[int]]:
+        """Ids and labels of a document, for which the row has room."""
+        ids, labels = _ids_and_labels(self.documents[document])
+        if len(ids) > self.counts[document]:
+            what = f"document {document} has {len(ids)} tokens, and a row was made for {self.counts[document]}"
+            raise DataError(
+                Problem("unequal-lengths", what, fix="pass lengths of these documents, or leave lengths out")
+            )
+        return ids, labels
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -17,7 +17,9 @@ class SampleReader:
     """The samples of a source, from a position on, epoch after epoch.
 
     A source with `state_dict` and `load_state_dict` (`PackedDocuments`, an iterable data set of `datasets`) continues from its
-    own state. Of any other one the samples before the position are read again and dropped.
+    own state. Each epoch iterates a deep copy of it, so that none begins where an earlier one was resumed; one that holds much
+    data shares it between copies by a `__deepcopy__`. Of any other source the samples before the position are read again and
+    dropped.
 
     Args:
         source: an iterable, or a function of the epoch that returns one.
@@ -51,12 +53,10 @@ class SampleReader:
     def _of_this_epoch(self) -> Iterator[Any]:
         self._state = self._own_state()
         source: Any = self.source(self.epoch) if callable(self.source) else self.source
-        # a deep copy: a source that was told where to begin may begin there in later epochs too, and its state may be in a member
-        source = self._iterated = copy.deepcopy(source) if _says_where(source) else source
+        _check_kind(source, self._state)
+        # a copy: a source that was told where to begin may begin there in later epochs too
+        source = self._iterated = _copied(source) if _says_where(source) else source
         if self._state is not None:
-            if not _says_where(source):
-                what = f"the position is that of a source with a state of its own, and {type(source).__name__} has none"
-                raise CheckpointError(Problem("data-position", what, fix="pass the same sources in the same order"))
             source.load_state_dict(self._state)
             return iter(source)
         return itertools.islice(source, self.taken, None)
@@ -69,7 +69,9 @@ class SampleReader:
         """What the source itself says of its position; None if it is at its beginning, or cannot say."""
         if self._iterated is None:
             return self._state
-        return copy.deepcopy(self._iterated.state_dict()) if self.taken and _says_where(self._iterated) else None
+        if not self.taken or not _says_where(self._iterated):
+            return None
+        return copy.deepcopy(self._iterated.state_dict())  # some return the dict that they go on to change
 
     def copy(self) -> SampleReader:
         """A reader of the same source, at the same position."""
@@ -83,12 +85,19 @@ class SampleReader:
     def load_state_dict(self, state: Any) -> None:
         """Continue at a saved position. An iteration that has begun is not changed.
 
-        Raises: CheckpointError `data-position` if this is no position. Nothing is changed then.
+        Raises: CheckpointError `data-position` if this is no position, or one that this kind of source cannot continue from.
+            Nothing is changed then.
         """
-        if not isinstance(state, dict) or any(not _is_count(state.get(name)) for name in ("epoch", "taken")):
-            raise not_a_position("the saved position of a source of samples", state)
+        self.check_state(state)
         self.epoch, self.taken = state["epoch"], state["taken"]
         self._iterated, self._state = None, state.get("source")
+
+    def check_state(self, state: Any) -> None:
+        """Raises: as `load_state_dict`. What a function of the epoch returns is checked when its iteration begins."""
+        if not isinstance(state, dict) or any(not _is_count(state.get(name)) for name in ("epoch", "taken")):
+            raise not_a_position("the saved position of a source of samples", state)
+        if not callable(self.source):
+            _check_kind(self.source, state.get("source"))
 
 
 def _is_count(value: Any) -> bool:
@@ -97,6 +106,22 @@ def _is_count(value: Any) -> bool:
 
 def _says_where(source: Any) -> bool:
     return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
+def _check_kind(source: Any, state: Any) -> None:
+    """Whether a source can continue from a state of its own; None is no state."""
+    if state is not None and not _says_where(source):
+        what = f"the position is one of a source with a state of its own, and a {type(source).__name__} has no load_state_dict"
+        raise CheckpointError(Problem("data-position", what, fix="pass the same sources in the same order"))
+
+
+def _copied(source: Any) -> Any:
+    try:
+        return copy.deepcopy(source)
+    except Exception as error:  # what `__deepcopy__` and `__reduce__` of its members raise
+        what = f"a {type(source).__name__} has a state and cannot be copied, so that epochs would share it: {error}"
+        fix = "open files in its __iter__; or give it a __deepcopy__, which may share what does not change"
+        raise DataError(Problem("uncopied-source", what, fix=fix)) from error
 
 
 def not_a_position(name: str, state: Any) -> CheckpointError:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize import _torch_private as private
+from parallelize._torch_private import in_data_worker
 from parallelize.errors import ModelError, Problem
 
 State = dict[str, Any]  # states of the generators: "torch", "python", and "cuda", "numpy" if they are used
@@ -41,36 +41,71 @@ def set_random_state(state: State) -> None:
     Raises: ModelError `not-a-random-state`. Nothing is changed then.
     """
     check_state(state)
+    continue_from(state)
+
+
+def continue_from(state: State) -> None:
+    """`set_random_state` without its check, for states that were read or checked in this process."""
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     if "python" in state:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
+        random.setstate(_python_state(state["python"]))
     if "cuda" in state and _uses_cuda():
         torch.cuda.set_rng_state(state["cuda"])
     numpy = sys.modules.get("numpy")
     if "numpy" in state and numpy is not None:
-        kind, words, *rest = state["numpy"]
-        numpy.random.set_state((kind, words.tolist(), *rest))
+        numpy.random.set_state(_numpy_state(state["numpy"]))
 
 
 def check_state(state: Any) -> None:
-    """Raises: ModelError `not-a-random-state` for what `random_state` did not return."""
-    names = ("torch", "python", "cuda", "numpy")
-    if not isinstance(state, dict) or not set(state) <= set(names):
-        what = f"a random state is a dict with some of {', '.join(names)}, and this is {str(state)[:80]!r}"
+    """Raises: ModelError `not-a-random-state` for what `random_state` did not return. Nothing is set."""
+    if not isinstance(state, dict) or not set(state) <= set(_TRIALS):
+        what = f"a random state is a dict with some of {', '.join(_TRIALS)}, and this is {str(state)[:80]!r}"
         raise ModelError(Problem("not-a-random-state", what, fix="pass what random_state() returned"))
     for name, value in state.items():
-        if not _is_state(name, value):
-            what = f"the state of {name} is {str(value)[:80]!r}"
-            raise ModelError(Problem("not-a-random-state", what, fix="pass what random_state() returned"))
+        try:
+            _TRIALS[name](value)
+        except Exception as error:  # what the generators and the parts of a wrong value raise
+            what = f"the state of {name} is {str(value)[:80]!r}: {error}"
+            raise ModelError(Problem("not-a-random-state", what, fix="pass what random_state() returned")) from error
 
 
-def _is_state(name: str, value: Any) -> bool:
-    if name in ("torch", "cuda"):
-        return isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 1
-    size = {"python": 3, "numpy": 5}[name]
-    return isinstance(value, tuple | list) and len(value) == size and isinstance(value[1], torch.Tensor)
+def _try_torch(state: Any) -> None:
+    torch.Generator("cpu").set_state(state)
+
+
+def _try_cuda(state: Any) -> None:
+    if state.dtype != torch.uint8 or state.ndim != 1 or state.device.type != "cpu":
+        raise ValueError("not bytes")
+    if _uses_cuda():
+        torch.Generator("cuda").set_state(state)
+
+
+def _try_python(state: Any) -> None:
+    random.Random(0).setstate(_python_state(state))
+
+
+def _try_numpy(state: Any) -> None:
+    kind, words, *rest = _numpy_state(state)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.RandomState(0).set_state((kind, words, *rest))
+
+
+_TRIALS = {"torch": _try_torch, "python": _try_python, "cuda": _try_cuda, "numpy": _try_numpy}
+"""By name of a generator: sets another one of its kind, which raises what the generator itself would raise."""
+
+
+def _python_state(state: Any) -> tuple[int, tuple[int, ...], float | None]:
+    version, words, gauss = state
+    if gauss is not None and not isinstance(gauss, float):
+        raise ValueError(f"{gauss!r} is no number that was drawn")
+    return version, tuple(words.tolist()), gauss
+
+
+def _numpy_state(state: Any) -> tuple[Any, ...]:
+    kind, words, *rest = state
+    return kind, words.tolist(), *_numbers(rest)
 
 
 def synchronize_random_state(group: DeviceMesh | dist.ProcessGroup, source: int = 0) -> State:
@@ -107,7 +142,7 @@ def seed_generators(seed: int, skip: State) -> None:
 
 def _uses_cuda() -> bool:
     """Whether to handle CUDA's generator; not in a data loader's worker, where CUDA must not be used."""
-    return torch.cuda.is_available() and not private.is_data_worker()
+    return torch.cuda.is_available() and not in_data_worker()
 
 
 def _plain(state: tuple) -> tuple:
@@ -116,7 +151,7 @@ def _plain(state: tuple) -> tuple:
 
 
 def _words(words: Sequence[int]) -> torch.Tensor:
-    """On the CPU, whatever the default device of tensors is."""
+    """On the CPU, whatever the default device is: on meta they would be lost."""
     return torch.tensor(words, dtype=torch.int64, device="cpu")
 
 

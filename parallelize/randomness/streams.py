@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.ops.random.counter import key
-from parallelize.randomness.generators import State, check_state, random_state, seed_generators, set_random_state
+from parallelize.randomness.generators import State, check_state, continue_from, random_state, seed_generators
 
 
 class Streams(Mapping[str, State]):
@@ -85,17 +85,20 @@ class Streams(Mapping[str, State]):
             outside = random_state()
             self._enter(name)
             self._states[name] = random_state()
-            set_random_state(outside)
+            continue_from(outside)
         return dict(self._states[name])
 
     def __setitem__(self, name: str, state: State) -> None:
-        """Let a stream continue from a state. Raises: ModelError `unknown-stream`; `stream-open` inside of it."""
+        """Let a stream continue from a state; generators that `state` does not have continue from their own.
+
+        Raises: ModelError `unknown-stream`, `not-a-random-state`; `stream-open` inside of it.
+        """
         self._check_declared(name)
         if name in self._open:
             what = f"stream {name!r} is open, and its state is set"
             raise ModelError(Problem("stream-open", what, fix="set it outside; inside, set_random_state(state)"))
         check_state(state)
-        self._states[name] = self._states.get(name, {}) | dict(state)  # absent generators continue
+        self._states[name] = self._states.get(name, {}) | state
 
     def _check_declared(self, name: str) -> None:
         if name not in self._over:
@@ -119,12 +122,12 @@ class Streams(Mapping[str, State]):
         finally:
             self._states[name] = random_state()
             self._open.pop()
-            set_random_state(self._states[self._open[-1]] if self._open else outside)
+            continue_from(self._states[self._open[-1]] if self._open else outside)
 
     def _enter(self, name: str) -> None:
         saved = self._states.get(name, {})
         seed_generators(self._seed_of(name), skip=saved)
-        set_random_state(saved)
+        continue_from(saved)
 
     def _seed_of(self, name: str) -> int:
         return key(self.seed, f"stream {name}", *self._indices(name)).start & (2**63 - 1)
@@ -162,13 +165,14 @@ class Streams(Mapping[str, State]):
         Args:
             state: the dict that `state_dict()` returned. Its seed and streams replace those of this object.
 
-        Raises: ModelError `stream-open` inside a stream; MeshError `unknown-axis` if a saved stream differs over an
-            axis that the mesh does not have.
+        Raises: ModelError `stream-open` inside a stream, `not-a-random-state`; MeshError `unknown-axis` if a saved stream differs
+            over an axis that the mesh does not have. Nothing is changed then.
         """
         self.check_closed()
-        seed, over = int(state["seed"]), {name: tuple(axes) for name, axes in state["over"].items()}
-        for name, axes in over.items():
-            Streams(seed, self.mesh).declare(name, axes)
-        self.seed, self._over = seed, over
-        same = {name for name in self._over if list(state["places"][name]) == self._indices(name)}
-        self._states = {name: dict(saved) for name, saved in state["states"].items() if name in same}
+        loaded = Streams(int(state["seed"]), self.mesh)
+        for name, axes in state["over"].items():
+            loaded.declare(name, axes)
+        same = {name for name in loaded if list(state["places"][name]) == loaded._indices(name)}
+        for name in same & state["states"].keys():
+            loaded[name] = state["states"][name]
+        self.seed, self._over, self._states = loaded.seed, loaded._over, loaded._states

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
@@ -49,6 +51,21 @@ def test_ties_of_plain_modules_and_reused_ones():
     assert tied_names(model) == (("a.weight", "b.weight"), ("c.weight", "d.weight"), ("c.bias", "d.bias"))
     model["b"].weight = nn.Parameter(torch.zeros(4, 4))
     assert tied_names(model) == (("c.weight", "d.weight"), ("c.bias", "d.bias"))
+
+
+@pytest.mark.parametrize("members", [("a.weight", "c.weight"), ("c.weight", "b.weight")])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_tie_of_the_plan_adds_to_a_parameter_that_modules_share(monkeypatch, members, is_cut):
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+    model["b"].weight = model["a"].weight
+    names = {"a.weight": ("a.weight", "b.weight"), "c.weight": ("c.weight",)}
+    facts = {name: SimpleNamespace(fqn=name, names=shared) for name, shared in names.items()}
+    tie = SimpleNamespace(members=members)
+    resolved = SimpleNamespace(facts=SimpleNamespace(parameters=facts), ties=(tie,))
+    found = {"cut_of": None, "record_of": None, "cut_of" if is_cut else "record_of": SimpleNamespace(resolved=resolved)}
+    for name, value in found.items():
+        monkeypatch.setattr(f"parallelize.applied.tied_names.{name}", lambda module, value=value: value)
+    assert tied_names(model) == (("a.weight", "b.weight", "c.weight"),)
 
 
 def test_groups_that_overlap_are_one():

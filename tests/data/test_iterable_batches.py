@@ -9,15 +9,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import get_worker_info
 
+from parallelize._torch_private import hidden_worker_info, in_data_worker
 from parallelize.checkpoint.format.json_encoder import decode, encode
 from parallelize.checkpoint.run import run_state
-from parallelize.data.iterable_batches import IterableBatches
+from parallelize.data.iterable_batches import IterableBatches, _Samples
 from parallelize.data.packing import PackedDocuments
 from parallelize.errors import CheckpointError, DataError, ShapeError
+from parallelize.randomness.generators import _uses_cuda
 from tests.data.test_global_batches import data_mesh, flat
 
 WORKERS = pytest.mark.parametrize("workers", [0, 1, 2])
+
+
+class Shared(list):
+    """A list that copies of its owner share."""
 
 
 class Reads(list):
@@ -32,6 +39,7 @@ class Numbers:
 
     def __init__(self, name: int, count: int):
         self.name, self.count = name, count
+        self.reads = Shared()
         self.reads = Reads()  # which copies share
 
     def __iter__(self):
@@ -252,6 +260,135 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing():
     assert batches.state_dict() == good
 
 
+class Delegating:
+    """Its state is in a member, which a shallow copy shares."""
+
+    def __init__(self):
+        self.inner = Resumable(0, 6)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+
+class Alive(Delegating):
+    """Returns the dict that it goes on to change, and shares all of its attributes with shallow copies."""
+
+    def __init__(self):
+        self.state = {"position": 0}
+
+    def __copy__(self):
+        other = object.__new__(type(self))
+        other.__dict__ = self.__dict__
+        return other
+
+    def __iter__(self):
+        while self.state["position"] < 6:
+            self.state["position"] += 1
+            yield self.state["position"] - 1
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
+@pytest.mark.parametrize("kind", [Delegating, Alive])
+def test_later_epochs_begin_at_the_beginning_wherever_a_source_keeps_its_state(kind):
+    expected = [[0, 1], [2, 3], [4, 5]] * 3
+    before, packed = IterableBatches(kind(), 2, repeat=True), IterableBatches(PackedDocuments([[1, 2]] * 5, 3), 1)
+    assert first(before, 2) == expected[:2]
+    state = before.state_dict()
+    assert first(before, 7) == expected[2:], "the same object, after an iteration that was left early"
+    for loader in (lambda batches: batches, lambda batches: batches.loader(num_workers=1, collate_fn=list)):
+        after = IterableBatches(kind(), 2, repeat=True)
+        after.load_state_dict(state)
+        assert first(loader(after), 7) == expected[2:]
+    assert len(first(packed, 1)) + len(list(packed)) == len(list(packed)) == 3
+
+
+def test_a_source_with_a_state_that_cannot_be_copied_is_refused():
+    source = Delegating()
+    source.file = open(__file__)  # noqa: SIM115
+    with source.file, pytest.raises(DataError) as caught:
+        first(IterableBatches(source, 2), 1)
+    assert caught.value.slugs == ("uncopied-source",) and "Delegating" in str(caught.value)
+
+
+def test_a_source_without_a_state_cannot_continue_from_one():
+    before = IterableBatches(Delegating(), 2, repeat=True)
+    first(before, 1)
+    plain = IterableBatches(range(6), 2, repeat=True)
+    of_epochs = IterableBatches(lambda epoch: range(6), 2, repeat=True)
+    of_epochs.load_state_dict(before.state_dict())
+    for call in (lambda: plain.load_state_dict(before.state_dict()), lambda: first(of_epochs, 1)):
+        with pytest.raises(CheckpointError, match="a range has no load_state_dict") as caught:
+            call()
+        assert caught.value.slugs == ("data-position",)
+    assert first(plain, 1) == [[0, 1]]
+    after = IterableBatches(Delegating(), 2, repeat=True)
+    after.load_state_dict(plain.state_dict())
+    assert first(after, 1) == [[2, 3]], "what was read by count is skipped by count"
+
+
+class SelfSharding(Numbers):
+    """Divides its samples over the workers that it sees, as PyTorch's documents show."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from range(self.name * 1000 + index, self.name * 1000 + self.count, count)
+
+
+@WORKERS
+def test_sources_that_divide_themselves_over_workers_lose_nothing(workers):
+    expected = first(IterableBatches([Numbers(0, 7), Numbers(1, 6)], 4), 8)
+    loader = IterableBatches([SelfSharding(0, 7), SelfSharding(1, 6)], 4).loader(num_workers=workers, collate_fn=list)
+    assert first(loader, 8) == expected
+
+
+class SeesItsWorker(Numbers):
+    """Whether the process is known as a worker's, and whether a source sees no worker."""
+
+    def __iter__(self):
+        while True:
+            yield (in_data_worker(), get_worker_info() is None)
+
+
+@pytest.mark.parametrize("workers, expected", [(0, (False, True)), (1, (True, True))])
+def test_a_worker_is_known_as_one_although_sources_do_not_see_it(workers, expected):
+    loader = IterableBatches(SeesItsWorker(0, 0), 2).loader(num_workers=workers, collate_fn=list)
+    assert first(loader, 2) == [[expected] * 2] * 2
+
+
+def test_the_information_of_a_worker_is_there_again_after_each_step(monkeypatch):
+    worker = torch.utils.data._utils.worker
+    monkeypatch.setattr(worker, "_worker_info", SimpleNamespace(id=0, num_workers=1))
+    steps = iter(_Samples(IterableBatches(SelfSharding(0, 4), 2)._parts))
+    for _ in range(2):
+        next(steps)
+        assert get_worker_info() is not None and in_data_worker()
+    with pytest.raises(ZeroDivisionError), hidden_worker_info():
+        assert get_worker_info() is None and in_data_worker() and not _uses_cuda()
+        raise ZeroDivisionError
+    assert get_worker_info().num_workers == 1
+    monkeypatch.undo()
+    assert not in_data_worker()
+
+
+def test_the_order_of_what_workers_read_is_kept():
+    with pytest.raises(TypeError, match="in_order"):
+        IterableBatches(sources("skipped"), 6).loader(num_workers=2, in_order=False)
+    loader = IterableBatches(sources("skipped"), 6).loader(num_workers=2, in_order=True, collate_fn=list)
+    assert first(loader, 1) == [[0, 1000, 2000, 3000, 4000, 5000]]
+
+
 class Delegates:
     """Its position is in a member, which a shallow copy shares."""
 
@@ -280,15 +417,6 @@ def test_a_source_whose_state_is_in_a_member_begins_again_in_every_epoch():
     assert [next(stream) for _ in range(5)] == [[4, 5], [0, 1], [2, 3], [4, 5], [0, 1]]
 
 
-def test_a_state_of_a_source_with_a_state_does_not_fit_another_one():
-    batches = IterableBatches(Delegates(6), 2, repeat=True)
-    next(iter(batches))
-    other = IterableBatches(range(6), 2, repeat=True)
-    other.load_state_dict(batches.state_dict())
-    with pytest.raises(CheckpointError, match="data-position"):
-        next(iter(other))
-
-
 class DividesItself:
     """As data sets do that are made for workers."""
 
@@ -301,7 +429,7 @@ class DividesItself:
         yield from range(self.first + index, self.first + 8, count)
 
 
-def test_sources_that_divide_themselves_over_workers_lose_nothing():
+def test_a_data_set_that_divides_itself_over_two_workers_is_read_whole():
     sources = [DividesItself(0), DividesItself(1000)]
     expected = [batch for batch, _ in zip(IterableBatches(sources, 4), range(3), strict=False)]
     loader = IterableBatches(sources, 4).loader(num_workers=2, collate_fn=list)

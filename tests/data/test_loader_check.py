@@ -77,3 +77,38 @@ def test_tracking_a_loader_of_another_sampler_is_refused():
         torch.arange(16), sampler=GlobalBatches(16, 4), batch_size=None
     )  # which indexes with each list
     assert len(list(by_lists.sampler.track(by_lists))) == 4
+
+
+def test_tracking_a_loader_that_joins_batches_is_refused():
+    batches = GlobalBatches(16, 4)
+    with pytest.raises(DataError) as caught:
+        batches.track(DataLoader(DATA, sampler=batches, batch_size=2))
+    assert caught.value.slugs == ("other-sampler",) and "joins 2 of these batches" in str(caught.value)
+    ListsOfRows = type("ListsOfRows", (list,), {"__getitem__": lambda self, rows: torch.tensor(rows)})
+    one_by_one = batches.track(DataLoader(ListsOfRows(DATA), sampler=batches, batch_size=1))
+    assert len(list(one_by_one)) == 4 and (batches.epoch, batches.batches_done) == (1, 0)
+
+
+class DataLoaderDispatcher(DataLoader):
+    """As accelerate's: its first process reads, and each of all processes gets a slice."""
+
+    submesh_tp = None
+
+    def __init__(self, count, index):
+        super().__init__(DATA)
+        self.state, self.slice_fn = SimpleNamespace(num_processes=count, process_index=index), list
+
+
+def test_a_dispatcher_over_the_world_is_refused():
+    mesh = data_mesh(1, 2)
+    check_loader(DataLoaderDispatcher(2, 1), mesh)
+    loader = DataLoaderDispatcher(4, 3)
+    with pytest.raises(
+        DataError, match="DataLoaderDispatcher takes part 3 of 4; this rank is data rank 1 of 2"
+    ) as caught:
+        check_loader(loader, mesh)
+    assert caught.value.slugs == ("loader-over-world",) and "num_processes=" not in str(caught.value)
+    loader.submesh_tp = mesh  # then it sends all processes the same
+    check_loader(loader, data_mesh(0, 1))
+    with pytest.raises(DataError, match="takes part 0 of 1; this rank is data rank 1 of 2"):
+        check_loader(loader, mesh)

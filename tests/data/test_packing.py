@@ -149,6 +149,39 @@ def test_what_makes_no_row_is_refused():
         assert caught.value.slugs == ("data-position",)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "uint16", "uint32", "uint64"])
+def test_starts_may_have_any_dtype_of_integers(dtype):
+    rows = PackedRows(torch.arange(20), 4, starts=numpy.array([0, 3, 9], dtype=dtype))
+    assert [rows[i]["position_ids"].tolist() for i in range(3)] == [[0, 1, 2, 0], [0, 1, 2, 3], [0, 0, 1, 2]]
+    with pytest.raises(DataError, match="bad-starts"):
+        PackedRows(torch.arange(20), 4, starts=numpy.array([0, 9, 3], dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, numpy.array])
+def test_a_row_that_is_changed_leaves_the_data_as_it_is(kind):
+    tokens = kind(list(range(20)))
+    rows = PackedRows(tokens, 4)
+    rows[1]["input_ids"].fill_(-7)
+    assert rows[1]["input_ids"].tolist() == [4, 5, 6, 7] and int(tokens[4]) == 4
+
+
+def test_lengths_that_are_not_those_of_the_documents_are_refused():
+    documents = documents_of([6, 4, 2])
+    for lengths in ([6, 4], [6, 4, 2, 1]):
+        with pytest.raises(DataError, match=f"{len(lengths)} lengths of 3 documents") as caught:
+            FittedRows(documents, 8, lengths=lengths)
+        assert caught.value.slugs == ("unequal-lengths",)
+    rows = FittedRows(documents, 8, lengths=torch.tensor([4, 4, 2]))
+    with pytest.raises(DataError, match="document 0 has 6 tokens, and a row was made for 4") as caught:
+        rows[0]
+    assert caught.value.slugs == ("unequal-lengths",)
+    assert rows[1]["input_ids"].tolist() == [11, 12, 0, 0, 0, 0, 0, 0]
+    shorter = FittedRows(documents, 8, lengths=[8, 4, 4])
+    assert shorter[0]["input_ids"].tolist() == [1, 2, 3, 4, 5, 6, 0, 0]
+    truncated = FittedRows(documents, 4, lengths=[6, 4, 2], truncate=True)
+    assert truncated[0]["input_ids"].tolist() == [1, 2, 3, 4]
+
+
 def test_starts_of_any_integers():
     tokens = numpy.arange(32)
     for dtype in (numpy.uint16, numpy.uint32, numpy.uint64):

@@ -185,3 +185,36 @@ def test_states_that_are_none_are_refused():
     with here("shared"), pytest.raises(ModelError) as caught:
         here["shared"] = random_state()
     assert caught.value.slugs == ("stream-open",)
+
+
+def test_a_state_of_one_generator_leaves_the_others_where_they_are():
+    whole, partial = streams(), streams()
+    for here in (whole, partial):
+        with here("shared"):
+            draws()
+    start = streams()["shared"]["python"]
+    partial["shared"] = {"python": start}
+    whole["shared"] = whole["shared"] | {"python": start}
+    drawn = []
+    for here in (whole, partial):
+        with here("shared"):
+            drawn.append(draws())
+    assert drawn[0] == drawn[1]
+
+
+def test_states_that_do_not_fit_are_refused_and_change_nothing():
+    here = streams()
+    with here("shared"):
+        draws()
+    good, other = here.state_dict(), Streams(9, Mesh(dp=0, tp=0))
+    other.declare("own")
+    for wrong, error in (
+        ({**good, "over": good["over"] | {"augment": ["pp"]}}, MeshError),
+        ({**good, "states": {"shared": {"torch": "junk"}}}, ModelError),
+    ):
+        with pytest.raises(error):
+            other.load_state_dict(wrong)
+        assert other.seed == 9 and list(other) == ["own"]
+    with pytest.raises(ModelError) as caught:
+        here["shared"] = {"torch": "junk"}
+    assert caught.value.slugs == ("not-a-random-state",)

@@ -263,7 +263,8 @@ def _read_state(loading: Loading, files: Files, run: Run, on_mesh: ModelOnMesh) 
         if name in (state.get("schedulers") or {}):
             check_scheduler(scheduler, state["schedulers"][name])
     if run.data is not None and state.get("data") is not None:
-        loading.state["data"] = run_state.decoded_data(on_mesh, run.data, state["data"], tensors)
+        saved_mesh = loading.manifest.about.get("mesh")
+        loading.state["data"] = run_state.decoded_data(on_mesh, run.data, state["data"], tensors, saved_mesh)
     saved = state.get("user") or {}
     loading.state["user"] = {name: decode(saved[name], tensors, f"user.{name}") for name in run.user if name in saved}
     if run.streams is not None and state.get("streams"):

@@ -4,11 +4,13 @@ steps done, clock of dropout    numbers, the same on every rank
 streams (`Streams`)             by stream and coordinates along its axes, from the first rank at those coordinates
 generators of torch, Python     by rank: restored on the same mesh; on another mesh, seeded from what was saved and from the
 and NumPy                       data rank, so that data ranks draw different numbers
+position in the data            by data rank: ranks along cp have the samples of theirs
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from parallelize.applied.stored_slices import data_rank
@@ -100,7 +102,7 @@ def decoded_streams(streams: Streams, saved: dict[str, Any], tensors: TensorSour
 
 
 def collect_data(on_mesh: ModelOnMesh, data: Any, sink: TensorSink) -> dict[str, Any]:
-    """The position in the data of each data rank, from the first rank that has that data."""
+    """The position in the data of each data rank, from the first rank that has these samples."""
     if data is None:
         return {}
     state = data.state_dict()
@@ -109,22 +111,34 @@ def collect_data(on_mesh: ModelOnMesh, data: Any, sink: TensorSink) -> dict[str,
     return {} if any(others) else {str(data_index): encode(state, f"data.{data_index}", sink)}
 
 
-def decoded_data(on_mesh: ModelOnMesh, data: Any, saved: dict[str, Any], tensors: TensorSource) -> Any:
-    """The position for `data.load_state_dict` on this data rank.
+def decoded_data(
+    on_mesh: ModelOnMesh, data: Any, saved: dict[str, Any], tensors: TensorSource, saved_mesh: Any = None
+) -> Any:
+    """The position for `data.load_state_dict` on this data rank: the ranks along cp, which have the same samples, get the same.
 
     A `data` that can merge states gets those of all data ranks of the saved run, so that it continues on any number of them.
+
+    Args:
+        saved_mesh: (axis, size) pairs of the mesh of the saved run. None: one without `cp`.
 
     Raises: CheckpointError `data-position` where data ranks saved different positions and their number is another one now.
     """
     data_index, count = _sample_rank(on_mesh)
+    states = _of_data_ranks(saved, dict(saved_mesh or ()))
     if hasattr(data, "merge_states"):
-        return data.merge_states([decode(state, tensors, "data") for state in saved.values()])
-    states = list(saved.values())
-    if count != len(saved) and any(state != states[0] for state in states):
-        what = f"{len(saved)} data ranks saved different positions in the data, and there are {count} now"
+        return data.merge_states([decode(state, tensors, "data") for state in states])
+    if count != len(states) and any(state != states[0] for state in states):
+        what = f"{len(states)} data ranks saved different positions in the data, and there are {count} now"
         fix = "use a position that does not depend on the rank (GlobalBatches, IterableBatches), or resume on as many data ranks"
         raise CheckpointError(Problem("data-position", what, fix=fix))
-    return decode(saved.get(str(data_index), states[0]), tensors, "data")
+    return decode(states[data_index if count == len(states) else 0], tensors, "data")
+
+
+def _of_data_ranks(saved: dict[str, Any], sizes: dict[str, int]) -> list[Any]:
+    """One saved state of each data rank. Earlier versions saved one of each rank along cp too, which changes fastest."""
+    states = [saved[index] for index in sorted(saved, key=int)]
+    data_ranks = prod(sizes.get(axis, 1) for axis in SAMPLE_AXES)
+    return states[:: sizes["cp"]] if len(states) == data_ranks * sizes.get("cp", 1) != data_ranks else states
 
 
 DATA = tuple(dict.fromkeys((*DATA_AXES, "dp_shard")))
@@ -136,7 +150,7 @@ def _data_rank(on_mesh: ModelOnMesh) -> tuple[int, int]:
 
 
 def _sample_rank(on_mesh: ModelOnMesh) -> tuple[int, int]:
-    """(index, number) of this rank among those with other samples; the ranks along cp have tokens of the same ones."""
+    """(index, number) of this rank among those that have different samples."""
     return data_rank(on_mesh.mesh, SAMPLE_AXES) if on_mesh.mesh is not None else (0, 1)
 
 

@@ -21,9 +21,10 @@ def building(device: torch.device | str | None = None, dtype: torch.dtype | None
         with building("cuda", torch.bfloat16):
             model = Transformer(config)
 
-    Each floating-point parameter gets the dtype when it is assigned to its module, before it is initialized. Buffers keep the dtype
-    that their module gives them: tables of positions lose what they are for in a narrow one, and so they would under
-    `torch.set_default_dtype`. Contexts nest, and hold for the thread that enters them.
+    Each floating-point parameter gets the dtype when it is assigned to its module, before it is initialized, and stays the object that
+    it is, with its class, its hooks and its other names. Buffers keep the dtype that their module gives them: tables of positions
+    lose what they are for in a narrow one, and so they would under `torch.set_default_dtype`. Contexts nest, and hold for the thread
+    that enters them; of several dtypes the innermost one is given.
 
     Args:
         device: of parameters and buffers, unless the module names another one. None: as without the context.
@@ -35,26 +36,36 @@ def building(device: torch.device | str | None = None, dtype: torch.dtype | None
     if dtype is not None and not dtype.is_floating_point:
         fix = "torch.bfloat16, torch.float32, ...; quantize after building"
         raise ModelError(Problem("not-floating-point", f"parameters of {dtype} cannot be initialized", fix=fix))
-    handle = register_module_parameter_registration_hook(_convert) if dtype is not None else None
-    dtypes = _open.__dict__.setdefault("dtypes", [])
-    dtypes.append(dtype if dtype is not None else dtypes[-1] if dtypes else None)
+    with torch.device(device) if device is not None else nullcontext(), _of_dtype(dtype) if dtype else nullcontext():
+        yield
+
+
+class _Entered(threading.local):
+    """The dtypes of the contexts that a thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.dtypes: list[torch.dtype] = []
+
+
+_entered = _Entered()
+
+
+@contextmanager
+def _of_dtype(dtype: torch.dtype) -> Iterator[None]:
+    handle = register_module_parameter_registration_hook(
+        _convert
+    )  # of all threads; `_convert` looks for the one it is in
+    _entered.dtypes.append(dtype)
     try:
-        with torch.device(device) if device is not None else nullcontext():
-            yield
+        yield
     finally:
-        dtypes.pop()
-        if handle is not None:
-            handle.remove()
-
-
-_open = threading.local()
-"""`dtypes`: of the contexts that this thread is in, the innermost last."""
+        _entered.dtypes.pop()
+        handle.remove()
 
 
 def _convert(module: nn.Module, name: str, parameter: Any) -> None:
-    """Give a parameter the dtype of the innermost context, in place: it may have other names, hooks and a class of its own."""
-    dtype = next(reversed(getattr(_open, "dtypes", [])), None)
-    if dtype is None or not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
+    """A hook: give a parameter the innermost dtype, in place. A lazy one gets its shape in this dtype later."""
+    if not _entered.dtypes or not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point():
         return
-    if parameter.dtype != dtype:
-        parameter.data = parameter.data.to(dtype)
+    if parameter.dtype != _entered.dtypes[-1]:
+        parameter.data = parameter.data.to(_entered.dtypes[-1])

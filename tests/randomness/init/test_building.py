@@ -86,6 +86,55 @@ def test_a_model_built_on_meta_is_initialized_in_the_dtype():
     run_ranks(2, body)
 
 
+class Kept(nn.Parameter):
+    """A class of its own."""
+
+
+class Shares(nn.Module):
+    """Uses its parameter by another name, and under two modules, after it was assigned."""
+
+    def __init__(self):
+        super().__init__()
+        weight = Kept(torch.randn(4, 3))
+        weight.register_hook(lambda grad: grad * 2)
+        weight.register_post_accumulate_grad_hook(lambda parameter: self.seen.append(parameter))
+        self.seen: list[nn.Parameter] = []
+        self.a, self.b = nn.Module(), nn.Module()
+        self.a.weight = weight
+        self.b.weight = weight
+        nn.init.constant_(weight, 7.0)
+
+
+def test_a_parameter_stays_the_object_that_it_is():
+    with building(dtype=torch.bfloat16):
+        model = Shares()
+    weight = model.a.weight
+    assert weight is model.b.weight and type(weight) is Kept and weight.dtype == torch.bfloat16
+    assert weight.unique().tolist() == [7.0]
+    weight.sum().backward()
+    assert weight.grad.unique().tolist() == [2.0] and weight.grad.dtype == torch.bfloat16
+    assert len(model.seen) == 1 and model.seen[0] is weight
+
+
+def test_of_nested_contexts_only_the_innermost_converts():
+    torch.manual_seed(0)
+    expected = torch.randn(4, 3)
+    torch.manual_seed(0)
+    with building(dtype=torch.bfloat16), building(dtype=torch.float32), building("cpu"):
+        module = nn.ParameterList([torch.randn(4, 3)])
+    assert torch.equal(module[0], expected), "rounded by the outer context"
+    with building(dtype=torch.bfloat16), building("meta"):
+        assert nn.Linear(1, 1).weight.dtype == torch.bfloat16
+
+
+def test_lazy_modules_get_their_shape_in_the_dtype():
+    with building(dtype=torch.bfloat16):
+        lazy = nn.LazyLinear(3)
+    assert isinstance(lazy.weight, nn.UninitializedParameter)
+    assert lazy(torch.ones(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16 == lazy.weight.dtype
+    assert lazy.weight.shape == (3, 4)
+
+
 def test_a_parameter_keeps_its_names_values_class_and_hooks():
     class Special(nn.Parameter):
         pass

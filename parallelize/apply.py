@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from parallelize.applied.pending_reductions import PendingReductions
 from parallelize.applied.records import (
     PlanRecord,
     applied,
+    axis_of_layout,
     cut_of,
     facts_of,
     mark_applied,
@@ -40,14 +42,14 @@ from parallelize.applied.stock_methods import guard_stock_methods
 from parallelize.applied.transaction import Transaction
 from parallelize.applied.user_initializers import guard_initializers
 from parallelize.applied.written_versions import count_optimizer_writes
-from parallelize.comm.groups import Group, mesh_spec, tp_mesh
+from parallelize.comm.groups import Group, fold_mesh, mesh_spec, tp_mesh
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.comm.input_check import InputCheck
 from parallelize.context.context_parallel import apply_context, check_context, on_context
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.model_facts import ModelFacts
-from parallelize.plan.options import STANDARD, Options
+from parallelize.plan.options import STANDARD, Options, wrong_ep
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
@@ -110,7 +112,8 @@ def parallelize_module(
             "auto" measures link and matmuls once, at the first forward, and overlaps where that is faster; see
             `overlap_report`.
         ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too. Overrides the plan's default.
-        ep: whole experts of a mixture on each rank: the size of `tp`. 1: each expert is split over `tp`.
+        ep: ranks over which whole experts of a mixture are divided, folded over the mesh's dp, cp and tp: a multiple or a
+            divisor of tp. 1: each expert is split over `tp`.
         weights_dtype, device: of the stored parameters. Default: as they are.
         check_replicated: compare over `tp`, by digest. True: now, the parameters that all ranks store in full, and the inputs
             at each forward. None: those of these parameters that are not broadcast: all, if src_data_rank is None, else those
@@ -134,10 +137,13 @@ def parallelize_module(
     switches |= {"fuse_loss": fuse_loss, "overlap": overlap, "ulysses": ulysses, "ep": ep}
 
     def decide() -> ResolvedPlan:
-        spec = mesh_spec(mesh).only("cp")
-        axes = MeshSpec([*spec.axes, ("tp", tp_mesh(mesh).size())])
+        spec = mesh_spec(mesh)
+        axes = MeshSpec([*spec.only("cp").axes, ("tp", tp_mesh(mesh).size())])
         plan = plan_of_styles(module, parallelize_plan, strict=False)
-        return resolve(plan, facts_of(module), axes, Options(**switches), earlier=resolution_of(module))
+        resolved = resolve(plan, facts_of(module), axes, Options(**switches), earlier=resolution_of(module))
+        if wrong := list(wrong_ep(resolved.options.ep, spec if "tp" in spec.names else axes)):
+            raise MeshError(*wrong)
+        return resolved
 
     storage = Storage(src_data_rank, weights_dtype, device, check_replicated)
     apply_plan(module, mesh, decide, storage, handshake_timeout_s)
@@ -343,10 +349,13 @@ def _wrong_with_parameter(name: str, parameter: Any) -> Iterator[Problem]:
 def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storage) -> None:
     tp, plan = tp_mesh(mesh), agreed.plan
     group = Group(tp.get_group())
-    Sharder(tp, group, storage.src_data_rank, storage.weights_dtype, storage.device).shard(module, plan)
+    folded = fold_mesh(mesh, plan.options.ep) if any(row.axis == "ep" for row in plan.parameters.values()) else None
+    sharder = Sharder(storage.src_data_rank, storage.weights_dtype, storage.device)
+    sharder.shard(module, plan, partial(axis_of_layout, tp=tp, folded=folded))
     pending_reductions = PendingReductions()
     inputs = InputCheck(group, storage.compare_inputs_every) if storage.compare_inputs_every else None
-    installer = Installer(tp, group, agreed.model, plan, pending_reductions, agreed.overlapped, inputs)
+    experts = Group(folded.get_group("ep")) if folded is not None else None
+    installer = Installer(tp, group, agreed.model, plan, pending_reductions, agreed.overlapped, inputs, experts)
     installer.run()
     refuse_training_of_unclaimed(plan, agreed.model)
     watch_first_forwards(plan, agreed.model)
@@ -359,6 +368,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
         overlap=installer.overlap,
         region=installer.region if plan.region else None,
         inputs=inputs,
+        folded=folded,
     )
     mark_applied(module, plan=record, resolved=agreed.resolved)
     install_state_hooks(module)

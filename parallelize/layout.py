@@ -143,6 +143,13 @@ def chunked(shape: Sequence[int], dim: int, num_ranks: int) -> Layout:
     return Layout(tuple(shape), num_ranks, dim, owned, (Chunk(size),))
 
 
+def repeated(shape: Sequence[int], dim: int, num_ranks: int, num_shards: int) -> Layout:
+    """`num_shards` balanced shards, each stored by every `num_shards`-th rank."""
+    size = shape[dim]
+    owned = tuple(filled(balanced_interval(size, num_shards, rank % num_shards)) for rank in range(num_ranks))
+    return Layout(tuple(shape), num_ranks, dim, owned, (Chunk(size),))
+
+
 def packed(shape: Sequence[int], dim: int, num_ranks: int, chunks: Sequence[Chunk]) -> Layout:
     """Each chunk is sharded by itself; a rank stores its shards of all chunks one after another.
 
@@ -164,6 +171,11 @@ def even_interval(size: int, num_ranks: int, rank: int) -> Interval:
     """(start, stop) of a rank's shard of `size` elements, split as `torch.chunk` does."""
     shard_size = -(-size // num_ranks)
     return min(rank * shard_size, size), min((rank + 1) * shard_size, size)
+
+
+def balanced_interval(size: int, num_ranks: int, rank: int) -> Interval:
+    """(start, stop) of a rank's shard of `size` elements, of which no two ranks differ by more than one."""
+    return rank * size // num_ranks, (rank + 1) * size // num_ranks
 
 
 def filled(interval: Interval) -> tuple[Interval, ...]:

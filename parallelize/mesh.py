@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parallelize.errors import MeshError, Problem, did_you_mean
@@ -18,6 +18,8 @@ from parallelize.errors import MeshError, Problem, did_you_mean
 AXES = ("pp", "dp_replicate", "dp", "dp_shard", "cp", "ep", "tp")
 SAMPLE_AXES = ("dp_replicate", "dp", "dp_shard")  # ranks along these axes get different samples; slowest first
 DATA_AXES = (*SAMPLE_AXES, "cp")  # ranks along these get different tokens: along cp, of the same samples
+FOLDED_AXES = ("dp", "dp_shard", "cp", "tp")  # whose ranks experts are divided over; slowest first
+EXPERT_AXES = ("edp", "ep")  # of the folded mesh: copies of an expert, and experts
 
 
 @dataclass(frozen=True, init=False)
@@ -151,6 +153,37 @@ class MeshSpec:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes)
+
+
+def possible_ep(spec: MeshSpec) -> list[int]:
+    """The numbers of ranks over which whole experts can be divided.
+
+    Each divides the ranks of dp x cp x tp, and is a multiple or a divisor of tp, so that no group of tp is cut unevenly.
+    """
+    ranks, tp = spec.ranks(*FOLDED_AXES), spec.ranks("tp")
+    return [ep for ep in range(1, ranks + 1) if ranks % ep == 0 and (ep % tp == 0 or tp % ep == 0)]
+
+
+def folding_order(spec: MeshSpec) -> list[str]:
+    """The axes of a mesh in the order in which experts fold over them: tp changes fastest, then cp, then dp."""
+    outer = [name for name in ("pp", "dp_replicate") if name in spec.names]
+    return [*outer, *(name for name in FOLDED_AXES if name in spec.names)]
+
+
+def folded(spec: MeshSpec, ep: int) -> MeshSpec:
+    """The same ranks as experts see them: pp, dp_replicate, edp, ep, where edp x ep = dp x cp x tp.
+
+    Source: Liu et al., MoE Parallel Folding, arXiv:2504.14960.
+    """
+    outer = [(name, spec.size(name)) for name in ("pp", "dp_replicate") if name in spec.names]
+    return MeshSpec([*outer, ("edp", spec.ranks(*FOLDED_AXES) // ep), ("ep", ep)])
+
+
+def folded_coordinates(spec: MeshSpec, ep: int, coordinates: Mapping[str, int]) -> dict[str, int]:
+    """Coordinates in the folded mesh of a rank at these coordinates."""
+    order = folding_order(spec)
+    ordered = MeshSpec([(name, spec.size(name)) for name in order])
+    return folded(spec, ep).coordinates(ordered.rank(**{name: coordinates[name] for name in order}))
 
 
 def axis_order(spec: MeshSpec, zero: int) -> list[Problem]:

@@ -17,7 +17,7 @@ from parallelize.applied.other_wrappers import refuse_wrapped
 from parallelize.applied.records import cut_of
 from parallelize.apply import Storage, apply_plan
 from parallelize.checkpoint.weights import load_weights
-from parallelize.comm.groups import mesh_spec
+from parallelize.comm.groups import mesh_spec, with_tp
 from parallelize.comm.handshake import agree_on
 from parallelize.context.context_parallel import apply_context, dropout_refused
 from parallelize.errors import MeshError, ModelError, Problem
@@ -104,12 +104,15 @@ def parallelize_model(
     with agree_on(mesh) as agreed:
         chosen = with_cuts(_plan(module, spec, plan), cuts)
         complete = requested.complete(chosen.options if chosen is not None else None)
+        if complete.ep > 1 and "tp" not in spec.names:  # experts have rules of the plan, which are over tp
+            spec = MeshSpec([*spec.axes, ("tp", 1)])
         _check(module, spec, complete, initialize)
         resolved = resolve(chosen, describe(module), spec, complete, costs=costs, assignment=assignment)
         agreed |= resolved.structure()
         if drops(module) and (unplaceable := unknown_layouts(resolved)):
             raise ModelError(*unplaceable)
 
+    mesh = with_tp(mesh) if "tp" in spec.names else mesh
     if check_replicated:
         _compare_data_ranks(module, mesh, resolved)
     if spec.ranks("pp") > 1:

@@ -39,6 +39,14 @@ KEY = "_applied"
 """The key in a module's instance dictionary, and the attribute of a parameter. Forwards read `self._applied.planned`."""
 
 
+def axis_of_layout(row: ParameterRow, tp: DeviceMesh, folded: DeviceMesh | None) -> DeviceMesh:
+    """The mesh of one axis that a parameter's layout is over."""
+    if row.axis == "tp":
+        return tp
+    assert folded is not None
+    return folded["ep"]
+
+
 @dataclass(frozen=True)
 class PlanRecord:
     """What `parallelize_module` did; on the model's root.
@@ -46,6 +54,7 @@ class PlanRecord:
     Attributes:
         resolved: the plan of this rank's part of the model; `resolution_of` has that of the full model.
         mesh, tp: the mesh of the job, and its axis `tp`. group: the process group of `tp`.
+        folded: the mesh as experts see it, where they are divided over data axes too: see `comm.groups.fold_mesh`.
         overlap: the call sites where collectives overlap with matmuls. region: that of sequence parallelism.
         inputs: compares the inputs of forwards over `tp`.
     """
@@ -58,6 +67,15 @@ class PlanRecord:
     overlap: OverlapOfModel
     region: SequenceRegion | None = None
     inputs: InputCheck | None = None
+    folded: DeviceMesh | None = None
+
+    def mesh_for(self, row: ParameterRow) -> DeviceMesh:
+        """The axis that a parameter's layout is over."""
+        return axis_of_layout(row, self.tp, self.folded)
+
+    def group_for(self, row: ParameterRow) -> Group:
+        """The process group of `mesh_for`."""
+        return Group(self.folded.get_group("ep")) if row.axis == "ep" and self.folded is not None else self.group
 
     def __deepcopy__(self, memo: dict) -> PlanRecord:
         """A copy of a model has a region of its own, which its forwards enter."""

@@ -43,10 +43,11 @@ def describe_plan(module: nn.Module) -> str:
     if record is None and full.plan.kept:
         return "\n".join([*_kept_styles(full), *_other_axes(full, cut_of(module))])
     resolved = record.resolved if record is not None else full.restricted(part_of(module, full.facts))
-    rank, tp_size = record.group.rank if record is not None else 0, resolved.tp_size
+    tp_size = resolved.tp_size
     counts: dict[tuple[str, ...], int] = {}
     full_total = local_total = 0
     for row in resolved.parameters.values():
+        rank = record.group_for(row).rank if record is not None else 0
         shape, local = row.layout.shape, row.layout.local_shape(rank)
         name = " = ".join(generic(name) for name in row.fact.names)
         cells = (name, "-" if row.plain else str(row.rule.style), _shape(shape), _shape(local), _over_tp(row))

@@ -7,7 +7,7 @@ the state dict return the original order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import with_layout, wrap_like
-from parallelize.applied.layout_tensor.stored_order import store, store_like, unshard
+from parallelize.applied.layout_tensor.stored_order import layout_group, store, store_like, unshard
 from parallelize.applied.records import PlanRecord, Shared, applied, mark_parameter, not_parallelized, record_of
 from parallelize.applied.step_results import ParameterSlot
 from parallelize.comm.groups import Group
@@ -118,7 +118,7 @@ def _planned_parameters(module: nn.Module) -> Iterator[tuple[Layout, Group, tupl
     rows = rows_by_name(record) if record is not None else {}
     if record is not None:
         planned = {row.fqn: row for row in rows.values()}
-        yield from ((row.layout, record.group, row.fact.names) for row in planned.values())
+        yield from ((row.layout, record.group_for(row), row.fact.names) for row in planned.values())
     names: dict[int, list[str]] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():
@@ -130,7 +130,7 @@ def _planned_parameters(module: nn.Module) -> Iterator[tuple[Layout, Group, tupl
     for aliases in names.values():
         dtensor: Any = parameters[aliases[0]]
         mesh = dtensor.device_mesh
-        group = groups.setdefault(mesh, Group(mesh.get_group("tp" if mesh.ndim > 1 else 0)))
+        group = groups.setdefault(mesh, layout_group(mesh))
         dim = private.shard_dim(dtensor.placements[-1])
         shape = tuple(dtensor.shape)
         layout = replicated(shape, group.size) if dim is None else chunked(shape, dim, group.size)
@@ -214,42 +214,36 @@ class Sharder:
     """Replaces full parameters by DTensors, one at a time.
 
     Args:
-        tp, group: the axis `tp` of the mesh, and its process group.
-        source: the rank of the group whose values are broadcast; None: each rank shards its own.
+        source: the rank whose values are broadcast to those of the layout's axis; None: each rank shards its own.
         dtype, device: dtype and device of the stored parameters; None: unchanged.
     """
 
-    def __init__(
-        self,
-        tp: DeviceMesh,
-        group: Group,
-        source: int | None,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-    ):
-        self.tp, self.group, self.source, self.dtype, self.device = tp, group, source, dtype, device
+    def __init__(self, source: int | None, dtype: torch.dtype | None, device: torch.device | str | None):
+        self.source, self.dtype, self.device = source, dtype, device
 
-    def shard(self, module: nn.Module, resolved: ResolvedPlan) -> None:
+    def shard(self, module: nn.Module, resolved: ResolvedPlan, axis_of: Callable[[ParameterRow], DeviceMesh]) -> None:
+        """axis_of: the axis of the mesh that a row's layout is over."""
         for row in resolved.parameters.values():
             if row.plain:
                 continue
-            new = self.parameter(module.get_parameter(row.fqn), row.layout)
+            new = self.parameter(module.get_parameter(row.fqn), row.layout, axis_of(row))
             for name in row.fact.names:
                 owner, _, key = name.rpartition(".")
                 module.get_submodule(owner)._parameters[key] = new
 
-    def parameter(self, full: nn.Parameter, layout: Layout) -> nn.Parameter:
+    def parameter(self, full: nn.Parameter, layout: Layout, axis: DeviceMesh) -> nn.Parameter:
         """The DTensor parameter for a full one, with the same flags and attributes."""
+        group = Group(axis.get_group())
         dtype = self.dtype if self.dtype is not None and full.is_floating_point() else full.dtype
         device = full.device if full.is_meta or self.device is None else torch.device(self.device)
         data = full.detach()
-        if not full.is_meta and self.source is not None and self.group.size > 1:
-            data = data.to(self.tp.device_type).clone(memory_format=torch.contiguous_format)
-            self.group.broadcast(data, self.source)
-        local = store(data, layout, self.group.rank).to(device=device, dtype=dtype)
-        new = nn.Parameter(as_dtensor(local, layout, self.tp), requires_grad=full.requires_grad)
+        if not full.is_meta and self.source is not None and group.size > 1:
+            data = data.to(axis.device_type).clone(memory_format=torch.contiguous_format)
+            group.broadcast(data, self.source)
+        local = store(data, layout, group.rank).to(device=device, dtype=dtype)
+        new = nn.Parameter(as_dtensor(local, layout, axis), requires_grad=full.requires_grad)
         new.__dict__.update(full.__dict__)
-        mark_parameter(new, own=True, shared=shared_of(layout, self.group.rank))
+        mark_parameter(new, own=True, shared=shared_of(layout, group.rank))
         return new
 
 

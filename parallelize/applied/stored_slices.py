@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
-from parallelize.applied.layout_tensor.local_pairs import local_pairs, local_window
+from parallelize.applied.layout_tensor.local_pairs import layout_axis, local_pairs, local_window
 from parallelize.applied.records import record_of
 from parallelize.applied.sharding import rows_by_name
 from parallelize.layout import Layout, SlicePair, replicated
@@ -73,14 +73,14 @@ class StoredSlices:
             return StoredTensor(names[0], names, parameter.detach(), shape, replicated(shape, 1).slices(0))
         if row is None or self.record is None:
             return _by_placements(names, parameter)
-        return _by_layout(names, parameter, row.layout, self.record.group.rank)
+        return _by_layout(names, parameter, row.layout, self.record.group_for(row).rank)
 
 
-def _by_layout(names: tuple[str, ...], parameter: DTensor, layout: Layout, tp_rank: int) -> StoredTensor:
+def _by_layout(names: tuple[str, ...], parameter: DTensor, layout: Layout, rank: int) -> StoredTensor:
     mesh = parameter.device_mesh
-    tp = (mesh.mesh_dim_names or ("tp",))[0] if mesh.ndim == 1 else "tp"  # the axis of a 1-D mesh may have any name
-    axes = _sharding_axes(parameter) - {tp} | ({tp} if layout.dim is not None else set())
-    pairs = local_pairs(parameter, layout, tp_rank)
+    axis = (mesh.mesh_dim_names or ("tp",))[layout_axis(mesh)]
+    axes = _sharding_axes(parameter) - {axis} | ({axis} if layout.dim is not None else set())
+    pairs = local_pairs(parameter, layout, rank)
     slices, is_first_holder = tuple(pair for pair, _ in pairs), tuple(is_first for _, is_first in pairs)
     local = private.local_of(parameter).detach()
     return StoredTensor(names[0], names, local, layout.shape, slices, frozenset(axes), is_first_holder)

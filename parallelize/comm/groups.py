@@ -20,7 +20,7 @@ from parallelize._torch_private import counts_collectives
 from parallelize.comm import blocking, functional
 from parallelize.comm.link_profile import LinkProfile
 from parallelize.errors import MeshError, ModelError, Problem
-from parallelize.mesh import AXES, MeshSpec, short_name
+from parallelize.mesh import AXES, MeshSpec, folded, folding_order, short_name
 
 _BY_KEY: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # key -> Group
 
@@ -211,6 +211,11 @@ class Group:
         dist.all_to_all_single(out, x, received, sent, group=self.pg)
         return out
 
+    def start_all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> tuple[torch.Tensor, Any]:
+        """`all_to_all` of a contiguous tensor: (the result, an async work to wait for before it is read)."""
+        out = x.new_empty(sum(received))
+        return out, dist.all_to_all_single(out, x, received, sent, group=self.pg, async_op=True)
+
     def broadcast(self, x: torch.Tensor, source: int) -> None:
         """Overwrite `x` with the tensor of the group's rank `source`."""
         dist.broadcast(x, self.ranks[source], group=self.pg)
@@ -301,6 +306,26 @@ def tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
             fix='name one: build_mesh("cuda", dp=2, tp=4), or pass a 1-D mesh',
         )
     )
+
+
+def fold_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
+    """The mesh of the same ranks as experts see them, with the axes edp and ep instead of dp, cp and tp: see `mesh.folded`.
+
+    Call it on every rank of the mesh. Cost: the creation of process groups.
+    """
+    spec = mesh_spec(mesh)
+    order = [spec.names.index(name) for name in folding_order(spec)]
+    expert_spec = folded(spec, ep)
+    ranks = mesh.mesh.permute(order).reshape(expert_spec.sizes)
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=expert_spec.names)
+
+
+def with_tp(mesh: DeviceMesh) -> DeviceMesh:
+    """The same mesh with an axis tp of one rank, where it has none. Call it on every rank of the mesh."""
+    spec = mesh_spec(mesh)
+    if "tp" in spec.names:
+        return mesh
+    return DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-1), mesh_dim_names=(*spec.names, "tp"))
 
 
 def group_for(ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize.applied.layout_tensor.local_pairs import layout_axis
 from parallelize.applied.records import Shared, applied, cut_of, mark_of, mesh_of
 from parallelize.applied.sharding import shared_of_parameters
 from parallelize.comm.groups import Group, axis_group, mesh_spec
@@ -214,11 +215,12 @@ def _first_index(grad: torch.Tensor, dim: int) -> int:
     """Where this rank's shard begins within its tp shard, which ZeRO may shard further."""
     if not isinstance(grad, DTensor) or grad.device_mesh.ndim == 1:
         return 0
-    mesh, names = grad.device_mesh, grad.device_mesh.mesh_dim_names or ()
-    tp_size = grad.shape[dim] // mesh.size(names.index("tp"))
+    mesh = grad.device_mesh
+    layout_number = layout_axis(mesh)
+    local_size = grad.shape[dim] // mesh.size(layout_number)
     for axis, placement in enumerate(grad.placements):
-        if names[axis] != "tp" and private.shard_dim(placement) == dim:
-            return even_interval(tp_size, mesh.size(axis), mesh.get_local_rank(axis))[0]
+        if axis != layout_number and private.shard_dim(placement) == dim:
+            return even_interval(local_size, mesh.size(axis), mesh.get_local_rank(axis))[0]
     return 0
 
 

@@ -21,7 +21,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "fuse_loss": {"help": "compute head and loss together, one chunk of tokens at a time"},
     "overlap": {"choices": OVERLAPS, "help": "collectives overlapped with matmuls" + _BY_PLAN.format("off")},
     "ulysses": {"type": int, "metavar": "N", "help": "ranks of cp that exchange heads; the rest forms a ring"},
-    "ep": {"type": int, "metavar": "N", "help": "ranks over which whole experts are divided: 1, or the size of tp"},
+    "ep": {"type": int, "metavar": "N", "help": "ranks over which whole experts are divided, folded over dp x cp x tp"},
     "recompute": {"choices": RECOMPUTE, "help": "activations computed again in backward" + _BY_PLAN.format("off")},
     "recompute_every": {"type": int, "metavar": "N", "help": "of the units, only every N-th"},
     "recompute_save": {"nargs": "+", "metavar": "KIND", "help": "what selective recompute saves"},

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from parallelize.errors import ModelError, Problem, did_you_mean
-from parallelize.mesh import AXES, MeshSpec, axis_order
+from parallelize.mesh import AXES, FOLDED_AXES, MeshSpec, axis_order, possible_ep
 from parallelize.styles.contract import OVERLAPS
 
 AnyOptions = TypeVar("AnyOptions", bound="Options")
@@ -36,7 +36,8 @@ class Options:
         overlap: "auto", "off", "chunked" or "symm_mem": collectives overlap with matmuls. "auto" measures link and matmuls
             once, at the first forward, and overlaps where that is faster; see `overlap_report`.
         ulysses: ranks of `cp` that exchange heads, where the rest forms a ring: see `context_parallel`.
-        ep: ranks over which whole experts of a mixture are divided: 1 (each expert is split over `tp`), or the size of `tp`.
+        ep: ranks over which whole experts of a mixture are divided, folded over dp x cp x tp: a divisor of their number that
+            is a multiple or a divisor of tp. 1: each expert is split over `tp`.
         recompute: "off", "selective" or "full": see `recompute`; so recompute_every and recompute_save.
         dtype: of compute, a name or a torch dtype; default: that of the weights. Where it is narrower than they are, the
             optimizer keeps float32 copies, and gradients are summed in float32.
@@ -183,8 +184,7 @@ def _wrong_on_mesh(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
         )
     if mesh.ranks("cp") % options.ulysses and mesh.ranks("cp") > 1:
         yield wrong_ulysses(options.ulysses, mesh.ranks("cp"))
-    if options.ep not in (1, mesh.ranks("tp")):
-        yield wrong_ep(options.ep, mesh.ranks("tp"))
+    yield from wrong_ep(options.ep, mesh)
 
 
 def wrong_ulysses(ulysses: int, cp: int) -> Problem:
@@ -194,9 +194,13 @@ def wrong_ulysses(ulysses: int, cp: int) -> Problem:
     )
 
 
-def wrong_ep(ep: int, tp: int) -> Problem:
-    what = f"ep is {ep}, and whole experts can be divided over tp alone (size {tp})"
-    return Problem("bad-ep", what, fix=f"ep={tp}, or ep=1 to split each expert over tp" if tp > 1 else "ep=1")
+def wrong_ep(ep: int, mesh: MeshSpec) -> Iterator[Problem]:
+    """The problem of an ep that does not fold over a mesh."""
+    possible = possible_ep(mesh)
+    if ep not in possible:
+        axes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in FOLDED_AXES if axis in mesh.names) or "one rank"
+        what = f"ep is {ep}, and experts cannot be divided so over {axes}"
+        yield Problem("bad-ep", what, fix="ep=" + ", ".join(map(str, possible)))
 
 
 STANDARD = Options(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from parallelize.errors import Problem
-from parallelize.layout import Chunk, Layout, chunked, local_units, packed, replicated
+from parallelize.layout import Chunk, Layout, chunked, local_units, packed, repeated, replicated
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.schema import Plan, Rule
@@ -39,10 +39,17 @@ class LayoutMaker:
         full = self.size(name)
         return None if full is None else local_units(full, self.tp_size, self.plan.sizes[name].replicate_below_tp)
 
+    def axis(self, use: Use) -> str:
+        """The axis that a layout is over: `ep` where experts are divided over more ranks than those of `tp`."""
+        return "ep" if use.by_expert and self.plan.options.ep > self.tp_size else "tp"
+
     def layout(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[Layout | None, Problem | None]:
         """(the layout, None), or (None, the reason why there is none)."""
         if use.dim is None:
             return replicated(fact.shape, self.tp_size), None
+        if use.by_expert:
+            ep = self.plan.options.ep
+            return repeated(fact.shape, use.dim, max(self.tp_size, ep), ep), None
         if use.dim >= len(fact.shape):
             what = f"{generic(fact.fqn)} has shape {list(fact.shape)}, no dim {use.dim}"
             return None, Problem("bad-dim", what, rule.where)

@@ -3,7 +3,7 @@
 | axis | parameters | gradients |
 |---|---|---|
 | `pp` | those of the rank's stages | tied ones are summed over the ranks that store them, when a step ends |
-| `tp` | the local shape of the layout | pending reductions of replicated parameters and shared heads, when a step ends |
+| `tp` (experts: `ep`) | the local shape of the layout | pending reductions of replicated parameters and shared heads, when a step ends |
 | data axes | rows are split over the shard axis by the ZeRO stage | summed over all of them, in backward or when a step ends |
 
 Torch-free.
@@ -17,7 +17,7 @@ from math import prod
 from typing import NamedTuple
 
 from parallelize.layout import even_interval
-from parallelize.mesh import MeshSpec
+from parallelize.mesh import MeshSpec, folded
 from parallelize.plan.model_facts import ParameterFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import PendingElements
@@ -31,9 +31,12 @@ class Splits(NamedTuple):
     optimizer: int = 1
 
 
-def splits_of(zero: int, mesh: MeshSpec, *, scalar: bool = False) -> Splits:
-    """The splits of a ZeRO stage; a scalar has no rows to split. Source: ZeRO, arXiv:1910.02054."""
-    ranks = 1 if scalar else mesh.ranks(mesh.shard_axis)
+def splits_of(zero: int, mesh: MeshSpec, *, scalar: bool = False, ep: int = 1) -> Splits:
+    """The splits of a ZeRO stage; a scalar has no rows to split. Source: ZeRO, arXiv:1910.02054.
+
+    ep: of a parameter that is folded over the data axes: the copies over `edp` split it.
+    """
+    ranks = 1 if scalar else folded(mesh, ep).ranks("edp") if ep > 1 else mesh.ranks(mesh.shard_axis)
     return Splits(ranks if zero == 3 else 1, ranks if zero >= 2 else 1, ranks if zero >= 1 else 1)
 
 
@@ -49,6 +52,7 @@ class ParameterShard:
         pending: the pending reductions over tp of its gradient, for each of `names`.
         tied_ranks: the pp ranks that sum its gradient, where it is tied across ranks; else empty.
         zero_unit: of ZeRO 3: the module that it is gathered with.
+        axis: that its layout is over: "tp", or "ep" of experts that are folded over data axes.
     """
 
     name: str
@@ -61,6 +65,7 @@ class ParameterShard:
     pending: tuple[PendingElements, ...]
     tied_ranks: tuple[int, ...]
     zero_unit: str
+    axis: str = "tp"
 
     @property
     def numel(self) -> int:
@@ -86,21 +91,26 @@ class ParameterShard:
         return (stop - start) * self.width
 
 
-def shards_of(resolved: ResolvedPlan, pp_rank: int = 0, tp_rank: int = 0) -> list[ParameterShard]:
+def shards_of(resolved: ResolvedPlan, pp_rank: int = 0, tp_rank: int = 0, ep_rank: int = 0) -> list[ParameterShard]:
     """The parameters of one rank, in the model's order."""
     tied_ranks: dict[str, tuple[int, ...]] = {}  # by one member of each tie: its gradient is summed once
     for tie in resolved.ties:
         local = (name for name in tie.members if resolved.stage_ranks[resolved.stage_of(name)] == pp_rank)
         if tie.reduce == "sum" and (name := next(local, None)) is not None:
             tied_ranks[name] = resolved.pp_ranks(tie.members)
-    shards = (_shard(resolved, fact, pp_rank, tp_rank, tied_ranks) for fact in resolved.facts.parameters.values())
+    ranks = {"tp": tp_rank, "ep": ep_rank}
+    shards = (_shard(resolved, fact, pp_rank, ranks, tied_ranks) for fact in resolved.facts.parameters.values())
     return [shard for shard in shards if shard is not None]
 
 
 def _shard(
-    resolved: ResolvedPlan, fact: ParameterFacts, pp_rank: int, tp_rank: int, tied_ranks: Mapping[str, tuple[int, ...]]
+    resolved: ResolvedPlan,
+    fact: ParameterFacts,
+    pp_rank: int,
+    ranks: Mapping[str, int],
+    tied_ranks: Mapping[str, tuple[int, ...]],
 ) -> ParameterShard | None:
-    """The parameter on one rank; None where the rank does not store it."""
+    """The parameter on one rank; None where the rank does not store it. ranks: its indices along tp and ep."""
     stage_of = {name: resolved.stage_of(name) for name in fact.names}
     names = tuple(name for name in fact.names if resolved.stage_ranks[stage_of[name]] == pp_rank)
     if not names:
@@ -108,17 +118,19 @@ def _shard(
     row = resolved.parameters[fact.fqn]
     local_stages = {stage_of[name] for name in names}
     tied = next((tied_ranks[name] for name in names if name in tied_ranks), ())
+    ep = row.layout.num_ranks if row.axis == "ep" else 1
     return ParameterShard(
         names[0],
         names,
-        shape=row.layout.local_shape(tp_rank),
+        shape=row.layout.local_shape(ranks[row.axis]),
         trained=fact.requires_grad,
         stage=max(local_stages),
         late=row.is_summed or len(local_stages) > 1,
-        splits=splits_of(resolved.options.zero, resolved.mesh, scalar=not fact.shape),
-        pending=row.pending(tp_rank),
+        splits=splits_of(resolved.options.zero, resolved.mesh, scalar=not fact.shape, ep=ep),
+        pending=row.pending(ranks["tp"]),
         tied_ranks=tied if len(tied) > 1 else (),
         zero_unit=resolved.zero_unit_of(names[0]),
+        axis=row.axis,
     )
 
 

@@ -31,6 +31,7 @@ class ParameterRow:
     """The layout of one parameter over `tp`, under its first name; `fact.names` are all its names (ties).
 
     Attributes:
+        axis: "tp"; or "ep" of an expert that is folded over the data axes too, whose layout is over `ep`.
         partial: each rank has only a part of its gradient.
         plain: no style of a dict names it, so that it stays a plain tensor.
     """
@@ -40,6 +41,7 @@ class ParameterRow:
     layout: Layout
     partial: bool
     plain: bool = False
+    axis: str = "tp"
 
     @property
     def fqn(self) -> str:
@@ -48,14 +50,14 @@ class ParameterRow:
     @property
     def is_summed(self) -> bool:
         """Whether any rank of `tp` has a pending reduction of the gradient: all ranks then know it only when a step ends."""
-        if self.layout.num_ranks == 1:
+        if self.layout.num_ranks == 1 or self.axis == "ep":
             return False
         return self.partial or any(self.layout.shared(rank) for rank in range(self.layout.num_ranks))
 
     def pending(self, rank: int) -> tuple[PendingElements, ...]:
         """The pending reductions over `tp` of one rank's gradient."""
         layout = self.layout
-        if layout.num_ranks == 1 or (layout.dim is None and not self.partial):
+        if layout.num_ranks == 1 or self.axis == "ep" or (layout.dim is None and not self.partial):
             return ()
         if self.partial:
             return ((tuple(range(layout.num_ranks)), prod(layout.shape)),)

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mean, near, short_list
-from parallelize.layout import even_interval, replicated
+from parallelize.layout import replicated
 from parallelize.plan.local_attributes import local_attributes
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
-from parallelize.plan.options import wrong_ep
 from parallelize.plan.parameter_layouts import LayoutMaker
 from parallelize.plan.pattern import alternatives, generic, is_default, matches
 from parallelize.plan.rows import ModuleRow, ParameterRow, RegionRow
@@ -246,18 +245,16 @@ class _Resolver:
 
     def _check_experts(self, modules: dict[str, ModuleRow]) -> None:
         """Whole experts over `ep`: there are some, and enough for every rank."""
-        ep, tp = self.plan.options.ep, self.tp_size
-        if ep not in (1, tp):
-            self.problems.append(wrong_ep(ep, tp))
+        ep = self.plan.options.ep
         rows = [row for row in modules.values() if row.contract.computes_experts]
         if ep > 1 and not rows:
             fix = "ep=1, or a plan with the style `experts`"
             self.problems.append(Problem("bad-ep", f"ep is {ep}, and no rule is `experts`", self.plan.source, fix=fix))
         for row in rows if ep > 1 else ():
             count = next(iter(self.model.modules[row.fqn].shapes.values()))[0]
-            if even_interval(count, tp, tp - 1) == (count, count):
-                what = f"{count} experts of {generic(row.fqn)} leave none for the last of {tp} ranks"
-                self.problems.append(Problem("bad-ep", what, row.rule.where, fix="a smaller tp, or ep=1"))
+            if count < ep:
+                what = f"{count} experts of {generic(row.fqn)} leave none for some of {ep} ranks"
+                self.problems.append(Problem("bad-ep", what, row.rule.where, fix="a smaller ep"))
 
     def _check_region(self, region: RegionRow | None, modules: dict[str, ModuleRow]) -> None:
         """The modules at the region's boundaries must have no conversion of their own there."""
@@ -326,7 +323,7 @@ class _Resolver:
             self.problems.append(problem)
             return None
         assert layout is not None
-        return ParameterRow(fact, rule, layout, use.partial)
+        return ParameterRow(fact, rule, layout, use.partial, axis=self.layouts.axis(use))
 
     def _check_tie(self, rows: list[ParameterRow]) -> None:
         first = rows[0]

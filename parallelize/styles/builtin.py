@@ -98,19 +98,27 @@ def _multihead(style: StyleText, module: ModuleFacts, context: StyleContext) -> 
 def _experts(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
     """The stacked experts of a mixture: whole ones on each rank, or each split over its inner width, as a dense MLP is."""
     _check_kind(style, module, "experts")
+    if context.whole_experts:
+        return _whole_experts(module, context.sequence_parallel)
     enter = Conversion.GATHER_SEQUENCE if context.sequence_parallel else Conversion.COPY
     leave = Conversion.SCATTER_SEQUENCE if context.sequence_parallel else Conversion.REDUCE
-    if context.whole_experts:
-        uses, compute, local = _whole_experts(module), "whole experts", {"num_experts": "down_proj"}
-    else:
-        uses, compute, local = _split_experts(module), "experts", {}
-    return Contract("experts", enter, leave, sequence_dim=0, uses=uses, compute=compute, local_attributes=local)
+    return Contract("experts", enter, leave, sequence_dim=0, uses=_split_experts(module), compute="experts")
 
 
-def _whole_experts(module: ModuleFacts) -> dict[str, Use]:
-    """What is stacked is sharded along its first dim; each rank sees a part of the gradient of anything else."""
+def _whole_experts(module: ModuleFacts, sequence_parallel: bool) -> Contract:
+    """What is stacked is divided along its first dim; each rank sees a part of the gradient of anything else.
+
+    Each rank sends its own tokens. Where all ranks of `tp` have the same tokens, each takes a part of them.
+    """
     count = module.shapes["down_proj"][0] if "down_proj" in module.shapes else 0
-    return {name: Use(0) if shape[0] == count else Use(partial=True) for name, shape in module.shapes.items()}
+    stacked = Use(0, by_expert=True)
+    uses = {name: stacked if shape[0] == count else Use(partial=True) for name, shape in module.shapes.items()}
+    enter, leave = (Conversion.NONE, Conversion.NONE) if sequence_parallel else _BY_TOKENS
+    local = {"num_experts": "down_proj"}
+    return Contract("experts", enter, leave, sequence_dim=0, uses=uses, compute="whole experts", local_attributes=local)
+
+
+_BY_TOKENS = (Conversion.SPLIT_TOKENS, Conversion.GATHER_TOKENS)
 
 
 def _split_experts(module: ModuleFacts) -> dict[str, Use]:

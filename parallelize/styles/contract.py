@@ -26,6 +26,8 @@ class Conversion(Enum):
     LEAVE_REGION = "leave_region"  # Shard(sequence) -> Replicate; gradient Replicate
     GATHER_LAST = "gather_last"  # Shard(-1) -> Replicate; gradient Replicate
     SPLIT_LAST = "split_last"  # Replicate -> Shard(-1)
+    SPLIT_TOKENS = "split_tokens"  # Replicate -> Shard(tokens)
+    GATHER_TOKENS = "gather_tokens"  # Shard(tokens) -> Replicate; gradient Replicate
     VOCABULARY = "vocabulary"  # Shard(-1) stays, marked as logits sharded over the vocabulary
 
     @property
@@ -49,6 +51,8 @@ _COLLECTIVES: dict[Conversion, tuple[str | None, str | None]] = {  # (forward, b
     Conversion.LEAVE_REGION: ("all_gather", None),
     Conversion.GATHER_LAST: ("all_gather", None),
     Conversion.SPLIT_LAST: (None, "all_gather"),
+    Conversion.SPLIT_TOKENS: (None, "all_gather"),
+    Conversion.GATHER_TOKENS: ("all_gather", None),
     Conversion.VOCABULARY: (None, None),
 }
 
@@ -66,6 +70,7 @@ class Use:
         chunks: number of equal chunks, each sharded by itself, where no unit is named.
         adjacent: elements along `dim` that stay together, such as 2 for the pairs of an interleaved gate and up projection.
         partial: replicated, with a gradient that each rank has only in part.
+        by_expert: divided over the ranks of `ep`, rather than over those of `tp`.
     """
 
     dim: int | None = None
@@ -73,6 +78,7 @@ class Use:
     chunks: int = 1
     adjacent: int = 1
     partial: bool = False
+    by_expert: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class Contract:
             `nn.MultiheadAttention` on this rank's heads), "ulysses" (its attention exchanges a sequence
             shard for a head shard), "deferred_head" (the loss runs its matmul), "lookup" (an embedding's own forward),
             "experts" (tokens, choices and their weights are converted, and each rank computes a shard of every expert), "whole
-            experts" (the same, for the choices of the experts that this rank has).
+            experts" (tokens are sent to the ranks that have their experts, and their results back).
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
         overlap: one of `OVERLAPS`, where the rule names one; empty means the plan's default.

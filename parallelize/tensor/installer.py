@@ -45,9 +45,12 @@ from parallelize.tensor.shared_conversion import SharedConversion
 from parallelize.tensor.shared_input import SharedInput
 from parallelize.tensor.split_experts import split_experts
 from parallelize.tensor.ulysses_attention import ulysses_attention
-from parallelize.tensor.whole_experts import whole_experts
+from parallelize.tensor.whole_experts import ExpertRanks, whole_experts
 from parallelize.vocabulary.logits.sharded_logits import mark
 from parallelize.vocabulary.loss.fuse_loss import deferred_head, mark_deferred
+
+EXPERT_CHUNKS = 2
+"""Parts of the tokens of a mixture, of which one travels while another is computed."""
 
 
 class Installer:
@@ -57,6 +60,7 @@ class Installer:
         tp: the axis `tp`. group: its process group.
         model: the facts of this rank's part of the model; resolved: the plan of that part.
         call_sites: where collectives overlap with matmuls.
+        experts: the group of `ep`, where experts are divided over data axes too.
     """
 
     def __init__(
@@ -68,7 +72,9 @@ class Installer:
         pending_reductions: PendingReductions,
         call_sites: tuple[PlannedCallSite, ...] = (),
         inputs: InputCheck | None = None,
+        experts: Group | None = None,
     ):
+        self.experts = experts
         self.tp, self.group, self.model, self.resolved = tp, group, model, resolved
         self.pending_reductions, self.call_sites = pending_reductions, call_sites
         self.inputs = inputs
@@ -101,7 +107,7 @@ class Installer:
 
     def _slot(self, fqn: str, key: str) -> Slot:
         row = self._parameter(fqn, key)
-        rank, layout = self.group.rank, row.layout
+        rank, layout = self._rank(row), row.layout
         valid = None
         if not layout.is_canonical and layout.local_size(rank) != layout.stored_local_size:
             assert layout.dim is not None
@@ -112,8 +118,12 @@ class Installer:
             slot.local(self.model.objects[fqn]._parameters)
         return slot
 
+    def _rank(self, row: ParameterRow) -> int:
+        """This rank's index on the axis that the parameter's layout is over."""
+        return self.experts.rank if row.axis == "ep" and self.experts is not None else self.group.rank
+
     def _reduction(self, row: ParameterRow) -> PendingReduction | None:
-        if self.group.size == 1:
+        if self.group.size == 1 or row.axis == "ep":
             return None
         if row.partial:
             return PendingReduction(self.orders[row.fqn], ((self.group, None, 0, 0),))
@@ -161,6 +171,8 @@ class Installer:
             return deferred_head(
                 Vocabulary(self._width(row), self.group, self.inputs), self.resolved.plan.options.loss_parallel
             )
+        if contract.compute == "whole experts":
+            return whole_experts(module, self._expert_ranks(row))
         if self.group.size == 1:
             return _of_children(module, read)
         forwards: dict[str, Callable[[], Callable]] = {
@@ -169,9 +181,6 @@ class Installer:
             "multihead": lambda: sharded_multihead(self.group),
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
             "experts": lambda: split_experts(module, self.group, self._choice_conversion(contract)),
-            "whole experts": lambda: whole_experts(
-                module, self._local_experts(row.fqn), self.group.size, self._choice_conversion(contract)
-            ),
         }
         if contract.forward_factory is not None:
             return contract.forward_factory(module, self.group)
@@ -187,7 +196,8 @@ class Installer:
         group, dim, reads = self.group, row.contract.sequence_dim, bool(row.contract.uses)
         if conversion is Conversion.VOCABULARY:
             return partial(mark, vocabulary=Vocabulary(self._width(row), group, self.inputs))
-        if conversion is Conversion.NONE or group.size == 1:
+        # tokens are split and gathered by the forward of whole experts itself
+        if conversion in (Conversion.NONE, Conversion.SPLIT_TOKENS, Conversion.GATHER_TOKENS) or group.size == 1:
             return None
         bound: dict[Conversion, Callable[[], Callable]] = {
             # a block may write to its input, which its copy refuses as a view; a linear only reads
@@ -214,10 +224,14 @@ class Installer:
             self.shared_conversions[key] = SharedConversion(convert)
         return self.shared_conversions[key]
 
-    def _local_experts(self, fqn: str) -> tuple[int, int]:
-        """[start, stop) of the experts of this rank."""
-        (interval,) = self._parameter(fqn, "down_proj").layout.owned[self.group.rank]
-        return interval
+    def _expert_ranks(self, row: ModuleRow) -> ExpertRanks:
+        experts, options = self._parameter(row.fqn, "down_proj").layout.shape[0], self.resolved.options
+        group = self.experts
+        if group is None:  # consecutive ranks of tp
+            first = self.group.rank // options.ep * options.ep
+            group = self._subgroup(tuple(range(first, first + options.ep)))
+        same = self.group if row.contract.enter is Conversion.SPLIT_TOKENS and self.group.size > 1 else None
+        return ExpertRanks(row.fqn, group, experts, 1 if options.overlap == "off" else EXPERT_CHUNKS, same)
 
     def _choice_conversion(self, contract: Contract) -> Callable:
         """The conversion of choices and their weights as those of tokens, which they follow along their first dim."""
@@ -286,8 +300,8 @@ class Installer:
         values = dict(self.resolved.attributes.get(fqn, {}))
         row = self.resolved.modules.get(fqn)
         for attribute, key in (row.contract.local_attributes if row else {}).items():
-            layout = self._parameter(fqn, key).layout
-            values[attribute] = layout.local_size(self.group.rank)
+            parameter = self._parameter(fqn, key)
+            values[attribute] = parameter.layout.local_size(self._rank(parameter))
         on_config = {key.partition(".")[2]: value for key, value in values.items() if key.startswith("config.")}
         if on_config:
             module.config = LocalConfig(module.config, on_config)

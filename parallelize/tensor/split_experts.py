@@ -22,7 +22,7 @@ from torch import nn
 
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
-from parallelize.tensor.planned_forward import Conversion, Planned, on_local_parameters
+from parallelize.tensor.planned_forward import Conversion, on_local_parameters
 
 T = torch.Tensor
 INPUTS = 3
@@ -56,20 +56,12 @@ def split_experts(module: nn.Module, group: Group, convert_choices: Conversion) 
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> T:
         planned = self._applied.planned
-        inputs = converted_inputs(planned, convert_choices, names, args, kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        tokens, choices, weights = (given[name] for name in names)
+        inputs = planned.enter(tokens), convert_choices(choices), convert_choices(weights)
         return planned.leave(on_local_parameters(self, planned, inputs, {}, biases))
 
     return forward
-
-
-def converted_inputs(
-    planned: Planned, convert_choices: Conversion, names: list[str], args: tuple, kwargs: dict
-) -> tuple[T, T, T]:
-    """Tokens, choices and weights of all ranks, passed by position or name."""
-    given = dict(zip(names, args, strict=False)) | kwargs
-    tokens, choices, weights = (given[name] for name in names)
-    assert planned.enter is not None
-    return planned.enter(tokens), convert_choices(choices), convert_choices(weights)
 
 
 def _times_zero(bias: T) -> T:

@@ -1,57 +1,104 @@
-"""Whole experts of a mixture on each rank of `tp`: the style `experts` with `ep`.
+"""Whole experts of a mixture on each rank of `ep`: the style `experts` with `ep`.
 
-Every rank has all tokens and choices of the group, as in `split_experts.py`, and computes the choices of its own experts:
+    tokens [N, hidden], choices [N, k], weights [N, k] of this rank
+    sent to the ranks that have their experts, one row for each rank          (ops/experts)
+    stock forward of the pairs of a row and one expert of this rank (k = 1)   -> [pairs, hidden], added up by row
+    sent back, and added up by token -> the output [N, hidden]
 
-    tokens [N, hidden], choices [N, k], weights [N, k] -> pairs of a token and one expert of this rank
-    stock forward of the pairs (k = 1) -> [pairs, hidden] -> added up by token: a term of the output, summed over ranks
+Where all ranks of `tp` have the same tokens, each takes a part of them, and the outputs are gathered.
 
-What is sent is the same as where each expert is split. The matmuls are larger, and ranks wait for the one whose experts got the most
-tokens. Source: Lepikhin et al., GShard, arXiv:2006.16668 (experts divided over ranks).
+Source: Lepikhin et al., GShard, arXiv:2006.16668.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallelize.tensor.planned_forward import Conversion, on_local_parameters
-from parallelize.tensor.split_experts import converted_inputs, input_names
+from parallelize.comm.groups import Group
+from parallelize.ops import collectives as ops
+from parallelize.ops import replay_cache
+from parallelize.ops.experts.routes import Routes, indices_of, routes_of
+from parallelize.ops.experts.transfers import Transfers, arrive, collect, dispatch, give_back
+from parallelize.tensor.planned_forward import Planned, on_local_parameters
+from parallelize.tensor.split_experts import input_names
 
 T = torch.Tensor
 
 
-def whole_experts(module: nn.Module, experts: tuple[int, int], num_ranks: int, convert_choices: Conversion) -> Callable:
-    """A forward with the arguments and results of the stock one.
+@dataclass(frozen=True)
+class ExpertRanks:
+    """Over which ranks experts are divided, and what their ranks send.
 
-    Args:
-        experts: [start, stop) of this rank's experts.
-        convert_choices: the input conversion of choices and weights; that of tokens and of the output are the module's own.
+    Attributes:
+        fqn: the name of the experts.
+        group: the ranks of `ep`.
+        num_experts: on all ranks together.
+        num_chunks: parts of the tokens, of which one travels while another is computed.
+        same_tokens: the ranks of `tp` where they have the same tokens; None where each rank has its own.
     """
+
+    fqn: str
+    group: Group
+    num_experts: int
+    num_chunks: int
+    same_tokens: Group | None
+
+
+def whole_experts(module: nn.Module, ranks: ExpertRanks) -> Callable:
+    """A forward with the arguments and results of the stock one."""
     names = input_names(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> T:
-        planned = self._applied.planned
-        tokens, choices, weights = converted_inputs(planned, convert_choices, names, args, kwargs)
-        rows, slots = _pairs(choices, experts, num_ranks)
-        local = choices[rows, slots].sub(experts[0]).clamp(0, experts[1] - experts[0] - 1)
-        weight = weights[rows, slots]
-        if not len(rows):  # one pair that counts nothing, so that parameters and tokens get gradients of zeros
-            rows, local, weight = rows.new_zeros(1), local.new_zeros(1), weights[:1, 0] * 0
-        inputs = tokens.index_select(0, rows), local[:, None], weight[:, None]
-        out = on_local_parameters(self, planned, inputs, {})
-        return planned.leave(torch.zeros_like(tokens).index_add(0, rows, out))
+        given = dict(zip(names, args, strict=False)) | kwargs
+        tokens, choices, weights = (given[name] for name in names)
+        same = ranks.same_tokens
+        if same is None:
+            return _exchanged(self, ranks, tokens, choices, weights)
+        parts = (ops.split(x, same, 0) for x in (tokens, choices, weights))
+        return ops.gather(_exchanged(self, ranks, *parts), same, 0, len(tokens), gradient="replicate")
 
     return forward
 
 
-def _pairs(choices: T, experts: tuple[int, int], num_ranks: int) -> tuple[T, T]:
-    """(token, slot) of each choice of this rank's experts, by token. On tensors without values, an even share."""
+def _exchanged(self: Any, ranks: ExpertRanks, tokens: T, choices: T, weights: T) -> T:
+    """The output of this rank's tokens."""
+
+    def find_routes() -> Routes:
+        return routes_of(choices, ranks.num_experts, ranks.group, ranks.num_chunks, ranks.fqn)
+
+    # a replay sends the same rows, even where a near tie of the router falls otherwise
+    routes = replay_cache.remembered("routes", find_routes)
+    transfers = Transfers(routes, ranks.group, tokens, weights)
+    planned, returned = self._applied.planned, []
+    for n, ticket in enumerate(dispatch(tokens, weights, transfers)):
+        results = _computed(self, planned, routes, n, *arrive(ticket, transfers, n))
+        returned.append(give_back(results, transfers, n))
+    return collect(tuple(returned), transfers)
+
+
+def _computed(self: Any, planned: Planned, routes: Routes, n: int, tokens: T, weights: T, choices: T) -> T:
+    """The results of received rows: the sum over their choices of this rank's experts. [rows, hidden]."""
+    first, stop = routes.experts
+    num_pairs = routes.chunks[n].pairs
+    if not num_pairs:  # one pair that counts nothing, so that parameters, rows and weights get gradients of zeros
+        inputs = tokens.new_zeros(1, tokens.shape[1]), choices.new_zeros(1, 1).long(), weights.new_zeros(1, 1)
+        out = on_local_parameters(self, planned, inputs, {})
+        return tokens + (out.sum() + weights.sum()) * 0
+    rows, slots, experts = _pairs(choices, first, stop, num_pairs)
+    inputs = tokens.index_select(0, rows), experts[:, None], weights[rows, slots][:, None]
+    out = on_local_parameters(self, planned, inputs, {})
+    return tokens.new_zeros(tokens.shape).index_add(0, rows, out)
+
+
+def _pairs(choices: T, first: int, stop: int, count: int) -> tuple[T, T, T]:
+    """(row, slot, local expert) of each choice of the experts [first, stop)."""
     if choices.is_meta:
-        pairs = torch.arange(-(-choices.numel() // num_ranks), device=choices.device)
-        return pairs % len(choices), pairs % choices.shape[1]
-    is_local = (choices >= experts[0]) & (choices < experts[1])
-    rows, slots = is_local.nonzero(as_tuple=True)
-    return rows, slots
+        pairs = torch.arange(count, device=choices.device)
+        return pairs % len(choices), pairs % choices.shape[1], pairs % (stop - first)
+    rows, slots = indices_of((choices >= first) & (choices < stop), count)
+    return rows, slots, choices[rows, slots].long() - first

@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from parallelize import _torch_private as private
 from parallelize.applied.fsdp_shards import restore_layouts
-from parallelize.applied.records import applied, cut_of, mark_parameter
+from parallelize.applied.records import applied, cut_of, mark_parameter, record_of
 from parallelize.applied.sharding import shared_of_parameters
 from parallelize.comm.groups import axis_group, mesh_spec
 from parallelize.errors import ModelError, Problem
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
 from parallelize.zero.data_options import DataOptions
+from parallelize.zero.data_ranks import DataRanksOf
 from parallelize.zero.replicas import data_group
 from parallelize.zero.running_statistics import RunningStatistics
 from parallelize.zero.unit_groups import forget_unsharded_gradients, reduce_outside_backward, unit_groups
@@ -120,24 +121,28 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
         raise ModelError(Problem("scalar-parameter", what, fix="make it a tensor of one element, or use zero=2"))
     shared = shared_of_parameters(module)
     marks = {name: shared[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if id(p) in shared}
-    units = [module.get_submodule(name) for name in names]
     deferring = {_unit_of(head, names) for head in deferred_heads(module)}
-    data_mesh = mesh["dp_replicate", spec.shard_axis] if "dp_replicate" in spec.names else mesh[spec.shard_axis]
+    ranks_of = DataRanksOf(mesh, 3, record_of(module))
+    folded = _folded_experts(module)  # inside of units, and sharded before them
+    names = [*folded, *(name for name in names if name not in folded)]
+    units = [module.get_submodule(name) for name in names]
     for name, unit in [*zip(names, units, strict=True), ("", module)]:
         if any(True for _ in unit.parameters()) or unit is module:
             # a deferred head is needed after its forward has ended
             reshard = options.reshard_after_forward and name not in deferring
-            fully_shard(unit, mesh=data_mesh, mp_policy=options.mixed_precision, reshard_after_forward=reshard)
+            ranks = ranks_of.experts if name in folded else ranks_of.dense
+            fully_shard(unit, mesh=ranks.fsdp_mesh, mp_policy=options.mixed_precision, reshard_after_forward=reshard)
     fsdp_units: list[Any] = [unit for unit in [*units, module] if isinstance(unit, FSDPModule)]
     for name in deferring:
         unit = module.get_submodule(name)
         heads = [module.get_submodule(head) for head in deferred_heads(module) if _unit_of(head, names) == name]
         unit.register_forward_pre_hook(partial(_gather_anew, heads), prepend=True)  # before that of `fully_shard`
     cp_group = axis_group(mesh, "cp") if "cp" in spec.names and spec.size("cp") > 1 else None
+    experts = {id(module.get_submodule(name)) for name in folded}
     for unit in fsdp_units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        if cp_group is not None:  # a third axis of ranks with other tokens
+        if cp_group is not None and id(unit) not in experts:  # a third axis of ranks with other tokens
             unit.set_all_reduce_hook(partial(dist.all_reduce, group=cp_group))
     restore_layouts(module)
     module.register_forward_pre_hook(_refuse_gradient_hooks, prepend=True)  # before parameters are gathered
@@ -157,6 +162,21 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
     order = UnitOrder([(name_of.get(id(unit), ""), unit) for unit in fsdp_units], summed_over)
     unused = UnusedParameters(fsdp_units, summed_over, order, after=RunningStatistics(module, summed_over).share)
     return FsdpEngine(module, fsdp_units, stages, options.defer, spec.shard_axis, unused, order)
+
+
+def _folded_experts(module: nn.Module) -> list[str]:
+    """The modules of experts that are folded over data axes, whose copies other ranks have than those of dense parameters.
+
+    Raises: ModelError `experts-not-shardable`.
+    """
+    record = record_of(module)
+    rows = record.resolved.parameters.values() if record is not None else ()
+    names = list(dict.fromkeys(row.fqn.rpartition(".")[0] for row in rows if row.axis == "ep"))
+    for row in rows:
+        if row.axis != "ep" and row.fqn.rpartition(".")[0] in names:
+            what = f"{row.fqn} is beside experts that are folded over data axes, and not one for each of them"
+            raise ModelError(Problem("experts-not-shardable", what, fix="zero=2, or ep=1"))
+    return names
 
 
 def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:

@@ -8,7 +8,7 @@ backwards per step controls this: `hold`, `release` before a stage's last backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
-from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.zero.buckets import (
     AllReduceBucket,
@@ -27,6 +26,7 @@ from parallelize.zero.buckets import (
     ReduceScatterBucket,
     to_local,
 )
+from parallelize.zero.data_ranks import DataGroups
 from parallelize.zero.partition import BUCKET_BYTES, GradientSize, partition
 
 IN_FLIGHT = 1
@@ -38,6 +38,7 @@ class ReducedParameter:
     """A parameter whose gradient is reduced.
 
     `stage`: of the pipeline. `late`: its gradient is known only when a step ends. `uses`: how often a backward adds to it.
+    `groups`: the ranks that sum it, which are others for experts that are folded over data axes.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ReducedParameter:
     stage: int = 0
     late: bool = False
     uses: int = 1
+    groups: DataGroups = field(default_factory=DataGroups)
 
 
 class Reducer:
@@ -52,13 +54,11 @@ class Reducer:
 
     Args:
         managed: the parameters whose gradients are reduced.
-        groups: the groups of the data axes; with `shard`, of the other data axes.
         dtype: the dtype of the sums. None: each parameter's own.
         frozen: parameters that require no gradient now. One that has a gradient at the end of a step is refused.
         current: returns the names and parameters of the model as it is now. One that was added is refused at the end of a
             step in which it has a gradient.
         after: called when all gradients of a step are reduced.
-        shard: the group over which gradients are split, for ZeRO 2.
         specs: id of a parameter -> the spec of its split gradient.
         defer: ZeRO 2 reduces once per step too, and stores full gradients until then.
     """
@@ -68,20 +68,19 @@ class Reducer:
     def __init__(
         self,
         managed: Sequence[ReducedParameter],
-        groups: Sequence[Group],
         dtype: torch.dtype | None,
         *,
         frozen: Sequence[ReducedParameter] = (),
         current: Callable[[], Iterable[tuple[str, Any]]] = tuple,
         after: Callable[[], None] | None = None,
-        shard: Group | None = None,
         specs: dict[int, Any] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         defer: bool = False,
     ):
-        self.groups, self.shard, self.specs, self.defer = list(groups), shard, specs or {}, defer
+        self.specs, self.defer = specs or {}, defer
+        self.splits = any(parameter.groups.shard is not None for parameter in managed)
         # a scalar has no rows to split: every rank stores it in full, and it is reduced once per step
-        self.managed = [replace(p, late=p.late or (shard is not None and p.param.ndim == 0)) for p in managed]
+        self.managed = [replace(p, late=p.late or (self.splits and p.param.ndim == 0)) for p in managed]
         self.dtype, self.frozen, self.after, self.current = dtype, frozen, after, current
         self._known = {id(parameter.param) for parameter in (*self.managed, *frozen)}
         self._pool = BufferPool()
@@ -125,22 +124,24 @@ class Reducer:
         param = parameter.param
         dtype = self._grad_dtype(param)
         num_bytes = to_local(param).numel() * dtype.itemsize
-        return GradientSize((parameter.stage, dtype, param.device, param.ndim == 0), num_bytes, parameter.late)
+        kind = (parameter.stage, dtype, param.device, param.ndim == 0, parameter.groups)
+        return GradientSize(kind, num_bytes, parameter.late)
 
     def _bucket(self, parameters: list[ReducedParameter]) -> Bucket:
         first = parameters[0]
-        split = self.shard is not None and first.param.ndim > 0
+        full, shard = first.groups.full, first.groups.shard
+        split = shard is not None and first.param.ndim > 0
         members = BucketParams(
             params=[parameter.param for parameter in parameters],
             uses=[parameter.uses for parameter in parameters],
             stage=first.stage,
             late=first.late,
             dtype=self._grad_dtype(first.param),
-            groups=[*self.groups, self.shard] if self.shard is not None and not split else self.groups,
+            groups=[*full, shard] if shard is not None and not split else full,
         )
-        if self.shard is None or not split:
+        if shard is None or not split:
             return AllReduceBucket(members)
-        return ReduceScatterBucket(members, shard=self.shard, specs=self.specs, pool=self._pool)
+        return ReduceScatterBucket(members, shard=shard, specs=self.specs, pool=self._pool)
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
@@ -202,7 +203,7 @@ class Reducer:
             bucket.land()
         bucket.launch()
         self._flying.append(bucket)
-        if self.shard is not None and len(self._flying) > IN_FLIGHT:
+        if self.splits and len(self._flying) > IN_FLIGHT:
             self._flying.pop(0).land()
 
     # -- calls of an engine ---------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ class Reducer:
         self._in_step, self._auto_flush = True, auto_flush
         for bucket in self.buckets:
             bucket.reopen()
-        if self.shard is None or self.defer:
+        if not self.splits or self.defer:
             self._held = set(self._stages)
             self._open = set(self._stages)
 

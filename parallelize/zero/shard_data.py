@@ -29,16 +29,17 @@ from parallelize.applied.records import applied, cut_of, facts_of, mark_applied,
 from parallelize.applied.sharding import join_tied_slots, rows_by_name
 from parallelize.applied.step_results import expected
 from parallelize.applied.user_initializers import guard_initializers
-from parallelize.comm.groups import Group, axis_group, mesh_spec
+from parallelize.comm.groups import Group, mesh_spec
 from parallelize.comm.handshake import agree_on
 from parallelize.errors import MeshError, ModelError, Problem, short_list
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.choose import plan_or_none
-from parallelize.plan.parameter_shards import shards_of, splits_of
+from parallelize.plan.parameter_shards import shards_of
 from parallelize.plan.resolve import for_base_model
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.units import zero_units
 from parallelize.zero.data_options import DataOptions
+from parallelize.zero.data_ranks import DataRanks, DataRanksOf
 from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.fsdp import FsdpEngine, apply_fsdp
 from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
@@ -186,20 +187,17 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
 def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolved: ResolvedPlan) -> None:
     """ZeRO 0 to 2."""
     masters = options.low_precision or _sums_are_wider(module, options.dtype, options.reduce_dtype)
-    zero, spec = resolved.options.zero, mesh_spec(mesh)
-    shard_axis = spec.shard_axis if zero else None
-    shard_group = Group(axis_group(mesh, shard_axis)) if shard_axis is not None else Group.alone()
+    zero = resolved.options.zero
+    ranks_of = DataRanksOf(mesh, zero, record_of(module))
     master_dtype = torch.float32 if masters else None
-    parameters = list(_reduced_parameters(module, resolved))
     shards = [
-        _shard(parameter, mesh, shard_axis, shard_group, _master_dtype(parameter.param, options, master_dtype))
-        for parameter in parameters
+        _shard(parameter, ranks, _master_dtype(parameter.param, options, master_dtype))
+        for parameter, ranks in _reduced_parameters(module, resolved, ranks_of)
     ]
     if options.dtype is not None:
         cast_parameters(module, options.dtype)
-        parameters = list(_reduced_parameters(module, resolved))
-    splits = splits_of(zero, spec).gradient > 1
-    reducer = _reducer(module, mesh, parameters, shards, options, options.reduce_dtype or master_dtype, splits)
+    parameters = [parameter for parameter, _ in _reduced_parameters(module, resolved, ranks_of)]
+    reducer = _reducer(module, mesh, parameters, shards, options, options.reduce_dtype or master_dtype)
     module.register_forward_pre_hook(_RefusesCasts(shards))
     record = DataRecord(zero, mesh, reducer, shards, masters)
     mark_applied(module, data=record)
@@ -249,21 +247,17 @@ def _reducer(
     shards: list[OptimizerShard],
     options: DataOptions,
     dtype: torch.dtype | None,
-    splits: bool,
 ) -> Reducer | None:
-    """What sums gradients over the data axes, and `splits` them over the shard axis; None where there is nothing to do."""
-    spec = mesh_spec(mesh)
-    if not spec.data_axes and dtype is None:
+    """What sums gradients over the data axes, and splits them by the stage; None where there is nothing to do."""
+    if not mesh_spec(mesh).data_axes and dtype is None:
         return None
-    full_axes = [axis for axis in spec.data_axes if not (splits and axis == spec.shard_axis)]
+    splits = any(parameter.groups.shard is not None for parameter in parameters)
     return Reducer(
         [parameter for parameter in parameters if parameter.param.requires_grad],
-        [Group(axis_group(mesh, *full_axes))] if full_axes else [],
         dtype,
         frozen=[parameter for parameter in parameters if not parameter.param.requires_grad],
         current=module.named_parameters,
         after=partial(_after_step, shards, RunningStatistics(module, data_group(mesh))),
-        shard=Group(axis_group(mesh, spec.shard_axis)) if splits else None,
         specs={id(shard.param): shard.spec for shard in shards},
         bucket_bytes=options.bucket_bytes,
         defer=options.defer and splits,
@@ -304,8 +298,10 @@ def _check(module: nn.Module, spec: MeshSpec, zero: int) -> None:
     refuse_wrapped(module)
 
 
-def _reduced_parameters(module: nn.Module, resolved: ResolvedPlan) -> Iterator[ReducedParameter]:
-    """Every parameter once, with the pipeline stage that its gradient comes from."""
+def _reduced_parameters(
+    module: nn.Module, resolved: ResolvedPlan, ranks_of: DataRanksOf
+) -> Iterator[tuple[ReducedParameter, DataRanks]]:
+    """Every parameter once, with the pipeline stage that its gradient comes from, and its data ranks."""
     cut, record = cut_of(module), record_of(module)
     planned = rows_by_name(record) if record is not None else {}
     local = {
@@ -318,21 +314,20 @@ def _reduced_parameters(module: nn.Module, resolved: ResolvedPlan) -> Iterator[R
         params[id(param)] = param
     for key, names in names_of.items():
         shard = next((local[name] for name in names if name in local), None)
+        ranks = ranks_of([planned[name] for name in names if name in planned])
         if shard is None:  # added after the plan was applied
-            yield ReducedParameter(names[0], params[key], resolved.stage_of(names[0]))
+            reduced = ReducedParameter(names[0], params[key], resolved.stage_of(names[0]))
         else:
-            yield ReducedParameter(
-                names[0], params[key], shard.stage, shard.late, len(names) if shard.name in planned else 1
-            )
+            uses = len(names) if shard.name in planned else 1
+            reduced = ReducedParameter(names[0], params[key], shard.stage, shard.late, uses)
+        yield replace(reduced, groups=ranks.gradient_groups), ranks
 
 
-def _shard(
-    parameter: ReducedParameter, mesh: DeviceMesh, axis: str | None, group: Group, master: torch.dtype | None
-) -> OptimizerShard:
+def _shard(parameter: ReducedParameter, ranks: DataRanks, master: torch.dtype | None) -> OptimizerShard:
     if parameter.param.ndim == 0:  # every rank steps a scalar
         return OptimizerShard(parameter.name, parameter.param, Group.alone(), None, master)
-    spec = split_spec(parameter.param, mesh, axis) if axis is not None else None
-    return OptimizerShard(parameter.name, parameter.param, group, spec, master)
+    spec = split_spec(parameter.param, ranks.mesh, ranks.shard_axis) if ranks.zero else None
+    return OptimizerShard(parameter.name, parameter.param, ranks.split_group, spec, master)
 
 
 def make_contiguous(module: nn.Module) -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallelize.mesh import FOLDED_AXES
 from parallelize.zero.buckets import to_local
 
 T = torch.Tensor
@@ -32,6 +33,8 @@ def is_replicated(parameter: nn.Parameter, axis: str) -> bool:
     if not isinstance(parameter, DTensor):
         return True
     names = parameter.device_mesh.mesh_dim_names or (axis,)
+    if "ep" in names and axis in FOLDED_AXES:  # folded over these ranks, of which some have copies
+        return False
     return axis not in names or parameter.placements[names.index(axis)].is_replicate()
 
 

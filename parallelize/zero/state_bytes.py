@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.records import cut_of, record_of, resolution_so_far
 from parallelize.comm.groups import mesh_spec
-from parallelize.mesh import DATA_AXES
+from parallelize.mesh import DATA_AXES, EXPERT_AXES
 from parallelize.plan.parameter_shards import shards_of, stored_elements
 
 ADAM_STATE_BYTES = 8
@@ -53,8 +53,11 @@ def bytes_per_rank(
     tp_rank, pp_rank = record.group.rank if record is not None else 0, cut.group.rank if cut is not None else 0
     parameters = dict(module.named_parameters(remove_duplicate=False))
     totals = {"parameters": 0, "gradients": 0, "optimizer": 0}
-    for shard in shards_of(resolved, pp_rank, tp_rank):
-        elements = stored_elements([shard], zero, counts_gradients=True, data_rank=data_rank)
+    folded = record.folded if record is not None else None
+    edp_rank, ep_rank = (folded.get_local_rank(axis) if folded is not None else 0 for axis in EXPERT_AXES)
+    for shard in shards_of(resolved, pp_rank, tp_rank, ep_rank):
+        index = edp_rank if shard.axis == "ep" else data_rank
+        elements = stored_elements([shard], zero, counts_gradients=True, data_rank=index)
         item = parameters[shard.name].element_size()
         totals["parameters"] += elements.parameters * (4 if zero == 3 else item)
         totals["gradients"] += elements.gradients * (4 if mixed else item)

@@ -21,7 +21,7 @@ ROOMS_BY_FLOOR = (
     "comm plan",
     "ops",
     "applied.layout_tensor collectives",
-    "applied ops.attention ops.matmul ops.vocabulary",
+    "applied ops.attention ops.experts ops.matmul ops.vocabulary",
     "loop randomness.dropout randomness.init vocabulary.logits",
     "vocabulary.loss vocabulary.sampling",
     "tensor vocabulary vocabulary.generation zero",

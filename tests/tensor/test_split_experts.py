@@ -11,7 +11,6 @@ from torch import nn
 from parallelize import ModelError, PlanError, build_mesh, full_gradients, parallelize_module
 from parallelize.mesh import MeshSpec
 from parallelize.plan.model_facts import describe
-from parallelize.plan.options import Options
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
 from tests.support.models import FAMILIES, MIXTURES, tiny_batch, tiny_model
@@ -51,26 +50,6 @@ def test_an_odd_width_of_the_experts():
     check(tiny_model("gpt_oss", torch.float64, intermediate_size=37), MODES["sequence"], 4, torch.float64)
 
 
-@pytest.mark.variants(every=11)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe"])
-def test_whole_experts(family, tp, mode):
-    """Six experts: on four ranks two of them, two, two and none are refused, so there are seven there."""
-    counts = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"} & MIXTURES[family][2].keys()
-    more = dict.fromkeys(counts, 7) | ({"n_group": 1} if "n_routed_experts" in counts else {}) if tp == 4 else {}
-    check(tiny_model(family, torch.float64, **more), {**MODES[mode], "ep": tp}, tp, torch.float64)
-
-
-@pytest.mark.variants(every=3)
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
-@pytest.mark.parametrize("mode", MODES)
-def test_whole_experts_by_every_implementation(mode, implementation):
-    model = tiny_model("mixtral")
-    model.set_experts_implementation(implementation)
-    check(model, {**MODES[mode], "ep": 2}, 2, torch.float32)
-
-
 def gradients(model, ids, labels, tp=2, **options):
     """(loss, gradients) of the unsharded model, and of each rank."""
     reference = copy.deepcopy(model)
@@ -91,7 +70,8 @@ def gradients(model, ids, labels, tp=2, **options):
 @pytest.mark.parametrize("ep", [1, 2])
 @pytest.mark.parametrize("favored", [False, True])
 def test_experts_that_no_token_chose_get_zeros(favored, ep):
-    """Two experts get every token where `favored`, else a batch of one token chooses two of six. With `ep` one rank gets none."""
+    """Two experts get every token where `favored`, else a batch of one token chooses two of six. With `ep` one rank gets none,
+    or one rank sends none."""
     model = tiny_model("deepseek_v3", torch.float64)
     ids, labels = tiny_batch() if favored else (torch.tensor([[5]]), torch.tensor([[7]]))
     if favored:
@@ -183,24 +163,6 @@ def test_experts_that_cannot_be_split_are_refused(model, slug):
     with pytest.raises((PlanError, ModelError)) as error:
         resolve(PLAN, describe(model), MeshSpec(tp=2))
     assert error.value.slugs[0] == slug
-
-
-def test_whole_experts_may_have_other_parameters():
-    resolved = resolve(PLAN, describe(Mixture(extra=True)), MeshSpec(tp=2), Options(ep=2))
-    assert resolved.parameters["experts.scale"].layout.dim == 0
-
-
-@pytest.mark.parametrize(
-    ("plan", "ep", "tp", "text"),
-    [
-        (PLAN, 3, 2, "bad-ep: ep is 3, and whole experts can be divided over tp alone"),
-        (PLAN, 4, 4, "bad-ep: 3 experts of experts leave none for the last of 4 ranks"),
-        (parse_plan("schema_version: 1\ntensor_parallel: {router: replicate, experts: replicate}"), 2, 2, "no rule is"),
-    ],
-)
-def test_experts_that_cannot_be_divided_are_refused(plan, ep, tp, text):
-    with pytest.raises(PlanError, match=text):
-        resolve(plan, describe(Mixture()), MeshSpec(tp=tp), Options(ep=ep))
 
 
 def test_experts_with_another_call_are_refused():

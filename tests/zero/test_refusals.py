@@ -13,6 +13,7 @@ from parallelize import ModelError, build_mesh, build_optimizer, parallelize_mod
 from tests.support.models import tiny_model
 from tests.support.refused import RULES, WIDTH, Block, refused, small_mesh
 from tests.support.threads import run_ranks
+from tests.tensor.test_split_experts import PLAN, Mixture
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
@@ -124,5 +125,18 @@ def test_a_search_along_all_parameters_on_a_pipeline():
         optimizer = torch.optim.LBFGS(parallel.module.parameters())
         with refused(ModelError, "not-elementwise", "LBFGS", "pipeline stages"):
             optimizer.step(lambda: 0.0)
+
+    run_ranks(2, body)
+
+
+def test_parameters_beside_folded_experts_are_refused():
+    """Experts are sharded over the ranks of their copies; what all experts share would be sharded over others."""
+    model = Mixture()
+    model.experts.gain = nn.Parameter(torch.ones(1))
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def body(rank):
+        with pytest.raises(ModelError, match=r"experts-not-shardable: experts.gain"):
+            parallelize_model(models[rank], build_mesh("cpu", dp=2), PLAN, ep=2, zero=3)
 
     run_ranks(2, body)

@@ -21,8 +21,8 @@ from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor import layout_operations
 from parallelize.applied.layout_tensor.dispatch_by_mode import ask_by_mode
 from parallelize.applied.layout_tensor.layout_shard import LayoutShard
-from parallelize.applied.layout_tensor.local_pairs import local_pairs
-from parallelize.applied.layout_tensor.stored_order import store_like, tp_group, unshard
+from parallelize.applied.layout_tensor.local_pairs import layout_axis, local_pairs
+from parallelize.applied.layout_tensor.stored_order import layout_group, store_like, unshard
 from parallelize.layout import Layout, SlicePair
 
 
@@ -45,8 +45,8 @@ class LayoutDTensor(DTensor):
     def placements(self) -> tuple[Any, ...]:
         """The placement along each axis of the mesh."""
         mesh, placements = self.device_mesh, private.spec_of(self).placements
-        tp = 0 if mesh.ndim == 1 else (mesh.mesh_dim_names or ()).index("tp")
-        return (*placements[:tp], LayoutShard(self.tp_layout), *placements[tp + 1 :])
+        axis = layout_axis(mesh)
+        return (*placements[:axis], LayoutShard(self.tp_layout), *placements[axis + 1 :])
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The local tensor: the slices of the layout in memory order, with their padding. Differentiable."""
@@ -93,8 +93,8 @@ class LayoutDTensor(DTensor):
     # -- what torch.distributed.checkpoint asks for ---------------------------------------------------------------------
 
     def _pairs(self) -> list[SlicePair]:
-        tp_rank = tp_group(self.device_mesh).rank
-        return [pair for pair, _ in local_pairs(self, self.tp_layout, tp_rank)]
+        rank = layout_group(self.device_mesh).rank
+        return [pair for pair, _ in local_pairs(self, self.tp_layout, rank)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Where each interval of this rank is in the full tensor."""
@@ -160,7 +160,7 @@ class _FullTensor(Function):
     @staticmethod
     def forward(ctx: Any, stored: LayoutDTensor) -> torch.Tensor:
         ctx.stored = stored.detach()
-        return unshard(stored, stored.tp_layout, tp_group(stored.device_mesh))
+        return unshard(stored, stored.tp_layout, layout_group(stored.device_mesh))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> LayoutDTensor:

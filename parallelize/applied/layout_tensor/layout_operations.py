@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_shard import LayoutShard
 from parallelize.applied.layout_tensor.local_pairs import local_pairs
-from parallelize.applied.layout_tensor.stored_order import store_like, tp_group, unshard
+from parallelize.applied.layout_tensor.stored_order import layout_group, store_like, unshard
 
 aten = torch.ops.aten
 
@@ -167,7 +167,7 @@ def _counted_once(cls: Any, operand: Any) -> Any:
     if type(operand) is not cls:
         return operand
     local, spec = private.local_of(operand), private.spec_of(operand)
-    pairs = local_pairs(operand, operand.tp_layout, tp_group(operand.device_mesh).rank)
+    pairs = local_pairs(operand, operand.tp_layout, layout_group(operand.device_mesh).rank)
     counted = [pair.local for pair, is_first in pairs if is_first]
     if sum(local[part].numel() for part in counted) != local.numel():
         full, local = local, torch.zeros_like(local)
@@ -207,7 +207,7 @@ def _draw(cls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     drawn = func(*full_args, **kwargs)
     full = drawn if isinstance(drawn, torch.Tensor) else full_args[0]
     if not full.is_meta:
-        tp_group(like.device_mesh).broadcast(full, 0)
+        layout_group(like.device_mesh).broadcast(full, 0)
     if func._schema.is_mutable:
         _store_back(like, full)
         return like
@@ -219,7 +219,7 @@ def _full(operand: Any) -> DTensor:
     """The full tensor, on every rank of the mesh."""
     local, mesh = private.local_of(operand), operand.device_mesh
     layout = operand.tp_layout
-    full = local.new_empty(layout.shape) if local.is_meta else unshard(operand, layout, tp_group(mesh))
+    full = local.new_empty(layout.shape) if local.is_meta else unshard(operand, layout, layout_group(mesh))
     return private.wrap(full, private.replicated_spec(mesh, full))
 
 

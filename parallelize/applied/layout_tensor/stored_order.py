@@ -7,14 +7,15 @@ from typing import Any
 import torch
 
 from parallelize import _torch_private as private
+from parallelize.applied.layout_tensor.local_pairs import layout_axis
 from parallelize.comm.groups import Group
 from parallelize.layout import Layout, even_interval
 from parallelize.ops.collectives import gather_dim, pad_to
 
 
-def tp_group(mesh: Any) -> Group:
-    """The process group of `tp`, of a mesh over tp alone (whatever its axis is called) or over more axes."""
-    return Group(mesh.get_group("tp" if mesh.ndim > 1 else 0))
+def layout_group(mesh: Any) -> Group:
+    """The process group of the axis that layouts are over: see `layout_axis`."""
+    return Group(mesh.get_group(layout_axis(mesh)))
 
 
 def store(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
@@ -35,11 +36,11 @@ def store_like(full: torch.Tensor, layout: Layout, tensor: Any) -> torch.Tensor:
 
     No communication: `full` is on every rank.
     """
-    mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
-    local = store(full, layout, tp_group(mesh).rank)
+    mesh, layout_number = tensor.device_mesh, layout_axis(tensor.device_mesh)
+    local = store(full, layout, layout_group(mesh).rank)
     for axis, placement in enumerate(private.spec_of(tensor).placements):
         dim = private.shard_dim(placement)
-        if mesh.ndim > 1 and names[axis] != "tp" and dim is not None:
+        if axis != layout_number and dim is not None:
             start, stop = even_interval(local.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
             local = local.narrow(dim, start, stop - start).contiguous()
     return local
@@ -66,10 +67,10 @@ def unshard(stored: Any, layout: Layout, group: Group) -> torch.Tensor:
 def _without_data_axes(stored: Any, layout: Layout, group: Group) -> torch.Tensor:
     """The tp shard of a DTensor that data axes may have sharded further."""
     local = private.local_of(stored).detach()
-    mesh, names = stored.device_mesh, stored.device_mesh.mesh_dim_names or ()
+    mesh, layout_number = stored.device_mesh, layout_axis(stored.device_mesh)
     for axis, placement in reversed(list(enumerate(private.spec_of(stored).placements))):
         dim = private.shard_dim(placement)
-        if mesh.ndim > 1 and names[axis] != "tp" and dim is not None:
+        if axis != layout_number and dim is not None:
             data = Group(mesh.get_group(axis))
             size = _size_on_tp_rank(layout, dim, group.rank)
             local = gather_dim(pad_to(local, dim, -(-size // data.size)).contiguous(), data, dim, size)

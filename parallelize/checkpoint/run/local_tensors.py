@@ -25,6 +25,7 @@ from parallelize.checkpoint.format.host_memory import code_of
 from parallelize.comm.groups import mesh_spec
 from parallelize.errors import CheckpointError, ModelError, Problem
 from parallelize.layout import even_interval, replicated
+from parallelize.mesh import EXPERT_AXES, MeshSpec, folded_coordinates
 from parallelize.zero.shard_data import data_of
 
 T = torch.Tensor
@@ -125,14 +126,27 @@ class ModelOnMesh:
         if self.spec is not None and self.mesh is not None:
             index = self.mesh.mesh.flatten().tolist().index(dist.get_rank())
             self.coordinates = self.spec.coordinates(index)
+        record = record_of(module)
+        folded = record.folded if record is not None else None
+        self.expert_spec = mesh_spec(folded) if folded is not None else None
+        self.expert_coordinates: dict[str, int] = {}
+        if self.spec is not None and self.expert_spec is not None:
+            self.expert_coordinates = folded_coordinates(self.spec, self.expert_spec.size("ep"), self.coordinates)
 
     def replica(self, axes: frozenset[str]) -> tuple[int, int]:
         """(index, number) of this rank among those that store the same elements of a tensor that `axes` shard."""
         index, number = 0, 1
-        for axis, size in self.spec.axes if self.spec is not None else ():
+        spec, coordinates = self._seen_by(axes)
+        for axis, size in spec.axes if spec is not None else ():
             if axis not in axes and axis != "pp":
-                index, number = index * size + self.coordinates[axis], number * size
+                index, number = index * size + coordinates[axis], number * size
         return index, number
+
+    def _seen_by(self, axes: frozenset[str]) -> tuple[MeshSpec | None, dict[str, int]]:
+        """The mesh that has these axes, and this rank's coordinates in it: experts may be folded over the data axes."""
+        if axes & set(EXPERT_AXES):
+            return self.expert_spec, self.expert_coordinates
+        return self.spec, self.coordinates
 
     @property
     def is_first(self) -> bool:
@@ -152,7 +166,7 @@ class ModelOnMesh:
 
     def local_tensor(self, name: str, stored: StoredTensor, *, owner: bool, **options: Any) -> LocalTensor:
         """A tensor of the state, with this rank's index among its replicas. Raises: ModelError `unknown-axis`."""
-        unknown = stored.axes - set(self.coordinates)
+        unknown = stored.axes - set(self._seen_by(stored.axes)[1])
         if unknown:
             axes = ", ".join(self.coordinates) or "none"
             what = f"{name} is sharded over {', '.join(sorted(unknown))}, and the mesh has the axes {axes}"

@@ -83,7 +83,8 @@ def target_of(
     planned = applied(module).planned
     if planned is not None and planned.slots:
         raise ModelError(Problem("already-parallelized", f"{fqn or type(module).__name__} has a style already"))
-    return Target(module, facts, mesh, group, Sharder(mesh, group, source, None, None), pending_reductions, conversions)
+    sharder = Sharder(source, None, None)
+    return Target(module, facts, mesh, group, sharder, pending_reductions, conversions)
 
 
 def planned_of(target: Target, layouts: dict[str, Layout], partial_keys: tuple[str, ...] = ()) -> Planned:
@@ -98,7 +99,7 @@ def planned_of(target: Target, layouts: dict[str, Layout], partial_keys: tuple[s
         if isinstance(parameter, DTensor):  # tied, and already sharded by another rule
             _check_tie(target, key, parameter, layout)
         else:
-            target.module._parameters[key] = target.sharder.parameter(parameter, layout)
+            target.module._parameters[key] = target.sharder.parameter(parameter, layout, target.mesh)
         is_partial = key in partial_keys and target.group.size > 1
         reduction = PendingReduction(order, ((target.group, None, 0, 0),)) if is_partial else None
         slots.append(Slot(key, None, reduction, target.pending_reductions))

@@ -1,0 +1,1 @@
+"""Tokens to the ranks that have their experts, and back."""

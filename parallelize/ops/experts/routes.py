@@ -1,0 +1,104 @@
+"""Which tokens go to which rank: from the choices of a router to rows, by destination.
+
+A token goes once to each rank that has any of its experts, however many of them it has. Tokens are divided into chunks, so that
+the rows of one travel while the experts compute those of another. Ranks first tell each other how many rows come, with one
+message and one wait of the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from parallelize.comm.groups import Group
+from parallelize.errors import ModelError, Problem
+from parallelize.layout import balanced_interval, even_interval
+
+T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """The rows of one chunk of tokens.
+
+    Attributes:
+        rows: [sum(sent)], indices of this rank's tokens, by destination.
+        sent, received: numbers of rows by rank of the group.
+        pairs: the number of (received row, choice of one of this rank's experts).
+    """
+
+    rows: T
+    sent: list[int]
+    received: list[int]
+    pairs: int
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where the tokens of one call go. choices: [tokens, k], of all experts. experts: [start, stop) of this rank's."""
+
+    choices: T
+    chunks: tuple[TokenChunk, ...]
+    experts: tuple[int, int]
+
+
+def routes_of(choices: T, num_experts: int, group: Group, num_chunks: int, where: str) -> Routes:
+    """The routes of this rank's tokens, and what it receives. A collective.
+
+    Args:
+        choices: [tokens, k] of this rank, experts of [0, num_experts).
+        num_chunks: the same on every rank.
+        where: the name of the experts, for messages.
+
+    Raises: ModelError `bad-choice` on every rank of the group, where one of them has choices outside of [0, num_experts).
+    """
+    experts = balanced_interval(num_experts, group.size, group.rank)
+    intervals = [even_interval(len(choices), num_chunks, n) for n in range(num_chunks)]
+    if choices.is_meta:
+        return Routes(choices, tuple(_even_chunk(choices[a:b], a, group) for a, b in intervals), experts)
+    wrong = (choices < 0) | (choices >= num_experts)
+    owners = _owners(choices, num_experts, group.size)
+    counts = torch.zeros(len(choices), group.size, dtype=torch.int64, device=choices.device)
+    counts.scatter_add_(1, owners, torch.ones_like(owners))  # choices by destination
+    goes = counts > 0
+    sums = [part for a, b in intervals for part in (goes[a:b].sum(0), counts[a:b].sum(0))]
+    sent = torch.stack([*sums, wrong.sum().expand(group.size)], 1)  # [ranks, 2 per chunk, and wrong choices]
+    width = sent.shape[1]
+    received = group.all_to_all(sent.view(-1), [width] * group.size, [width] * group.size).view_as(sent)
+    here, there = torch.stack([sent, received]).tolist()
+    if any(row[-1] for row in there):
+        raise _bad_choice([row[-1] for row in there], num_experts, group, where)
+    chunks = []
+    for n, (start, stop) in enumerate(intervals):
+        rows_sent, rows_received = [row[2 * n] for row in here], [row[2 * n] for row in there]
+        rows = indices_of(goes[start:stop].T, sum(rows_sent))[1] + start
+        chunks.append(TokenChunk(rows, rows_sent, rows_received, sum(row[2 * n + 1] for row in there)))
+    return Routes(choices, tuple(chunks), experts)
+
+
+def _owners(choices: T, num_experts: int, num_ranks: int) -> T:
+    """The rank of each expert, of ranks with balanced numbers of them."""
+    return (((choices + 1) * num_ranks - 1) // num_experts).clamp(0, num_ranks - 1)
+
+
+def indices_of(mask: T, count: int) -> tuple[T, T]:
+    """(rows, columns) of the True elements of a matrix, in row-major order, of which there are `count`. The host does not wait."""
+    found = torch.nonzero_static(mask, size=count)
+    return found[:, 0], found[:, 1]
+
+
+def _even_chunk(choices: T, start: int, group: Group) -> TokenChunk:
+    """Of tokens without values: each token goes to as many ranks as it can, and each rank gets as much."""
+    tokens, k = choices.shape
+    sent = [-(-tokens * min(k, group.size) // group.size)] * group.size
+    rows = torch.arange(sum(sent), device=choices.device) % max(tokens, 1) + start
+    return TokenChunk(rows, sent, sent, tokens * k)
+
+
+def _bad_choice(counts: list[int], num_experts: int, group: Group, where: str) -> ModelError:
+    rows = tuple((f"rank {rank}", f"{count} choices") for rank, count in zip(group.ranks, counts, strict=True) if count)
+    what = f"{where} got choices outside of [0, {num_experts})"
+    return ModelError(
+        Problem("bad-choice", what, rows=rows[:16], fix="check the router: its weights, and NaN in its logits")
+    )

@@ -23,7 +23,7 @@ from parallelize.comm.groups import Group
 from parallelize.ops import replay_cache
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.experts.exchange_rows import RowsInFlight, start_exchange
-from parallelize.ops.experts.routes import TokenChunk, Routes
+from parallelize.ops.experts.routes import Routes, TokenChunk
 
 T = torch.Tensor
 

@@ -122,6 +122,7 @@ if TYPE_CHECKING:
     from parallelize.styles.style import StyleContext as StyleContext
     from parallelize.styles.style import StyleText as StyleText
     from parallelize.styles.style import register_style as register_style
+    from parallelize.tensor.balanced_routing import balanced_routing as balanced_routing
     from parallelize.tensor.overlap_sites import deferred_gradients as deferred_gradients
     from parallelize.tensor.torch_styles.boundary import PrepareModuleInput as PrepareModuleInput
     from parallelize.tensor.torch_styles.boundary import PrepareModuleInputOutput as PrepareModuleInputOutput

@@ -204,7 +204,7 @@ def _message_lines(
             bytes=message.bytes,
             count=count,
             sent_bytes=message.sent_bytes * count,
-            seconds=machine.message_s(message, setting.mesh) * count,
+            seconds=machine.message_s(message, setting.mesh_of(message.axis)) * count,
         )
 
 
@@ -214,7 +214,7 @@ def _totals(messages: Sequence[tuple[Message, int]], setting: Setting, machine: 
     for message, times in messages:
         axis = message.axis
         if axis not in totals:
-            inside = machine.link(setting.mesh, axis) is machine.inside
+            inside = machine.link(setting.mesh_of(axis), axis) is machine.inside
             totals[axis] = AxisTotal(axis, 0, 0, 0, 0.0, 0.0, "inside a node" if inside else "between nodes")
         total = totals[axis]
         totals[axis] = replace(
@@ -223,7 +223,7 @@ def _totals(messages: Sequence[tuple[Message, int]], setting: Setting, machine: 
             count=total.count + times,
             bytes=total.bytes + message.bytes * times,
             sent_bytes=total.sent_bytes + message.sent_bytes * times,
-            seconds=total.seconds + machine.message_s(message, setting.mesh) * times,
+            seconds=total.seconds + machine.message_s(message, setting.mesh_of(message.axis)) * times,
         )
     return sorted(totals.values(), key=lambda total: -total.sent_bytes)
 

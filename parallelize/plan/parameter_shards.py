@@ -163,8 +163,9 @@ def stored_elements(
 
 
 def zero_groups(shards: Iterable[ParameterShard]) -> Mapping[str, list[ParameterShard]]:
-    """The parameters that `fully_shard` gathers together, by ZeRO unit."""
+    """The parameters that `fully_shard` gathers together, by ZeRO unit. Folded experts are units of their own."""
     groups: dict[str, list[ParameterShard]] = {}
     for shard in shards:
-        groups.setdefault(shard.zero_unit, []).append(shard)
+        unit = shard.name.rpartition(".")[0] if shard.axis == "ep" else shard.zero_unit
+        groups.setdefault(unit, []).append(shard)
     return groups

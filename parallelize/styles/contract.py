@@ -197,6 +197,11 @@ class Contract:
         return self.compute in ("experts", "whole experts")
 
     @property
+    def sends_tokens(self) -> bool:
+        """Whether tokens go to the ranks that have their experts, and the results back."""
+        return self.compute == "whole experts"
+
+    @property
     def exchanges_heads(self) -> bool:
         """Whether its attention exchanges a sequence shard for a head shard over tp."""
         return self.compute == "ulysses"

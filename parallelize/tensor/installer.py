@@ -171,7 +171,7 @@ class Installer:
             return deferred_head(
                 Vocabulary(self._width(row), self.group, self.inputs), self.resolved.plan.options.loss_parallel
             )
-        if contract.compute == "whole experts":
+        if contract.sends_tokens:
             return whole_experts(module, self._expert_ranks(row))
         if self.group.size == 1:
             return _of_children(module, read)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parallelize.analysis.cost.data_axes import buckets_of
+from parallelize.analysis.cost.data_axes import buckets_of, view_of
 from parallelize.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
 from parallelize.analysis.cost.training_step import RankStep, receives_early
 from parallelize.analysis.record.trace_data import Segment
@@ -215,28 +215,34 @@ def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
     ZeRO 2 has flat buckets for two reductions at once. ZeRO 3 has, where activations peak, the parameters outside of FSDP
     units, one unit, and the next unit, which is being gathered. Deferred reductions store full gradients until the step ends.
     """
-    ranks = setting.size(setting.shard_axis)
-    if ranks == 1:
+    if setting.size(setting.shard_axis) == 1:
         return 0
     deferred = sum(shard.numel for shard in shards if shard.trained) * setting.gradient_bytes if setting.defer else 0
     if setting.zero == 2:
         split = [bucket for bucket in buckets_of(shards, setting) if bucket[0].shape]
-        numels = sorted(sum(shard.padded_numel(ranks) for shard in bucket) + len(bucket) for bucket in split)
-        copies = 2 * ranks + 1 if setting.transport == "gloo" else ranks + 1  # sent, (received with gloo), summed
-        return sum(numels[-2:]) * copies * setting.gradient_bytes + deferred
+        numels = []
+        for bucket in split:
+            ranks = view_of(bucket[0], setting).ranks
+            copies = 2 * ranks + 1 if setting.transport == "gloo" else ranks + 1  # sent, (received with gloo), summed
+            if ranks > 1:
+                numels.append((sum(shard.padded_numel(ranks) for shard in bucket) + len(bucket)) * copies)
+        return sum(sorted(numels)[-2:]) * setting.gradient_bytes + deferred
     if setting.zero == 3:
-        groups = zero_groups(shards)
-        sizes = {unit: sum(shard.padded_numel(ranks) for shard in group) for unit, group in groups.items()}
+        sizes = {unit: _gathered_numel(group, setting) for unit, group in zero_groups(shards).items()}
         outside = sizes.pop("", 0)
-        return (outside + sum(sorted(sizes.values())[-2:])) * ranks * setting.compute_bytes + deferred
+        return (outside + sum(sorted(sizes.values())[-2:])) * setting.compute_bytes + deferred
     return 0
+
+
+def _gathered_numel(group: Sequence[ParameterShard], setting: Setting) -> int:
+    """Elements of an FSDP unit that is gathered; with one rank it is never sharded."""
+    ranks = view_of(group[0], setting).ranks
+    return sum(shard.padded_numel(ranks) for shard in group) * ranks if ranks > 1 else 0
 
 
 def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """ZeRO 3, when activations are freed: a gathered group, its full gradients, and the buffer of their reduce-scatter."""
-    ranks = setting.size(setting.shard_axis)
-    if setting.zero != 3 or ranks == 1:
+    if setting.zero != 3 or setting.size(setting.shard_axis) == 1:
         return 0
-    groups = zero_groups(shards).values()
-    largest = max((sum(shard.padded_numel(ranks) for shard in group) * ranks for group in groups), default=0)
+    largest = max((_gathered_numel(group, setting) for group in zero_groups(shards).values()), default=0)
     return largest * (2 * setting.compute_bytes + setting.gradient_bytes)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from parallelize.errors import MeshError, ModelError, Problem
-from parallelize.mesh import SAMPLE_AXES, MeshSpec
+from parallelize.mesh import EXPERT_AXES, SAMPLE_AXES, MeshSpec, folded
 from parallelize.pipeline.schedules import Schedule, build_schedule
 from parallelize.pipeline.timeline import Step, with_messages
 from parallelize.plan.options import DTYPES, Options, refuse_unknown, wrong_choices, wrong_counts
@@ -47,6 +47,8 @@ class Setting(Options):
 
     def complete(self, defaults: Options | None = None) -> Setting:
         setting = super().complete(defaults)
+        if setting.ep > 1 and "tp" not in setting.mesh.names:  # as `parallelize_model` does
+            setting = replace(setting, mesh=MeshSpec([*setting.mesh.axes, ("tp", 1)]))
         return setting if setting.batch is not None else replace(setting, batch=setting.step_microbatches)
 
     def size(self, *axes: str) -> int:
@@ -62,6 +64,15 @@ class Setting(Options):
     def data_axes(self) -> tuple[str, ...]:
         """The data axes with more than one rank."""
         return self.mesh.data_axes
+
+    @property
+    def folds(self) -> bool:
+        """Whether experts are divided over more ranks than those of tp."""
+        return self.ep is not None and self.ep > self.size("tp")
+
+    def mesh_of(self, axis: str) -> MeshSpec:
+        """The mesh that has an axis, or a product of axes: experts have one of their own."""
+        return folded(self.mesh, self.ep) if set(axis.split("*")) & set(EXPERT_AXES) else self.mesh
 
     def group_name(self, axes: Sequence[str]) -> str:
         """The name of a group along several axes: "dp*tp", without axes of size 1; "world" if it contains all ranks."""

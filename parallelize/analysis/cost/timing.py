@@ -89,7 +89,11 @@ def _compute_s(segments: Sequence[Segment], machine: Machine, dtype: str) -> flo
 
 
 def _messages_s(segments: Sequence[Segment], machine: Machine, setting: Setting) -> float:
-    return sum(machine.message_s(message, setting.mesh) for segment in segments for message in segment.messages)
+    return sum(
+        machine.message_s(message, setting.mesh_of(message.axis))
+        for segment in segments
+        for message in segment.messages
+    )
 
 
 def step_time(
@@ -111,7 +115,10 @@ def step_time(
         model_flops: floating-point operations of the unsharded model for one step's tokens, without recompute.
     """
     overlaps_tp = setting.overlap != "off"
-    send_s = max((machine.message_s(message, setting.mesh) for step in steps for message in _sends(step)), default=0.0)
+    send_s = max(
+        (machine.message_s(message, setting.mesh_of(message.axis)) for step in steps for message in _sends(step)),
+        default=0.0,
+    )
     sequential = _pipeline(schedule, stages, send_s, overlapped=False)
     overlapped = _pipeline(schedule, stages, 0.0, overlapped=overlaps_tp)
     data = [_data_s(step, machine) for step in steps]
@@ -159,7 +166,7 @@ def _data_s(step: RankStep, machine: Machine) -> tuple[float, float]:
         in_layers = message.axis == "cp" and message.op in ("send", "all_to_all")  # attention: in the stages' times
         if in_layers or not _over_data(message, step.setting):
             continue
-        seconds = machine.message_s(message, step.setting.mesh) * times
+        seconds = machine.message_s(message, step.setting.mesh_of(message.axis)) * times
         if message.op == "all_gather" and message.phase != "step":
             gathers += seconds
         else:
@@ -171,7 +178,7 @@ def _over_data(message: Message, setting: Setting) -> bool:
     """Whether a group is along data axes. The axis is "world" where the mesh has no other axes."""
     if message.axis == "world":
         return setting.size(*setting.data_axes) == setting.mesh.world_size
-    return set(message.axis.split("*")) <= set(setting.data_axes)
+    return set(message.axis.split("*")) <= {*setting.data_axes, "edp"}
 
 
 def _exposed_reductions_s(setting: Setting, stages: Sequence[StageTime], reductions_s: float) -> float:

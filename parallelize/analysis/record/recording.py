@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -100,7 +101,7 @@ def record(
     drop_represented(model, classes)
     _apply(model, mesh, resolved, options, classes)
     unit_of = stages.unit_of if stages is not None else (lambda name: OUTSIDE)
-    tracer = Tracer(Scopes(model), unit_of, MeshAxes(mesh_spec(mesh), 0))
+    tracer = Tracer(Scopes(model), unit_of, MeshAxes(mesh_spec(mesh), 0, _expert_ranks(model)))
     boundaries = _Boundaries(model, stages, tracer)
     entry = model.get_submodule(layers[0]) if split_backward else None
     actions = _run(model, tracer, boundaries, batch, entry)
@@ -130,6 +131,13 @@ def _apply(model: nn.Module, mesh: DeviceMesh, full: ResolvedPlan, options: Opti
         recompute(model, options.recompute, units=units, save=options.recompute_save)
     if options.dtype is not None:
         cast_parameters(model, getattr(torch, options.dtype))
+
+
+def _expert_ranks(model: nn.Module) -> tuple[int, ...]:
+    """The ranks over which experts are folded; empty where they are not."""
+    plan_record = record_of(model)
+    folded = plan_record.folded if plan_record is not None else None
+    return tuple(dist.get_process_group_ranks(folded.get_group("ep"))) if folded is not None else ()
 
 
 def _inside(fqn: str, module: str) -> bool:

@@ -48,11 +48,11 @@ class Event:
 
 
 class MeshAxes:
-    """Finds the mesh axis of a group of ranks."""
+    """Finds the mesh axis of a group of ranks. ep: the ranks over which experts are folded, where they are more than tp's."""
 
-    def __init__(self, spec: MeshSpec, rank: int):
+    def __init__(self, spec: MeshSpec, rank: int, ep: tuple[int, ...] = ()):
         self.spec, self.rank = spec, rank
-        self._known: dict[tuple[int, ...], str] = {}
+        self._known: dict[tuple[int, ...], str] = {ep: "ep"} if ep else {}
         names = [name for name, size in spec.axes if size > 1]
         for axis in names:
             self._known.setdefault(spec.group_of(rank, axis), axis)

@@ -28,6 +28,8 @@ _AFTER = {
     Conversion.LEAVE_REGION: FULL,
     Conversion.GATHER_LAST: FULL,
     Conversion.SPLIT_LAST: FEATURES,
+    Conversion.SPLIT_TOKENS: TOKENS,
+    Conversion.GATHER_TOKENS: FULL,
     Conversion.VOCABULARY: FEATURES,
 }
 
@@ -54,7 +56,7 @@ def layer_steps(resolved: ResolvedPlan, layer: str) -> Iterator[LayerStep]:
         if not fqn.startswith(layer + "."):
             continue
         traits, contract = row.contract.traits, row.contract
-        is_inside = contract.enter is Conversion.NONE and not traits.by_token
+        is_inside = contract.enter is Conversion.NONE and not traits.by_token and not contract.sends_tokens
         reads = FEATURES if traits.sums_output else FULL if is_inside else between
         result = (
             SUMMANDS if traits.sums_output else FEATURES if traits.splits_output else _AFTER.get(contract.enter, reads)

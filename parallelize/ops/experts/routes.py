@@ -56,6 +56,8 @@ def routes_of(choices: T, num_experts: int, group: Group, num_chunks: int, where
     experts = balanced_interval(num_experts, group.size, group.rank)
     intervals = [even_interval(len(choices), num_chunks, n) for n in range(num_chunks)]
     if choices.is_meta:
+        counts = choices.new_empty(group.size * (2 * num_chunks + 1), dtype=torch.int64)
+        group.all_to_all(counts, [2 * num_chunks + 1] * group.size, [2 * num_chunks + 1] * group.size)
         return Routes(choices, tuple(_even_chunk(choices[a:b], a, group) for a, b in intervals), experts)
     wrong = (choices < 0) | (choices >= num_experts)
     owners = _owners(choices, num_experts, group.size)

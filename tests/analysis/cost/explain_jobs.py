@@ -13,18 +13,18 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallelize import build_mesh, parallelize_model
+from parallelize import balanced_routing, build_mesh, parallelize_model
 from parallelize.analysis.cost.memory import memory_of
 from parallelize.analysis.cost.setting import Setting
 from parallelize.analysis.subject import Subject
 from parallelize.comm import p2p
 from parallelize.comm.groups import mesh_spec
-from parallelize.mesh import SAMPLE_AXES, MeshSpec
+from parallelize.mesh import EXPERT_AXES, SAMPLE_AXES, MeshSpec, folded
 from parallelize.models.model_source import ModelSource
 from parallelize.ops import library
 from parallelize.zero.buckets import to_local
 from parallelize.zero.shard_data import data_of
-from tests.support.models import tiny_batch, tiny_model
+from tests.support.models import MIXTURES, tiny_batch, tiny_model
 
 OPS = {
     "allreduce_": ("all_reduce", 0),
@@ -109,6 +109,9 @@ def trained(
     seed = 1 + sum(coordinates.get(axis, 0) * 7**n for n, axis in enumerate(SAMPLE_AXES))
     ids, labels = tiny_batch(batch=batch, length=length, seed=seed)
     inputs = {"input_ids": ids, "targets": labels, **({} if family == "bert" else {"use_cache": False})}
+    if family in MIXTURES:  # as `explain` assumes, for as long as the model lives
+        parallel.module.__dict__["balanced"] = context = balanced_routing(parallel.module)
+        context.__enter__()
     parallel.step(**inputs)
     optimizer.step()
     optimizer.zero_grad()
@@ -129,6 +132,16 @@ def source_of(family: str, model: dict[str, Any]) -> ModelSource:
     return ModelSource(family, lambda _: tiny_model(family, **model))
 
 
+def _dense_axis(setting: Setting, axis: str, ranks: int) -> str:
+    """An axis of the mesh of experts by the axes of the mesh that its ranks differ along."""
+    if axis not in EXPERT_AXES:
+        return axis
+    expert_mesh = folded(setting.mesh, setting.ep)
+    members = [setting.mesh.coordinates(rank) for rank in expert_mesh.group_of(0, axis)]
+    axes = [name for name in setting.mesh.names if len({coordinates[name] for coordinates in members}) > 1]
+    return "world" if len(axes) > 1 and ranks == setting.mesh.world_size else "*".join(axes)
+
+
 def predicted_messages(
     family: str, sizes: dict[str, int], batch: int, length: int, options: dict[str, Any], model: dict[str, Any]
 ) -> dict[int, dict[tuple, int]]:
@@ -139,7 +152,8 @@ def predicted_messages(
     for pp_rank in range(setting.size("pp")):
         counts: Counter[tuple] = Counter()
         for message, times in subject.rank_step(setting, setting.pipeline(), pp_rank).messages:
-            counts[message.op, message.axis, message.ranks, message.bytes] += times
+            axis = _dense_axis(setting, message.axis, message.ranks)
+            counts[message.op, axis, message.ranks, message.bytes] += times
         predictions[pp_rank] = dict(counts)
     return predictions
 

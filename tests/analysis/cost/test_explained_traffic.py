@@ -84,3 +84,25 @@ def test_the_whole_mesh(eight_processes):
 def test_over_cp(two_processes, four_processes, sizes, options):
     pool = two_processes if sizes == {"cp": 2} else four_processes
     check(pool, "llama", sizes, options, length=16)
+
+
+@pytest.mark.variants(every=6)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"tp": 4}, {"ep": 4, "sequence_parallel": True}),
+        ({"tp": 4}, {"ep": 2}),
+        ({"dp": 4}, {"ep": 4, "zero": 0}),
+        ({"dp": 4}, {"ep": 2, "zero": 1}),
+        ({"dp": 4}, {"ep": 2, "zero": 2, "num_microbatches": 2}),
+        ({"dp": 4}, {"ep": 2, "zero": 3, "recompute": "full"}),
+        ({"dp": 2, "tp": 2}, {"ep": 4, "zero": 2, "sequence_parallel": True}),
+        ({"dp": 2, "tp": 2}, {"ep": 2, "zero": 1, "recompute": "selective"}),
+        ({"dp_replicate": 2, "dp": 2}, {"ep": 2, "zero": 3}),
+        ({"pp": 2, "dp": 2}, {"ep": 2, "zero": 0, "num_microbatches": 2}),
+    ],
+    ids=str,
+)
+def test_experts_whose_tokens_are_divided_evenly(four_processes, sizes, options):
+    model = {"num_local_experts": 8, "num_hidden_layers": 3}
+    check(four_processes, "mixtral", sizes, options, batch=4, length=16, model=model)

@@ -16,6 +16,7 @@ from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, ShapeError
 from parallelize.ops import all_to_all
 from parallelize.ops.attention import ring_attention
+from parallelize.ops.experts import exchange_rows
 from parallelize.ops.library import KERNELS
 from parallelize.ops.matmul import chunked_matmul
 from tests.support.linears import OPS, ReferenceLinear
@@ -252,8 +253,8 @@ def test_simulation_sends_what_ranks_send(op, overlap):
 def test_every_op_has_a_simulation_rule():
     matmuls = {name for op in OPS for name in ((op,) if op == "linear_all_reduce" else (op, f"{op}_backward"))}
     attention = {"ring_attention", "ring_attention_backward", "ulysses_exchange", "ulysses_fold"}
-    assert all_to_all and ring_attention  # imported, so that their ops are defined
-    assert set(KERNELS) == matmuls | attention
+    assert all_to_all and ring_attention and exchange_rows  # imported, so that their ops are defined
+    assert set(KERNELS) == matmuls | attention | {"exchange_rows"}
 
 
 # -- deferred weight gradients -----------------------------------------------------------------------------------------------

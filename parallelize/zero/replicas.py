@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.applied.records import record_of
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.comm.handshake import agree_on, check_replicas
 from parallelize.mesh import DATA_AXES
@@ -50,10 +51,25 @@ def compare_data_ranks(
     axes: Sequence[str] = DATA_AXES,
     compares: bool = True,
 ) -> None:
-    """`compare_weights` over the given axes, as far as the mesh has them.
+    """`compare_weights` over the given axes, as far as the mesh has them. Folded experts are compared over their copies.
 
     compares: False on ranks whose values are about to be replaced; the same on all ranks along `axes`.
     """
+    record = record_of(module)
+    if record is None or record.folded is None:
+        _compare_over(module, mesh, axes, names, compares)
+        return
+    experts = {name for row in record.resolved.parameters.values() if row.axis == "ep" for name in row.fact.names}
+    present = list(dict(module.named_parameters()) if names is None else names)
+    _compare_over(module, mesh, axes, [name for name in present if name not in experts], compares)
+    shards = mesh_spec(mesh).shard_axis
+    of_copies = [axis for axis in ("dp_replicate", "edp") if ("dp_replicate" if axis != "edp" else shards) in axes]
+    _compare_over(module, record.folded, of_copies, [name for name in present if name in experts], compares)
+
+
+def _compare_over(
+    module: nn.Module, mesh: DeviceMesh, axes: Sequence[str], names: Iterable[str] | None, compares: bool
+) -> None:
     spec = mesh_spec(mesh)
     present = [axis for axis in spec.names if axis in axes and spec.size(axis) > 1]
     if present:

@@ -52,7 +52,7 @@ class MeshAxes:
 
     def __init__(self, spec: MeshSpec, rank: int, ep: tuple[int, ...] = ()):
         self.spec, self.rank = spec, rank
-        self._known: dict[tuple[int, ...], str] = {ep: "ep"} if ep else {}
+        self._known: dict[tuple[int, ...], str] = {}
         names = [name for name, size in spec.axes if size > 1]
         for axis in names:
             self._known.setdefault(spec.group_of(rank, axis), axis)
@@ -61,6 +61,8 @@ class MeshAxes:
                 self._known.setdefault(spec.group_of(rank, *names[first:stop]), "*".join(names[first:stop]))
         if len(names) > 1:
             self._known[tuple(range(spec.world_size))] = "world"
+        if ep:
+            self._known[ep] = "ep"
 
     def name(self, ranks: Sequence[int]) -> str:
         """A subgroup of an axis (the ranks that store one key/value head) counts as that axis."""

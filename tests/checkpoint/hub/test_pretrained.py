@@ -44,7 +44,15 @@ def test_loading_and_saving_gives_the_same_folder(four_processes, sources, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("axes", "options"), [({"dp": 4}, {"zero": 3}), ({"dp": 4}, {"zero": 0}), ({"pp": 2, "dp": 2}, {})]
+    ("axes", "options"),
+    [
+        ({"dp": 4}, {"zero": 3}),
+        ({"dp": 4}, {"zero": 0}),
+        ({"pp": 2, "dp": 2}, {}),
+        ({"dp": 4}, {"zero": 3, "ep": 2}),
+        ({"dp": 2, "tp": 2}, {"zero": 1, "ep": 4}),
+        ({"pp": 2, "dp": 2}, {"zero": 0, "ep": 2}),
+    ],
 )
 def test_experts_are_stacked_and_unstacked(four_processes, sources, tmp_path, axes, options):
     for wrong in four_processes.run(jobs.load_and_save, sources("mixtral"), axes, options, str(tmp_path / "out")):

@@ -77,3 +77,28 @@ def test_every_mesh_loads_what_every_mesh_saved(pools, saved, family, target):
     axes, options = MESHES[target]
     wrong = run(pools, jobs.load_sources, axes, family, axes, options, saved(family))
     assert not [text for rank in wrong for text in rank]
+
+
+MIXTURES: dict[str, tuple[dict, dict]] = {
+    "dp4-zero0": ({"dp": 4}, {"zero": 0}),
+    "dp4-ep4-zero2": ({"dp": 4}, {"zero": 2, "ep": 4}),
+    "dp4-ep2-zero3": ({"dp": 4}, {"zero": 3, "ep": 2}),
+    "tp4-ep2": ({"tp": 4}, {"ep": 2}),
+    "dp2-tp2-ep4-zero1": ({"dp": 2, "tp": 2}, {"zero": 1, "ep": 4}),
+    "dp2-tp2-zero3": ({"dp": 2, "tp": 2}, {"zero": 3}),
+    "pp2-dp2-ep2-zero1": ({"pp": 2, "dp": 2}, {"zero": 1, "ep": 2}),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.variants(every=6)
+@pytest.mark.parametrize("target", MIXTURES)
+def test_experts_go_from_any_folding_to_any_other(four_processes, tmp_path, target):
+    """Six experts, of which four ranks have one or two; with the optimizer's state."""
+    folders = {}
+    for name, (axes, options) in MIXTURES.items():
+        root = str(tmp_path / name)
+        folders[name] = (root, four_processes.run(jobs.save_source, "mixtral", axes, options, root, timeout_s=240)[0])
+    axes, options = MIXTURES[target]
+    wrong = four_processes.run(jobs.load_sources, "mixtral", axes, options, folders, timeout_s=240)
+    assert not [text for rank in wrong for text in rank]

@@ -49,7 +49,7 @@ from parallelize.tensor.whole_experts import ExpertRanks, whole_experts
 from parallelize.vocabulary.logits.sharded_logits import mark
 from parallelize.vocabulary.loss.fuse_loss import deferred_head, mark_deferred
 
-EXPERT_CHUNKS = 2
+EXPERT_CHUNKS = 4
 """Parts of the tokens of a mixture, of which one travels while another is computed."""
 
 

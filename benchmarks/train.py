@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 8 benchmarks/train.py --pp 2 --dp 2 --tp 2 --zero 2 --sequence-parallel
     torchrun --nproc-per-node 8 benchmarks/train.py --plan gpt2 --tp 8 --device cuda --dtype bfloat16
+    torchrun --nproc-per-node 2 benchmarks/train.py --model qwen3_moe --dp 2 --ep 2
 
 Weights, batches and dropout do not depend on the mesh, so that every mesh of the same global batch prints the same losses.
 With --save, a run that was stopped resumes, on the same mesh or on another.
@@ -46,9 +47,14 @@ DATA = ("dp_replicate", "dp")
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--plan", default="llama", help="a shipped plan: its first model type is built, in small")
+    add(
+        *("--plan", "--model"),
+        default="llama",
+        help="a shipped plan, whose first model type is built in small, or one of the model types that plans serve",
+    )
     for axis in ("pp", "dp-replicate", "dp", "tp"):
         add(f"--{axis}", type=int, default=1)
+    add("--ep", type=int, default=1, help="ranks of dp x tp over which the experts of a mixture are divided")
     add("--zero", type=int, default=0, choices=[0, 1, 2, 3])
     add("--schedule", default="1f1b")
     add("--stages-per-rank", type=int)
@@ -120,7 +126,8 @@ def build(args: argparse.Namespace):
     """A small model of the plan's family, on meta."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-    kind = load_plan(args.plan).model_types[0]
+    served = load_plan(args.plan).model_types
+    kind = args.plan if args.plan in served else served[0]
     heads = max(2, args.hidden // 32)
     sizes = {
         "vocab_size": 256,
@@ -141,6 +148,7 @@ def build(args: argparse.Namespace):
         sizes["num_key_value_heads"] = max(2, heads // 2)
     if getattr(defaults, "head_dim", None) is not None:
         sizes["head_dim"] = args.hidden // heads
+    sizes |= {key: value for key, value in expert_sizes(args).items() if hasattr(defaults, key)}
     rates = [
         name for name in vars(defaults) if name.endswith(("dropout", "_pdrop", "dropout_prob")) and "layer" not in name
     ]
@@ -149,6 +157,22 @@ def build(args: argparse.Namespace):
     config.use_cache = False
     auto_class = AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM
     return build_on_meta(auto_class.from_config, config).train()
+
+
+EXPERTS, CHOICES = 8, 2
+
+
+def expert_sizes(args: argparse.Namespace) -> dict[str, int]:
+    """Of a mixture, by the names that configs have for them."""
+    counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), EXPERTS)
+    widths = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), args.hidden)
+    return counts | widths | {"num_experts_per_tok": CHOICES, "moe_k": CHOICES, "n_group": 1, "topk_group": 1}
+
+
+def active_parameters(model: torch.nn.Module) -> int:
+    """Those that a token meets: of the experts, the chosen ones."""
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return sum(p.numel() for p in model.parameters()) - experts + experts * CHOICES // EXPERTS
 
 
 def flops_per_token(parameters: int, args: argparse.Namespace) -> float:
@@ -226,7 +250,7 @@ def main() -> None:
     sizes = {"pp": args.pp, "dp_replicate": args.dp_replicate, "dp": args.dp, "tp": args.tp}
     mesh = build_mesh(args.device, **({axis: size for axis, size in sizes.items() if size > 1} or {"dp": 1}))
     model = build(args)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters, active = sum(parameter.numel() for parameter in model.parameters()), active_parameters(model)
     parallel = parallelize_model(
         model,
         mesh,
@@ -238,6 +262,7 @@ def main() -> None:
         sequence_parallel=args.sequence_parallel and args.tp > 1,
         loss_parallel=args.tp > 1 and not args.no_loss_parallel,
         overlap=args.overlap,
+        ep=args.ep,
         recompute=args.recompute,
         dtype=torch.bfloat16 if args.dtype == "bfloat16" else None,
         initialize=args.seed,
@@ -246,8 +271,9 @@ def main() -> None:
     )
     if dist.get_rank() == 0:
         axes = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
-        print(f"{args.plan}, {parameters:,} parameters, {axes}, zero={args.zero}", flush=True)
-    train(parallel, mesh, args, parameters)
+        folding = f", ep={args.ep}" if args.ep > 1 else ""
+        print(f"{args.plan}, {parameters:,} parameters, {axes}{folding}, zero={args.zero}", flush=True)
+    train(parallel, mesh, args, active)
     destroy_groups()
 
 

@@ -156,7 +156,10 @@ def show(result: dict[str, Any]) -> None:
     ms = ", ".join(f"{name} {value:.0f} ms" for name, value in result["ms"].items())
     print(f"{result['ranks']} ranks, {result['batch'] * result['length']} tokens on each: {ms}", flush=True)
     sent = ", ".join(f"{name} {value / 1e6:.2f} MB" for name, value in result["all_to_all_bytes"].items())
-    print(f"  sent in all-to-alls by rank 0: {sent}; ours/transformers {result['bytes ours/transformers']:.3f}", flush=True)
+    print(
+        f"  sent in all-to-alls by rank 0: {sent}; ours/transformers {result['bytes ours/transformers']:.3f}",
+        flush=True,
+    )
     for name, value in result.items():
         if isinstance(value, dict) and "median" in value:
             print(f"  {name:<24} {value['median']:.3f}  [{value['low']:.3f}, {value['high']:.3f}]", flush=True)

@@ -25,7 +25,7 @@ from parallelize.styles.style import STYLES, StyleText
 HEAD = {"lm_head": "colwise_gather_output"}  # the rule that `transformers` classes add for their head
 
 _VOCABULARY = "colwise(output=vocabulary)"
-_EXPERTS = "moe_tp_experts"
+_EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")  # over tp, and over ep: the option `ep` says which
 _EMBEDDING = "embed_tokens"  # `transformers` shards a base model's embedding of this name without a rule
 _BLOCK_NORMS = "{input,post_attention,pre_feedforward,post_feedforward}_layernorm"
 _PROJECTIONS = {"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads"}
@@ -47,7 +47,7 @@ def read_words(words: Mapping[str, Any], about: str) -> dict[str, StyleText]:
     Raises: PlanError `untranslatable-plan`, with every word that has no equivalent style.
     """
     styles, unknown = {}, []
-    experts = {pattern for pattern, word in words.items() if word == _EXPERTS}
+    experts = {pattern for pattern, word in words.items() if word in _EXPERTS}
     for pattern, word in words.items():
         if pattern.rpartition(".")[0] in experts:
             continue

@@ -171,7 +171,10 @@ def wrong_counts(options: object, names: tuple[str, ...], least: int = 1) -> Ite
 
 def _wrong_on_mesh(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
     for axis in mesh.names:
-        if axis not in AXES or axis == "ep":
+        if axis == "ep":
+            what = "experts fold over the ranks of dp, cp and tp, and have no axis of their own in a mesh"
+            yield Problem("unknown-axis", what, fix=f"leave it out, and give the option ep={mesh.size(axis)}")
+        elif axis not in AXES:
             fix = "name axes pp, dp_replicate, dp (or dp_shard), cp and tp"
             yield Problem("unknown-axis", f"axis {axis!r} is unknown", fix=fix)
     yield from axis_order(mesh, options.zero)

@@ -25,6 +25,7 @@ TRANSFORMERS_WORDS = {
     "replicated_with_grad_allreduce": "replicate(gradient=partial)",
     "sequence_parallel": "sequence",
     "moe_tp_experts": "experts",
+    "ep_dispatch_experts": "experts",
 }
 # words with the same spelling and meaning in both
 _SHARED_WORDS = ("colwise", "rowwise", "embedding_colwise", "replicate")

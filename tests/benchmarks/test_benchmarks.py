@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,6 +46,28 @@ def test_collective_matmul(tmp_path):
     for result in results["results"]:
         assert result["limit_ms"] > 0 and {"link", "compute", "sync", "chunked/2", "auto"} <= set(result["ms"])
     assert plot.read_text().startswith("<svg") and "PyTorch" in plot.read_text()
+
+
+@pytest.mark.sweep
+def test_experts_equal_those_of_transformers_and_send_less(tmp_path):
+    out = tmp_path / "out.json"
+    small = ("--hidden", "256", "--width", "16", "--experts", "16", "--layers", "1", "--length", "64", "--rounds", "2")
+    done = two_ranks("benchmarks.experts", *small, "--balanced", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(out.read_text())
+    assert set(results["ms"]) == {"transformers", "ours", "overlapped"}
+    assert results["bytes ours/transformers"] < 0.27
+
+
+@pytest.mark.sweep
+def test_the_recipe_prints_the_same_losses_with_folded_experts():
+    losses = []
+    for mesh in (("--dp", "2", "--ep", "2"), ("--tp", "2", "--ep", "2", "--sequence-parallel"), ("--pp", "2")):
+        small = ("--model", "qwen3_moe", "--steps", "3", "--layers", "2", "--context", "32", "--microbatches", "2")
+        done = two_ranks("benchmarks.train", *small, *mesh)
+        assert done.returncode == 0, done.stderr
+        losses.append(re.findall(r"loss ([\d.]+)", done.stdout))
+    assert len(losses[0]) == 3 and losses[0] == losses[1] == losses[2]
 
 
 @pytest.mark.sweep

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallelize import MeshError, ModelError, PlanError, build_mesh, parallelize_module
+from parallelize import MeshError, ModelError, PlanError, balanced_routing, build_mesh, parallelize_module
 from parallelize.mesh import MeshSpec
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
@@ -84,3 +84,28 @@ def test_a_choice_that_does_not_exist_is_an_error_on_every_rank():
             models[rank](input_ids=ids)
 
     run_ranks(2, body)
+
+
+def test_the_words_of_transformers_for_expert_parallelism():
+    """Its rules for weights are covered by that of their module."""
+    from parallelize.plan.hf_plans import read_words
+
+    words = tiny_model("mixtral").config.base_model_ep_plan
+    assert "grouped_gemm" in words.values()
+    assert {pattern: str(style) for pattern, style in read_words(words, "Mixtral").items()} == {
+        "layers.*.mlp.experts": "experts"
+    }
+
+
+def test_balanced_routing_gives_each_expert_as_many_tokens():
+    model, counts = tiny_model("mixtral"), []
+    experts = model.model.layers[0].mlp.experts
+    handle = experts.register_forward_pre_hook(lambda _, args: counts.append(args[1].flatten().bincount(minlength=6)))
+    ids, _ = tiny_batch(batch=3, length=4)
+    with balanced_routing(model):
+        experts._forward_pre_hooks.move_to_end(handle.id)
+        model(input_ids=ids)
+    model(input_ids=ids)
+    assert counts[0].tolist() == [4] * 6 and counts[1].tolist() != counts[0].tolist()
+    with pytest.raises(ModelError, match="no-experts"), balanced_routing(tiny_model("llama")):
+        pass

@@ -124,6 +124,8 @@ if TYPE_CHECKING:
     from parallelize.styles.style import register_style as register_style
     from parallelize.tensor.balanced_routing import balanced_routing as balanced_routing
     from parallelize.tensor.overlap_sites import deferred_gradients as deferred_gradients
+    from parallelize.tensor.routing_load import RoutingLoad as RoutingLoad
+    from parallelize.tensor.routing_load import routing_load as routing_load
     from parallelize.tensor.torch_styles.boundary import PrepareModuleInput as PrepareModuleInput
     from parallelize.tensor.torch_styles.boundary import PrepareModuleInputOutput as PrepareModuleInputOutput
     from parallelize.tensor.torch_styles.boundary import PrepareModuleOutput as PrepareModuleOutput

@@ -29,14 +29,9 @@ def balanced_routing(model: nn.Module) -> Iterator[None]:
 
     Raises: ModelError `no-experts`.
     """
-    counts = _experts_of(model)
-    if not counts:
-        what = f"{type(model).__name__} has no experts that are called with tokens, choices and their weights"
-        raise ModelError(
-            Problem("no-experts", what, fix="a mixture of `transformers`, or experts with `is_transposed`")
-        )
     handles = [
-        module.register_forward_pre_hook(partial(_replace_choices, count), with_kwargs=True) for module, count in counts
+        module.register_forward_pre_hook(partial(_replace_choices, count), with_kwargs=True)
+        for _, module, count in experts_of(model)
     ]
     try:
         yield
@@ -45,22 +40,35 @@ def balanced_routing(model: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _experts_of(model: nn.Module) -> list[tuple[nn.Module, int]]:
-    """(module, number of its experts on all ranks) of each module of experts."""
+def experts_of(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
+    """(name, module, number of its experts on all ranks) of each module of experts.
+
+    Raises: ModelError `no-experts`.
+    """
     facts = describe(model)
-    experts = [(fqn, module) for fqn, module in facts.modules.items() if module.kind == "experts"]
-    return [(facts.objects[fqn], next(iter(module.shapes.values()))[0]) for fqn, module in experts]
+    names = [fqn for fqn, module in facts.modules.items() if module.kind == "experts"]
+    if not names:
+        what = f"{type(model).__name__} has no experts that are called with tokens, choices and their weights"
+        raise ModelError(
+            Problem("no-experts", what, fix="a mixture of `transformers`, or experts with `is_transposed`")
+        )
+    return [(fqn, facts.objects[fqn], next(iter(facts.modules[fqn].shapes.values()))[0]) for fqn in names]
+
+
+def choices_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> T:
+    """The choices [tokens, k] of a call of experts."""
+    return args[1] if len(args) > 1 else kwargs[_name_of_choices(module)]
+
+
+def _name_of_choices(module: nn.Module) -> str:
+    return list(inspect.signature(type(module).forward).parameters)[2]  # the instance's own may be the planned one
 
 
 def _replace_choices(count: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-    _, *names = inspect.signature(type(module).forward).parameters  # the instance's own may be the planned one
-    given = dict(zip(names, args, strict=False)) | kwargs
-    choices: T = given[names[1]]
+    choices = choices_of(module, args, kwargs)
     tokens, k = choices.shape
-    even = torch.arange(tokens, device=choices.device)[:, None] + torch.arange(k, device=choices.device) * max(
-        1, count // k
-    )
-    replaced = (even % count).to(choices.dtype)
-    if names[1] in kwargs:
-        return args, {**kwargs, names[1]: replaced}
-    return (args[0], replaced, *args[2:]), kwargs
+    first, steps = torch.arange(tokens, device=choices.device), torch.arange(k, device=choices.device)
+    replaced = ((first[:, None] + steps * max(1, count // k)) % count).to(choices.dtype)
+    if len(args) > 1:
+        return (args[0], replaced, *args[2:]), kwargs
+    return args, {**kwargs, _name_of_choices(module): replaced}

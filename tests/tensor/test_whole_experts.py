@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
-from parallelize import MeshError, ModelError, PlanError, balanced_routing, build_mesh, parallelize_module
+from parallelize import (
+    MeshError,
+    ModelError,
+    PlanError,
+    balanced_routing,
+    build_mesh,
+    full_gradients,
+    parallelize_model,
+    parallelize_module,
+    routing_load,
+)
 from parallelize.mesh import MeshSpec
+from parallelize.ops.experts.routes import routes_of
+from parallelize.ops.replay_cache import in_recompute
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
+from parallelize.tensor import whole_experts
 from tests.support.models import tiny_batch, tiny_model
+from tests.support.parity import loss_of
 from tests.support.threads import run_ranks
 from tests.tensor.test_split_experts import MODES, PLAN, Mixture, check
 
@@ -109,3 +125,59 @@ def test_balanced_routing_gives_each_expert_as_many_tokens():
     assert counts[0].tolist() == [4] * 6 and counts[1].tolist() != counts[0].tolist()
     with pytest.raises(ModelError, match="no-experts"), balanced_routing(tiny_model("llama")):
         pass
+
+
+@pytest.mark.parametrize("options", [{"ep": 2}, {"ep": 2, "sequence_parallel": True}, {}], ids=str)
+def test_the_load_of_experts_over_ranks(options):
+    """The ratios are those of the unsharded model, whose ranks would have three experts each."""
+    model = tiny_model("mixtral", torch.float64)
+    ids, _ = tiny_batch(batch=3, length=8)
+    with routing_load(model) as alone:
+        model(input_ids=ids)
+    counts = alone.counts()
+    assert [int(count.sum()) for count in counts.values()] == [ids.numel() * 2] * len(model.model.layers)
+    by_expert = max(float(count.max() / count.double().mean()) for count in counts.values())
+    by_rank = max(float(count.view(2, 3).sum(1).max() / (count.sum() / 2)) for count in counts.values())
+    models = [tiny_model("mixtral", torch.float64) for _ in range(2)]
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), **options)
+        with routing_load(models[rank]) as load:
+            models[rank](input_ids=ids)
+        return load.imbalance()
+
+    for imbalance in run_ranks(2, body):
+        assert imbalance["expert"] == pytest.approx(by_expert)
+        assert imbalance["rank"] == pytest.approx(by_rank if "ep" in options else 1.0)
+
+
+def test_a_recomputed_unit_routes_once(monkeypatch):
+    """Its replay takes the routes of the forward, even where the router then chooses others."""
+    model = tiny_model("mixtral", torch.float64)
+    calls = []
+
+    def counted(choices, *args):
+        calls.append(len(choices))
+        return routes_of(choices, *args)
+
+    monkeypatch.setattr(whole_experts, "routes_of", counted)
+    models = [copy.deepcopy(model) for _ in range(2)]
+    ids, labels = tiny_batch(length=8)
+
+    def flip_in_replays(module, inputs, output):
+        logits, weights, choices = output
+        return (logits, weights, choices.flip(0)) if in_recompute() else output
+
+    def body(rank):
+        parallel = parallelize_model(models[rank], build_mesh("cpu", tp=2), ep=2, recompute="full")
+        for layer in models[rank].model.layers:
+            layer.mlp.gate.register_forward_hook(flip_in_replays)
+        parallel.step(ids, targets=labels)
+        return full_gradients(models[rank])["model.layers.0.mlp.experts.down_proj"]
+
+    logits = model(input_ids=ids).logits
+    loss_of(logits, labels).backward()
+    expected = model.model.layers[0].mlp.experts.down_proj.grad
+    for grad in run_ranks(2, body):
+        assert float((grad - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
+    assert len(calls) == 2 * len(model.model.layers)

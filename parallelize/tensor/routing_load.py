@@ -1,0 +1,96 @@
+"""How evenly the tokens of mixtures are spread: over experts, and over the ranks that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from parallelize.applied.records import mesh_of, record_of
+from parallelize.comm.groups import axis_group, mesh_spec
+from parallelize.layout import balanced_interval
+from parallelize.mesh import DATA_AXES
+from parallelize.ops.replay_cache import in_recompute
+from parallelize.tensor.balanced_routing import choices_of, experts_of
+
+T = torch.Tensor
+
+
+class RoutingLoad:
+    """Numbers of tokens that each expert got, of all forwards within `routing_load`. Nothing is sent before they are asked for.
+
+    Attributes:
+        local: name of each module of experts -> [experts], counts of this rank's tokens.
+    """
+
+    def __init__(self, model: nn.Module, ep: int):
+        self.model, self.ep = model, ep
+        self.local: dict[str, T] = {}
+
+    def add(self, name: str, count: int, choices: T) -> None:
+        if in_recompute():
+            return
+        counts = torch.bincount(choices.flatten().clamp(0, count - 1), minlength=count)
+        self.local[name] = self.local[name] + counts if name in self.local else counts
+
+    def counts(self) -> dict[str, T]:
+        """Name of each module of experts on this pipeline stage -> [experts], over all ranks with other tokens. A collective.
+
+        Where ranks of `tp` have the same tokens, these count once for each of them.
+        """
+        mesh = mesh_of(self.model)
+        names = mesh_spec(mesh).names if mesh is not None else ()
+        axes = [axis for axis in names if axis in (*DATA_AXES, "tp")]
+        summed = {name: counts.clone() for name, counts in self.local.items()}
+        if mesh is not None and axes and summed:
+            joined = torch.cat(list(summed.values()))
+            dist.all_reduce(joined, group=axis_group(mesh, *axes))
+            summed = dict(zip(summed, joined.split([len(counts) for counts in summed.values()]), strict=True))
+        return summed
+
+    def imbalance(self) -> dict[str, float]:
+        """The largest over the mean number of tokens, of the worst layer: "expert" by expert, "rank" by rank of `ep`.
+
+        1.0 is balanced; a step takes as long as the rank with the most tokens. A collective, and a wait of the host.
+        """
+        worst = {"expert": 1.0, "rank": 1.0}
+        for counts in self.counts().values():
+            shares = [counts[slice(*balanced_interval(len(counts), self.ep, rank))].sum() for rank in range(self.ep)]
+            for key, values in (("expert", counts), ("rank", torch.stack(shares))):
+                values = values.double()
+                worst[key] = max(worst[key], float(values.max() / values.mean().clamp(min=1e-9)))
+        return worst
+
+
+@contextmanager
+def routing_load(model: nn.Module) -> Iterator[RoutingLoad]:
+    """Count the choices of a mixture's routers within the block.
+
+    Args:
+        model: a mixture, before or after `parallelize_module`.
+
+    Returns: a context manager; it yields a `RoutingLoad`.
+    Raises: ModelError `no-experts`.
+    Cost: a `bincount` of [tokens, k] choices for each layer and forward; no message, and no wait of the host.
+    """
+    experts = experts_of(model)
+    record = record_of(model)
+    load = RoutingLoad(model, record.resolved.options.ep if record is not None else 1)
+    handles = [
+        module.register_forward_pre_hook(partial(_count, load, name, count), with_kwargs=True)
+        for name, module, count in experts
+    ]
+    try:
+        yield load
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _count(load: RoutingLoad, name: str, count: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    load.add(name, count, choices_of(module, args, kwargs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from parallelize import (
     balanced_routing,
     build_mesh,
     full_gradients,
+    generate,
     parallelize_model,
     parallelize_module,
     routing_load,
@@ -181,3 +183,25 @@ def test_a_recomputed_unit_routes_once(monkeypatch):
     for grad in run_ranks(2, body):
         assert float((grad - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
     assert len(calls) == 2 * len(model.model.layers)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_generation_with_whole_experts(ep):
+    """Within tp all ranks have the same sequences. Over data ranks one might end before others, which would wait: refused."""
+    model = tiny_model("mixtral").eval()
+    ids, _ = tiny_batch()
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    models = [copy.deepcopy(model) for _ in range(4)]
+
+    def body(rank):
+        mesh = build_mesh("cpu", dp=2, tp=2)
+        parallelize_module(models[rank], mesh, ep=ep, own_reduction=True)
+        if ep == 4:
+            for call in (models[rank].generate, partial(generate, models[rank])):
+                with pytest.raises(ModelError, match="generate-over-ep"):
+                    call(ids, max_new_tokens=4)
+            return expected
+        return models[rank].generate(ids, max_new_tokens=4, do_sample=False)
+
+    for actual in run_ranks(4, body):
+        assert torch.equal(actual, expected)

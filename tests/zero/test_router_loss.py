@@ -57,7 +57,7 @@ def on_mesh(model, sizes, mask, **options):
         inputs = {} if mask is None else {"attention_mask": mask[rows]}
         with InFloat64():
             loss = parallel.step(ids[rows], labels=labels[rows], **inputs)
-        return loss, full_gradients(models[rank]) if "tp" in sizes else gradients_of(models[rank])
+        return loss, full_gradients(models[rank]) if {"tp", "ep"} & {*sizes, *options} else gradients_of(models[rank])
 
     return run_ranks(len(models), body)
 
@@ -76,6 +76,8 @@ MESHES = [
     ({"dp": 4}, {"zero": 2}),
     ({"dp": 2}, {"zero": 3, "recompute": "selective"}),
     ({"dp": 2, "tp": 2}, {"zero": 1, "sequence_parallel": True}),
+    ({"dp": 2, "tp": 2}, {"zero": 2, "sequence_parallel": True, "ep": 4}),
+    ({"dp": 4}, {"zero": 0, "ep": 2, "recompute": "full"}),
 ]
 
 

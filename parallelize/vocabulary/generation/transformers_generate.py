@@ -48,7 +48,8 @@ def refuse_split(module: nn.Module) -> None:
     """Refuse models whose ranks cannot generate together.
 
     Raises: ModelError `cut-model` if other ranks have some of the pipeline stages; `generate-over-cp` if sequences are
-        sharded over `cp`, so that not every rank has the last position's logits.
+        sharded over `cp`, so that not every rank has the last position's logits; `generate-over-ep` if ranks with other
+        sequences have some of the experts, so that a rank whose sequences have ended would leave them waiting.
     """
     cut, context = cut_of(module), applied(module).context
     if cut is not None and len(cut.local_stages) < len(cut.stage_ranks):
@@ -61,6 +62,11 @@ def refuse_split(module: nn.Module) -> None:
         )
         fix = "save a checkpoint, and generate on a mesh without cp: any mesh can load it"
         raise ModelError(Problem("generate-over-cp", what, fix=fix))
+    record = record_of(module)
+    if record is not None and record.folded is not None:
+        what = f"the experts of {type(module).__name__} are divided over {record.resolved.options.ep} ranks, of which some have other sequences"
+        fix = "save a checkpoint, and generate on a mesh where ep is at most tp: any mesh can load it"
+        raise ModelError(Problem("generate-over-ep", what, fix=fix))
 
 
 @contextmanager

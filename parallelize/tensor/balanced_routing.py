@@ -27,6 +27,7 @@ def balanced_routing(model: nn.Module) -> Iterator[None]:
     Args:
         model: a mixture, before or after `parallelize_module`.
 
+    Returns: a context manager.
     Raises: ModelError `no-experts`.
     """
     handles = [

@@ -24,6 +24,10 @@ T = torch.Tensor
 class RoutingLoad:
     """Numbers of tokens that each expert got, of all forwards within `routing_load`. Nothing is sent before they are asked for.
 
+    Args:
+        model: the mixture.
+        ep: the number of ranks over which its experts are divided.
+
     Attributes:
         local: name of each module of experts -> [experts], counts of this rank's tokens.
     """
@@ -33,6 +37,13 @@ class RoutingLoad:
         self.local: dict[str, T] = {}
 
     def add(self, name: str, count: int, choices: T) -> None:
+        """Count the choices of one call.
+
+        Args:
+            name: of the module of experts.
+            count: the number of its experts.
+            choices: [tokens, k].
+        """
         if in_recompute():
             return
         counts = torch.bincount(choices.flatten().clamp(0, count - 1), minlength=count)

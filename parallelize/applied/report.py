@@ -144,7 +144,8 @@ def layout_text(layout: Layout, partial: bool) -> str:
 
 
 def _over_tp(row: ParameterRow) -> str:
-    return "plain" if row.plain else layout_text(row.layout, row.partial)
+    over = ", over ep" if row.axis == "ep" else ""
+    return "plain" if row.plain else layout_text(row.layout, row.partial) + over
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -92,7 +92,8 @@ def _computed(self: Any, planned: Planned, routes: Routes, n: int, tokens: T, we
     rows, slots, experts = _pairs(choices, first, stop, num_pairs)
     inputs = tokens.index_select(0, rows), experts[:, None], weights[rows, slots][:, None]
     out = on_local_parameters(self, planned, inputs, {})
-    return tokens.new_zeros(tokens.shape).index_add(0, rows, out)
+    # in the dtype of tokens on every rank, also under autocast, where a rank without pairs has no other
+    return tokens.new_zeros(tokens.shape).index_add(0, rows, out.to(tokens.dtype))
 
 
 def _pairs(choices: T, first: int, stop: int, count: int) -> tuple[T, T, T]:

@@ -29,7 +29,7 @@ from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
 from parallelize.tensor import whole_experts
 from tests.support.models import tiny_batch, tiny_model
-from tests.support.parity import loss_of
+from tests.support.parity import loss_of, worst
 from tests.support.threads import run_ranks
 from tests.tensor.test_split_experts import MODES, PLAN, Mixture, check
 
@@ -205,3 +205,25 @@ def test_generation_with_whole_experts(ep):
 
     for actual in run_ranks(4, body):
         assert torch.equal(actual, expected)
+
+
+def test_autocast():
+    """Of a batch of one token, whose experts are on one of the ranks: the other has no pairs, and the same dtypes."""
+    model = tiny_model("mixtral")
+    ids, labels = torch.tensor([[5]]), torch.tensor([[7]])
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def gradient(net):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss_of(net(input_ids=ids).logits.float(), labels).backward()
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), ep=2)
+        gradient(models[rank])
+        return full_gradients(models[rank])
+
+    results = run_ranks(2, body)
+    gradient(model)
+    for actual in results:
+        error, name = worst(actual, {name: p.grad for name, p in model.named_parameters()})
+        assert error <= 0.05, name

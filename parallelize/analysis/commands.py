@@ -305,13 +305,16 @@ def _bytes(text: str | None) -> float | None:
 def _fitted_lines(fitted: Fitted, model: str, options: argparse.Namespace) -> Sequence[str]:
     from parallelize.applied.report import table
 
-    head = ("mesh", "zero", "recompute", "schedule", "microbatches", "step (estimate)", "sequential", "MFU", "peak")
+    folds = any(candidate.setting.ep > 1 for candidate in fitted.best)
+    head = ("mesh", *(["ep"] if folds else []), "zero", "recompute", "schedule", "microbatches")
+    head += ("step (estimate)", "sequential", "MFU", "peak")
     rows = []
     for candidate in fitted.best:
         setting = candidate.setting
         rows.append(
             (
                 str(setting.mesh),
+                *([str(setting.ep)] if folds else []),
                 str(setting.zero),
                 setting.recompute,
                 setting.schedule if setting.size("pp") > 1 else "-",

@@ -151,7 +151,7 @@ def _parameter_line(resolved: ResolvedPlan, row: ParameterRow, stages: tuple[int
         line,
         style=str(row.rule.style),
         rule=os.path.basename(row.rule.where),
-        lies=layout_text(row.layout, row.partial),
+        lies=layout_text(row.layout, row.partial) + (", over ep" if row.axis == "ep" else ""),
         dim=row.layout.dim,
         owned=row.layout.owned[:MAX_DRAWN_RANKS],
     )

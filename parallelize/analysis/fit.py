@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from parallelize.analysis.cost.machine import Machine
@@ -19,7 +20,7 @@ from parallelize.analysis.cost.setting import Setting, check_setting, make_setti
 from parallelize.analysis.measure import measure_memory, measure_time, model_flops
 from parallelize.analysis.subject import Subject, check
 from parallelize.errors import ModelError, ParallelizeError, Problem
-from parallelize.mesh import MeshSpec
+from parallelize.mesh import MeshSpec, possible_ep
 
 USABLE_MEMORY = 0.92  # fraction that a step may use; the rest is for the CUDA context, NCCL and fragmentation
 _TOO_LARGE = f"the peak is above {USABLE_MEMORY:.0%} of the memory"
@@ -147,11 +148,12 @@ def fit(
     fixed = frozenset(name for name, value in options.items() if value is not None)
     best: dict[MeshSpec, Candidate] = {}
     screened: list[Candidate] = []
-    layers = len(subject.layers(base))
+    layers, experts = len(subject.layers(base)), _num_experts(subject, base)
     for mesh in meshes(gpus, machine.node_ranks, max(layers, 1)):
         tell(str(mesh))
         known = _Known()
-        for setting in candidates(replace(base, mesh=mesh), global_batch, rejections.add, fixed):
+        foldings = _foldings(mesh, experts, machine.node_ranks)
+        for setting in candidates(replace(base, mesh=mesh), global_batch, rejections.add, fixed, foldings):
             tried += 1
             reason = known.reason_against(setting)
             if not reason and lower_bound_s(subject, setting, machine) > _time_to_beat(best, mesh, most):
@@ -211,14 +213,32 @@ def meshes(gpus: int, node_ranks: int, layers: int) -> Iterator[MeshSpec]:
             yield MeshSpec([("pp", pp), ("dp", gpus // tp // pp), ("tp", tp)])
 
 
+def _num_experts(subject: Subject, setting: Setting) -> int:
+    """Of one layer of a mixture; 0 for any other model."""
+    modules = subject.model(setting.weights_dtype).modules.values()
+    return next((next(iter(module.shapes.values()))[0] for module in modules if module.kind == "experts"), 0)
+
+
+def _foldings(mesh: MeshSpec, experts: int, node_ranks: int) -> tuple[int, ...]:
+    """Values of `ep` that are tried: 1, the largest within a node, the largest of all. Each divides the experts."""
+    possible = [ep for ep in possible_ep(mesh) if experts and experts % ep == 0]
+    within = [ep for ep in possible if ep <= node_ranks]
+    return tuple(sorted({1, *within[-1:], *possible[-1:]}))
+
+
 def candidates(
-    base: Setting, global_batch: int, reject: Callable[[str, Setting], None], fixed: frozenset[str] = frozenset()
+    base: Setting,
+    global_batch: int,
+    reject: Callable[[str, Setting], None],
+    fixed: frozenset[str] = frozenset(),
+    foldings: Sequence[int] = (1,),
 ) -> Iterator[Setting]:
     """Settings of one mesh.
 
     Args:
         reject: called with a reason and a setting where the mesh is not possible.
         fixed: options that keep the value of `base`.
+        foldings: values of `ep`.
     """
     dp, pp, tp = (base.size(axis) for axis in ("dp", "pp", "tp"))
     if global_batch % dp:
@@ -236,9 +256,11 @@ def candidates(
             for zero in choices("zero", (0, 1, 2, 3) if dp > 1 else (0,)):
                 if pp > 1 and zero > 1 and "zero" not in fixed:
                     continue  # each microbatch would gather or scatter again
-                for recompute in choices("recompute", ("off", "selective", "full")):
+                for ep, recompute in product(
+                    choices("ep", foldings), choices("recompute", ("off", "selective", "full"))
+                ):
                     options: dict[str, Any] = dict(modes, batch=batch, num_microbatches=count, schedule=schedule)
-                    yield replace(base, **options, zero=zero, recompute=recompute)
+                    yield replace(base, **options, zero=zero, ep=ep, recompute=recompute)
 
 
 def lower_bound_s(subject: Subject, setting: Setting, machine: Machine) -> float:

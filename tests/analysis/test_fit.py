@@ -46,3 +46,24 @@ def test_it_returns_what_measuring_all_settings_would(memory_bytes):
     found = [(str(candidate.setting.mesh), candidate.step_s) for candidate in result.best]
     assert found == expected[:3] and len(found) == 3
     assert any(item.reason == searched._TOO_LARGE for item in result.rejected) == (memory_bytes < 1e9)
+
+
+def test_foldings_of_experts_are_tried():
+    """Eight wide experts on four data ranks: `ep` 4 is tried, and takes less than half of the memory."""
+    config = {"num_local_experts": 8, "intermediate_size": 512, "num_hidden_layers": 2}
+    of = Subject(ModelSource("mixtral", lambda _: tiny_model("mixtral", **config)), None)
+    options = {"zero": 0, "schedule": "1f1b", "recompute": "off", "num_microbatches": 4}
+    machine = load_machine("h100-sxm")
+    over_data = [mesh for mesh in meshes(GPUS, machine.node_ranks, 2) if mesh.ranks("dp") == 4]
+    assert over_data and searched._foldings(over_data[0], 8, machine.node_ranks) == (1, 4)
+    peaks = {
+        ep: searched._try(
+            of,
+            make_setting(over_data[0], {"sequence": 16, "batch": 4, "ep": ep, **options}).complete(),
+            machine,
+            1e9,
+            searched._Rejections(),
+        ).peak_bytes
+        for ep in (1, 4)
+    }
+    assert peaks[4] < 0.5 * peaks[1]

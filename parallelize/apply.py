@@ -349,7 +349,9 @@ def _wrong_with_parameter(name: str, parameter: Any) -> Iterator[Problem]:
 def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storage) -> None:
     tp, plan = tp_mesh(mesh), agreed.plan
     group = Group(tp.get_group())
-    folded = fold_mesh(mesh, plan.options.ep) if any(row.axis == "ep" for row in plan.parameters.values()) else None
+    # of all pipeline stages, also of one without experts: every rank creates the groups
+    folds = any(row.axis == "ep" for row in agreed.resolved.parameters.values())
+    folded = fold_mesh(mesh, plan.options.ep) if folds else None
     sharder = Sharder(storage.src_data_rank, storage.weights_dtype, storage.device)
     sharder.shard(module, plan, partial(axis_of_layout, tp=tp, folded=folded))
     pending_reductions = PendingReductions()

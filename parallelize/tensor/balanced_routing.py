@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.applied.records import cut_of
 from parallelize.errors import ModelError, Problem
 from parallelize.plan.model_facts import describe
 
@@ -42,13 +43,13 @@ def balanced_routing(model: nn.Module) -> Iterator[None]:
 
 
 def experts_of(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
-    """(name, module, number of its experts on all ranks) of each module of experts.
+    """(name, module, number of its experts on all ranks) of each module of experts; a pipeline stage may have none.
 
     Raises: ModelError `no-experts`.
     """
     facts = describe(model)
     names = [fqn for fqn, module in facts.modules.items() if module.kind == "experts"]
-    if not names:
+    if not names and cut_of(model) is None:
         what = f"{type(model).__name__} has no experts that are called with tokens, choices and their weights"
         raise ModelError(
             Problem("no-experts", what, fix="a mixture of `transformers`, or experts with `is_transposed`")

@@ -111,6 +111,13 @@ def test_experts_folded_over_data_axes(four_processes, family, axes, options):
     four_processes.run(jobs.mesh_parity, family, axes, torch.float64, dict(options))
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_pipeline_stage_without_experts(four_processes, zero):
+    """The first layer of DeepSeek-V3 is dense, and alone on the first stage: its ranks are in the groups of the experts too."""
+    options = {"ep": 2, "zero": zero, "layers": 2, "num_microbatches": 2}
+    four_processes.run(jobs.mesh_parity, "deepseek_v3", {"pp": 2, "dp": 2}, torch.float64, options)
+
+
 @pytest.mark.variants(every=101)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("family", FAMILIES)

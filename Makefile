@@ -1,12 +1,12 @@
 # `make demo` trains a small Llama in parallel and compares it with one process; `make train` does so on a mesh of eight;
-# `make test` runs the tests in minutes, `make sweep` all the slower ones.
+# `make test` runs the tests in minutes, `make sweep` slower ones and a third of the many variants, `make full` all of these.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # a CPU build is enough for tests and demo; a plain `torch` would bring gigabytes of CUDA
 TORCH ?= torch==2.13.0
 
-.PHONY: demo train test sweep versions check install-demo install-test bench clean
+.PHONY: demo train test sweep full versions check install-demo install-test bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/demo.py
@@ -22,6 +22,9 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_OPTIONS)
 
 sweep: $(VENV)/.test
+	$(BIN)/python -m pytest -m "sweep and not full" $(WORKERS)
+
+full: $(VENV)/.test
 	$(BIN)/python -m pytest -m sweep $(WORKERS)
 
 # the tests in an environment of each version of torch that is served, under `.versions/`; the Makefile's `test` runs in each

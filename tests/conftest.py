@@ -9,6 +9,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import sys
+import zlib
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -24,21 +25,36 @@ POOLS = ("two_processes", "four_processes", "eight_processes")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
 def pytest_collection_modifyitems(items):
-    """Tests of many ranks run in one worker of xdist, one after another; variants go to the sweep.
+    """Tests of many ranks run in one worker of xdist, one after another; variants go to the sweeps.
 
     Ranks wait for each other, so jobs that share two cores slow each other down by far more than a factor of two.
     """
     seen: dict[str, int] = {}
+    swept: dict[str, list[pytest.Item]] = {}
     for item in items:
+        function = item.nodeid.partition("[")[0]
         if any(name in item.fixturenames for name in POOLS):
             item.add_marker(pytest.mark.processes)
             item.add_marker(pytest.mark.xdist_group("ranks"))
         variants = item.get_closest_marker("variants")
         if variants is not None:
-            function = item.nodeid.partition("[")[0]
             number = seen[function] = seen.get(function, -1) + 1
             if number % variants.kwargs["every"]:
                 item.add_marker(pytest.mark.sweep)
+        if item.get_closest_marker("sweep") is not None and item.get_closest_marker("full") is None:
+            swept.setdefault(function, []).append(item)
+    for variants in swept.values():
+        _leave_to_the_full_sweep(variants)
+
+
+def _leave_to_the_full_sweep(variants):
+    """Of four variants or more in the sweep, two thirds are run by `make full` alone.
+
+    The third that stays is drawn by names: every n-th one would take the same value of an inner parameter each time.
+    """
+    drawn = sorted(variants, key=lambda item: zlib.crc32(item.nodeid.encode()))
+    for item in drawn[-(-len(drawn) // 3) :] if len(drawn) >= 4 else []:
+        item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(autouse=True)

@@ -99,6 +99,7 @@ def test_global_batches_have_the_next_samples_of_each_source(kind):
         assert batches[2][:4] == [4, 0, 1004, 1005]
 
 
+@pytest.mark.variants(every=4)
 @KINDS
 @WORKERS
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -109,6 +110,7 @@ def test_any_mesh_and_any_number_of_workers_give_the_same_batches(kind, workers,
     assert [flat(samples) for samples in zip(*loaders, strict=True)] == expected
 
 
+@pytest.mark.variants(every=3)
 @KINDS
 @WORKERS
 def test_resumed_on_another_mesh_with_other_workers(kind, workers):

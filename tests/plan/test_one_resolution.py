@@ -57,6 +57,7 @@ def test_the_stages_of_a_pipeline(monkeypatch):
     assert verify("llama", None, "pp=2").ok
 
 
+@pytest.mark.sweep
 def test_whether_a_gradient_is_summed_over_tp(monkeypatch):
     def readers() -> list[Any]:
         options = {"sequence_parallel": True}
@@ -91,6 +92,7 @@ def test_the_units_of_zero_3(monkeypatch):
     assert verify("llama", None, "dp=2", zero=3).ok
 
 
+@pytest.mark.sweep
 def test_the_units_that_are_recomputed(monkeypatch):
     def readers() -> list[Any]:
         with trained("dp=1", recompute="full") as (model, text):
@@ -106,6 +108,7 @@ def test_the_units_that_are_recomputed(monkeypatch):
     assert verify("llama", None, "dp=1", recompute="full").ok
 
 
+@pytest.mark.sweep
 def test_the_kind_of_attention_over_cp(monkeypatch):
     def readers() -> list[Any]:
         with trained("cp=2") as (model, text):
@@ -129,6 +132,7 @@ def test_ties_that_a_plan_declares_are_explained():
         assert sum(message.module.startswith("tie of") for message in messages) == count
 
 
+@pytest.mark.sweep
 def test_ties_over_stages(monkeypatch):
     def readers() -> list[Any]:
         with trained("pp=2", "gpt2") as (model, text):

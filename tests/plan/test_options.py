@@ -107,6 +107,7 @@ def test_a_plan_file_may_hold_any_option():
     assert parse_plan(DEFAULTS).options == expected
 
 
+@pytest.mark.sweep
 def test_defaults_of_a_plan_hold_for_explain_verify_and_training():
     defaults = Options(recompute="full", num_microbatches=4, overlap="chunked", sequence_parallel=True)
     plan = replace(load_plan("llama"), options=defaults)

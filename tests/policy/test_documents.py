@@ -272,6 +272,7 @@ def test_the_llama_plan_is_the_shipped_one(name):
 EXAMPLES = [("README.md", "first.py"), ("docs/quick-start.md", "train.py")]
 
 
+@pytest.mark.sweep
 @pytest.mark.processes
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(("document", "script"), EXAMPLES, ids=["first example", "quick start"])

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.processes
 BACKENDS = ["aot_eager", *(["inductor"] if shutil.which("g++") else [])]
 
 
-@pytest.mark.variants(every=161)
+@pytest.mark.sweep
 @pytest.mark.parametrize("overlap", ["off", "chunked"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -371,6 +371,7 @@ KEEPS = {
 HOOKED = [("layers.0.inner.up", "features"), ("layers.0.inner", "tokens"), ("layers.1", "tokens")]
 
 
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize("after_a_forward", [False, True])
 @pytest.mark.parametrize("keeps", KEEPS)
 @pytest.mark.parametrize(("name", "part"), HOOKED)

@@ -90,6 +90,7 @@ def step(model: nn.Module, first: bool, inputs: dict, options: dict) -> dict[str
     return results | {f"input {i}": x.grad for i, x in enumerate(tensors)} | full_gradients(model)
 
 
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("attention", [SHARDED, REPLICATED], ids=["sharded", "replicated"])
 @pytest.mark.parametrize("ranks", [2, 4])

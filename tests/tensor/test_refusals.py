@@ -55,7 +55,7 @@ class _Replicated(ParallelStyle):
 STYLES = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-@pytest.mark.variants(every=3)
+@pytest.mark.sweep
 @pytest.mark.parametrize("plan", [RULES, STYLES, {"up": _Replicated()}], ids=["plan", "styles", "unknown style"])
 def test_an_optimizer_that_steps_parameters_before_they_are_replaced(plan):
     block = Block()

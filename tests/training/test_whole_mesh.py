@@ -75,7 +75,7 @@ MIXTURES = [
 ]
 
 
-@pytest.mark.variants(every=5)
+@pytest.mark.variants(every=11)
 @pytest.mark.parametrize(("axes", "options"), MIXTURES)
 @pytest.mark.parametrize(("family", "ep"), [("mixtral", 1), ("deepseek_v3", 2), ("gpt_oss", 1), ("gpt_oss", 2)])
 def test_mixtures(four_processes, family, axes, options, ep):
@@ -101,7 +101,7 @@ FOLDED = [
 ]
 
 
-@pytest.mark.variants(every=9)
+@pytest.mark.variants(every=19)
 @pytest.mark.parametrize(("axes", "options"), FOLDED, ids=str)
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
 def test_experts_folded_over_data_axes(four_processes, family, axes, options):

@@ -86,6 +86,7 @@ def check(judgments: list[tuple[str, str, bool, str]], caught_at_least: int) -> 
         print(counts, f"named {1 - len(unnamed) / len(caught):.0%}", unnamed)
 
 
+@pytest.mark.full
 @pytest.mark.sweep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("family", "mesh"), PLANS)

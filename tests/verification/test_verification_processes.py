@@ -116,6 +116,7 @@ def test_one_deadline_for_processes():
     assert set(multiprocessing.active_children()) <= before
 
 
+@pytest.mark.sweep
 def test_a_users_error_is_reported_without_a_traceback():
     with pytest.raises(ModelError, match="the factory says no") as error:
         verify(says_no, RULES, "tp=2", backend="gloo", timeout_s=30)

@@ -77,6 +77,7 @@ def test_layers_that_differ_on_both_ranks(first):
     run_ranks(2, body)
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_a_loop_that_repeats_itself_meets_no_more(axes):
     """Training steps of four microbatches, with an evaluation after each."""

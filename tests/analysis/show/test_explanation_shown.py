@@ -68,6 +68,7 @@ def cells(page: str, first: str) -> list[str]:
 # -- completeness -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize("name", MESHES)
 def test_text_and_page_show_every_axis_rank_and_peak(explanations, pages, name):
     explanation = explanations[name]

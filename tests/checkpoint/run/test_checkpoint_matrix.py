@@ -91,7 +91,7 @@ MIXTURES: dict[str, tuple[dict, dict]] = {
 
 
 @pytest.mark.processes
-@pytest.mark.variants(every=7)
+@pytest.mark.sweep
 @pytest.mark.parametrize("target", MIXTURES)
 def test_experts_go_from_any_folding_to_any_other(four_processes, tmp_path, target):
     """Six experts, of which four ranks have one or two; with the optimizer's state."""

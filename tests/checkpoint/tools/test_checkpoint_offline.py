@@ -100,7 +100,7 @@ def rows(problem: Any) -> dict[str, str]:
 # -- reshape --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.variants(every=6)
+@pytest.mark.variants(every=9)
 @pytest.mark.parametrize(
     ("mesh", "zero"),
     [("pp=2,tp=2", None), ("dp=4", 3), ("tp=4", None), ("pp=2,dp=2,tp=2", 1), ("dp_replicate=2,dp_shard=2,tp=2", 2)],

@@ -14,6 +14,7 @@ def processes(request):
     return request.getfixturevalue({2: "two_processes", 4: "four_processes"}[request.param])
 
 
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("order", ["head last", "head first"])
 def test_a_tied_model_in_several_calls(processes, sequence, order):
@@ -26,6 +27,7 @@ def test_a_tied_model_in_several_calls(processes, sequence, order):
         assert result["counts"].keys() <= jobs.NAMES
 
 
+@pytest.mark.variants(every=4)
 @pytest.mark.parametrize("how", ["fully_shard", "shard_data"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -222,7 +222,8 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
         raise ModelError(*refused)
     refuse_wrapped(module)
     refuse_early_optimizers(module)
-    refuse_router_loss(module, [axis for axis in spec.names if spec.ranks(axis) > 1])
+    if any(spec.ranks(axis) > 1 for axis in ("pp", *DATA_AXES)):
+        refuse_router_loss(module)
 
 
 def _fill(module: nn.Module, mesh: DeviceMesh, device: Any, initialize: Any) -> None:

@@ -237,7 +237,9 @@ def _check_tokens(context: Context, out: Any) -> None:
     Raises: ModelError `one-row` if something was computed from one token (a pooler, a classifier), another one on each rank.
     """
     tokens = sum(stop - start for start, stop in context.local_runs())
-    for leaf in private.tree_leaves(out):
+    # routers flatten batch and tokens
+    checked = {key: value for key, value in out.items() if key != "router_logits"} if isinstance(out, dict) else out
+    for leaf in private.tree_leaves(checked):
         floating = isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
         if floating and len(leaf.shape) > 1 and leaf.shape[1] != tokens:
             what = f"an output {list(leaf.shape)} does not have this rank's {tokens} tokens: each rank pools its own"

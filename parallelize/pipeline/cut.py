@@ -26,7 +26,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stage_ranks import ranks_of_stages
 from parallelize.plan.stages import Assignment, Costs
-from parallelize.zero.router_loss import refuse_router_loss
+from parallelize.zero.router_loss import refuse_router_loss, share_router_loss
 
 
 def cut_pipeline(
@@ -91,6 +91,7 @@ def cut_to_stages(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -
         if cut.stages.stage_of_unit(unit) not in local_stages:
             _empty(module, unit)
     mark_applied(module, cut=cut, resolved=resolved)
+    share_router_loss(module)
     for parameter in module.parameters():
         mark_parameter(parameter, stage=StageMark(group))
     return module
@@ -111,7 +112,7 @@ def pp_group(mesh: DeviceMesh) -> Any:
 
 def check_uncut(module: nn.Module) -> None:
     """Raises: ModelError `already-cut`, `wrong-order`, `foreign-recompute`, `router-loss`."""
-    refuse_router_loss(module, ("pp",))
+    refuse_router_loss(module)
     if cut_of(module) is not None:
         raise ModelError(
             Problem(

@@ -75,7 +75,7 @@ class StageHeader:
     """What both sides of a stage boundary store.
 
     Attributes:
-        content: what is sent: {"call": {position or name: value}, "skips": {unit: value}}.
+        content: what is sent: {"call": {position or name: value}, "skips": {unit: value}, "router": sums or None}.
         outputs: the output of each unit of the previous stages, by name.
         compared: digests of the call's other tensors, by position or name; both sides compute these tensors.
         region: the full sequence length, where the boundary is inside the sequence-parallel region.

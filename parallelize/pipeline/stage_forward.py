@@ -24,6 +24,7 @@ from parallelize.comm.handshake import digest
 from parallelize.errors import ModelError, Problem
 from parallelize.pipeline.payload import Nested, StageHeader
 from parallelize.tensor.region import Region
+from parallelize.zero.router_loss import receive_router_sums, router_sums_to_send
 
 T = torch.Tensor
 
@@ -123,6 +124,7 @@ class StageRunner:
         if make_header and header is not None:
             now.outputs |= header.outputs
         try:
+            receive_router_sums(self.module, content.get("router"))
             torch.set_grad_enabled(now.grad and first == 0)  # code before the first unit runs on NaN
             result = self.module(*args, **kwargs)
             if not now.entered and stage:
@@ -248,7 +250,8 @@ class StageRunner:
         skips = {
             name: value for name, value in (now.content["skips"] | now.skips).items() if self._last_user[name] > stage
         }
-        form, tensors = Nested.of({"call": carried, "skips": skips})
+        router = router_sums_to_send(self.module)
+        form, tensors = Nested.of({"call": carried, "skips": skips, "router": router})
         if not now.make_header:
             return Outcome(header=StageHeader(form), tensors=tensors)
         compared = {key: _digests(value) for key, value in end.call.items() if key not in carried}

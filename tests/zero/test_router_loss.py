@@ -6,12 +6,15 @@ The value alone proves nothing: the mean of the losses of the ranks is within a 
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from parallelize import ModelError, build_mesh, full_gradients, parallelize_model, parallelize_module, shard_data
 from parallelize.verification.precision import InFloat64
+from parallelize.zero.router_loss import FUNCTION
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
@@ -20,9 +23,9 @@ COEFFICIENT = 0.5  # large, so that a wrong gradient of the loss is not hidden b
 BATCH, LENGTH = 4, 7
 
 
-def mixture(family="mixtral"):
-    more = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, "num_hidden_layers": 2}
-    return tiny_model(family, torch.float64, **more)
+def mixture(family="mixtral", **more):
+    asked = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT, "num_hidden_layers": 2}
+    return tiny_model(family, torch.float64, **asked | more)
 
 
 def batch():
@@ -63,11 +66,21 @@ def on_mesh(model, sizes, mask, **options):
 
 
 def gradients_of(model):
-    return {
-        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in model.named_parameters()
-    }
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in gradients.items()}
 
 
+def united(results):
+    """The gradients of all pipeline stages; those of ranks with the same parameters are equal."""
+    every = {}
+    for _, gradients in results:
+        for name, gradient in gradients.items():
+            assert name not in every or (every[name] - gradient).abs().max() <= 1e-12 * gradient.abs().max()
+            every[name] = gradient
+    return every
+
+
+ONE = {"num_microbatches": 1}
 MESHES = [
     ({"tp": 2}, {}),
     ({"tp": 2}, {"sequence_parallel": True, "loss_parallel": True}),
@@ -78,6 +91,13 @@ MESHES = [
     ({"dp": 2, "tp": 2}, {"zero": 1, "sequence_parallel": True}),
     ({"dp": 2, "tp": 2}, {"zero": 2, "sequence_parallel": True, "ep": 4}),
     ({"dp": 4}, {"zero": 0, "ep": 2, "recompute": "full"}),
+    ({"cp": 2}, {}),
+    ({"dp": 2, "cp": 2}, {"zero": 3}),
+    ({"cp": 2, "tp": 2}, {"sequence_parallel": True, "ep": 2}),
+    ({"pp": 2}, ONE),
+    ({"pp": 2, "dp": 2}, {"zero": 2, "recompute": "full", **ONE}),
+    ({"pp": 2, "tp": 2}, {"sequence_parallel": True, "ep": 2, **ONE}),
+    ({"pp": 2, "cp": 2}, ONE),
 ]
 
 
@@ -89,9 +109,9 @@ def test_a_step_equals_the_unsharded_model(sizes, options, masked):
     mask = batch()[2] if masked else None
     loss, expected = alone(model, mask)
     assert float(expected["model.layers.0.mlp.gate.weight"].abs().max()) > 1e-3
-    for actual, gradients in on_mesh(model, sizes, mask, **options):
-        assert abs(actual - loss) <= 1e-12 * abs(loss)
-        assert worst(gradients, expected)[0] <= 1e-12
+    results = on_mesh(model, sizes, mask, **options)
+    assert all(abs(actual - loss) <= 1e-12 * abs(loss) for actual, _ in results)
+    assert worst(united(results), expected)[0] <= 1e-12
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "olmoe"])
@@ -121,8 +141,17 @@ def test_in_a_loop_of_ones_own():
         assert worst(actual, expected)[0] <= 1e-12
 
 
-def test_microbatches_have_a_loss_each_and_the_step_their_mean():
-    model = mixture()
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"tp": 2}, {}),
+        ({"pp": 2}, {}),
+        ({"pp": 2}, {"schedule": "interleaved_1f1b"}),
+        ({"pp": 2}, {"schedule": "interleaved_zero_bubble"}),
+    ],
+)
+def test_microbatches_have_a_loss_each_and_the_step_their_mean(sizes, options):
+    model = mixture(num_hidden_layers=4)
     ids, labels, _ = batch()
     unsharded = copy.deepcopy(model)
     count = (labels[:, 1:] != -100).sum()
@@ -131,8 +160,31 @@ def test_microbatches_have_a_loss_each_and_the_step_their_mean():
             out = unsharded(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=count)
         (out.loss - COEFFICIENT * out.aux_loss / 2).backward()
     expected = {name: p.grad for name, p in unsharded.named_parameters() if p.grad is not None}
-    for _, actual in on_mesh(model, {"tp": 2}, None, num_microbatches=2):
-        assert worst(actual, expected)[0] <= 1e-12
+    assert worst(united(on_mesh(model, sizes, None, num_microbatches=2, **options)), expected)[0] <= 1e-12
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"tp": 2}])
+def test_a_loss_of_ones_own_need_not_add_it(sizes):
+    """The sums that stages send then have no gradient."""
+    model = mixture()
+    ids, labels, _ = batch()
+
+    def without(output, targets):
+        return cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+    unsharded = copy.deepcopy(model)
+    with InFloat64():
+        (without(unsharded(input_ids=ids), labels) / (labels != -100).sum()).backward()
+    expected = {name: p.grad for name, p in unsharded.named_parameters() if p.grad is not None}
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def body(rank):
+        parallel = parallelize_model(models[rank], build_mesh("cpu", **sizes), loss=without, num_microbatches=2)
+        with InFloat64():
+            parallel.step(ids, targets=labels)
+        return 0.0, full_gradients(models[rank]) if "tp" in sizes else gradients_of(models[rank])
+
+    assert worst(united(run_ranks(2, body)), expected)[0] <= 1e-12
 
 
 def test_models_without_a_plan_keep_the_function_of_transformers():
@@ -158,10 +210,18 @@ def test_evaluation_has_no_balancing_loss():
         assert abs(loss - expected) <= 1e-12 * abs(expected)
 
 
-@pytest.mark.parametrize("sizes", [{"cp": 2}, {"pp": 2}])
-def test_refused_where_a_rank_lacks_tokens_or_layers(sizes):
-    with pytest.raises(ModelError, match="router-loss: the load-balancing loss needs the router logits of all tokens"):
-        on_mesh(mixture(), sizes, None)
+def test_another_formula_is_refused(monkeypatch):
+    def pooled_by_layer(gate_logits, num_experts):
+        raise AssertionError
+
+    model = mixture()
+    monkeypatch.setattr(sys.modules[type(model).__module__], FUNCTION, pooled_by_layer)
+    with pytest.raises(
+        ModelError, match=r"router-loss: load_balancing_loss_func\(gate_logits, num_experts\) of Mixtral"
+    ):
+        on_mesh(model, {"dp": 2}, None)
+    with pytest.raises(ModelError, match="router-loss"):
+        on_mesh(model, {"pp": 2}, None)
 
 
 def test_asked_for_in_a_call():

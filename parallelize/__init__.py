@@ -123,6 +123,8 @@ if TYPE_CHECKING:
     from parallelize.styles.style import StyleText as StyleText
     from parallelize.styles.style import register_style as register_style
     from parallelize.tensor.balanced_routing import balanced_routing as balanced_routing
+    from parallelize.tensor.expert_bias import ExpertBalance as ExpertBalance
+    from parallelize.tensor.expert_bias import balance_experts as balance_experts
     from parallelize.tensor.overlap_sites import deferred_gradients as deferred_gradients
     from parallelize.tensor.routing_load import RoutingLoad as RoutingLoad
     from parallelize.tensor.routing_load import routing_load as routing_load

@@ -36,17 +36,20 @@ class RoutingLoad:
         self.model, self.ep = model, ep
         self.local: dict[str, T] = {}
 
-    def add(self, name: str, count: int, choices: T) -> None:
+    def add(self, name: str, count: int, choices: T, weights: T | None = None) -> None:
         """Count the choices of one call.
 
         Args:
             name: of the module of experts.
             count: the number of its experts.
             choices: [tokens, k].
+            weights: [tokens], int64: how often each counts. None: once.
         """
         if in_recompute():
             return
-        counts = torch.bincount(choices.flatten().clamp(0, count - 1), minlength=count)
+        chosen = choices.flatten().clamp(0, count - 1).long()
+        each = torch.ones_like(chosen) if weights is None else weights.repeat_interleave(choices.shape[1])
+        counts = each.new_zeros(count).scatter_add_(0, chosen, each)
         self.local[name] = self.local[name] + counts if name in self.local else counts
 
     def counts(self) -> dict[str, T]:
@@ -78,6 +81,12 @@ class RoutingLoad:
         return worst
 
 
+def routing_load_of(model: nn.Module) -> RoutingLoad:
+    """Counts of a mixture, none so far."""
+    record = record_of(model)
+    return RoutingLoad(model, record.resolved.options.ep if record is not None else 1)
+
+
 @contextmanager
 def routing_load(model: nn.Module) -> Iterator[RoutingLoad]:
     """Count the choices of a mixture's routers within the block.
@@ -87,11 +96,9 @@ def routing_load(model: nn.Module) -> Iterator[RoutingLoad]:
 
     Returns: a context manager; it yields a `RoutingLoad`.
     Raises: ModelError `no-experts`.
-    Cost: a `bincount` of [tokens, k] choices for each layer and forward; no message, and no wait of the host.
+    Cost: a sum over [tokens, k] choices for each layer and forward; no message, and no wait of the host.
     """
-    experts = experts_of(model)
-    record = record_of(model)
-    load = RoutingLoad(model, record.resolved.options.ep if record is not None else 1)
+    experts, load = experts_of(model), routing_load_of(model)
     handles = [
         module.register_forward_pre_hook(partial(_count, load, name, count), with_kwargs=True)
         for name, module, count in experts

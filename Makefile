@@ -1,5 +1,5 @@
 # `make demo` trains a small Llama in parallel and compares it with one process; `make train` does so on a mesh of eight;
-# `make test` runs the tests in minutes, `make sweep` slower ones and a third of the many variants, `make full` all of these.
+# `make test` runs the tests in minutes, `make sweep` slower ones and a quarter of the many variants, `make full` all of these.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

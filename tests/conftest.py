@@ -48,12 +48,12 @@ def pytest_collection_modifyitems(items):
 
 
 def _leave_to_the_full_sweep(variants):
-    """Of four variants or more in the sweep, two thirds are run by `make full` alone.
+    """Of four variants or more in the sweep, three quarters are run by `make full` alone.
 
-    The third that stays is drawn by names: every n-th one would take the same value of an inner parameter each time.
+    The quarter that stays is drawn by names: every n-th one would take the same value of an inner parameter each time.
     """
     drawn = sorted(variants, key=lambda item: zlib.crc32(item.nodeid.encode()))
-    for item in drawn[-(-len(drawn) // 3) :] if len(drawn) >= 4 else []:
+    for item in drawn[-(-len(drawn) // 4) :] if len(drawn) >= 4 else []:
         item.add_marker(pytest.mark.full)
 
 

@@ -94,6 +94,7 @@ def test_every_mistake_that_changes_a_number_is_caught_and_named(family, mesh):
     check(judged(family, mesh), caught_at_least=31)
 
 
+@pytest.mark.full
 @pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_a_sample_of_mistakes_in_a_mixture_is_caught_and_named():

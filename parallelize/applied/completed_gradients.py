@@ -23,14 +23,23 @@ class Receiver(Protocol):
 
     param: Any
 
-    def deliver(self, grad: torch.Tensor) -> None: ...
+    def __call__(self, leaf: torch.Tensor) -> None:
+        """Take the gradient out of the leaf now, in the middle of a pass."""
+
+    def receive(self, grad: torch.Tensor) -> None:
+        """Take a gradient while the pass ends."""
 
 
 class CompletedGradients:
-    """The completed gradients of one model."""
+    """The completed gradients of one model.
 
-    def __init__(self) -> None:
+    Args:
+        at_end: called with the number of a pass that ends; it calls `receive_all`. None: that alone.
+    """
+
+    def __init__(self, at_end: Callable[[int], None] | None = None) -> None:
         self._recorder: _Recorder = _Idle()
+        object.__setattr__(self._recorder, "at_end", at_end)
 
     def hook(self, leaf: torch.Tensor, receiver: Receiver) -> Callable[[torch.Tensor], None]:
         """What is called with `leaf` when its gradient is complete; `receiver` then gets the gradient when the pass ends.
@@ -41,6 +50,10 @@ class CompletedGradients:
         leaf.receiver = receiver  # type: ignore[attr-defined]
         return partial(setattr, self._recorder, f"leaf{next(_NUMBERS)}")
 
+    def receive_all(self) -> None:
+        """Let the receivers have what is recorded so far."""
+        _receive(self._recorder.close())
+
     def __reduce__(self):
         return CompletedGradients, ()
 
@@ -50,6 +63,9 @@ _NUMBERS = count()
 
 class _Recorder:
     """Its attributes are the leaves that the running pass has completed."""
+
+    __slots__ = ("__dict__", "at_end")
+    at_end: Callable[[int], None] | None
 
     def close(self) -> list[Any]:
         """The recorded leaves, which are forgotten.
@@ -65,44 +81,56 @@ class _Recorder:
 class _Idle(_Recorder):
     """No pass records."""
 
+    __slots__ = ()
+
     def __setattr__(self, name: str, leaf: Any) -> None:
-        if leaf.receiver.param.grad is not None or private.backward_id() == -1:
-            _move([leaf])
+        backward = private.backward_id()
+        if backward == -1 or leaf.receiver.param.grad is not None:
+            leaf.receiver(leaf)
             return
         object.__setattr__(self, "__class__", _Recording)
         setattr(self, name, leaf)
-        private.call_after_backward(_EndOfPass(self))
+        private.call_after_backward(_EndOfPass(self, backward))
 
 
 class _Recording(_Recorder):
     """A pass records: `setattr` is that of `object`, without Python."""
 
+    __slots__ = ()
+
 
 class _EndOfPass:
     """Called at the end of a pass; deleted without a call when the pass fails."""
 
-    def __init__(self, recorder: _Recorder):
+    __slots__ = ("_backward", "_recorder")
+
+    def __init__(self, recorder: _Recorder, backward: int):
         self._recorder: _Recorder | None = recorder
+        self._backward = backward
 
     def __call__(self) -> None:
-        assert self._recorder is not None
-        leaves, self._recorder = self._recorder.close(), None
-        try:
-            _move(leaves)
-        except BaseException:
-            _drop(leaves)
-            raise
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None
+        if recorder.at_end is None:
+            _receive(recorder.close())
+        else:
+            recorder.at_end(self._backward)
 
     def __del__(self) -> None:
         if self._recorder is not None:
             _drop(self._recorder.close())
 
 
-def _move(leaves: list[Any]) -> None:
-    for leaf in leaves:
-        grad, leaf.grad = leaf.grad, None
-        if grad is not None:  # the op defers this gradient
-            leaf.receiver.deliver(grad)
+def _receive(leaves: list[Any]) -> None:
+    try:
+        for leaf in leaves:
+            grad = leaf.grad
+            if grad is not None:  # None: the op defers this gradient
+                leaf.grad = None
+                leaf.receiver.receive(grad)
+    except BaseException:
+        _drop(leaves)
+        raise
 
 
 def _drop(leaves: list[Any]) -> None:

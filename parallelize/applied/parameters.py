@@ -24,7 +24,7 @@ from parallelize.applied.records import Shared, mark_of, mark_parameter
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.collectives import pad_to
 
-_local_of = private.local_of
+_local_of, _wrap = private.local_of, private.wrap
 _is_traced = torch.compiler.is_dynamo_compiling
 
 
@@ -114,7 +114,8 @@ class Slot:
             leaf = leaf.narrow(self.valid[0], 0, self.valid[1])
         if self.trains:
             leaf.requires_grad_()
-            leaf.register_post_accumulate_grad_hook(self._hook_of(leaf, _MoveGradient(self, param)))
+            kind = _MoveGradient if self.reduction is None else _CollectGradient
+            leaf.register_post_accumulate_grad_hook(self._hook_of(leaf, kind(self, param)))
         self.leaf = leaf
         return leaf
 
@@ -122,7 +123,7 @@ class Slot:
         """What moves the gradient of a leaf: at the end of backward, unless something reads or reduces it before that."""
         param = move.param
         hooked = param._backward_hooks or param._post_accumulate_grad_hooks
-        if self.reduction is not None or hooked or self.tied or not self.own:
+        if hooked or self.tied or not self.own:
             return move
         return self.pending_reductions.completed.hook(leaf, move)
 
@@ -185,13 +186,7 @@ class _MoveGradient:
     def deliver(self, grad: torch.Tensor) -> None:
         """Add a reduced local gradient to the parameter's gradient, and call the parameter's hooks."""
         if grad.requires_grad:
-            raise ModelError(
-                Problem(
-                    "double-backward",
-                    "backward(create_graph=True) reached a planned parameter, whose gradients have no graph",
-                    fix="differentiate with respect to inputs, or leave this module out of the plan",
-                )
-            )
+            raise _second_derivative()
         param = self.param
         if self.slot.valid is not None:
             grad = self.slot.pad(grad)
@@ -199,22 +194,47 @@ class _MoveGradient:
             grad = self._run_hooks(grad)
         accumulated = param.grad
         if accumulated is None:
-            dtype = (
-                param.grad_dtype
-            )  # not the parameter's where a user or `fully_shard` (2.15) accumulates in a wider one
-            if grad.dtype is not dtype and dtype is not None:
-                grad = grad.to(dtype)
-            param.grad = with_layout(private.wrap(grad, self.spec), self.layout)
+            self._set(param, grad)
         else:
             _local_of(accumulated).add_(grad)
         if param._post_accumulate_grad_hooks:
             for hook in list(param._post_accumulate_grad_hooks.values()):
                 hook(param)
 
+    receive = deliver
+    """At the end of a pass a gradient without a pending reduction is complete."""
+
+    def _set(self, param: Any, grad: torch.Tensor) -> None:
+        try:
+            wrapped = _wrap(grad, self.spec)
+            param.grad = wrapped if self.layout is None else with_layout(wrapped, self.layout)
+        except RuntimeError:  # a user, or `fully_shard` (2.15), accumulates in another dtype than the parameter's
+            dtype = param.grad_dtype
+            if dtype is None or grad.dtype is dtype:
+                raise
+            param.grad = with_layout(_wrap(grad.to(dtype), self.spec), self.layout)
+
     def _run_hooks(self, grad: torch.Tensor) -> torch.Tensor:
-        dtensor_grad = with_layout(private.wrap(grad, self.spec), self.layout)
+        dtensor_grad = with_layout(_wrap(grad, self.spec), self.layout)
         hooks: Any = self.param._backward_hooks
         for hook in list(hooks.values()):
             replaced = hook(dtensor_grad)
             dtensor_grad = dtensor_grad if replaced is None else replaced
         return _local_of(dtensor_grad)
+
+
+class _CollectGradient(_MoveGradient):
+    """The same for a gradient that is one term of a sum over ranks."""
+
+    __slots__ = ()
+
+    def receive(self, grad: torch.Tensor) -> None:
+        slot = self.slot
+        assert slot.reduction is not None
+        slot.pending_reductions.collect(self, slot.reduction, grad)
+
+
+def _second_derivative() -> ModelError:
+    what = "backward(create_graph=True) reached a planned parameter, whose gradients have no graph"
+    fix = "differentiate with respect to inputs, or leave this module out of the plan"
+    return ModelError(Problem("double-backward", what, fix=fix))

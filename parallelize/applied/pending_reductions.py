@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -77,7 +78,7 @@ class GradientReceiver(Protocol):
 _NO_REDUCTION = PendingReduction(0, ())
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     receiver: GradientReceiver
     reduction: PendingReduction
@@ -88,26 +89,44 @@ class PendingReductions:
     """Unreduced gradients of one parallelized model, by backward pass."""
 
     def __init__(self) -> None:
-        self.completed = CompletedGradients()
+        self.completed = CompletedGradients(self._finish)
         self._open: dict[int, list[_Entry]] = {}
+        self._collected: list[_Entry] = []
         self._accumulated: dict[int, _Entry] | None = None
 
     def __deepcopy__(self, memo: dict) -> PendingReductions:
         return self  # entries refer to their parameters, so copies of a model can share it
 
+    def __reduce__(self):
+        return PendingReductions, ()
+
     def add(
         self, receiver: GradientReceiver, reduction: PendingReduction, grad: torch.Tensor, immediately: bool
     ) -> None:
         """Collect what this backward pass adds to a gradient until the pass ends, or reduce it now."""
-        entry = _Entry(receiver, reduction, grad)
         if immediately:
-            reduce_and_deliver([entry])
+            reduce_and_deliver([_Entry(receiver, reduction, grad)])
         elif self._accumulated is not None:
-            first = self._accumulated.setdefault(id(receiver), entry)
-            if first is not entry:
-                first.grad.add_(grad)
+            self._accumulate(self._accumulated, receiver, reduction, grad)
         else:
-            self._of_this_backward().append(entry)
+            self._of_this_backward().append(_Entry(receiver, reduction, grad))
+
+    def collect(self, receiver: GradientReceiver, reduction: PendingReduction, grad: torch.Tensor) -> None:
+        """Take what the backward pass that ends now has added to a gradient."""
+        if self._accumulated is not None:
+            self._accumulate(self._accumulated, receiver, reduction, grad)
+        else:
+            self._collected.append(_Entry(receiver, reduction, grad))
+
+    @staticmethod
+    def _accumulate(
+        accumulated: dict[int, _Entry], receiver: GradientReceiver, reduction: PendingReduction, grad: torch.Tensor
+    ) -> None:
+        entry = accumulated.get(id(receiver))
+        if entry is None:
+            accumulated[id(receiver)] = _Entry(receiver, reduction, grad)
+        else:
+            entry.grad.add_(grad)
 
     def add_tied(self, receiver: GradientReceiver, grad: torch.Tensor) -> None:
         """Collect the gradient of one use of a tied parameter, whose hooks see the sum over all uses when the pass ends."""
@@ -122,8 +141,18 @@ class PendingReductions:
             while len(self._open) >= MAX_OPEN:
                 del self._open[min(self._open)]
             self._open[backward] = []
-            private.call_after_backward(lambda: reduce_and_deliver(self._open.pop(backward, [])))
+            private.call_after_backward(lambda: self._finish(backward))
         return self._open[backward]
+
+    def _finish(self, backward: int) -> None:
+        """Reduce all that a pass has added, at its end, together: the gradients are those of both ways to get here."""
+        try:
+            self.completed.receive_all()
+        finally:
+            entries, self._collected = self._collected, []
+        entries += self._open.pop(backward, ())
+        if entries:
+            reduce_and_deliver(entries)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -142,16 +171,21 @@ class PendingReductions:
 
 def reduce_and_deliver(entries: list[_Entry]) -> None:
     """Reduce all entries, with one all-reduce for each group, dtype and device, and deliver them."""
-    entries.sort(key=lambda entry: entry.reduction.order)  # the same order on every rank
-    buckets: dict[tuple, list[torch.Tensor]] = {}
+    entries.sort(key=_order)  # the same order on every rank
+    buckets: dict[tuple, tuple[Group, list[torch.Tensor]]] = {}
     with torch.no_grad():
         for entry in entries:
-            for group, view in entry.reduction.views(entry.grad):
-                buckets.setdefault((group, view.dtype, view.device), []).append(view)
-        for (group, _, _), views in buckets.items():
+            grad = entry.grad
+            for group, view in entry.reduction.views(grad):
+                key = id(group), grad.dtype, grad.device  # hashing a group takes longer
+                buckets.setdefault(key, (group, []))[1].append(view)
+        for group, views in buckets.values():
             _sum_over(group, views)
         for receiver, grad in _sums_over_uses(entries):
             receiver.deliver(grad)
+
+
+_order = attrgetter("reduction.order")
 
 
 def _sums_over_uses(entries: list[_Entry]) -> list[tuple[GradientReceiver, torch.Tensor]]:
@@ -165,10 +199,14 @@ def _sums_over_uses(entries: list[_Entry]) -> list[tuple[GradientReceiver, torch
 
 
 def _sum_over(group: Group, views: list[torch.Tensor]) -> None:
+    """Sum parts of gradients over a group in place, in one message."""
     if len(views) == 1 and views[0].is_contiguous():
         group.all_reduce(views[0])
         return
-    flat = torch.cat([view.reshape(-1) for view in views])
+    flat = torch.cat([view if view.ndim == 1 else view.reshape(-1) for view in views])
     group.all_reduce(flat)
-    for view, part in zip(views, flat.split([view.numel() for view in views]), strict=True):
-        view.copy_(part.view(view.shape))
+    sums = flat.split([view.numel() for view in views])
+    # copied: PyTorch cannot copy a DTensor whose local tensor begins inside its storage
+    torch._foreach_copy_(
+        views, [s if s.shape == v.shape else s.view(v.shape) for s, v in zip(sums, views, strict=True)]
+    )

@@ -18,9 +18,9 @@ from parallelize.applied.sharding import shared_of_parameters
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.errors import GradientError, Problem, short_list
 from parallelize.layout import even_interval
+from parallelize.loop.gradient_groups import Groups, sharding_groups
 
-_local_of, _spec_of = private.local_of, private.spec_of
-Groups = tuple[dist.ProcessGroup, ...]
+_local_of = private.local_of
 _UNSHARDED: Groups = ()
 
 
@@ -75,10 +75,7 @@ def norm_of(parameters: Iterable[Any], norm_type: float, error_if_nonfinite: boo
 
 def _norm(source: Any, norm_type: float, error_if_nonfinite: bool) -> tuple[_LocalGradients, torch.Tensor | None]:
     """The gradients and their norm; None where there is nothing on this rank, nor on other stages."""
-    gradients = _LocalGradients()
-    for grad, shared, counted in _gradients(source):
-        gradients.add(grad, shared, counted)
-    stages = _stages_of(source)
+    gradients, stages = _gradients(source)
     if not gradients.locals and stages is None:
         return gradients, None
     total = _total_norm(gradients, norm_type, stages)
@@ -114,19 +111,16 @@ class _LocalGradients:
     def __init__(self) -> None:
         self.locals: list[torch.Tensor] = []
         self.by_groups: dict[Groups, _GroupGradients] = {}
-        self._by_layout: dict[tuple, _GroupGradients] = {}
 
     def add(self, grad: torch.Tensor, shared: Shared, counted: bool) -> None:
         """`shared`: intervals that several tp ranks store. `counted`: on this pipeline stage."""
-        local, layout = grad, _PLAIN
+        local, groups = grad, _UNSHARDED
         if isinstance(grad, DTensor):
-            local, spec = _local_of(grad), _spec_of(grad)
-            # placements take a microsecond to hash
-            layout = (id(spec.mesh), *[getattr(placement, "dim", None) for placement in spec.placements])
+            local, groups = _local_of(grad), sharding_groups(grad)
         self.locals.append(local)
-        same_groups = self._by_layout.get(layout)
+        same_groups = self.by_groups.get(groups)
         if same_groups is None:
-            same_groups = self._by_layout[layout] = self._of_groups(grad)
+            same_groups = self.by_groups[groups] = _GroupGradients()
         if not counted:  # a copy, which another stage counts
             same_groups.add(_zero(local))
         elif shared:
@@ -135,26 +129,9 @@ class _LocalGradients:
         else:
             same_groups.chunks.append(local if local.numel() else _zero(local))
 
-    def _of_groups(self, grad: torch.Tensor) -> _GroupGradients:
-        groups = _sharding_groups(grad) if isinstance(grad, DTensor) else _UNSHARDED
-        return self.by_groups.setdefault(groups, _GroupGradients())
-
-
-_PLAIN: tuple[Any, ...] = ()
-
 
 def _listed(parameters: Any) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-
-
-def _stages_of(source: Any) -> Group | None:
-    """The pipeline's group, if these parameters are those of one stage."""
-    parameters = source.parameters() if isinstance(source, nn.Module) else source
-    groups = {stage.group for tensor in parameters if (stage := mark_of(tensor).stage) is not None}
-    if not groups and isinstance(source, nn.Module):
-        cut = cut_of(source)
-        return cut.group if cut is not None else None
-    return next(iter(groups), None)
 
 
 def _nonfinite(source: Any, norm_type: float, total: torch.Tensor) -> GradientError:
@@ -178,18 +155,26 @@ def _is_finite(grad: Any) -> bool:
     return bool(torch.isfinite(local).all())
 
 
-def _gradients(source: Any) -> Iterator[tuple[torch.Tensor, Shared, bool]]:
-    """(gradient, intervals that several tp ranks store, whether it is counted on this stage) of each parameter."""
-    is_module = isinstance(source, nn.Module)
-    shared_of = shared_of_parameters(source) if is_module else None
-    ties = applied(source).ties if is_module else None
+def _gradients(source: Any) -> tuple[_LocalGradients, Group | None]:
+    """The gradients of these parameters, and the pipeline's group, if they are those of one stage."""
+    module = source if isinstance(source, nn.Module) else None
+    shared_of = shared_of_parameters(source) if module is not None else None
+    ties = applied(source).ties if module is not None else None
     copies = ties.copies() if ties is not None else ()
-    for tensor in source.parameters() if is_module else source:
-        if tensor.grad is not None:
-            mark = mark_of(tensor)
-            shared = mark.shared if shared_of is None else shared_of.get(id(tensor), ())
-            is_counted = id(tensor) not in copies and (mark.stage is None or mark.stage.counted)
-            yield tensor.grad, shared, is_counted
+    gradients, stages = _LocalGradients(), None
+    for tensor in source if module is None else module.parameters():
+        _, shared, stage = mark_of(tensor)
+        if stage is not None:
+            stages = stage.group
+        grad = tensor.grad
+        if grad is not None:
+            shared = shared if shared_of is None else shared_of.get(id(tensor), ())
+            counted = (stage is None or stage.counted) and not (copies and id(tensor) in copies)
+            gradients.add(grad, shared, counted)
+    if stages is None and module is not None:
+        cut = cut_of(module)
+        stages = None if cut is None else cut.group
+    return gradients, stages
 
 
 def _zero(like: torch.Tensor) -> torch.Tensor:
@@ -222,16 +207,6 @@ def _first_index(grad: torch.Tensor, dim: int) -> int:
         if axis != layout_number and private.shard_dim(placement) == dim:
             return even_interval(local_size, mesh.size(axis), mesh.get_local_rank(axis))[0]
     return 0
-
-
-def _sharding_groups(grad: DTensor) -> Groups:
-    """The groups over which a gradient is sharded."""
-    mesh = grad.device_mesh
-    return tuple(
-        mesh.get_group(axis)
-        for axis, placement in enumerate(grad.placements)
-        if private.shard_dim(placement) is not None and mesh.size(axis) > 1
-    )
 
 
 def _total_norm(gradients: _LocalGradients, norm_type: float, stages: Group | None) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -157,12 +158,9 @@ class _LocalSteps:
         self.wrapped.discard(id(leaf))
         self.published.pop(id(leaf), None)
 
-    def _take(self, leaf: torch.Tensor, own: dict | None) -> None:
-        """Step with the optimizer's own state where the caller has loaded, cleared or replaced it since the last step."""
-        published = self.published.get(id(leaf))
+    def _take(self, leaf: torch.Tensor, own: dict | None, published: dict | None) -> None:
+        """Step with the optimizer's own state, which the caller has loaded, cleared or replaced since the last step."""
         if own is None and published is None and leaf not in self.state:
-            return
-        if own is not None and published is not None and _same_objects(own, published):
             return
         self._drop(leaf)
         if own:
@@ -176,7 +174,9 @@ class _LocalSteps:
                 self._drop(entry.leaf)
             entry = self.leaves[id(param)] = _Leaf(torch.nn.Parameter(local, param.requires_grad), local, param)
         leaf, grad = entry.leaf, param.grad
-        self._take(leaf, own_state.get(param))
+        own, published = own_state.get(param), self.published.get(id(leaf))
+        if own is None or published is None or not _same_objects(own, published):
+            self._take(leaf, own, published)
         leaf.grad = None if grad is None else private.local_of(grad)
         return leaf
 
@@ -192,8 +192,9 @@ class _LocalSteps:
 
 
 def _same_objects(own: dict, published: dict) -> bool:
-    """Whether nothing was added, removed or replaced; what was written in place is in the local tensors too."""
-    return own.keys() == published.keys() and all(value is published[key] for key, value in own.items())
+    """Whether nothing was added, removed, moved or replaced; what was written in place is in the local tensors too."""
+    # a dictionary that nobody changed has the order of the one that it was copied to
+    return own.keys() == published.keys() and all(map(is_, own.values(), published.values()))
 
 
 def _to_local(value: Any) -> Any:

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
+from parallelize._torch_private import function_of
 from parallelize.comm import blocking
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
@@ -161,31 +162,36 @@ class _AllToAll(Function):
         return exchange_dims(grad, *ctx.args), None, None, None, None
 
 
+_copy, _copy_to_read, _split = function_of(_Copy), function_of(_CopyToRead), function_of(_Split)
+_reduce, _reduce_owned, _sum_both = function_of(_Reduce), function_of(_ReduceOwned), function_of(_SumBoth)
+_gather, _reduce_scatter, _all_to_all = function_of(_Gather), function_of(_ReduceScatter), function_of(_AllToAll)
+
+
 def copy(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Pass a replicated input to a sharded computation: identity forward, one all-reduce of the gradient backward."""
-    return x if group.size == 1 else _Copy.apply(x, group)
+    return x if group.size == 1 else _copy(x, group)
 
 
 def copy_to_read(x: torch.Tensor, group: Group) -> torch.Tensor:
     """`copy` for callers that do not write to the result, which shares the data of `x` but is not a view of it."""
-    return x if group.size == 1 else _CopyToRead.apply(x, group)
+    return x if group.size == 1 else _copy_to_read(x, group)
 
 
 def reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum partial results: one all-reduce forward, identity backward."""
-    return x if group.size == 1 else _Reduce.apply(x, group)
+    return x if group.size == 1 else _reduce(x, group)
 
 
 def reduce_owned(x: torch.Tensor, group: Group) -> torch.Tensor:
     """`reduce` in place, for a contiguous `x` that was just computed and has no other reader."""
     if group.size == 1:
         return x
-    return _ReduceOwned.apply(x, group) if replay_cache.may_overwrite() else _Reduce.apply(x, group)
+    return _reduce_owned(x, group) if replay_cache.may_overwrite() else _reduce(x, group)
 
 
 def sum_both(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum over ranks of a value that each rank then uses differently: one all-reduce forward, one backward."""
-    return x if group.size == 1 else _SumBoth.apply(x, group)
+    return x if group.size == 1 else _sum_both(x, group)
 
 
 def gather(x: torch.Tensor, group: Group, dim: int, full: int, gradient: str) -> torch.Tensor:
@@ -198,7 +204,7 @@ def gather(x: torch.Tensor, group: Group, dim: int, full: int, gradient: str) ->
     """
     if group.size == 1:
         return x
-    return _Gather.apply(x, group, dim % x.ndim, full, _PARTIAL[gradient])
+    return _gather(x, group, dim % x.ndim, full, _PARTIAL[gradient])
 
 
 _PARTIAL = {"partial": True, "replicate": False}
@@ -206,12 +212,12 @@ _PARTIAL = {"partial": True, "replicate": False}
 
 def reduce_scatter(x: torch.Tensor, group: Group, dim: int, padded: bool = False) -> torch.Tensor:
     """Sum partial results over ranks and keep the local rows; backward all-gathers."""
-    return x if group.size == 1 else _ReduceScatter.apply(x, group, dim % x.ndim, padded)
+    return x if group.size == 1 else _reduce_scatter(x, group, dim % x.ndim, padded)
 
 
 def split(x: torch.Tensor, group: Group, dim: int, padded: bool = False) -> torch.Tensor:
     """The local rows of a replicated tensor; backward all-gathers."""
-    return x if group.size == 1 else _Split.apply(x, group, dim % x.ndim, padded)
+    return x if group.size == 1 else _split(x, group, dim % x.ndim, padded)
 
 
 def all_to_all(x: torch.Tensor, group: Group, split: int, concat: int, full: int) -> torch.Tensor:
@@ -225,7 +231,7 @@ def all_to_all(x: torch.Tensor, group: Group, split: int, concat: int, full: int
     """
     if group.size == 1:
         return x
-    return _AllToAll.apply(x, group, split % x.ndim, concat % x.ndim, full)
+    return _all_to_all(x, group, split % x.ndim, concat % x.ndim, full)
 
 
 def _sum(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -293,7 +299,7 @@ def _padded_shards(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
     rows = -(-x.shape[dim] // size)
     if x.shape[dim] != rows * size:
         x = pad_to(x, dim, rows * size)
-    return x.unflatten(dim, (size, rows)).movedim(dim, 0).contiguous()
+    return x.view(*x.shape[:dim], size, rows, *x.shape[dim + 1 :]).movedim(dim, 0).contiguous()
 
 
 def pad_to(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:

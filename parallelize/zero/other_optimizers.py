@@ -48,17 +48,20 @@ _FAIL_ON_DTENSORS = {
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     name = type(optimizer).__name__
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if _REFUSED.get(id(parameter)) is parameter:
-                what = f"{name} was given parameters that are stepped as shards or as float32 copies after shard_data"
-                fix = f"build_optimizer(model, {name}, ...), or optimizer() of what parallelize_model returns"
-                raise ModelError(Problem("unsharded-optimizer", what, fix=fix))
-            if name in _FAIL_ON_DTENSORS and isinstance(parameter, DTensor):
-                what = f"{name} of PyTorch cannot step parameters that are DTensors"
-                raise ModelError(Problem("unsharded-optimizer", what, fix=_FAIL_ON_DTENSORS[name]))
-            if name == "LBFGS" and mark_of(parameter).stage is not None:
-                what = (
-                    "LBFGS searches along one vector of all parameters, and this rank has those of its pipeline stages"
-                )
-                raise ModelError(Problem("not-elementwise", what, fix="use AdamW, or a mesh without pp"))
+    if _REFUSED or name in _FAIL_ON_DTENSORS or name == "LBFGS":
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                _refuse_parameter(name, parameter)
+
+
+def _refuse_parameter(name: str, parameter: Any) -> None:
+    if _REFUSED.get(id(parameter)) is parameter:
+        what = f"{name} was given parameters that are stepped as shards or as float32 copies after shard_data"
+        fix = f"build_optimizer(model, {name}, ...), or optimizer() of what parallelize_model returns"
+        raise ModelError(Problem("unsharded-optimizer", what, fix=fix))
+    if name in _FAIL_ON_DTENSORS and isinstance(parameter, DTensor):
+        what = f"{name} of PyTorch cannot step parameters that are DTensors"
+        raise ModelError(Problem("unsharded-optimizer", what, fix=_FAIL_ON_DTENSORS[name]))
+    if name == "LBFGS" and mark_of(parameter).stage is not None:
+        what = "LBFGS searches along one vector of all parameters, and this rank has those of its pipeline stages"
+        raise ModelError(Problem("not-elementwise", what, fix="use AdamW, or a mesh without pp"))

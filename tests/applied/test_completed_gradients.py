@@ -19,7 +19,11 @@ class Receiver:
     def __init__(self, events: list[str]):
         self.param, self.events = SimpleNamespace(grad=None), events
 
-    def deliver(self, grad: torch.Tensor) -> None:
+    def __call__(self, leaf: torch.Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        self.receive(grad)
+
+    def receive(self, grad: torch.Tensor) -> None:
         self.events.append("delivered")
         self.param.grad = grad if self.param.grad is None else self.param.grad + grad
 
@@ -104,7 +108,7 @@ def test_a_delivery_that_fails_drops_the_others():
         raise ValueError("refused")
 
     stock = late.receiver.__class__
-    late.receiver.__class__ = type("Refusing", (Receiver,), {"deliver": lambda self, grad: refuse(grad)})
+    late.receiver.__class__ = type("Refusing", (Receiver,), {"receive": lambda self, grad: refuse(grad)})
     with pytest.raises(ValueError, match="refused"):
         loss_of(early, late, events).backward()
     assert early.grad is None and late.grad is None and early.receiver.param.grad is None

@@ -1,0 +1,249 @@
+"""Which factors may be sharded: those that begin in column linears, end in row linears, and are needed in full by nothing between."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+
+from torch import nn
+
+from parallelize.derivation.factors import Dim, Factor, leaves, size_of
+from parallelize.derivation.record import Mix, Record
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a factor occurs in a parameter.
+
+    Attributes:
+        parameter: one of its names. dim: of the parameter.
+        parts: the factors of the dim, of each part by itself where the forward splits it into parts (query, key, value).
+    """
+
+    parameter: str
+    dim: int
+    parts: tuple[tuple[Factor, ...], ...]
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A factor that may be sharded, with all places in which parameters have it."""
+
+    factor: Factor
+    places: list[Place]
+    columns: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+
+    @property
+    def linears(self) -> set[str]:
+        return {*self.columns, *self.rows}
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A linear that is not sharded, and why."""
+
+    module: str
+    reason: str
+
+
+@dataclass
+class Choice:
+    """What is sharded.
+
+    Attributes:
+        candidates: the factors that are sharded.
+        partial: parameters, by name, that are full on each rank and see a part of the data there.
+        whole: linears that are not sharded.
+    """
+
+    candidates: list[Candidate]
+    partial: set[str]
+    whole: list[Whole]
+
+
+class Classes:
+    """The factors of a record, and what is known of each."""
+
+    def __init__(self, record: Record, model: nn.Module):
+        self.record = record
+        self.modules = dict(model.named_modules())
+        self.linears = {name: module for name, module in self.modules.items() if is_linear(module)}
+        self.repeats = {factor for dim in record.repeats for factor in leaves(dim)}
+        self.parts = _parts(record)
+        self.blocked: dict[Factor, str] = {}
+        self._block()
+
+    # -- what forbids sharding --------------------------------------------------------------------------------------------
+
+    def _block(self) -> None:
+        for dim, what in self.record.fixed:
+            self._forbid(dim, what)
+        for mix in self.record.mixes:
+            self._forbid(mix.dim, f"{mix.operation} in {mix.module or 'the model'}")
+        for dim, table in self.record.lookups:
+            self._forbid(dim, f"rows of {table or 'a table'} are looked up")
+        for contraction in self.record.contractions:
+            module, _, key = contraction.weight.rpartition(".")
+            if key != "weight" or module not in self.linears or contraction.module != module:
+                self._forbid(contraction.dim, f"a matmul over it in {contraction.module or 'the model'}")
+
+    def _forbid(self, dim: Dim, reason: str) -> None:
+        for factor in leaves(dim):
+            self.blocked.setdefault(factor, reason)
+
+    # -- candidates -------------------------------------------------------------------------------------------------------
+
+    def candidates(self) -> list[Candidate]:
+        """The factors that may be sharded, those of the largest parameters first."""
+        places: dict[Factor, list[Place]] = defaultdict(list)
+        for name, dims in self.record.parameters.items():
+            for index, dim in enumerate(dims):
+                parts = self.parts_of(dim)
+                for factor in {factor for part in parts for factor in part}:
+                    places[factor].append(Place(name, index, parts))
+        found = [Candidate(factor, where) for factor, where in places.items() if factor not in self.blocked]
+        usable = []
+        for candidate in found:
+            reason = self._misplaced(candidate)
+            if reason:
+                self.blocked[candidate.factor] = reason
+            elif candidate.columns and candidate.rows:
+                usable.append(candidate)
+        return sorted(usable, key=lambda candidate: -self._elements(candidate))
+
+    def _elements(self, candidate: Candidate) -> int:
+        parameters = {place.parameter for place in candidate.places}
+        return sum(prod(map(size_of, self.record.parameters[name])) for name in parameters)
+
+    def parts_of(self, dim: Dim) -> tuple[tuple[Factor, ...], ...]:
+        """The factors of a dim; where the forward splits it into parts, those of each part."""
+        flat = leaves(dim)
+        if len(flat) == 1 and flat[0] in self.parts:
+            return tuple(tuple(leaves(part)) for part in self.parts[flat[0]])
+        return (tuple(flat),)
+
+    def _misplaced(self, candidate: Candidate) -> str:
+        """Why the places of a factor cannot be sharded; empty: they can. Notes its column and row linears."""
+        for place in candidate.places:
+            module, _, key = place.parameter.rpartition(".")
+            linear = self.linears.get(module)
+            if linear is None:
+                if key == "weight" and isinstance(self.modules.get(module), nn.modules.conv._ConvNd):
+                    return f"{module} is a convolution"
+                if place.parts[0][0] is not candidate.factor or len(place.parts) > 1:
+                    return f"{place.parameter} has it inside of another dim"
+                continue
+            is_output = key == "bias" or place.dim == output_dim(linear)
+            if is_output and not self._leads(candidate.factor, place):
+                return f"the output of {module} has it inside of another dim"
+            if not is_output and (len(place.parts) > 1 or place.parts[0][0] is not candidate.factor):
+                return f"the input of {module} has it inside of another dim"
+            linears = candidate.columns if is_output else candidate.rows
+            if module not in linears:
+                linears.append(module)
+        return ""
+
+    def _leads(self, factor: Factor, place: Place) -> bool:
+        """Whether a shard of each part is a range: the factor is the first, or comes after a count of equal chunks."""
+        if len(place.parts) > 1:
+            return all(part and part[0] is factor for part in place.parts)
+        return factor in place.parts[0]
+
+    # -- the choice -------------------------------------------------------------------------------------------------------
+
+    def choose(self, without: Iterable[str] = ()) -> Choice:
+        """Choose factors so that each linear is a column or a row linear, the largest first.
+
+        Args:
+            without: linears that are not to be sharded.
+        """
+        banned, used = set(without), set()
+        chosen: list[Candidate] = []
+        for candidate in self.candidates():
+            linears = candidate.linears
+            reason = self._read_beside(candidate)
+            if reason:
+                self.blocked[candidate.factor] = reason
+            elif not linears & (banned | used):
+                chosen.append(candidate)
+                used |= linears
+        factors = {candidate.factor for candidate in chosen}
+        return Choice(chosen, self._partial(factors), self._whole(used, banned))
+
+    def _read_beside(self, candidate: Candidate) -> str:
+        """Whether an activation that has a gradient and not this factor meets one with it outside of a column linear."""
+        for use in self.record.uses:
+            if use.operand is None or use.module in candidate.columns:
+                continue
+            if self.has(use.out, {candidate.factor}) and not self.has(use.operand, {candidate.factor}):
+                return f"{use.operation} in {use.module or 'the model'} reads it beside a full tensor that has a gradient"
+        return ""
+
+    def _partial(self, factors: set[Factor]) -> set[str]:
+        """Parameters without a sharded factor whose results have one: each rank has a part of their gradient."""
+        return {
+            name
+            for use in self.record.uses
+            if self.has(use.out, factors)
+            for name in use.weights
+            if not self.has(self.record.parameters[name], factors)
+        }
+
+    def has(self, dims: Iterable[Dim], factors: set[Factor]) -> bool:
+        """Whether one of these dims, or a part of it, has one of the factors."""
+        return any(factor in factors for dim in dims for part in self.parts_of(dim) for factor in part)
+
+    def _whole(self, used: set[str], banned: set[str]) -> list[Whole]:
+        return [Whole(name, self._reason(name, banned)) for name in self.linears if name not in used]
+
+    def _reason(self, name: str, banned: set[str]) -> str:
+        if name in banned:
+            return "the proof failed with it sharded"
+        linear = self.linears[name]
+        dims = self.record.parameters.get(f"{name}.weight")
+        if dims is None:
+            return "it has no weight"
+        out = [factor for part in self.parts_of(dims[output_dim(linear)]) for factor in part]
+        for factor in out:
+            if factor in self.blocked:
+                return self.blocked[factor]
+        return "no row linear sums over its output"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Linear, or the Conv1D of `transformers`, which stores [in, out]."""
+    return isinstance(module, nn.Linear) or hasattr(module, "nf")
+
+
+def output_dim(linear: nn.Module) -> int:
+    return 1 if hasattr(linear, "nf") else 0
+
+
+def _parts(record: Record) -> dict[Factor, list[Dim]]:
+    """The dims into which a dim is split completely, in order. Other slices need all of it."""
+    slices = defaultdict(dict)
+    for cut in record.slices:
+        flat = leaves(cut.dim)
+        if len(flat) == 1:
+            slices[flat[0]].setdefault((cut.start, cut.stop), []).append(cut)
+        else:
+            record.mixes += [_sliced(cut.dim, cut.module)]
+    parts: dict[Factor, list[Dim]] = {}
+    for factor, ranges in slices.items():
+        ordered = sorted(ranges)
+        ends = [0, *(stop for _, stop in ordered)]
+        if all(start == end for (start, _), end in zip(ordered, ends, strict=False)) and ends[-1] == factor.size:
+            for same in ranges.values():
+                for cut in same[1:]:
+                    record.tie(same[0].part, cut.part, "a slice")
+            parts[factor] = [ranges[key][0].part for key in ordered]
+        else:
+            record.mixes += [_sliced(cut.dim, cut.module) for same in ranges.values() for cut in same]
+    return parts
+
+
+def _sliced(dim: Dim, module: str) -> Mix:
+    return Mix(dim, "a slice", module)

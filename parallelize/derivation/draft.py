@@ -1,0 +1,220 @@
+"""A plan's rules, sizes and local attributes, from the choice of what is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from parallelize.derivation.classes import Candidate, Choice, Classes, Place, output_dim
+from parallelize.derivation.factors import Factor, leaves, size_of
+
+_HEAD_FIELDS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads")
+
+
+@dataclass
+class Draft:
+    """What a plan file says.
+
+    Attributes:
+        styles: by the name of a module or parameter.
+        sizes: by name, the field of the config or the number.
+        local: by module, the size of each attribute that becomes local.
+        whole: why linears are not sharded, by name.
+        default: the style of all other modules with parameters; empty: there are none.
+    """
+
+    default: str = "replicate"
+    styles: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, str | int] = field(default_factory=dict)
+    local: dict[str, dict[str, str]] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+
+
+class Drafting:
+    """Writes the draft of one choice.
+
+    Args:
+        fields: the integer fields of the model's config, by name. Empty: sizes are numbers.
+    """
+
+    def __init__(self, model: nn.Module, classes: Classes, choice: Choice, fields: Mapping[str, int], vocabulary: bool):
+        self.model, self.classes, self.choice, self.fields = model, classes, choice, fields
+        self.draft = Draft()
+        self.vocabulary = vocabulary
+
+    def run(self) -> Draft:
+        for candidate in self.choice.candidates:
+            self._shard(candidate)
+        if self.vocabulary:
+            self._shard_vocabulary()
+        for name in self.choice.partial:
+            module = name.rpartition(".")[0]
+            self.draft.styles.setdefault(module, "replicate(gradient=partial)")
+        self.draft.whole = {
+            whole.module: whole.reason for whole in self.choice.whole if whole.module not in self.draft.styles
+        }
+        if not self._leaves_something():
+            self.draft.default = ""
+        return self.draft
+
+    def _leaves_something(self) -> bool:
+        """Whether some parameter has no rule yet."""
+        parameters = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
+        return any(not {name, name.rpartition(".")[0]} & self.draft.styles.keys() for name in parameters)
+
+    # -- linears ----------------------------------------------------------------------------------------------------------
+
+    def _shard(self, candidate: Candidate) -> None:
+        runs = self._runs(candidate)
+        # a size has a name where its units must not be split, or where an attribute follows it
+        has_units = bool(runs) or any(self._count(candidate, part) < size_of(part) for part in self._parts(candidate))
+        for place in candidate.places:
+            module, _, key = place.parameter.rpartition(".")
+            linear = self.classes.linears.get(module)
+            if linear is None:
+                size = f", unit={self._size_name(self._count(candidate, place.parts[0]))}" if has_units else ""
+                self.draft.styles[place.parameter] = f"shard({place.dim}{size})"
+            elif key == "weight" and place.dim == output_dim(linear):
+                self.draft.styles[module] = _call("colwise", self._units(candidate, place, has_units))
+                if has_units:
+                    self._note_count(candidate, place)
+            elif key == "weight":
+                units = self._size_name(self._count(candidate, place.parts[0])) if has_units else ""
+                self.draft.styles[module] = _call("rowwise", units)
+        for (module, attribute), run in runs.items():
+            self.draft.local.setdefault(module, {})[attribute] = self._local_size(candidate, run)
+
+    def _parts(self, candidate: Candidate) -> list[tuple[Factor, ...]]:
+        return [part for place in candidate.places for part in place.parts]
+
+    def _units(self, candidate: Candidate, place: Place, has_units: bool) -> str:
+        """The argument of `colwise`."""
+        parts = self._chunks(candidate, place)
+        if has_units:
+            return " + ".join(self._size_name(self._count(candidate, part)) for part in parts)
+        return f"chunks={len(parts)}" if len(parts) > 1 else ""
+
+    def _chunks(self, candidate: Candidate, place: Place) -> list[tuple[Factor, ...]]:
+        """The parts of a dim, each of which begins with the factor: [3, heads, width] are three."""
+        if len(place.parts) > 1:
+            return list(place.parts)
+        (part,) = place.parts
+        index = part.index(candidate.factor)
+        return [part[index:]] * size_of(part[:index])
+
+    def _count(self, candidate: Candidate, part: tuple[Factor, ...]) -> int:
+        """The number of units in a part: of heads, where several query heads follow each key/value head."""
+        count, rest = candidate.factor.size, part[part.index(candidate.factor) + 1 :]
+        for factor in rest:
+            if factor not in self.classes.repeats:
+                break
+            count *= factor.size
+        return count
+
+    # -- sizes ------------------------------------------------------------------------------------------------------------
+
+    def _size_name(self, count: int) -> str:
+        for name, source in self.draft.sizes.items():
+            if self._value(source) == count:
+                return name
+        source = self._source(count)
+        name = _name_of_size(source)
+        if name in self.draft.sizes:
+            name = f"{name}_{count}"
+        self.draft.sizes[name] = source
+        return name
+
+    def _value(self, source: str | int) -> int:
+        return self.fields[source] if isinstance(source, str) else source
+
+    def _source(self, count: int) -> str | int:
+        """The field of the config that has this count; the number where there is none."""
+        names = [name for name, value in self.fields.items() if value == count]
+        names.sort(key=lambda name: (name not in _HEAD_FIELDS, "head" not in name, name))
+        return names[0] if names else count
+
+    # -- attributes -------------------------------------------------------------------------------------------------------
+
+    def _runs(self, candidate: Candidate) -> dict[tuple[str, str], tuple[Factor, ...]]:
+        """The attributes that follow this factor, by module, and the factors whose product each is."""
+        runs: dict[tuple[str, str], tuple[Factor, ...]] = {}
+        for read in self.classes.record.reads:
+            if read.module in self.classes.linears:  # whose forward is the style's
+                continue
+            run = _run_of(leaves(read.dim), read.value)
+            if run is not None and (candidate.factor in run or self._is_ratio(candidate, run)):
+                runs[read.module, read.attribute] = run
+        return runs
+
+    def _note_count(self, candidate: Candidate, place: Place) -> None:
+        """An attribute of the linear's block with the name of the config's field counts the same heads, read or not."""
+        parent = place.parameter.rpartition(".")[0].rpartition(".")[0]
+        for part in place.parts if len(place.parts) > 1 else self._chunks(candidate, place):
+            source = self._source(self._count(candidate, part))
+            if parent and isinstance(source, str) and type(vars(self.classes.modules[parent]).get(source)) is int:
+                self.draft.local.setdefault(parent, {})[source] = self._size_name(self._count(candidate, part))
+
+    def _local_size(self, candidate: Candidate, run: tuple[Factor, ...]) -> str:
+        if candidate.factor in run:
+            return self._size_name(self._count(candidate, run))
+        kv_heads = candidate.factor.size
+        return f"{self._size_name(kv_heads * size_of(run))}/{self._size_name(kv_heads)}"
+
+    def _is_ratio(self, candidate: Candidate, run: tuple[Factor, ...]) -> bool:
+        """Whether a run of factors is the number of query heads for each key/value head of this factor."""
+        if any(factor not in self.classes.repeats for factor in run):
+            return False
+        return any(
+            part[i : i + 1 + len(run)] == (candidate.factor, *run)
+            for part in self._parts(candidate)
+            for i in range(len(part))
+        )
+
+    # -- vocabulary -------------------------------------------------------------------------------------------------------
+
+    def _shard_vocabulary(self) -> None:
+        """The table of token embeddings, and the linear that returns logits."""
+        tables = {
+            name.rpartition(".")[0]
+            for dim, name in self.classes.record.lookups
+            if type(self.classes.modules.get(name.rpartition(".")[0])) is nn.Embedding and self._only_looked_up(dim)
+        }
+        if not tables:
+            return
+        largest = max(tables, key=lambda name: (self.classes.modules[name].num_embeddings, name))
+        rows = self.classes.modules[largest].num_embeddings
+        table = self.classes.modules[largest].weight
+        for name, module in self.classes.modules.items():
+            if type(module) is nn.Embedding and module.weight is table:
+                self.draft.styles[name] = "embedding"
+        for name, linear in self.classes.linears.items():
+            if name not in self.draft.styles and linear.weight.shape[output_dim(linear)] == rows:
+                self.draft.styles[name] = "colwise(output=vocabulary)"
+
+    def _only_looked_up(self, dim: Any) -> bool:
+        reasons = {mix.operation for mix in self.classes.record.mixes if set(leaves(mix.dim)) & set(leaves(dim))}
+        return not reasons
+
+
+def _name_of_size(source: str | int) -> str:
+    if isinstance(source, int):
+        return "heads"
+    if "head" not in source:
+        return source
+    return "kv_heads" if "key_value" in source or "kv" in source else "heads"
+
+
+def _call(word: str, argument: str) -> str:
+    return f"{word}({argument})" if argument else word
+
+
+def _run_of(flat: list[Factor], value: int) -> tuple[Factor, ...] | None:
+    """The neighboring factors of a dim whose product is a value, those that begin first; None: there are none."""
+    for start in range(len(flat)):
+        for stop in range(start + 1, len(flat) + 1):
+            if size_of(flat[start:stop]) == value:
+                return tuple(flat[start:stop])
+    return None

@@ -1,0 +1,105 @@
+"""Names of modules as the patterns of a plan file: `*` for layers, braces for siblings of one style.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from os.path import commonprefix
+
+from parallelize.plan.pattern import generic
+
+
+def pattern_rules(styles: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """The styles by pattern, in the order of `names`.
+
+    Args:
+        styles: by name. names: all names of the model that a pattern may match, in its order.
+    """
+    order = {name: index for index, name in enumerate(names)}
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in order:
+        groups[generic(name)].append(name)
+    rules: dict[str, str] = {}
+    for pattern, members in groups.items():
+        values = {styles.get(name, "") for name in members}
+        if len(values) == 1:
+            rules |= dict.fromkeys([pattern] if "" not in values else [], values.pop())
+        else:
+            rules |= _of_some(pattern, members, styles)
+    return _merged(rules)
+
+
+def _of_some(pattern: str, members: list[str], styles: Mapping[str, str]) -> dict[str, str]:
+    """Rules for a pattern whose members differ: one for each style, which lists layers where one number differs."""
+    rules: dict[str, str] = {}
+    for style in dict.fromkeys(styles.get(name, "") for name in members):
+        chosen = [name.split(".") for name in members if styles.get(name, "") == style]
+        columns = [sorted({parts[i] for parts in chosen}, key=_number) for i in range(len(chosen[0]))]
+        varying = [i for i, column in enumerate(columns) if len(column) > 1]
+        if not style:
+            continue
+        if len(varying) <= 1:
+            parts = [column[0] if len(column) == 1 else "{" + ",".join(column) + "}" for column in columns]
+            rules[".".join(parts)] = style
+        else:
+            rules |= {".".join(parts): style for parts in chosen}
+    return rules
+
+
+def _number(text: str) -> tuple[int, str]:
+    return (int(text), "") if text.isdigit() else (-1, text)
+
+
+def _merged(rules: dict[str, str]) -> dict[str, str]:
+    """Siblings of one style in one pattern."""
+    siblings: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for pattern, style in rules.items():
+        parent, _, name = pattern.rpartition(".")
+        siblings[parent, style].append(name)
+    merged: dict[str, str] = {}
+    for (parent, style), names in siblings.items():
+        plain = [name for name in names if "{" not in name and "*" not in name]
+        for name in [*names] if len(plain) != len(names) else [braces(names)]:
+            merged[f"{parent}.{name}" if parent else name] = style
+    return merged
+
+
+def braces(names: list[str]) -> str:
+    """`{q,k}_proj` for `q_proj` and `k_proj`."""
+    if len(names) == 1:
+        return names[0]
+    suffix = commonprefix([name[::-1] for name in names])[::-1]
+    suffix = suffix[suffix.find("_") :] if "_" in suffix else ""
+    prefix = commonprefix([name[: len(name) - len(suffix)] for name in names])
+    if not prefix.endswith("_") and not all(re.fullmatch(r"\d+", name[len(prefix) : len(name) - len(suffix)]) for name in names):
+        prefix = prefix[: prefix.rfind("_") + 1]
+    middles = [name[len(prefix) : len(name) - len(suffix)] for name in names]
+    return prefix + "{" + ",".join(middles) + "}" + suffix if all(middles) else "{" + ",".join(names) + "}"
+
+
+def nested(rules: Mapping[str, str]) -> dict[str, str | dict[str, str]]:
+    """Rules of one layer under its pattern, where there are several."""
+    heads: dict[str, int] = defaultdict(int)
+    for pattern in rules:
+        heads[_layer_of(pattern)] += 1
+    tree: dict[str, str | dict[str, str]] = {}
+    for pattern, style in rules.items():
+        head = _layer_of(pattern)
+        if head and heads[head] > 1:
+            inner = tree.setdefault(head, {})
+            assert isinstance(inner, dict)
+            inner[pattern.removeprefix(head + ".")] = style
+        else:
+            tree[pattern] = style
+    return tree
+
+
+def _layer_of(pattern: str) -> str:
+    """The pattern up to its last `*` segment, or list of layers."""
+    segments = pattern.split(".")
+    last = max((i for i, s in enumerate(segments[:-1]) if s == "*" or re.fullmatch(r"\{[\d,]+\}|\d+", s)), default=-1)
+    return ".".join(segments[: last + 1])

@@ -1,0 +1,88 @@
+"""Proves a derived plan: the outputs, or the loss, and every gradient of a small model on ranks equal the unsharded ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.derivation.inputs import floating_outputs, inputs_of
+from parallelize.errors import ParallelizeError
+from parallelize.models.model_source import ModelSource
+from parallelize.plan.schema import Plan
+from parallelize.verification.verify import verify
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The result of one proof. `module`: the first that differs, or that an error names. `slugs`: of an error."""
+
+    ok: bool
+    text: str
+    module: str = ""
+    slugs: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def prove(source: ModelSource, plan: Plan, tp: int) -> Proof:
+    """Compare a training step on `tp` ranks in this process with the unsharded one, in float64."""
+    try:
+        result = verify(source, plan, f"tp={tp}", full_size=True)
+    except ParallelizeError as error:
+        rows = [value for problem in error.problems for _, value in problem.rows]
+        return Proof(False, str(error), rows[0].split(" ")[0] if rows else "", error.slugs)
+    if not result.ok:
+        difference = result.difference
+        return Proof(False, str(difference or result), difference.module if difference else "")
+    error = max(row.error for row in result.rows)
+    modes = ", ".join(dict.fromkeys(row.mode for row in result.rows))
+    return Proof(True, f"proven on tp={tp} ({modes}): loss and every gradient within {error:.0e} of the unsharded model's")
+
+
+def provable(source: ModelSource, model: nn.Module, example: Any) -> ModelSource:
+    """The source with inputs and a loss that its outputs have: of logits their cross entropy, of others a fixed projection."""
+    if "inputs" in source.extras and ("loss" in source.extras or source.config is None):
+        return source
+    if example is None:
+        inputs = inputs_of(source, model)
+    else:
+        inputs = dict(zip(_argument_names(model), example, strict=False)) if isinstance(example, tuple) else dict(example)
+    with torch.no_grad():
+        output = model(**inputs)
+    logits = getattr(output, "logits", None)
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    is_language = isinstance(logits, torch.Tensor) and logits.ndim == 3 and logits.shape[-1] == vocabulary
+
+    def draw(batch: int, length: int) -> dict[str, Any]:
+        values = dict(inputs)
+        if is_language:
+            values["targets"] = torch.randint(0, logits.shape[-1], tuple(logits.shape[:2]))
+        else:
+            values["targets"] = torch.zeros(1)
+        return values
+
+    extras: dict[str, Any] = {"inputs": draw}
+    if not is_language:
+        extras |= {"loss": projected, "count": lambda targets: 1}
+    return replace(source, extras=extras)
+
+
+def _argument_names(model: nn.Module) -> list[str]:
+    import inspect
+
+    return list(inspect.signature(model.forward).parameters)
+
+
+def projected(output: Any, targets: Any) -> torch.Tensor:
+    """The sum of all floating outputs, each element with a weight of its own."""
+    total: Any = 0
+    for out in floating_outputs(output):
+        weights = torch.arange(out.numel(), dtype=torch.float64, device=out.device).mul_(0.7).sin_().view(out.shape)
+        total = total + (out * weights.to(out.dtype)).sum()
+    return total
+
+

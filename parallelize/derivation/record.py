@@ -1,0 +1,162 @@
+"""What one forward says about the dims of its tensors: which are the same, and what was done along each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from parallelize.derivation.factors import Dim, new_dim, unify
+
+T = torch.Tensor
+Dims = list[Dim]
+
+
+@dataclass(frozen=True, eq=False)
+class Mix:
+    """An operation that needs all of a dim, so that the dim cannot be sharded."""
+
+    dim: Dim
+    operation: str
+    module: str
+
+
+@dataclass(frozen=True, eq=False)
+class Contraction:
+    """A matmul summed over a dim. `weight`: the parameter among its operands, by name; empty: none, or several."""
+
+    dim: Dim
+    weight: str
+    module: str
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """A range of a dim, which is a dim of its own."""
+
+    dim: Dim
+    start: int
+    stop: int
+    part: Dim
+    module: str
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """An operation on tensors that depend on parameters, and what it returns.
+
+    Attributes:
+        weights: the parameters of which an operand was made alone, by name.
+        operand: the dims of an operand that depends on parameters and inputs; None: there is none.
+        out: the dims of the result.
+        linear: whether the result is a matmul with one of `weights`.
+    """
+
+    weights: frozenset[str]
+    operand: Dims | None
+    out: Dims
+    linear: bool
+    operation: str
+    module: str
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A size of a result that a forward computed from an integer attribute. `attribute` may begin with `config.`."""
+
+    module: str
+    attribute: str
+    value: int
+    dim: Dim
+    operation: str
+
+
+@dataclass
+class Record:
+    """The record of one forward.
+
+    Attributes:
+        parameters: the dims of each parameter, by each of its names.
+        fixed: dims that other code sees or gives in full: (dim, of what).
+        repeats: factors by which the heads of queries are more than those of keys and values.
+        lookups: dims of which an embedding takes rows by ids, with the name of the table.
+        unknown: operations without a rule, with the modules that called them.
+    """
+
+    parameters: dict[str, Dims] = field(default_factory=dict)
+    mixes: list[Mix] = field(default_factory=list)
+    contractions: list[Contraction] = field(default_factory=list)
+    slices: list[Slice] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    fixed: list[tuple[Dim, str]] = field(default_factory=list)
+    repeats: list[Dim] = field(default_factory=list)
+    lookups: list[tuple[Dim, str]] = field(default_factory=list)
+    unknown: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._dims: Any = WeakIdKeyDictionary()
+        self._weights: Any = WeakIdKeyDictionary()
+        self._learned: Any = WeakIdKeyDictionary()
+        self.module = ""
+
+    # -- tensors ----------------------------------------------------------------------------------------------------------
+
+    def dims(self, tensor: T) -> Dims:
+        """The dims of a tensor; new ones for a tensor that no recorded operation made."""
+        dims = self._dims.get(tensor)
+        if dims is None:
+            dims = self._dims[tensor] = [new_dim(size) for size in tensor.shape]
+            if tensor.ndim and tensor.numel() > 1:
+                self.fixed += [(dim, "a constant of the model's code") for dim in dims if dim]
+        return dims
+
+    def set(self, tensor: T, dims: Dims) -> None:
+        self._dims[tensor] = dims
+
+    def fresh(self, tensor: T) -> None:
+        """New dims, about which nothing is known."""
+        self.set(tensor, [new_dim(size) for size in tensor.shape])
+
+    def weights(self, tensor: T) -> frozenset[str]:
+        """The parameters of which a tensor was made alone."""
+        return self._weights.get(tensor, frozenset())
+
+    def depends(self, tensor: T) -> bool:
+        """Whether a tensor depends on a parameter, so that it has a gradient in training."""
+        return bool(self._learned.get(tensor))
+
+    def add_weight(self, tensor: T, name: str, dims: Dims) -> None:
+        self.set(tensor, dims)
+        self._weights[tensor], self._learned[tensor] = frozenset((name,)), True
+
+    def note(self, inputs: list[T], outputs: list[T], operation: str, linear: bool) -> None:
+        """Record how results depend on parameters."""
+        weights = frozenset().union(*(self.weights(x) for x in inputs)) if inputs else frozenset()
+        alone = bool(inputs) and all(self.weights(x) for x in inputs)
+        learned = any(self.depends(x) for x in inputs)
+        floating = [out for out in outputs if out.is_floating_point() or out.is_complex()]
+        for out in floating:
+            self._learned[out] = learned
+            if alone:
+                self._weights[out] = weights
+        if not learned or alone or not floating:
+            return
+        operands = [x for x in inputs if self.depends(x) and not self.weights(x)] or [None]
+        for operand in operands:
+            dims = None if operand is None else self.dims(operand)
+            self.uses.append(Use(weights, dims, self.dims(floating[0]), linear, operation, self.module))
+
+    # -- dims -------------------------------------------------------------------------------------------------------------
+
+    def mix(self, dims: Iterable[Dim], operation: str) -> None:
+        self.mixes += [Mix(dim, operation, self.module) for dim in dims if dim]
+
+    def tie(self, first: Dim, second: Dim, operation: str) -> Dim:
+        """One dim for two operands, of which one may have size 1."""
+        if first and second and first is not second and not unify(first, second):
+            self.mix((first, second), f"{operation} of sizes whose factors differ")
+        return first or second

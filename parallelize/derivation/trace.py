@@ -1,0 +1,186 @@
+"""Runs a forward once and records its operations, with the module that called each and the attributes that gave sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from parallelize import _torch_private as private
+from parallelize.derivation.factors import new_dim
+from parallelize.derivation.operations import apply_rule
+from parallelize.derivation.record import Read, Record
+
+T = torch.Tensor
+Source = tuple[str, str, int]
+"""(module, attribute, value) of an integer that a forward reads."""
+
+
+def record_forward(model: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Record:
+    """Run `model` on `inputs`, without gradients, and record it. The model's integer attributes are replaced meanwhile.
+
+    Args:
+        model: any module on one device, in the mode in which it is to be recorded.
+        inputs: keyword arguments of its forward, or positional ones.
+
+    Returns: the record. Raises: whatever the forward raises.
+    """
+    record = Record()
+    _name_parameters(record, model)
+    args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), dict(inputs))
+    for leaf in private.tree_leaves((args, kwargs)):
+        if isinstance(leaf, T):
+            _fix(record, leaf, "an input of the model")
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_named_modules(record, model))
+        stack.enter_context(_watched_integers(model))
+        stack.enter_context(_SizesRead(record))
+        stack.enter_context(private.record_ops(_recorder(record)))
+        out = model(*args, **kwargs)
+    for leaf in private.tree_leaves(_values_of(out)):
+        if isinstance(leaf, T):
+            record.fixed += [(dim, "an output of the model") for dim in record.dims(leaf) if dim]
+    return record
+
+
+def _values_of(out: Any) -> Any:
+    return dict(out) if isinstance(out, Mapping) else out
+
+
+def _fix(record: Record, tensor: T, what: str) -> None:
+    record.set(tensor, [new_dim(size) for size in tensor.shape])
+    record.fixed += [(dim, what) for dim in record.dims(tensor) if dim]
+
+
+def _name_parameters(record: Record, model: nn.Module) -> None:
+    """Tied parameters have one name of several, and the same dims under all of them."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first == name:
+            record.add_weight(parameter, name, [new_dim(size) for size in parameter.shape])
+        record.parameters[name] = record.dims(parameter)
+    for name, buffer in model.named_buffers():
+        _fix(record, buffer, f"the buffer {name}")
+
+
+def _recorder(record: Record) -> Any:
+    def run(func: Any, args: tuple, kwargs: dict, call: Any) -> Any:
+        out = call()
+        apply_rule(record, func, args, kwargs, out)
+        return out
+
+    return run
+
+
+@contextmanager
+def _named_modules(record: Record, model: nn.Module) -> Iterator[None]:
+    """Keep `record.module` at the innermost module whose forward runs."""
+    outer: list[str] = []
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+
+            def enter(_: nn.Module, __: Any, name: str = name) -> None:
+                outer.append(record.module)
+                record.module = name
+
+            def leave(_: nn.Module, __: Any, ___: Any) -> None:
+                record.module = outer.pop()
+
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+# -- integers that give sizes -----------------------------------------------------------------------------------------------
+
+
+class _Watched(int):
+    """An integer that knows from which attributes it was computed."""
+
+    sources: frozenset[Source]
+
+    def __new__(cls, value: int, sources: frozenset[Source]) -> _Watched:
+        self = super().__new__(cls, value)
+        self.sources = sources
+        return self
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+def _arithmetic(name: str) -> Any:
+    plain = getattr(int, name)
+
+    def run(self: _Watched, other: Any) -> Any:
+        result = plain(self, other)
+        if type(result) is not int:
+            return result
+        return _Watched(result, self.sources | getattr(other, "sources", frozenset()))
+
+    return run
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv"):
+    setattr(_Watched, f"__{_name}__", _arithmetic(f"__{_name}__"))
+
+
+@contextmanager
+def _watched_integers(model: nn.Module) -> Iterator[None]:
+    """Replace the integer attributes of modules that are not PyTorch's own, and of their configs."""
+    with ExitStack() as stack:
+        configs: dict[int, Any] = {}
+        for name, module in model.named_modules():
+            if not type(module).__module__.startswith("torch."):
+                _watch(stack, module.__dict__, name, "")
+            config = module.__dict__.get("config")
+            if config is not None and hasattr(config, "__dict__"):
+                configs[id(config)] = config
+        for config in configs.values():
+            _watch(stack, config.__dict__, "", "config.")
+        yield
+
+
+def _watch(stack: ExitStack, values: dict[str, Any], name: str, prefix: str) -> None:
+    for key, value in list(values.items()):
+        if type(value) is int and value > 1 and not key.startswith("_"):
+            values[key] = _Watched(value, frozenset([(name, prefix + key, value)]))
+            stack.callback(values.__setitem__, key, value)
+
+
+class _SizesRead(TorchFunctionMode):
+    """Notes which dims of a function's results have a size that was computed from an attribute."""
+
+    def __init__(self, record: Record):
+        super().__init__()
+        self.record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        leaves = private.tree_leaves((args, kwargs))
+        watched = [leaf for leaf in leaves if isinstance(leaf, _Watched)]
+        limits = [limit for leaf in leaves for limit in _limits(leaf)]
+        if watched or limits:
+            for result in private.tree_leaves(out):
+                if isinstance(result, T):
+                    self._note(watched, limits, result, getattr(func, "__name__", ""))
+        return out
+
+    def _note(self, watched: list[_Watched], limits: list[_Watched], result: T, operation: str) -> None:
+        """A size of a result is one that was passed; the limits of a slice may give any of them."""
+        for dim, size in zip(self.record.dims(result), result.shape, strict=True):
+            for value in [*(value for value in watched if int(value) == size), *limits]:
+                if dim:
+                    self.record.reads += [
+                        Read(module or self.record.module, attribute, number, dim, operation)
+                        for module, attribute, number in value.sources
+                    ]
+
+
+def _limits(leaf: Any) -> list[_Watched]:
+    return [limit for limit in (leaf.start, leaf.stop) if isinstance(limit, _Watched)] if isinstance(leaf, slice) else []

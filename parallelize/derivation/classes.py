@@ -10,7 +10,7 @@ from math import prod
 from torch import nn
 
 from parallelize.derivation.factors import Dim, Factor, leaves, size_of
-from parallelize.derivation.record import Mix, Record
+from parallelize.derivation.record import Mix, Record, Slice
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ class Classes:
         Args:
             without: linears that are not to be sharded.
         """
-        banned, used = set(without), set()
+        banned: set[str] = set(without)
+        used: set[str] = set()
         chosen: list[Candidate] = []
         for candidate in self.candidates():
             linears = candidate.linears
@@ -179,7 +180,9 @@ class Classes:
             if use.operand is None or use.module in candidate.columns:
                 continue
             if self.has(use.out, {candidate.factor}) and not self.has(use.operand, {candidate.factor}):
-                return f"{use.operation} in {use.module or 'the model'} reads it beside a full tensor that has a gradient"
+                return (
+                    f"{use.operation} in {use.module or 'the model'} reads it beside a full tensor that has a gradient"
+                )
         return ""
 
     def _partial(self, factors: set[Factor]) -> set[str]:
@@ -224,7 +227,7 @@ def output_dim(linear: nn.Module) -> int:
 
 def _parts(record: Record) -> dict[Factor, list[Dim]]:
     """The dims into which a dim is split completely, in order. Other slices need all of it."""
-    slices = defaultdict(dict)
+    slices: dict[Factor, dict[tuple[int, int], list[Slice]]] = defaultdict(dict)
     for cut in record.slices:
         flat = leaves(cut.dim)
         if len(flat) == 1:

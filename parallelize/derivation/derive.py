@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,21 +14,26 @@ from parallelize.derivation.classes import Choice, Classes
 from parallelize.derivation.draft import Draft, Drafting
 from parallelize.derivation.inputs import inputs_of
 from parallelize.derivation.plan_text import Heading, Sections, plan_text
-from parallelize.derivation.proof import Proof, prove, provable
+from parallelize.derivation.proof import Proof, provable, prove
+from parallelize.derivation.record import Record
+from parallelize.derivation.small_config import small_configs
 from parallelize.derivation.trace import record_forward
-from parallelize.errors import ModelError, ParallelizeError, PlanError, Problem
+from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.models.model_source import ModelSource, source_of
+from parallelize.plan.pattern import generic
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import ALLOWED, Plan
-from parallelize.verification.scale import scaled, without_dropout
 
 log = logging.getLogger("parallelize")
 
 MAX_PARAMETERS = 200_000_000
 """A module of more parameters is not run on this machine: derive from a config, or from a function with smaller sizes."""
 
-MAX_PROOFS = 6
-"""How many drafts are proven, each without what the one before it got wrong."""
+_LOGITS = ("vocabulary", "full", "")
+"""How a head returns its logits, the best first; empty: head and table are left whole."""
+
+MAX_ROUNDS = 6
+"""How often a draft is made, each without what the proof of the one before it named."""
 
 
 @dataclass(frozen=True)
@@ -73,49 +78,95 @@ def derive_plan(
     Raises: ModelError `unknown-inputs`, `untraceable-model`, `too-large-to-run`, `nothing-to-shard`; what reading the model raises.
     Cost: a forward, and a few training steps of the scaled model on the CPU.
     """
-    source = _small(source_of(model, overrides), tp)
-    subject = source.build("cpu").eval()
+    source, subject = _small(source_of(model, overrides), tp)
     _check_size(subject)
     source = provable(source, subject, example_inputs)
     tell("recording one forward")
-    classes = Classes(_recorded(source, subject, example_inputs), subject)
-    fields = _fields(source.config)
-    banned: set[str] = set()
-    vocabulary, allow = True, ""
-    for _ in range(MAX_PROOFS):
-        choice = classes.choose(without=banned)
-        draft = Drafting(subject, classes, choice, fields, vocabulary).run()
-        if not draft.styles:
-            break
-        text = _text(source, subject, draft, None if verified else "not proven (--no-verify)", allow)
-        plan = parse_plan(text, "derived plan", name=_name(source, subject))
+    record = _recorded(source, subject, example_inputs)
+    return _Derivation(source, subject, record, tp, tell).run(verified)
+
+
+class _Derivation:
+    """Drafts plans from one record, until one is proven.
+
+    Attributes:
+        banned: linears that are left whole, because a proof failed with them sharded.
+        allow: a check of source text that is turned off, because the forward does not reach what it refuses.
+    """
+
+    def __init__(self, source: ModelSource, model: nn.Module, record: Record, tp: int, tell: Callable[[str], None]):
+        self.source, self.model, self.tp, self.tell = source, model, tp, tell
+        self.classes = Classes(record, model)
+        self.fields = _fields(source.config)
+        self.banned: set[str] = set()
+        self.allow = ""
+
+    def run(self, verified: bool) -> Derived:
         if not verified:
-            return Derived(plan, text, draft.whole, _share(subject, draft), None)
-        tell(f"proving it on {tp} ranks: {len(draft.styles)} modules are sharded")
-        proof = prove(source, plan, tp)
-        if proof.ok:
-            text = _text(source, subject, draft, str(proof), allow)
-            return Derived(replace(plan), text, draft.whole, _share(subject, draft), proof)
-        log.info("not proven: %s", proof)
-        suspects = _suspects(proof, choice, subject)
-        if ALLOWED[0] in proof.slugs and not allow:
-            allow = ALLOWED[0]
-        elif suspects:
-            banned |= suspects
-        elif vocabulary:
-            vocabulary = False
-        else:
-            banned |= {name for candidate in choice.candidates[:1] for name in candidate.linears}
-    raise ModelError(_nothing(source, classes.choose(without=banned)))
+            return self._derived(self._draft(_LOGITS[0]), None)
+        for _ in range(MAX_ROUNDS):
+            draft = self._draft(_LOGITS[0])
+            proof = self._prove(draft)
+            if proof.ok:
+                return self._derived(draft, proof)
+            if ALLOWED[0] in proof.slugs and not self.allow:
+                self.allow = ALLOWED[0]
+                continue
+            without = self._draft("")
+            inner = self._prove(without)
+            if inner.ok:  # so that the vocabulary's shards were wrong
+                return self._with_full_logits(without, inner)
+            self._ban(inner)
+        raise ModelError(_nothing(self.source, self.classes.choose(without=self.banned)))
+
+    def _with_full_logits(self, without: Draft, inner: Proof) -> Derived:
+        draft = self._draft("full")
+        proof = self._prove(draft)
+        return self._derived(draft, proof) if proof.ok else self._derived(without, inner)
+
+    def _draft(self, logits: str) -> Draft:
+        self.choice = self.classes.choose(without=self.banned)
+        draft = Drafting(self.model, self.classes, self.choice, self.fields, logits).run()
+        if not draft.styles:
+            raise ModelError(_nothing(self.source, self.choice))
+        return draft
+
+    def _prove(self, draft: Draft) -> Proof:
+        self.tell(f"proving it on {self.tp} ranks: {len(draft.styles)} modules are sharded")
+        proof = prove(self.source, self._plan(_text(self.source, self.model, draft, None, self.allow)), self.tp)
+        if not proof.ok:
+            log.info("not proven: %s", proof)
+        return proof
+
+    def _plan(self, text: str) -> Plan:
+        return parse_plan(text, "derived plan", name=_name(self.source, self.model))
+
+    def _derived(self, draft: Draft, proof: Proof | None) -> Derived:
+        text = _text(self.source, self.model, draft, str(proof or "not proven (--no-verify)"), self.allow)
+        return Derived(self._plan(text), text, draft.whole, _share(self.model, draft), proof)
+
+    def _ban(self, proof: Proof) -> None:
+        """Leave whole what a failed proof names, or else the largest of what is sharded."""
+        suspects = _suspects(proof, self.choice)
+        if not suspects and self.choice.candidates:
+            suspects = self.choice.candidates[0].linears
+        self.banned |= suspects
 
 
-def _small(source: ModelSource, tp: int) -> ModelSource:
-    """A config is scaled down, without dropout."""
+def _small(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
+    """A small version of the model: of a config with other sizes, the first that the model accepts."""
     if source.config is None:
-        return source
-    config = scaled(source.config, tp)
-    without_dropout(config)
-    return source.with_config(config)
+        return source, source.build("cpu").eval()
+    *others, last = [source.with_config(config) for config in small_configs(source.config, tp)]
+    for small in others:
+        try:
+            model = small.build("cpu").eval()
+            _check_size(model)
+            record_forward(model, inputs_of(small, model))
+            return small, model
+        except Exception as error:  # a class may refuse the sizes with any error
+            log.info("%s does not run with other head counts: %s", source.text, error)
+    return last, last.build("cpu").eval()
 
 
 def _check_size(model: nn.Module) -> None:
@@ -126,14 +177,18 @@ def _check_size(model: nn.Module) -> None:
         raise ModelError(Problem("too-large-to-run", what, fix=fix))
 
 
-def _recorded(source: ModelSource, model: nn.Module, example: Any) -> Any:
+def _recorded(source: ModelSource, model: nn.Module, example: Any) -> Record:
     inputs = inputs_of(source, model) if example is None else example
     try:
         return record_forward(model, inputs)
     except ParallelizeError:
         raise
     except Exception as error:
-        shapes = {k: list(v.shape) if isinstance(v, torch.Tensor) else v for k, v in dict(inputs).items()} if isinstance(inputs, Mapping) else ""
+        shapes = (
+            {k: list(v.shape) if isinstance(v, torch.Tensor) else v for k, v in dict(inputs).items()}
+            if isinstance(inputs, Mapping)
+            else ""
+        )
         what = f"the forward of {type(model).__name__} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         fix = "give inputs: example_inputs=, or --inputs module:function, which returns keyword arguments"
         raise ModelError(Problem("untraceable-model", what, rows=(("inputs", str(shapes)),), fix=fix)) from error
@@ -155,8 +210,14 @@ def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None
     about = (f"derived from one forward of {type(model).__name__}; {share}", *((proof,) if proof else ()))
     model_type = str(getattr(source.config, "model_type", ""))
     prefix = getattr(model, "base_model_prefix", "")
-    base = prefix if prefix and any(name.startswith(prefix + ".") for name in draft.styles) and hasattr(model, prefix) else ""
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    base = (
+        prefix
+        if prefix and any(name.startswith(prefix + ".") for name in draft.styles) and hasattr(model, prefix)
+        else ""
+    )
+    names = [name for name, _ in model.named_modules()] + [
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    ]
     below = [name for name, size in draft.sizes.items() if name.startswith("kv_heads")]
     sections = Sections(draft.styles, draft.sizes, below, draft.local, draft.whole, allow=allow, default=draft.default)
     return plan_text(Heading(about, model_type, "" if model_type else type(model).__name__, base), sections, names)
@@ -172,10 +233,8 @@ def _share(model: nn.Module, draft: Draft) -> float:
     return sharded / max(1, sum(elements.values()))
 
 
-def _suspects(proof: Proof, choice: Choice, model: nn.Module) -> set[str]:
+def _suspects(proof: Proof, choice: Choice) -> set[str]:
     """The linears of the block that a failed proof names, in every layer alike."""
-    from parallelize.plan.pattern import generic
-
     if not proof.module:
         return set()
     block = generic(proof.module)
@@ -198,4 +257,9 @@ def _nothing(source: ModelSource, choice: Choice) -> Problem:
     for whole in choice.whole:
         reasons.setdefault(whole.reason, whole.module)
     rows = tuple((module, reason) for reason, module in list(reasons.items())[:8])
-    return Problem("nothing-to-shard", f"no linear of {source.text} can be sharded", rows=rows, fix="data parallelism, or a plan of your own")
+    return Problem(
+        "nothing-to-shard",
+        f"no linear of {source.text} can be sharded",
+        rows=rows,
+        fix="data parallelism, or a plan of your own",
+    )

@@ -38,17 +38,18 @@ class Drafting:
 
     Args:
         fields: the integer fields of the model's config, by name. Empty: sizes are numbers.
+        logits: how the head returns them, "vocabulary" or "full"; empty: the tables of the vocabulary are left whole.
     """
 
-    def __init__(self, model: nn.Module, classes: Classes, choice: Choice, fields: Mapping[str, int], vocabulary: bool):
+    def __init__(self, model: nn.Module, classes: Classes, choice: Choice, fields: Mapping[str, int], logits: str):
         self.model, self.classes, self.choice, self.fields = model, classes, choice, fields
         self.draft = Draft()
-        self.vocabulary = vocabulary
+        self.logits = logits
 
     def run(self) -> Draft:
         for candidate in self.choice.candidates:
             self._shard(candidate)
-        if self.vocabulary:
+        if self.logits:
             self._shard_vocabulary()
         for name in self.choice.partial:
             module = name.rpartition(".")[0]
@@ -180,7 +181,7 @@ class Drafting:
         tables = {
             name.rpartition(".")[0]
             for dim, name in self.classes.record.lookups
-            if type(self.classes.modules.get(name.rpartition(".")[0])) is nn.Embedding and self._only_looked_up(dim)
+            if isinstance(self.classes.modules.get(name.rpartition(".")[0]), nn.Embedding) and self._only_looked_up(dim)
         }
         if not tables:
             return
@@ -188,11 +189,11 @@ class Drafting:
         rows = self.classes.modules[largest].num_embeddings
         table = self.classes.modules[largest].weight
         for name, module in self.classes.modules.items():
-            if type(module) is nn.Embedding and module.weight is table:
+            if isinstance(module, nn.Embedding) and module.weight is table:
                 self.draft.styles[name] = "embedding"
         for name, linear in self.classes.linears.items():
             if name not in self.draft.styles and linear.weight.shape[output_dim(linear)] == rows:
-                self.draft.styles[name] = "colwise(output=vocabulary)"
+                self.draft.styles[name] = f"colwise(output={self.logits})"
 
     def _only_looked_up(self, dim: Any) -> bool:
         reasons = {mix.operation for mix in self.classes.record.mixes if set(leaves(mix.dim)) & set(leaves(dim))}

@@ -98,7 +98,9 @@ def _view(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
 def _expand(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
     source = record.dims(args[0])
     padded: Dims = [[] for _ in range(out.ndim - len(source))] + list(source)
-    record.set(out, [dim or new_dim(size) for dim, size in zip(padded, out.shape, strict=True)])
+    dims = [dim or new_dim(size) for dim, size in zip(padded, out.shape, strict=True)]
+    record.repeats += [dim for dim, before in zip(dims, padded, strict=True) if dim and not before]
+    record.set(out, dims)
 
 
 def _repeat(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
@@ -223,10 +225,7 @@ def _along(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> No
     record.mix([dims[index] for index in indices], name.strip("_"))
     for result in private.tree_leaves(out):
         if isinstance(result, T):
-            kept = [
-                dim if a == b else new_dim(b)
-                for dim, a, b in zip(dims, args[0].shape, result.shape, strict=True)
-            ]
+            kept = [dim if a == b else new_dim(b) for dim, a, b in zip(dims, args[0].shape, result.shape, strict=True)]
             record.set(result, kept)
 
 
@@ -258,7 +257,9 @@ def _norm(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> Non
     record.mix(dims[len(dims) - len(shape) :], "a norm over it")
     for result in private.tree_leaves(out):
         if isinstance(result, T):
-            record.set(result, dims if result.shape == x.shape else [*dims[: -len(shape)], *[[] for _ in shape]][: result.ndim])
+            record.set(
+                result, dims if result.shape == x.shape else [*dims[: -len(shape)], *[[] for _ in shape]][: result.ndim]
+            )
 
 
 def _channel_norm(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> None:
@@ -362,7 +363,10 @@ def _index_dim(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> 
     record.mix([dims[dim]], name)
     if name == "gather":
         index = record.dims(args[2])
-        dims = [record.tie(a, b, name) if i != dim and args[0].shape[i] == out.shape[i] else b for i, (a, b) in enumerate(zip(dims, index, strict=True))]
+        dims = [
+            record.tie(a, b, name) if i != dim and args[0].shape[i] == out.shape[i] else b
+            for i, (a, b) in enumerate(zip(dims, index, strict=True))
+        ]
     else:
         dims[dim] = record.dims(args[2])[0] if args[2].ndim else []
     record.set(out, dims)

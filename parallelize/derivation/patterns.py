@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from os.path import commonprefix
+from itertools import takewhile
 
 from parallelize.plan.pattern import generic
 
@@ -72,13 +72,21 @@ def braces(names: list[str]) -> str:
     """`{q,k}_proj` for `q_proj` and `k_proj`."""
     if len(names) == 1:
         return names[0]
-    suffix = commonprefix([name[::-1] for name in names])[::-1]
+    suffix = _common_start([name[::-1] for name in names])[::-1]
     suffix = suffix[suffix.find("_") :] if "_" in suffix else ""
-    prefix = commonprefix([name[: len(name) - len(suffix)] for name in names])
-    if not prefix.endswith("_") and not all(re.fullmatch(r"\d+", name[len(prefix) : len(name) - len(suffix)]) for name in names):
+    prefix = _common_start([name[: len(name) - len(suffix)] for name in names])
+    if not prefix.endswith("_") and not all(
+        re.fullmatch(r"\d+", name[len(prefix) : len(name) - len(suffix)]) for name in names
+    ):
         prefix = prefix[: prefix.rfind("_") + 1]
     middles = [name[len(prefix) : len(name) - len(suffix)] for name in names]
     return prefix + "{" + ",".join(middles) + "}" + suffix if all(middles) else "{" + ",".join(names) + "}"
+
+
+def _common_start(names: list[str]) -> str:
+    return "".join(
+        letters[0] for letters in takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    )
 
 
 def nested(rules: Mapping[str, str]) -> dict[str, str | dict[str, str]]:

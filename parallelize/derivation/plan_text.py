@@ -62,7 +62,11 @@ def plan_text(heading: Heading, sections: Sections, names: Sequence[str]) -> str
     lines.append("tensor_parallel:")
     lines += _rules(sections, names)
     lines += _local(sections, names)
-    lines += [f"allow: {sections.allow}  # the forward that was recorded does not reach such a line"] if sections.allow else []
+    lines += (
+        [f"allow: {sections.allow}  # the forward that was recorded does not reach such a line"]
+        if sections.allow
+        else []
+    )
     return "\n".join(lines) + "\n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,9 +39,11 @@ def prove(source: ModelSource, plan: Plan, tp: int) -> Proof:
     if not result.ok:
         difference = result.difference
         return Proof(False, str(difference or result), difference.module if difference else "")
-    error = max(row.error for row in result.rows)
+    largest = max(row.error for row in result.rows)
     modes = ", ".join(dict.fromkeys(row.mode for row in result.rows))
-    return Proof(True, f"proven on tp={tp} ({modes}): loss and every gradient within {error:.0e} of the unsharded model's")
+    return Proof(
+        True, f"proven on tp={tp} ({modes}): loss and every gradient within {largest:.0e} of the unsharded model's"
+    )
 
 
 def provable(source: ModelSource, model: nn.Module, example: Any) -> ModelSource:
@@ -50,30 +53,26 @@ def provable(source: ModelSource, model: nn.Module, example: Any) -> ModelSource
     if example is None:
         inputs = inputs_of(source, model)
     else:
-        inputs = dict(zip(_argument_names(model), example, strict=False)) if isinstance(example, tuple) else dict(example)
+        inputs = (
+            dict(zip(_argument_names(model), example, strict=False)) if isinstance(example, tuple) else dict(example)
+        )
     with torch.no_grad():
-        output = model(**inputs)
-    logits = getattr(output, "logits", None)
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    is_language = isinstance(logits, torch.Tensor) and logits.ndim == 3 and logits.shape[-1] == vocabulary
-
-    def draw(batch: int, length: int) -> dict[str, Any]:
-        values = dict(inputs)
-        if is_language:
-            values["targets"] = torch.randint(0, logits.shape[-1], tuple(logits.shape[:2]))
-        else:
-            values["targets"] = torch.zeros(1)
-        return values
-
-    extras: dict[str, Any] = {"inputs": draw}
-    if not is_language:
+        shape = _shape_of_logits(model, model(**inputs))
+    targets = torch.zeros(1) if shape is None else torch.randint(0, shape[2], shape[:2])
+    extras: dict[str, Any] = {"inputs": lambda batch, length: {**inputs, "targets": targets}}
+    if shape is None:
         extras |= {"loss": projected, "count": lambda targets: 1}
     return replace(source, extras=extras)
 
 
-def _argument_names(model: nn.Module) -> list[str]:
-    import inspect
+def _shape_of_logits(model: nn.Module, output: Any) -> torch.Size | None:
+    """Of a language model: [batch, length, vocabulary]."""
+    logits, vocabulary = getattr(output, "logits", None), getattr(getattr(model, "config", None), "vocab_size", None)
+    is_language = isinstance(logits, torch.Tensor) and logits.ndim == 3 and logits.shape[-1] == vocabulary
+    return logits.shape if is_language and logits is not None else None
 
+
+def _argument_names(model: nn.Module) -> list[str]:
     return list(inspect.signature(model.forward).parameters)
 
 
@@ -84,5 +83,3 @@ def projected(output: Any, targets: Any) -> torch.Tensor:
         weights = torch.arange(out.numel(), dtype=torch.float64, device=out.device).mul_(0.7).sin_().view(out.shape)
         total = total + (out * weights.to(out.dtype)).sum()
     return total
-
-

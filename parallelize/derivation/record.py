@@ -135,7 +135,7 @@ class Record:
 
     def note(self, inputs: list[T], outputs: list[T], operation: str, linear: bool) -> None:
         """Record how results depend on parameters."""
-        weights = frozenset().union(*(self.weights(x) for x in inputs)) if inputs else frozenset()
+        weights: frozenset[str] = frozenset().union(*(self.weights(x) for x in inputs))
         alone = bool(inputs) and all(self.weights(x) for x in inputs)
         learned = any(self.depends(x) for x in inputs)
         floating = [out for out in outputs if out.is_floating_point() or out.is_complex()]
@@ -145,10 +145,9 @@ class Record:
                 self._weights[out] = weights
         if not learned or alone or not floating:
             return
-        operands = [x for x in inputs if self.depends(x) and not self.weights(x)] or [None]
-        for operand in operands:
-            dims = None if operand is None else self.dims(operand)
-            self.uses.append(Use(weights, dims, self.dims(floating[0]), linear, operation, self.module))
+        operands: list[Dims | None] = [self.dims(x) for x in inputs if self.depends(x) and not self.weights(x)]
+        out = self.dims(floating[0])
+        self.uses += [Use(weights, dims, out, linear, operation, self.module) for dims in operands or [None]]
 
     # -- dims -------------------------------------------------------------------------------------------------------------
 

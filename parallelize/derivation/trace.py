@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -165,17 +165,21 @@ class _SizesRead(TorchFunctionMode):
         leaves = private.tree_leaves((args, kwargs))
         watched = [leaf for leaf in leaves if isinstance(leaf, _Watched)]
         limits = [limit for leaf in leaves for limit in _limits(leaf)]
+        name = getattr(func, "__name__", "")
         if watched or limits:
             for result in private.tree_leaves(out):
                 if isinstance(result, T):
-                    self._note(watched, limits, result, getattr(func, "__name__", ""))
+                    self._note(watched, result, name, lambda value, size, index: int(value) == size)
+                    if limits and isinstance(args[0], T) and args[0].ndim == result.ndim:
+                        source = args[0].shape
+                        self._note(limits, result, name, lambda _, size, index: size != source[index])  # noqa: B023
         return out
 
-    def _note(self, watched: list[_Watched], limits: list[_Watched], result: T, operation: str) -> None:
-        """A size of a result is one that was passed; the limits of a slice may give any of them."""
-        for dim, size in zip(self.record.dims(result), result.shape, strict=True):
-            for value in [*(value for value in watched if int(value) == size), *limits]:
-                if dim:
+    def _note(self, watched: list[_Watched], result: T, operation: str, gives: Callable[[int, int, int], bool]) -> None:
+        """gives: whether an integer gives the size of the dim at an index."""
+        for index, (dim, size) in enumerate(zip(self.record.dims(result), result.shape, strict=True)):
+            for value in watched:
+                if dim and gives(value, size, index):
                     self.record.reads += [
                         Read(module or self.record.module, attribute, number, dim, operation)
                         for module, attribute, number in value.sources
@@ -183,4 +187,6 @@ class _SizesRead(TorchFunctionMode):
 
 
 def _limits(leaf: Any) -> list[_Watched]:
-    return [limit for limit in (leaf.start, leaf.stop) if isinstance(limit, _Watched)] if isinstance(leaf, slice) else []
+    return (
+        [limit for limit in (leaf.start, leaf.stop) if isinstance(limit, _Watched)] if isinstance(leaf, slice) else []
+    )

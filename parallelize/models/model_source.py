@@ -323,7 +323,9 @@ def _class_of(config: Any, text: str) -> Any:
             return getattr(transformers, name)
     causal, masked = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM
     encoder = type(config) in masked._model_mapping and not getattr(config, "is_decoder", False)
-    for auto in (*((masked,) if encoder else ()), causal, masked, transformers.AutoModel):
+    both = (transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq)
+    first = both if getattr(config, "is_encoder_decoder", False) else ((masked,) if encoder else ())
+    for auto in (*first, causal, masked, *both, transformers.AutoModelForImageClassification, transformers.AutoModel):
         if type(config) in auto._model_mapping:
             classes = auto._model_mapping[type(config)]
             return classes[0] if isinstance(classes, (tuple, list)) else classes

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,6 +23,7 @@ from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.format.boxes import Box, box_of, shape_of, volume
 from parallelize.checkpoint.format.dtypes import SIZES
 from parallelize.checkpoint.format.host_memory import empty, torch_dtype
+from parallelize.checkpoint.format.json_decoder import stored_keys
 from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor, check_tensors, read_manifest
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.run.fill_tensors import Files, read_box
@@ -173,17 +173,8 @@ def now() -> str:
 
 def _used_tensors(manifest: Manifest, blank: Manifest) -> dict[str, SavedTensor]:
     """The tensors of the new checkpoint: all but those of state values that it does not contain."""
-    used = set(_stored_keys(blank.state))
+    used = set(stored_keys(blank.state))
     return {name: saved for name, saved in manifest.tensors.items() if not name.startswith("state/") or name in used}
-
-
-def _stored_keys(value: Any) -> Iterator[str]:
-    """Names of the tensors to which an encoded value refers."""
-    if isinstance(value, dict) and value.get("$") == "stored_tensor":
-        yield str(value.get("key"))
-    elif isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _stored_keys(item)
 
 
 # -- sharding ------------------------------------------------------------------------------------------------------------
@@ -346,14 +337,10 @@ def write_run(
     with _writing(root, blank.step) as writing:
         files = {}
         for rank in sorted(by_rank):
-            name = file_of(rank)
+            name = folders.rank_file(rank)
             files[name] = write_tensors(writing / name, by_rank[rank], metadata, progress)
         manifest = replace(blank, files=files, tensors=saved)
         return folders.publish(root, writing, blank.step, manifest.to_bytes())
-
-
-def file_of(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
 
 
 def _add_slices(tensor: NewTensor, mesh: MeshSpec, by_rank: dict[int, list[TensorToWrite]]) -> SavedTensor:
@@ -365,7 +352,7 @@ def _add_slices(tensor: NewTensor, mesh: MeshSpec, by_rank: dict[int, list[Tenso
         num_slices[rank] = number + 1
         key = saved.name if number == 0 else f"{saved.name}@{number}"
         by_rank.setdefault(rank, []).append(TensorToWrite(key, saved.dtype, shape_of(box), partial(tensor.read, box)))
-        slices.append(SavedSlice(file_of(rank), key, box))
+        slices.append(SavedSlice(folders.rank_file(rank), key, box))
     return replace(saved, slices=tuple(slices))
 
 

@@ -1,0 +1,426 @@
+"""Nodes with disks of their own: each keeps the files of its ranks, and a load sends to each rank what its node lacks.
+
+Nodes are emulated: the ranks of a node, threads of this process, are given a folder that the other ranks are not given.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallelize import CheckpointError, GlobalBatches, Streams, build_mesh, load_checkpoint, rebuild
+from parallelize.checkpoint.format import disk, folders
+from parallelize.checkpoint.format.manifest import read_manifest
+from parallelize.checkpoint.format.reader import TensorFile
+from parallelize.checkpoint.run import local_tensors, transfer
+from parallelize.checkpoint.run.checkpointer import Checkpointer
+from parallelize.checkpoint.run.nodes import grouped
+from parallelize.checkpoint.run.transfer import Read, chunks_of, split_box
+from tests.checkpoint.checkpoint_jobs import built, different, everything, small_model, train
+from tests.checkpoint.run.resume_jobs import Counter
+from tests.checkpoint.small_checkpoints import linear
+from tests.support.threads import run_ranks
+
+T = torch.Tensor
+STEP = "step-00000002"
+TWO_NODES = {"dp": 2, "tp": 2}
+
+
+def node_of(root: Path, rank: int, per_node: int) -> Path:
+    return root / f"node-{rank // per_node}"
+
+
+class SavedRun:
+    """A run of four ranks on two nodes that was saved after two steps, and its full state."""
+
+    def __init__(self, root: Path, axes: dict[str, int], options: dict[str, Any], per_node: int = 2):
+        self.root, self.ranks = root, 4
+        models = [small_model("llama") for _ in range(4)]
+
+        def body(rank: int) -> dict[str, T]:
+            parallel, optimizer = built("llama", axes, options, model=models[rank])
+            train(parallel, optimizer, 0, 2)
+            user, values = Counter(), {"best": torch.arange(40.0), "note": ("a", 1.5)}
+            with Checkpointer(
+                node_of(root, rank, per_node),
+                parallel,
+                optimizer=optimizer,
+                user={"counter": user},
+                streams=Streams(5, parallel.mesh),
+                data=GlobalBatches(64, 16, seed=2, mesh=parallel.mesh),
+                shared=False,
+            ) as checkpoints:
+                checkpoints.save(2, values)
+            return everything(parallel, optimizer)
+
+        self.state = run_ranks(self.ranks, body)[0]
+
+    def wrong_after_resume(
+        self, axes: dict[str, int], options: dict[str, Any], per_node: int, **more: Any
+    ) -> list[list[str]]:
+        """Names of each rank's tensors that a run on another mesh has otherwise than they were saved."""
+        world = torch.Size(axes.values()).numel()
+        models = [small_model("llama", seed=1) for _ in range(world)]
+
+        def body(rank: int) -> list[str]:
+            parallel, optimizer = built("llama", axes, options, model=models[rank])
+            train(parallel, optimizer, 7, 1)
+            user = Counter()
+            user.seen = {}
+            with Checkpointer(
+                node_of(self.root, rank, per_node),
+                parallel,
+                optimizer=optimizer,
+                user={"counter": user},
+                data=GlobalBatches(64, 16, seed=2, mesh=parallel.mesh),
+                shared=False,
+            ) as checkpoints:
+                step = checkpoints.resume(**more)
+                values = checkpoints.values
+            wrong = [] if step == 2 and values["note"] == ("a", 1.5) else ["step"]
+            wrong += [] if torch.equal(values["best"], torch.arange(40.0)) else ["values"]
+            wrong += [] if torch.equal(user.seen[3], torch.arange(4)) else ["user"]
+            return wrong + different(parallel, optimizer, self.state)
+
+        return run_ranks(world, body)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """Replicas split small tensors, and transfers send many chunks."""
+    monkeypatch.setattr(local_tensors, "SPLIT_BYTES", 256)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Saved once; tests copy it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_tensors, "SPLIT_BYTES", 256)
+        return SavedRun(tmp_path_factory.mktemp("nodes") / "run", TWO_NODES, {"zero": 1})
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """A copy, which the test may change."""
+    copy = SavedRun.__new__(SavedRun)
+    copy.root, copy.ranks, copy.state = tmp_path / "run", saved.ranks, saved.state
+    shutil.copytree(saved.root, copy.root)
+    return copy
+
+
+def errors_of(ranks: int, work: Callable[[int], object]) -> list[CheckpointError]:
+    """Each rank's error."""
+
+    def body(rank: int) -> CheckpointError:
+        with pytest.raises(CheckpointError) as caught:
+            work(rank)
+        return caught.value
+
+    return run_ranks(ranks, body)
+
+
+def checkpoints_of(rank: int, root: Path, world: int = 2, module: Any = None, **options: Any) -> Checkpointer:
+    """Of a small replicated model, with one rank on each node."""
+    return Checkpointer(
+        root / f"node-{rank}", module or linear(), mesh=build_mesh("cpu", dp=world), shared=False, **options
+    )
+
+
+# -- what is saved, and what is loaded --------------------------------------------------------------------------------
+
+
+def test_each_node_has_the_manifest_and_the_files_of_its_ranks(saved, tmp_path):
+    listed = [sorted(os.listdir(saved.root / f"node-{node}" / STEP)) for node in (0, 1)]
+    names = [f"rank-0000{rank}.safetensors" for rank in range(4)]
+    assert listed == [["manifest.json", *names[:2]], ["manifest.json", *names[2:]]]
+    manifests = [read_manifest(saved.root / f"node-{node}" / STEP) for node in (0, 1)]
+    assert manifests[0].digest == manifests[1].digest
+    assert [ranks for _, ranks in manifests[0].about["nodes"]] == [[0, 1], [2, 3]]
+    for node in (0, 1):
+        assert (saved.root / f"node-{node}" / "latest").read_text() == STEP + "\n"
+        shutil.copytree(saved.root / f"node-{node}", tmp_path / "all", dirs_exist_ok=True)
+    model = small_model("llama", seed=1)  # the folders of all nodes in one are an ordinary checkpoint
+    assert load_checkpoint(tmp_path / "all", model) == 2
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, saved.state[f"model/{name}"])
+
+
+def test_a_run_resumes_bit_equal_on_the_same_nodes(copied):
+    assert copied.wrong_after_resume(TWO_NODES, {"zero": 1}, 2) == [[]] * 4
+
+
+@pytest.mark.variants(every=7)
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    ("axes", "options", "per_node"),
+    [
+        ({"tp": 2}, {}, 1),
+        ({"pp": 2}, {}, 1),
+        ({"dp": 2}, {"zero": 3}, 1),
+        ({"pp": 2, "tp": 2}, {}, 2),
+        ({"dp": 4}, {"zero": 2}, 2),
+        ({"tp": 2, "dp": 2}, {"zero": 0}, 2),
+        ({"dp": 2, "tp": 2}, {"zero": 1}, 1),  # nodes 2 and 3 are new
+    ],
+)
+def test_another_mesh_resumes_bit_equal(copied, axes, options, per_node, check):
+    assert all(wrong == [] for wrong in copied.wrong_after_resume(axes, options, per_node, check=check))
+
+
+@pytest.mark.sweep
+def test_a_model_on_meta_and_rebuilt_optimizers_are_filled_from_other_nodes(copied):
+    models = [small_model("llama", seed=1) for _ in range(2)]
+
+    def body(rank: int) -> list[str]:
+        parallel, _ = built("llama", {"tp": 2}, {}, model=models[rank])
+        rebuilt = rebuild(parallel, node_of(copied.root, rank, 1), shared=False)
+        wrong = different(parallel, rebuilt.optimizers["optimizer"], copied.state)
+        on_meta = models[rank].to("meta")
+        load_checkpoint(node_of(copied.root, rank, 1), on_meta, mesh=parallel.mesh, shared=False)
+        return wrong + different(parallel, rebuilt.optimizers["optimizer"], copied.state)
+
+    assert run_ranks(2, body) == [[], []]
+
+
+def test_a_node_without_its_folder_receives_everything(copied):
+    """Replaced nodes have no files, and need none if some node has them: also where the first node is a new one."""
+    shutil.copytree(copied.root / "node-0", copied.root / "node-1", dirs_exist_ok=True)
+    shutil.rmtree(copied.root / "node-0")
+    assert copied.wrong_after_resume(TWO_NODES, {"zero": 1}, 2) == [[]] * 4
+
+
+def test_chunks_are_bounded_and_contain_every_element_once():
+    reads = [
+        Read("f", "a", ((3, 10), (0, 41), (2, 5)), "F64"),
+        Read("f", "b", (), "BF16"),
+        Read("f", "c", ((0, 9),), "I8"),
+    ]
+    sizes = []
+    elements: dict[int, list[tuple[int, ...]]] = {0: [], 1: [], 2: []}
+    for pieces, num_bytes in chunks_of(reads):
+        sizes.append(num_bytes)
+        assert [piece.start % 16 for piece in pieces] == [0] * len(pieces)
+        for piece in pieces:
+            index = torch.cartesian_prod(*(torch.arange(a, b) for a, b in piece.box)) if piece.box else torch.zeros(1)
+            elements[piece.number] += [tuple(row) for row in index.reshape(len(index), -1).tolist()]
+    assert max(sizes) <= 1000 + 16 and len(sizes) == 8
+    assert (
+        [len(set(rows)) for rows in elements.values()]
+        == [7 * 41 * 3, 1, 9]
+        == [len(rows) for rows in elements.values()]
+    )
+    assert list(split_box(((0, 2), (0, 3)), 1)) == [((a, a + 1), (b, b + 1)) for a in (0, 1) for b in (0, 1, 2)]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def save_small(root: Path, steps: tuple[int, ...], world: int = 2, **options: Any) -> None:
+    modules = [linear() for _ in range(world)]
+
+    def body(rank: int) -> None:
+        with checkpoints_of(rank, root, world, modules[rank], **options) as checkpoints:
+            for step in steps:
+                with torch.no_grad():
+                    modules[rank][0].weight.fill_(step)
+                checkpoints.save(step)
+
+    run_ranks(world, body)
+
+
+def listed(root: Path) -> list[list[str]]:
+    """The names in the folder of each node."""
+    return [sorted(set(os.listdir(path)) - {".lock"}) for path in sorted(root.iterdir())]
+
+
+def test_folders_that_are_not_shared_are_refused_unless_it_is_said(tmp_path):
+    def work(rank: int) -> None:
+        Checkpointer(tmp_path / str(rank), linear(), mesh=build_mesh("cpu", dp=2))
+
+    for error in errors_of(2, work):
+        assert error.slugs == ("not-shared",) and "shared=False" in str(error)
+
+
+def test_a_missing_node_is_named_with_its_files_and_tensors(copied, monkeypatch):
+    host = read_manifest(copied.root / "node-0" / STEP).about["nodes"][1][0]
+    shutil.rmtree(copied.root / "node-1")
+    module = torch.nn.Linear(2, 2)
+
+    def work(rank: int) -> None:
+        load_checkpoint(node_of(copied.root, rank, 1), module, mesh=build_mesh("cpu", dp=2), shared=False)
+
+    for error in errors_of(2, work):
+        (problem,) = error.problems
+        rows = dict(problem.rows)
+        assert problem.slug == "missing-node-files" and problem.what == "2 of the 4 files of step 2 are missing"
+        assert rows["node"] == f"node 1, host {host}, ranks 2, 3"
+        assert rows["files"] == "rank-00002.safetensors, rank-00003.safetensors"
+        assert "model/model.embed_tokens.weight" in rows["tensors"]
+    with pytest.raises(CheckpointError) as caught:  # of a shared folder too, before anything is read
+        load_checkpoint(copied.root / "node-0", small_model("llama"))
+    assert caught.value.slugs == ("missing-node-files",) and "shared=False" in str(caught.value)
+
+
+def test_damage_on_one_node_is_an_error_on_every_rank_and_changes_nothing(tmp_path):
+    save_small(tmp_path, (1,))
+    (part,) = read_manifest(tmp_path / "node-0" / "step-00000001").tensors["model/0.weight"].slices
+    (path,) = tmp_path.glob(f"node-*/step-00000001/{part.file}")
+    with TensorFile(path.parent, path.name) as file:
+        start = file.entry(part.key).start
+    data = bytearray(path.read_bytes())
+    data[start + 5] ^= 1
+    path.write_bytes(data)
+    modules = [linear(3), linear(3)]
+
+    def work(rank: int) -> None:
+        load_checkpoint(tmp_path / f"node-{rank}", modules[rank], mesh=build_mesh("cpu", dp=2), shared=False)
+
+    for error in errors_of(2, work):
+        assert error.slugs[0] == "corrupt-tensor" and path.name in str(error) and "0.weight" in str(error)
+    assert all(torch.equal(module[0].weight, linear(3)[0].weight) for module in modules)
+
+
+def test_nodes_with_different_checkpoints_of_a_step_are_refused(tmp_path):
+    save_small(tmp_path / "a", (1,))
+    save_small(tmp_path / "b", (1,), keep_last=3)
+    shutil.rmtree(tmp_path / "a" / "node-1")
+    shutil.copytree(tmp_path / "b" / "node-1", tmp_path / "a" / "node-1")
+    manifest = tmp_path / "a" / "node-1" / "step-00000001" / "manifest.json"
+    changed = read_manifest(manifest.parent)
+    changed.about["saved_at"] = "2000-01-01T00:00:00Z"
+    manifest.write_bytes(changed.to_bytes())
+
+    def work(rank: int) -> None:
+        with checkpoints_of(rank, tmp_path / "a") as checkpoints:
+            checkpoints.resume()
+
+    for error in errors_of(2, work):
+        assert error.slugs == ("other-checkpoint",)
+
+
+def test_a_step_that_no_node_has(tmp_path):
+    save_small(tmp_path, (1,))
+
+    def work(rank: int) -> None:
+        load_checkpoint(tmp_path / f"node-{rank}", linear(), step=3, mesh=build_mesh("cpu", dp=2), shared=False)
+
+    for error in errors_of(2, work):
+        assert error.slugs == ("no-checkpoint",) and "existing steps" in str(error)
+
+
+def test_ranks_that_see_files_of_each_other_only_in_part():
+    assert grouped([[0, 2], [1], [0, 2]], Path("run")) == ((0, 2), (1,))
+    for views in ([[0, 1], [1]], [[0], []], [[0, 1], [0, 1, 2], [1, 2]]):
+        with pytest.raises(CheckpointError) as caught:
+            grouped(views, Path("run"))
+        assert caught.value.slugs == ("folders-differ",)
+
+
+# -- several saves, and faults of disks ---------------------------------------------------------------------------------
+
+
+def test_retention_and_setting_aside_are_the_same_on_every_node(tmp_path):
+    save_small(tmp_path, (10, 20, 30, 40, 50), keep_last=2, keep_every=20)
+    assert listed(tmp_path) == [["latest", "step-00000020", "step-00000040", "step-00000050"]] * 2
+    modules = [linear(1), linear(1)]
+
+    def body(rank: int) -> list[Any]:
+        with checkpoints_of(rank, tmp_path, module=modules[rank]) as checkpoints:
+            steps = [checkpoints.resume(), checkpoints.resume(20, set_aside=True), checkpoints.resume()]
+            return [*steps, float(modules[rank][0].weight[0, 0])]
+
+    assert run_ranks(2, body) == [[50, 20, 20, 20.0]] * 2
+    for names in listed(tmp_path):
+        assert [name for name in names if not name.startswith(".")] == ["latest", "step-00000020"]
+
+
+def test_one_folder_of_all_ranks_is_one_node(tmp_path):
+    def body(rank: int) -> tuple[int, int]:
+        with Checkpointer(tmp_path, linear(), mesh=build_mesh("cpu", dp=2), shared=False) as checkpoints:
+            checkpoints.save(1)
+            return len(checkpoints._folder.nodes.ranks), checkpoints.resume()
+
+    assert run_ranks(2, body) == [(1, 1), (1, 1)]
+    assert "nodes" not in read_manifest(tmp_path / "step-00000001").about
+
+
+@pytest.mark.parametrize("phase", ["begin", "prepare", "commit"])
+def test_a_disk_that_fails_on_one_node_fails_the_save_on_all(tmp_path, monkeypatch, phase):
+    """Nothing is left of it, also of nodes that have renamed their folder; and the next save is a good one."""
+    save_small(tmp_path, (1,))
+    real, failing = getattr(folders, phase), [True]
+
+    def fails(path: Path, *rest: Any) -> Any:
+        if failing and f"{os.sep}node-1" in str(path):
+            with disk.reporting_errors(path):
+                raise OSError(errno.EIO, "Input/output error")
+        return real(path, *rest)
+
+    monkeypatch.setattr(folders, phase, fails)
+    modules = [linear(), linear()]
+
+    def body(rank: int) -> tuple[tuple[str, ...], list[list[str]], int]:
+        with checkpoints_of(rank, tmp_path, module=modules[rank]) as checkpoints:
+            with pytest.raises(CheckpointError) as caught:
+                checkpoints.save(2)
+            checkpoints._sync.all_gather(None)
+            left = listed(tmp_path)
+            checkpoints._sync.all_gather(None)
+            failing.clear()
+            checkpoints.save(3)
+            return caught.value.slugs, left, checkpoints.resume()
+
+    assert run_ranks(2, body) == [(("write-failed",), [["latest", "step-00000001"]] * 2, 3)] * 2
+
+
+@pytest.mark.parametrize("renamed", [0, 1])
+def test_a_crash_between_the_renames_of_two_nodes_is_completed(tmp_path, renamed):
+    """One node has published step 2, the other has it complete and not renamed: the next run publishes it there."""
+    save_small(tmp_path, (1, 2))
+    other = tmp_path / f"node-{1 - renamed}"
+    os.rename(other / "step-00000002", other / ".step-00000002.writing-0123456789ab")
+    (other / "latest").write_text("step-00000001\n")
+    modules = [linear(1), linear(1)]
+
+    def body(rank: int) -> tuple[int, float]:
+        with checkpoints_of(rank, tmp_path, module=modules[rank]) as checkpoints:
+            return checkpoints.resume(), float(modules[rank][0].weight[0, 0])
+
+    assert run_ranks(2, body) == [(2, 2.0)] * 2
+    assert listed(tmp_path) == [["latest", "step-00000001", "step-00000002"]] * 2
+    assert (other / "latest").read_text() == "step-00000002\n"
+
+
+def test_a_checkpoint_that_no_node_has_published_is_removed(tmp_path):
+    save_small(tmp_path, (1, 2))
+    for node in (0, 1):
+        folder = tmp_path / f"node-{node}"
+        os.rename(folder / "step-00000002", folder / ".step-00000002.writing-0123456789ab")
+        (folder / "latest").write_text("step-00000001\n")
+    modules = [linear(1), linear(1)]
+
+    def body(rank: int) -> tuple[int, float]:
+        with checkpoints_of(rank, tmp_path, module=modules[rank]) as checkpoints:
+            return checkpoints.resume(), float(modules[rank][0].weight[0, 0])
+
+    assert run_ranks(2, body) == [(1, 1.0)] * 2
+    assert listed(tmp_path) == [["latest", "step-00000001"]] * 2
+
+
+def test_a_folder_of_a_node_has_one_writer(tmp_path):
+    save_small(tmp_path, (1,))
+    lock = folders.Lock(tmp_path / "node-1")
+    try:
+        for error in errors_of(2, lambda rank: checkpoints_of(rank, tmp_path)):
+            assert error.slugs == ("folder-in-use",)
+    finally:
+        lock.release()
+    save_small(tmp_path, (2,))

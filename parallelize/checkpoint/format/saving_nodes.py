@@ -16,7 +16,6 @@ from parallelize.errors import CheckpointError, Problem, short_list
 
 KEY = "nodes"
 """The key in `about` of a manifest."""
-GATHER_FIX = "name the folder of that node too, or copy its files into one of these folders"
 _MAX_NODES = 8
 
 

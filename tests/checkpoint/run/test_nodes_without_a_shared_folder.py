@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from parallelize import CheckpointError, GlobalBatches, Streams, build_mesh, load_checkpoint, rebuild
 from parallelize.checkpoint.format import disk, folders
@@ -24,6 +25,7 @@ from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.nodes import grouped
 from parallelize.checkpoint.run.transfer import Read, chunks_of, split_box
 from tests.checkpoint.checkpoint_jobs import built, different, everything, small_model, train
+from tests.checkpoint.run import crash_replay, fault_jobs
 from tests.checkpoint.run.resume_jobs import Counter
 from tests.checkpoint.small_checkpoints import linear
 from tests.support.threads import run_ranks
@@ -424,3 +426,57 @@ def test_a_folder_of_a_node_has_one_writer(tmp_path):
     finally:
         lock.release()
     save_small(tmp_path, (2,))
+
+
+@pytest.mark.sweep
+def test_power_may_fail_on_both_nodes_at_any_moment_of_a_save(tmp_path):
+    """Each disk loses any part of what was not flushed: the next run resumes from step 1 or 2, the same on both nodes."""
+    base, copy = tmp_path / "base", tmp_path / "copy"
+    base.mkdir()
+    logs: list[Any] = []
+
+    def save_twice(rank: int) -> None:
+        bench = fault_jobs.Bench("plain", 2)
+        with bench.checkpointer(base / f"node-{rank}", shared=False) as checkpoints:
+            bench.set(1)
+            checkpoints.save(1, values={"step": 1})
+            checkpoints._sync.all_gather(None)
+            if rank == 0:
+                logs.append(crash_replay.read_tree(base))
+                logs.append(crash_replay.recorded(base))
+                logs.append(logs[1].__enter__())
+            checkpoints._sync.all_gather(None)
+            bench.set(2)
+            checkpoints.save(2, values={"step": 2})
+            checkpoints._sync.all_gather(None)
+            if rank == 0:
+                logs[1].__exit__(None, None, None)
+
+    run_ranks(2, save_twice)
+    before, _, log = logs
+    trees = {}
+    for prefix, name, tree in crash_replay.outcomes(before, log, seed=22, tries=30):
+        trees.setdefault(crash_replay.key_of(tree), (prefix, name, tree))
+
+    def resume_each(rank: int) -> list[tuple[int, str, int, list[str]]]:
+        bench, found = fault_jobs.Bench("plain", 2), []
+        for prefix, name, tree in trees.values():
+            if rank == 0:
+                crash_replay.write_tree(copy, tree)
+            dist.barrier()
+            bench.set(0)
+            try:
+                with bench.checkpointer(copy / f"node-{rank}", shared=False) as checkpoints:
+                    step = checkpoints.resume()
+                    found.append((prefix, name, step, bench.differs(step)))
+            except CheckpointError as error:
+                found.append((prefix, name, 0, [str(error)]))
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(copy)
+        return found
+
+    for found in run_ranks(2, resume_each):
+        wrong = [row for row in found if row[3] or (row[0] == len(log) and row[2] != 2)]
+        assert not wrong, (len(wrong), len(found), wrong[:3])
+        assert {step for _, _, step, _ in found} == {1, 2} and len(found) > 150, len(found)

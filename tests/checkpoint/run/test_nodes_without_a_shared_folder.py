@@ -16,13 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelize import CheckpointError, GlobalBatches, Streams, build_mesh, load_checkpoint, rebuild
+from parallelize import CheckpointError, GlobalBatches, Problem, Streams, build_mesh, load_checkpoint, rebuild
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.format.manifest import read_manifest
 from parallelize.checkpoint.format.reader import TensorFile
 from parallelize.checkpoint.run import local_tensors, transfer
 from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.nodes import grouped
+from parallelize.checkpoint.run.rank_sync import RankSync
 from parallelize.checkpoint.run.transfer import Read, chunks_of, split_box
 from tests.checkpoint.checkpoint_jobs import built, different, everything, small_model, train
 from tests.checkpoint.run import crash_replay, fault_jobs
@@ -271,23 +272,68 @@ def test_a_missing_node_is_named_with_its_files_and_tensors(copied, monkeypatch)
     assert caught.value.slugs == ("missing-node-files",) and "shared=False" in str(caught.value)
 
 
-def test_damage_on_one_node_is_an_error_on_every_rank_and_changes_nothing(tmp_path):
-    save_small(tmp_path, (1,))
-    (part,) = read_manifest(tmp_path / "node-0" / "step-00000001").tensors["model/0.weight"].slices
-    (path,) = tmp_path.glob(f"node-*/step-00000001/{part.file}")
+def test_damage_on_a_node_that_only_reads_for_others_is_an_error_on_every_rank(copied):
+    """Of a layer of the second stage, on the node of the first: nothing is changed on either rank."""
+    tensor = read_manifest(copied.root / "node-0" / STEP).tensors["model/model.layers.3.mlp.up_proj.weight"]
+    part = next(part for part in tensor.slices if (copied.root / "node-0" / STEP / part.file).exists())
+    path = copied.root / "node-0" / STEP / part.file
     with TensorFile(path.parent, path.name) as file:
         start = file.entry(part.key).start
     data = bytearray(path.read_bytes())
     data[start + 5] ^= 1
     path.write_bytes(data)
-    modules = [linear(3), linear(3)]
+    models = [small_model("llama", seed=1) for _ in range(2)]
+    before = {name: value.clone() for name, value in models[0].state_dict().items()}
 
     def work(rank: int) -> None:
-        load_checkpoint(tmp_path / f"node-{rank}", modules[rank], mesh=build_mesh("cpu", dp=2), shared=False)
+        parallel, _ = built("llama", {"pp": 2}, {}, model=models[rank])
+        load_checkpoint(node_of(copied.root, rank, 1), parallel, shared=False)
 
     for error in errors_of(2, work):
-        assert error.slugs[0] == "corrupt-tensor" and path.name in str(error) and "0.weight" in str(error)
-    assert all(torch.equal(module[0].weight, linear(3)[0].weight) for module in modules)
+        assert error.slugs == ("corrupt-tensor",) and path.name in str(error) and "up_proj" in str(error)
+    for model in models:
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_disk_that_fails_while_it_reads_for_others_is_an_error_on_every_rank(copied, monkeypatch):
+    failed = CheckpointError(Problem("unreadable-file", "byte 7 cannot be read"))
+    real = transfer.Transfer._read
+    monkeypatch.setattr(
+        transfer.Transfer, "_read", lambda self, *rest: failed if self.sync.rank == 1 else real(self, *rest)
+    )
+    models = [small_model("llama", seed=1) for _ in range(2)]
+
+    def work(rank: int) -> None:
+        parallel, _ = built("llama", {"pp": 2}, {}, model=models[rank])
+        load_checkpoint(node_of(copied.root, rank, 1), parallel, shared=False)
+
+    for error in errors_of(2, work):
+        assert error.slugs == ("unreadable-file",)
+
+
+def test_what_a_node_has_is_not_sent_to_its_ranks(tmp_path, monkeypatch):
+    """Stages that resume on their nodes receive nothing but the tensors inside plain values."""
+    sent: list[int] = []
+    real = RankSync.swap
+    monkeypatch.setattr(
+        RankSync,
+        "swap",
+        lambda self, outgoing, incoming: (
+            sent.extend(data.numel() for data in outgoing.values()),
+            real(self, outgoing, incoming),
+        )[1],
+    )
+    models = [small_model("llama", seed=1) for _ in range(2)]
+
+    def body(rank: int) -> int:
+        parallel, optimizer = built("llama", {"pp": 2}, {}, model=models[rank])
+        train(parallel, optimizer, 0, 1)
+        with Checkpointer(tmp_path / f"node-{rank}", parallel, optimizer=optimizer, shared=False) as checkpoints:
+            checkpoints.save(1)
+            return checkpoints.resume()
+
+    assert run_ranks(2, body) == [1, 1]
+    assert sum(sent) < 1000
 
 
 def test_nodes_with_different_checkpoints_of_a_step_are_refused(tmp_path):

@@ -160,7 +160,7 @@ def test_a_run_resumes_bit_equal_on_the_same_nodes(copied):
     assert copied.wrong_after_resume(TWO_NODES, {"zero": 1}, 2) == [[]] * 4
 
 
-@pytest.mark.variants(every=7)
+@pytest.mark.variants(every=14)
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize(
     ("axes", "options", "per_node"),
@@ -428,6 +428,44 @@ def test_a_disk_that_fails_on_one_node_fails_the_save_on_all(tmp_path, monkeypat
             return caught.value.slugs, left, checkpoints.resume()
 
     assert run_ranks(2, body) == [(("write-failed",), [["latest", "step-00000001"]] * 2, 3)] * 2
+
+
+def test_a_rename_that_cannot_be_taken_back_is_completed_by_the_next_run(tmp_path, monkeypatch):
+    """Nothing is removed then: the step is complete on every node."""
+    save_small(tmp_path, (1,))
+    commit = folders.commit
+
+    def fails(path: Path, *rest: Any) -> Any:
+        with disk.reporting_errors(path):
+            raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "commit", lambda root, *rest: (fails if root.name == "node-1" else commit)(root, *rest))
+        patch.setattr(folders, "retract", fails)
+        for error in errors_of(2, lambda rank: save_on_node(rank, tmp_path, 2)):
+            assert error.slugs == ("write-failed",)
+    modules = [linear(1), linear(1)]
+
+    def body(rank: int) -> int:
+        with checkpoints_of(rank, tmp_path, module=modules[rank]) as checkpoints:
+            return checkpoints.resume()
+
+    assert run_ranks(2, body) == [2, 2]
+    assert listed(tmp_path) == [["latest", "step-00000001", "step-00000002"]] * 2
+
+
+def save_on_node(rank: int, root: Path, step: int) -> None:
+    with checkpoints_of(rank, root) as checkpoints:
+        checkpoints.save(step)
+
+
+def test_one_process_is_one_node(tmp_path):
+    with Checkpointer(tmp_path, linear(1), shared=False) as checkpoints:
+        assert checkpoints.resume() == 0
+        checkpoints.save(1)
+    module = linear(2)
+    assert load_checkpoint(tmp_path, module, shared=False) == 1
+    assert torch.equal(module[0].weight, linear(1)[0].weight)
 
 
 @pytest.mark.parametrize("renamed", [0, 1])

@@ -5,6 +5,9 @@
 All save the same state: a model sharded over tp, and AdamW's state. Every save is flushed to the disk. Before each timing,
 pending writes are flushed (`sync`) and the ranks synchronize. Loads read the files from the page cache. PyTorch's checkpoint
 and plain safetensors have no hashes; this package always writes them, and compares them unless `check=False`.
+
+The last table loads a checkpoint of nodes without a shared folder, of one rank each: where it was saved, and with the folders
+exchanged, so that each rank receives everything from another one.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,14 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.llama import Llama, plan
 from benchmarks.timing import interleaved, join, medians_ms, ratio
-from parallelize import Checkpointer, build_mesh, destroy_groups, local_optimizer, parallelize_module
+from parallelize import (
+    Checkpointer,
+    build_mesh,
+    destroy_groups,
+    load_checkpoint,
+    local_optimizer,
+    parallelize_module,
+)
 
 Work = dict[str, Callable[[], object]]
 PAIRS = [
@@ -39,6 +50,9 @@ LOAD_PAIRS = [
     ("ours, unchecked", "pytorch", 0.5),
     ("ours, checked", "safetensors", None),
 ]
+
+
+NODE_PAIRS = [("own node", "shared", None), ("other node", "shared", None), ("other node, unchecked", "shared", None)]
 
 
 class State:
@@ -135,6 +149,21 @@ def loads(state: State, root: Path, checkpoints: Checkpointer) -> Work:
     }
 
 
+def node_loads(state: State, root: Path, checkpoints: Checkpointer) -> Work:
+    """Loads of the same state from a shared folder, from the folder of the own node, and from that of another."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own, other = root / f"node-{rank}", root / f"node-{(rank + 1) % ranks}"
+    with Checkpointer(own, state.model, optimizer=state.optimizer, shared=False) as of_node:
+        of_node.save(1)
+    load = partial(load_checkpoint, model=state.model, optimizer=state.optimizer, shared=False)
+    return {
+        "shared": checkpoints.resume,
+        "own node": lambda: load(own),
+        "other node": lambda: load(other),
+        "other node, unchecked": lambda: load(other, check=False),
+    }
+
+
 def report(title: str, times: dict[str, list[float]], pairs: list, num_bytes: int) -> dict[str, Any]:
     medians = medians_ms(times)
     ratios = {f"{top} / {bottom}": ratio(times, top, bottom) | {"bound": bound} for top, bottom, bound in pairs}
@@ -178,6 +207,8 @@ def main() -> None:
             background_checkpoints.wait()
             times = interleaved(loads(state, root, checkpoints), args.rounds, before=disk.quiet)
             results["load"] = report("load", times, LOAD_PAIRS, num_bytes)
+            times = interleaved(node_loads(state, root, checkpoints), args.rounds, before=disk.quiet)
+            results["nodes"] = report("load, of nodes", times, NODE_PAIRS, num_bytes)
     finally:
         dist.barrier()
         if dist.get_rank() == 0:

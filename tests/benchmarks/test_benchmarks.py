@@ -165,6 +165,7 @@ def test_checkpoints_are_timed_against_their_peers(tmp_path):
     results = json.loads(out.read_text())
     assert {"ours", "pytorch", "safetensors"} <= set(results["save"]["ms"])
     assert {"ours, checked", "ours, unchecked", "pytorch"} <= set(results["load"]["ms"])
+    assert {"shared", "own node", "other node"} <= set(results["nodes"]["ms"])
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 

@@ -25,9 +25,16 @@ from tests.support.models import tiny_batch, tiny_model
 OVERRIDES = {"llama": {"num_key_value_heads": 2}, "gpt2": {}, "phi3": {"num_key_value_heads": 2}}
 
 
-def built(family: str, axes: dict[str, int], options: dict[str, Any], seed: int = 0) -> tuple[ParallelModel, Any]:
-    """A small model of four layers on a mesh, and its optimizer."""
-    model = tiny_model(family, seed=seed, num_hidden_layers=4, **OVERRIDES.get(family, {}))
+def small_model(family: str, seed: int = 0) -> nn.Module:
+    """A small model of four layers."""
+    return tiny_model(family, seed=seed, num_hidden_layers=4, **OVERRIDES.get(family, {}))
+
+
+def built(
+    family: str, axes: dict[str, int], options: dict[str, Any], seed: int = 0, model: nn.Module | None = None
+) -> tuple[ParallelModel, Any]:
+    """A small model of four layers on a mesh, and its optimizer. `model`: already built, where ranks are threads."""
+    model = small_model(family, seed) if model is None else model
     options = {"num_microbatches": axes.get("pp", 1), **options}
     parallel = parallelize_model(model, build_mesh("cpu", **axes), **options)
     return parallel, parallel.optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)

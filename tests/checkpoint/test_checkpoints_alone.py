@@ -58,7 +58,7 @@ def test_an_error_of_a_background_save_that_no_call_raises_is_a_warning(tmp_path
     checkpoints._write = fails
     checkpoints.save(1)
     checkpoints._thread.join()
-    checkpoints._release()
+    checkpoints._folder.release()
     with pytest.warns(RuntimeWarning, match=r"was not saved, .*no space left"):
         checkpoints.__del__()
     checkpoints._failed = None

@@ -31,6 +31,11 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def rank_file(rank: int) -> str:
+    """The file that a rank writes. `rank`: its index in the mesh."""
+    return f"rank-{rank:05d}.safetensors"
+
+
 def published(root: Path) -> dict[int, Path]:
     """Step -> folder of every checkpoint, oldest first. A folder without a manifest is not a checkpoint."""
     steps = {}
@@ -98,13 +103,22 @@ def unfinished(root: Path) -> list[Path]:
     return [path for path in root.iterdir() if _UNFINISHED.fullmatch(path.name)]
 
 
-def begin(root: Path, step: int) -> Path:
-    """Create the folder into which a save writes. Raises: CheckpointError `already-saved`, `write-failed`."""
+def prepared(root: Path) -> dict[Path, int]:
+    """Folder -> step of the saves that were interrupted after their manifest was written."""
+    complete = [path for path in unfinished(root) if ".writing-" in path.name and (path / NAME).is_file()]
+    return {path: int(path.name.split(".")[1].removeprefix("step-")) for path in complete}
+
+
+def begin(root: Path, step: int, name: str | None = None) -> Path:
+    """Create the folder into which a save writes. `name`: that of the same folder on another node.
+
+    Raises: CheckpointError `already-saved`, `write-failed`.
+    """
     final = root / folder_name(step)
     if os.path.lexists(final):
         fix = "a published checkpoint is never written again: remove it, or save to another folder"
         raise CheckpointError(Problem("already-saved", f"step {step} exists already", str(final), fix=fix))
-    path = root / f".{folder_name(step)}.writing-{uuid.uuid4().hex[:12]}"
+    path = root / (name or f".{folder_name(step)}.writing-{uuid.uuid4().hex[:12]}")
     with disk.reporting_errors(path):
         disk.make_folder(path)
     return path
@@ -116,22 +130,48 @@ def publish(root: Path, writing: Path, step: int, manifest: bytes) -> Path:
     Raises: CheckpointError `write-failed`, `already-saved`. The checkpoint is then not published, or the message says that
         it is published and complete.
     """
-    final = root / folder_name(step)
+    prepare(writing, manifest)
+    final = commit(root, writing, step)
+    announce(root, step)
+    return final
+
+
+def prepare(writing: Path, manifest: bytes) -> None:
+    """Write the manifest: the folder is then complete, and not yet published. Raises: CheckpointError `write-failed`."""
     with disk.reporting_errors(writing, len(manifest)):
         disk.write_file(writing / NAME, manifest)
         disk.flush_folder(writing)
+
+
+def commit(root: Path, writing: Path, step: int) -> Path:
+    """Publish a complete folder by renaming it. Raises: CheckpointError `write-failed`, `already-saved`."""
+    final = root / folder_name(step)
+    with disk.reporting_errors(writing):
         if os.path.lexists(final):
             raise CheckpointError(
                 Problem("already-saved", f"step {step} was saved by another run in the meantime", str(final))
             )
         disk.rename(writing, final)
+    return final
+
+
+def announce(root: Path, step: int) -> None:
+    """Flush the rename of `commit`, and write `latest`. Raises: CheckpointError `write-failed`, which says what is published."""
+    final = root / folder_name(step)
     with disk.reporting_errors(
         final, len(final.name) + 1, f"step {step} is published and complete, but a later write failed"
     ):
         disk.flush_folder(root)
         newest = list(published(root).values())[-1]  # an older step may be saved after a newer one
         disk.replace_file(root / LATEST, (newest.name + "\n").encode())
-    return final
+
+
+def retract(root: Path, writing: Path, step: int) -> None:
+    """Take back the rename of `commit`. Raises: CheckpointError `write-failed`."""
+    final = root / folder_name(step)
+    with disk.reporting_errors(final, what=f"step {step} is published on some nodes only, and cannot be taken back"):
+        disk.rename(final, writing)
+        disk.flush_folder(root)
 
 
 def abandon(writing: Path | None) -> None:
@@ -172,16 +212,21 @@ def surplus(steps: list[int], keep_last: int | None, keep_every: int | None) -> 
     return [step for step in sorted(steps) if step not in newest and not (keep_every and step % keep_every == 0)]
 
 
+def make_root(root: Path) -> None:
+    """Create the folder of a run, and flush the folders above it. Raises: OSError."""
+    created = [path for path in (root, *root.parents) if not path.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    for path in created:  # a checkpoint is on the disk only if the folders above it are
+        disk.flush_folder(path.parent)
+
+
 class Lock:
     """An exclusive lock on a folder of checkpoints. The operating system releases it when the process ends."""
 
     def __init__(self, root: Path):
         """Raises: CheckpointError `folder-in-use`, `write-failed`."""
         with disk.reporting_errors(root):
-            created = [path for path in (root, *root.parents) if not path.exists()]
-            root.mkdir(parents=True, exist_ok=True)
-            for path in created:  # a checkpoint is on the disk only if the folders above it are
-                disk.flush_folder(path.parent)
+            make_root(root)
             self._file = os.open(root / ".lock", os.O_CREAT | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o644)
         try:
             import fcntl

@@ -9,7 +9,7 @@ import base64
 import math
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
@@ -41,6 +41,15 @@ def decode(value: Any, tensors: TensorSource | None = None, where: str = "value"
     Raises: CheckpointError `bad-value`, with the path of a value that `encode` cannot have written.
     """
     return _Decoder(tensors).any(value, where, 0)
+
+
+def stored_keys(value: Any) -> Iterator[str]:
+    """Keys of the stored tensors to which an encoded value refers."""
+    if isinstance(value, dict) and value.get(TAG) == "stored_tensor":
+        yield str(value.get("key"))
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from stored_keys(item)
 
 
 class _Decoder:

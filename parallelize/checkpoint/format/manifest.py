@@ -109,7 +109,21 @@ def read_manifest(folder: Path) -> Manifest:
             raise
         what = "has no manifest, so it is not a checkpoint, or the save was not completed"
         raise CheckpointError(Problem("not-a-checkpoint", what, str(folder), fix="name the folder of a step")) from None
-    where = str(folder / NAME)
+    return manifest_from(text, str(folder / NAME))
+
+
+def read_digest(folder: Path) -> str:
+    """The digest that a manifest states; empty if there is no manifest, or one that does not begin with a digest."""
+    try:
+        with (folder / NAME).open("rb") as file:
+            start = file.read(len(_OPENING) + 2 * DIGEST_BYTES)
+    except OSError:
+        return ""
+    return start[len(_OPENING) :].decode("ascii", "replace") if start.startswith(_OPENING) else ""
+
+
+def manifest_from(text: bytes, where: str) -> Manifest:
+    """Parse the content of a manifest. Raises: as `read_manifest`."""
     start = len(_OPENING) + 2 * DIGEST_BYTES
     expected, body = text[len(_OPENING) : start], text[start + len(_BETWEEN) : -2]
     is_framed = text.startswith(_OPENING) and text[start:].startswith(_BETWEEN) and text.endswith(b"}\n")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,21 +13,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from parallelize.checkpoint.format import disk, folders
+from parallelize.checkpoint.format import folders
+from parallelize.checkpoint.format.saving_nodes import KEY as NODES
 from parallelize.checkpoint.run.load import Loading, LoadOptions, load_run
 from parallelize.checkpoint.run.local_tensors import model_on_mesh
 from parallelize.checkpoint.run.metadata import run_metadata
-from parallelize.checkpoint.run.rank_sync import (
-    TIMEOUT_S,
-    RankSync,
-    as_parallelize_error,
-    problem_from_json,
-    problems_to_json,
-)
+from parallelize.checkpoint.run.node_files import choose_step
+from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
 from parallelize.checkpoint.run.run_contents import run_of
+from parallelize.checkpoint.run.run_folder import RunFolder
 from parallelize.checkpoint.run.save import write_snapshot
 from parallelize.checkpoint.run.snapshot import Snapshot, Staging, take
-from parallelize.errors import CheckpointError, Problem, short_list
+from parallelize.errors import CheckpointError, Problem
 from parallelize.pipeline.ties import ties_of
 from parallelize.randomness.streams import Streams
 from parallelize.terminal.progress_line import Progress
@@ -53,7 +48,8 @@ class Checkpointer:
     collectives. A folder has one writer at a time.
 
     Args:
-        folder: a folder on a file system that all ranks see, which is checked at once.
+        folder: a folder on a file system that all ranks see, which is checked at once; or, with `shared=False`, a folder of
+            each node.
         model: a `ParallelModel`, or a module on any or no mesh.
         optimizer: one, or several by name.
         scheduler: one, or several by name.
@@ -62,6 +58,9 @@ class Checkpointer:
             state of each data rank is saved.
         user: more such objects by name. Every rank's `state_dict` is called; the first rank's state is saved.
         mesh: the mesh of all processes, if the model has none.
+        shared: all ranks see the folder. False: nodes have disks of their own. Ranks that see the same folder are one node, which
+            keeps the files of its ranks. A checkpoint is published on all nodes or on none, and `resume` sends to each rank what
+            its node lacks.
         asynchronous: `save` returns when the state is copied, and files are written in the background. The next call
             raises errors of the background save.
         keep_last: the number of newest checkpoints to keep. None: all.
@@ -72,10 +71,10 @@ class Checkpointer:
     Attributes:
         values: the `values` that were passed to `save`, of the checkpoint that was resumed.
 
-    Raises: CheckpointError `not-shared`, `folder-in-use`, `bad-retention`, `bad-name`, `not-stateful`; ModelError
-        `partial-mesh`, `wrapped-model`.
-    Cost: each call sends short messages over a gloo group of its own. Tensors are never sent: each rank writes and reads
-        files.
+    Raises: CheckpointError `not-shared`, `folder-in-use`, `folders-differ`, `bad-retention`, `bad-name`, `not-stateful`;
+        ModelError `partial-mesh`, `wrapped-model`.
+    Cost: each call sends short messages over a gloo group of its own. Tensors are sent only by `resume` with `shared=False`:
+        otherwise each rank writes and reads files.
     """
 
     def __init__(
@@ -89,6 +88,7 @@ class Checkpointer:
         data: Any = None,
         user: Mapping[str, Any] | None = None,
         mesh: DeviceMesh | None = None,
+        shared: bool = True,
         asynchronous: bool = False,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -112,51 +112,12 @@ class Checkpointer:
         self._staging = Staging() if asynchronous else None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
-        self._lock: folders.Lock | None = None
         self._sync = RankSync(self.on_mesh.mesh, timeout_s)
         try:
-            self._take_folder()
+            self._folder = RunFolder(self.root, self._sync, shared)
         except BaseException:
             self._sync.close()
             raise
-
-    # -- the folder -----------------------------------------------------------------------------------------------
-
-    def _take_folder(self) -> None:
-        """The first rank locks the folder and removes unfinished saves; every rank checks that it sees the same folder."""
-        token = uuid.uuid4().hex
-        try:
-            self._on_first_rank(lambda: self._lock_folder(token))
-            token = self._sync.broadcast(token)
-            seen = self._sync.all_gather((self.root / f".shared-{token}").is_file())
-            blind = [rank for rank, sees in zip(self._sync.ranks, seen, strict=False) if not sees]
-            if blind:
-                what = f"ranks {blind[:12]} do not see the files that rank {self._sync.ranks[0]} writes"
-                fix = "save to a file system that all machines share"
-                raise CheckpointError(Problem("not-shared", what, str(self.root), fix=fix))
-        except BaseException:
-            self._release(token)
-            raise
-        self._on_first_rank(lambda: self._remove_token(token))
-
-    def _lock_folder(self, token: str) -> None:
-        self._lock = folders.Lock(self.root)
-        with disk.reporting_errors(self.root):
-            for path in folders.unfinished(self.root):
-                disk.remove_folder(path)
-            disk.write_file(self.root / f".shared-{token}", token.encode())
-
-    def _remove_token(self, token: str) -> None:
-        with disk.reporting_errors(self.root):
-            disk.remove_file(self.root / f".shared-{token}")
-
-    def _release(self, token: str = "") -> None:
-        if self._lock is not None:
-            if token:
-                with contextlib.suppress(OSError):
-                    disk.remove_file(self.root / f".shared-{token}")
-            self._lock.release()
-            self._lock = None
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
@@ -180,14 +141,14 @@ class Checkpointer:
         if type(step) is not int or not 0 <= step < 10**18:
             raise CheckpointError(Problem("bad-step", f"{step!r} is not a step", fix="pass an integer, 0 or more"))
         self.wait()
-        self._on_first_rank(lambda: folders.check_newest(self.root, step))
+        self._folder.check_newest(step)
         snapshot, error = None, None
         about: dict[str, Any] = {}
         try:
             if (ties := ties_of(self.run.module)) is not None:
                 ties.check()  # the copies of a tied parameter are saved once, so others would be lost
             snapshot = take(self.run, self.on_mesh, step, values, self._staging)
-            about = run_metadata(self.on_mesh) if self._sync.is_coordinator else {}
+            about = self._metadata() if self._sync.is_coordinator else {}
         except Exception as caught:
             error = as_parallelize_error(caught)
         self._sync.agree(error)
@@ -198,19 +159,13 @@ class Checkpointer:
         self._thread = threading.Thread(target=self._write_in_background, args=(snapshot, about), name="checkpoint")
         self._thread.start()
 
-    def _write(self, snapshot: Snapshot, about: dict[str, Any]) -> None:
-        write_snapshot(self.root, snapshot, self._sync, about)
-        self._on_first_rank(self._remove_surplus)
+    def _metadata(self) -> dict[str, Any]:
+        nodes = self._folder.nodes
+        return run_metadata(self.on_mesh) | ({NODES: nodes.metadata()} if nodes.several else {})
 
-    def _on_first_rank(self, work: Callable[[], None]) -> None:
-        """Run something on the first rank alone. Raises: its error, on every rank."""
-        error = None
-        if self._sync.is_coordinator:
-            try:
-                work()
-            except Exception as caught:
-                error = as_parallelize_error(caught)
-        self._sync.agree(error)
+    def _write(self, snapshot: Snapshot, about: dict[str, Any]) -> None:
+        write_snapshot(self.root, snapshot, self._sync, about, nodes=self._folder.nodes)
+        self._folder.remove_surplus(self.keep_last, self.keep_every)
 
     def _write_in_background(self, snapshot: Snapshot, about: dict[str, Any]) -> None:
         try:
@@ -235,12 +190,6 @@ class Checkpointer:
     def saving(self) -> bool:
         """Whether a save is running in the background."""
         return self._thread is not None and self._thread.is_alive()
-
-    def _remove_surplus(self) -> None:
-        steps = folders.published(self.root)
-        for step in folders.surplus(list(steps), self.keep_last, self.keep_every):
-            with disk.reporting_errors(steps[step]):
-                folders.remove(steps[step])
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -268,38 +217,19 @@ class Checkpointer:
         Cost: as `load_checkpoint`.
         """
         self.wait()
-        folder = self._sync.broadcast(self._choose(step, set_aside) if self._sync.is_coordinator else None)
-        if isinstance(folder, list):
-            raise CheckpointError(*(problem_from_json(problem, self._sync.ranks[0]) for problem in folder))
+        folder = self._folder.choose(step, set_aside)
         if folder is None:
             return 0
-        loading = self._load(self.root / folder, strict, cast, check)
+        loading = self._load(folder, strict, cast, check)
         self.values = loading.values
-        if not set_aside:
-            return loading.manifest.step
-        self._on_first_rank(lambda: folders.set_aside(self.root, loading.manifest.step))
+        if set_aside:
+            self._folder.set_aside(loading.manifest.step)
         return loading.manifest.step
 
     def _load(self, folder: Path, strict: bool, cast: bool, check: bool) -> Loading:
         with Progress("loading", self._sync.is_coordinator) as progress:
             options = LoadOptions(strict, cast, check, progress)
-            return load_run(folder, self.run, self.on_mesh, self._sync, options)
-
-    def _choose(self, step: int | None, set_aside: bool) -> str | list[Any] | None:
-        """The name of the folder to load, None where there is none, or problems."""
-        steps = folders.published(self.root)
-        if step is None and not steps:
-            return None
-        try:
-            chosen = folders.resolve(self.root, step)
-            newer = [str(other) for other in steps if step is not None and other > step]
-            if newer and not set_aside:
-                what = f"there are newer checkpoints than {step}, whose steps cannot be saved again: {short_list(newer, 6)}"
-                fix = "resume(step, set_aside=True) renames them; or use another folder"
-                raise CheckpointError(Problem("newer-checkpoints", what, str(self.root), fix=fix))
-            return chosen.name
-        except CheckpointError as error:
-            return problems_to_json(error)
+            return load_run(folder, self.run, self.on_mesh, self._sync, options, shared=self._folder.shared)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -312,7 +242,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._release()
+            self._folder.release()
             self._sync.close()
 
     def __enter__(self) -> Checkpointer:
@@ -351,6 +281,7 @@ def load_checkpoint(
     scheduler: Named = None,
     step: int | None = None,
     mesh: DeviceMesh | None = None,
+    shared: bool = True,
     strict: bool = True,
     cast: bool = False,
     check: bool = True,
@@ -368,6 +299,7 @@ def load_checkpoint(
         scheduler: one, or several by name.
         step: which checkpoint of a run. None: the newest.
         mesh: the mesh of all processes, if the model has none.
+        shared: all ranks see the folder. False: they may not, and receive from others the files that they do not see.
         strict: a missing or unexpected tensor is an error.
         cast: dtypes may lose precision, as for float32 weights in a bfloat16 model.
         check: compare the hash of everything that is read.
@@ -376,21 +308,30 @@ def load_checkpoint(
 
     Returns: the checkpoint's step.
     Raises: CheckpointError with file and tensor, on every rank, before anything is changed: `missing-tensor`,
-        `unexpected-tensor`, `wrong-shape`, `narrower-dtype`, `missing-state`, `other-checkpoint` and those of damaged files.
+        `unexpected-tensor`, `wrong-shape`, `narrower-dtype`, `missing-state`, `other-checkpoint`, `missing-node-files` and those of damaged files.
     Cost: each rank reads its own elements only; with `check`, those in use are read twice, the second time from the page
-        cache. Short messages are sent, and no tensors.
+        cache. Short messages are sent, and no tensors but, with `shared=False`, those of files that a rank does not see.
     """
     _, on_mesh = model_on_mesh(model, mesh)
     run = run_of(model, optimizer=optimizer, scheduler=scheduler)
     sync = RankSync(on_mesh.mesh, timeout_s, own_group=False)
     try:
-        error, path = None, None
-        try:
-            path = folders.resolve(folder, step)
-        except CheckpointError as caught:
-            error = caught
-        sync.agree(error)
-        assert path is not None
-        return load_run(path, run, on_mesh, sync, LoadOptions(strict, cast, check, progress)).manifest.step
+        path = _folder_of_step(folder, step, sync, shared)
+        options = LoadOptions(strict, cast, check, progress)
+        return load_run(path, run, on_mesh, sync, options, shared=shared).manifest.step
     finally:
         sync.close()
+
+
+def _folder_of_step(folder: str | os.PathLike, step: int | None, sync: RankSync, shared: bool) -> Path:
+    """The folder to load. Raises: CheckpointError of `folders.resolve` or `choose_step`, on every rank."""
+    if not shared:
+        return choose_step(folder, step, sync)[0]
+    error, path = None, None
+    try:
+        path = folders.resolve(folder, step)
+    except CheckpointError as caught:
+        error = caught
+    sync.agree(error)
+    assert path is not None
+    return path

@@ -8,7 +8,7 @@ the second read is fast, and there is never a second copy of the state.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from parallelize.checkpoint.format.boxes import (
     full_box,
     intersection,
     relative_to,
+    shape_of,
     slices_of,
     starts,
     volume,
@@ -37,13 +38,31 @@ _MAX_OPEN_FILES = 128
 
 
 class Files:
-    """The files of one folder, and memory for what is read. Call `close`, or use `with`.
+    """The files of one checkpoint, and memory for what is read. Call `close`, or use `with`.
 
     Headers are read once. Of many files only some are open at a time.
+
+    Attributes:
+        received: full tensors that other ranks have sent, by name: `read_full` returns them.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest):
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        *,
+        folder_of: Mapping[str, Path] | None = None,
+        absent: Collection[str] = (),
+    ):
+        """
+        Args:
+            folder: where the files are, and the folder that errors name.
+            folder_of: the folders of files that are not in `folder`.
+            absent: files that this rank does not see, whose contents other ranks send to it.
+        """
         self.folder, self.manifest = folder, manifest
+        self.absent, self.received = frozenset(absent), dict[str, T]()
+        self._folder_of = folder_of or {}
         self.arena = Arena()
         self._files: dict[str, TensorFile] = {}
         self._open: OrderedDict[str, None] = OrderedDict()
@@ -56,7 +75,8 @@ class Files:
 
     def __getitem__(self, name: str) -> TensorFile:
         if name not in self._files:
-            self._files[name] = TensorFile(self.folder, name, self.manifest.files[name], self._buffers)
+            folder = self._folder_of.get(name, self.folder)
+            self._files[name] = TensorFile(folder, name, self.manifest.files[name], self._buffers)
         self._open[name] = None
         self._open.move_to_end(name)
         if len(self._open) > _MAX_OPEN_FILES:
@@ -114,8 +134,10 @@ def jobs_for(files: Files, saved: SavedTensor, stored: StoredTensor, into: T, hi
 
 def entry_of(files: Files, saved: SavedTensor, saved_slice: SavedSlice) -> TensorEntry:
     """The entry of a file that contains a slice. Raises: CheckpointError `missing-tensor`, `wrong-entry`."""
+    sizes = shape_of(saved_slice.box)
+    if saved_slice.file in files.absent:  # the rank that sends it compares the entry
+        return TensorEntry(saved_slice.key, saved.dtype, sizes, 0)
     entry = files[saved_slice.file].entry(saved_slice.key)
-    sizes = tuple(stop - start for start, stop in saved_slice.box)
     if (entry.dtype, entry.shape) != (saved.dtype, sizes):
         what = f"{saved_slice.key} is {entry.dtype} {list(entry.shape)}, the manifest says {saved.dtype} {list(sizes)}"
         raise CheckpointError(Problem("wrong-entry", what, str(files.folder / saved_slice.file)))
@@ -126,7 +148,7 @@ def prepare_jobs(
     files: Files, jobs: Sequence[ReadJob], check: bool = True, progress: Callable[[int], None] | None = None
 ) -> None:
     """Read tensors that are not in use yet, and compare the hashes of the others. No tensor in use is changed."""
-    for job in sorted(jobs, key=lambda job: (job.file, job.start, job.box)):
+    for job in _in_order(files, jobs):
         if job.hidden:
             files[job.file].read(job.key, job.box, job.out, check)
         elif check:
@@ -137,9 +159,15 @@ def prepare_jobs(
 
 def fill_jobs(files: Files, jobs: Sequence[ReadJob]) -> None:
     """Read tensors that are in use, after `prepare_jobs` has succeeded on every rank."""
-    for job in sorted(jobs, key=lambda job: (job.file, job.start, job.box)):
+    for job in _in_order(files, jobs):
         if not job.hidden:
             files[job.file].read(job.key, job.box, job.out, check=False)
+
+
+def _in_order(files: Files, jobs: Sequence[ReadJob]) -> list[ReadJob]:
+    """The jobs of files that this rank sees, in the order of the files."""
+    visible = [job for job in jobs if job.file not in files.absent]
+    return sorted(visible, key=lambda job: (job.file, job.start, job.box))
 
 
 def allocate_local(stored: StoredTensor, dtype: torch.dtype, arena: Arena) -> T:
@@ -160,6 +188,8 @@ def clear_padding(stored: StoredTensor, local: T) -> None:
 
 def read_full(files: Files, name: str, check: bool = True) -> T:
     """A full tensor of the checkpoint. Raises: CheckpointError `missing-tensor`, `wrong-entry`."""
+    if name in files.received:
+        return files.received[name]
     saved = files.manifest.tensors.get(name)
     if saved is None:
         raise CheckpointError(Problem("missing-tensor", f"no tensor {name!r} was saved", str(files.folder)))

@@ -13,6 +13,7 @@ from parallelize.checkpoint.format.dtypes import is_lossy
 from parallelize.checkpoint.format.host_memory import torch_dtype
 from parallelize.checkpoint.format.json_decoder import decode
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor, read_manifest
+from parallelize.checkpoint.format.saving_nodes import check_files, saving_nodes
 from parallelize.checkpoint.run import run_state
 from parallelize.checkpoint.run.fill_tensors import (
     Files,
@@ -25,11 +26,13 @@ from parallelize.checkpoint.run.fill_tensors import (
 )
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, targets
 from parallelize.checkpoint.run.meta_model import MetaModel
+from parallelize.checkpoint.run.node_files import NodeFiles
 from parallelize.checkpoint.run.optimizer_restore import RestoredOptimizer, plan_optimizer
 from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error, ranks_by_value
 from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.scheduler_state import check_scheduler, load_scheduler
 from parallelize.checkpoint.run.snapshot import reshard_units
+from parallelize.checkpoint.run.transfer import Transfer
 from parallelize.errors import CheckpointError, ParallelizeError, Problem, near, short_list
 
 T = torch.Tensor
@@ -63,11 +66,14 @@ class Loading:
     jobs: list[ReadJob] = field(default_factory=list)
 
 
-def load_run(folder: Path, run: Run, on_mesh: ModelOnMesh, sync: RankSync, options: LoadOptions) -> Loading:
+def load_run(
+    folder: Path, run: Run, on_mesh: ModelOnMesh, sync: RankSync, options: LoadOptions, *, shared: bool = True
+) -> Loading:
     """Load a checkpoint into a run. A collective of `sync`.
 
     Args:
         folder: the folder of a step.
+        shared: all ranks see the folder. False: ranks receive from others what they do not see.
 
     Returns: what was read; `values` are those that were passed to the save.
     Raises: CheckpointError, on every rank, before anything is changed.
@@ -76,20 +82,25 @@ def load_run(folder: Path, run: Run, on_mesh: ModelOnMesh, sync: RankSync, optio
     names = _all_names(on_mesh, tensors, sync)
     meta_model = MetaModel(run.module)
     loading = Loading(options)
-    files = None
+    files, transfer = None, None
     try:
+        nodes = None if shared else _open_on_nodes(folder, run, sync, options, error)
+        files = nodes.files if nodes is not None else None
         try:
             if error is not None:
                 raise error
-            manifest = loading.manifest = read_manifest(folder)
-            _check_names(_Matching(manifest, str(folder), tensors, names), options.strict, meta_model.was_meta)
-            files = Files(folder, manifest)
+            files = files or _open(folder)
+            loading.manifest = files.manifest
+            _check_names(_Matching(files.manifest, str(folder), tensors, names), options.strict, meta_model.was_meta)
             _read(loading, files, run, on_mesh, meta_model, tensors)
         except Exception as caught:
             error = as_parallelize_error(caught)
         _check_same_checkpoint(sync.ranks, sync.agree(error, [loading.manifest.digest, str(folder)]))
         assert files is not None
-        _commit(loading, files, run, on_mesh, sync)
+        if nodes is not None:
+            transfer = nodes.transfer(loading.jobs)
+            transfer.prepare(options.check)
+        _commit(loading, files, run, on_mesh, sync, transfer)
     except BaseException:
         meta_model.undo()
         raise
@@ -97,6 +108,31 @@ def load_run(folder: Path, run: Run, on_mesh: ModelOnMesh, sync: RankSync, optio
         if files is not None:
             files.close()
     return loading
+
+
+def _open(folder: Path) -> Files:
+    """The files of a folder that all ranks see. Raises: CheckpointError `missing-node-files` and those of `read_manifest`."""
+    manifest = read_manifest(folder)
+    if saving_nodes(manifest.about):  # otherwise a missing file is an error when it is needed
+        check_files(manifest, [name for name in manifest.files if (folder / name).is_file()], str(folder), _NODES_FIX)
+    return Files(folder, manifest)
+
+
+_NODES_FIX = "shared=False loads folders of several nodes; or copy the files of all nodes into one folder"
+
+
+def _open_on_nodes(
+    folder: Path, run: Run, sync: RankSync, options: LoadOptions, error: ParallelizeError | None
+) -> NodeFiles:
+    """The files of all nodes, with the tensors inside plain values. Raises: CheckpointError, on every rank."""
+    sync.agree(error)
+    nodes = NodeFiles(folder, sync)
+    try:
+        nodes.receive_state(run, options.check)
+    except BaseException:
+        nodes.files.close()
+        raise
+    return nodes
 
 
 def _targets(run: Run, on_mesh: ModelOnMesh) -> tuple[list[LocalTensor], ParallelizeError | None]:
@@ -292,7 +328,9 @@ def mesh_of(on_mesh: ModelOnMesh) -> list[list[Any]]:
 
 
 @torch.no_grad()
-def _commit(loading: Loading, files: Files, run: Run, on_mesh: ModelOnMesh, sync: RankSync) -> None:
+def _commit(
+    loading: Loading, files: Files, run: Run, on_mesh: ModelOnMesh, sync: RankSync, transfer: Transfer | None
+) -> None:
     """Change the live state. Objects of the user come first, because they may refuse their state."""
     error: ParallelizeError | None = None
     if run.schedulers or run.user or run.data is not None:
@@ -305,11 +343,13 @@ def _commit(loading: Loading, files: Files, run: Run, on_mesh: ModelOnMesh, sync
         for tensor, local in loading.weights:
             clear_padding(tensor.stored, local)
         fill_jobs(files, loading.jobs)
-        for _, local in loading.weights:
-            torch.autograd.graph.increment_version(local)
     except Exception as caught:  # the disk failed between the two readings
         error = as_parallelize_error(caught)
     sync.agree(error)
+    if transfer is not None:
+        transfer.run(loading.options.progress)
+    for _, local in loading.weights:
+        torch.autograd.graph.increment_version(local)
     for restored in loading.optimizers:
         restored.apply()
     state, saved = loading.manifest.state, loading.state

@@ -1,11 +1,12 @@
 """The messages of the ranks of a save or load: short JSON texts, over a separate process group.
 
-The group is separate because a background save runs while training uses other collectives. Tensors are never sent here.
+The group is separate because a background save runs while training uses other collectives. Bytes of tensors are sent only by
+`swap`, for ranks that read files of other nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -79,17 +80,17 @@ class RankSync:
             return None
         return [_unpacked(message[: int(size)]) for message, size in zip(messages, sizes, strict=True)]
 
-    def broadcast(self, value: Any = None) -> Any:
-        """The first rank's value, on every rank."""
+    def broadcast(self, value: Any = None, source: int = 0) -> Any:
+        """The value of one rank, by default the first, on every rank. `source`: its index in `ranks`."""
         if self.group is None and not self.lost:
             return value
         with self._reporting_lost_ranks("broadcast"):
-            message = _packed(value) if self.is_coordinator else torch.empty(0, dtype=torch.uint8)
+            message = _packed(value) if self.rank == source else torch.empty(0, dtype=torch.uint8)
             size = torch.tensor([message.numel()])
-            dist.broadcast(size, self.ranks[0], group=self.group)
-            if not self.is_coordinator:
+            dist.broadcast(size, self.ranks[source], group=self.group)
+            if self.rank != source:
                 message = torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(message, self.ranks[0], group=self.group)
+            dist.broadcast(message, self.ranks[source], group=self.group)
         return _unpacked(message)
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -111,6 +112,26 @@ class RankSync:
             _unpacked(message[_LENGTH_BYTES : _LENGTH_BYTES + size])
             for message, size in zip(messages, sizes, strict=True)
         ]
+
+    def exchange(self, messages: Mapping[int, Any]) -> dict[int, Any]:
+        """Send values to some ranks, and receive those that were sent to this rank. Ranks are indices in `ranks`, not this one."""
+        packed = {to: _packed(value) for to, value in messages.items()}
+        sizes = self.all_gather([[to, message.numel()] for to, message in packed.items()])
+        expected = {source: size for source, row in enumerate(sizes) for to, size in row if to == self.rank}
+        received = {source: torch.empty(size, dtype=torch.uint8) for source, size in expected.items()}
+        self.swap(packed, received)
+        return {source: _unpacked(message) for source, message in received.items()}
+
+    def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        """Send a tensor of bytes to each of some ranks, and fill one from each of some. Both sides know the sizes."""
+        if not outgoing and not incoming:
+            return
+        with self._reporting_lost_ranks("transfer"):
+            posted = [dist.irecv(room, self.ranks[source], group=self.group) for source, room in incoming.items()]
+            posted += [dist.isend(data, self.ranks[to], group=self.group) for to, data in outgoing.items()]
+            for work in posted:
+                if work is not None:
+                    work.wait()
 
     def agree(self, error: ParallelizeError | None, value: Any = None) -> list[Any]:
         """Return every rank's value if no rank has an error.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,8 @@ from parallelize.checkpoint.format.json_decoder import decode
 from parallelize.checkpoint.format.manifest import read_manifest
 from parallelize.checkpoint.run.checkpointer import load_checkpoint
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
+from parallelize.checkpoint.run.node_files import choose_step, shared_manifest
+from parallelize.checkpoint.run.rank_sync import RankSync
 from parallelize.checkpoint.run.scheduler_state import build_scheduler, check_buildable, optimizer_class
 from parallelize.errors import CheckpointError, Problem
 from parallelize.zero.optimizer import build_optimizer
@@ -37,7 +40,12 @@ class Rebuilt:
 
 
 def rebuild(
-    model: Any, folder: str | os.PathLike, *, step: int | None = None, mesh: DeviceMesh | None = None
+    model: Any,
+    folder: str | os.PathLike,
+    *,
+    step: int | None = None,
+    mesh: DeviceMesh | None = None,
+    shared: bool = True,
 ) -> Rebuilt:
     """Load a checkpoint, and build the optimizers and schedulers that it was saved with. A collective over all processes.
 
@@ -48,20 +56,20 @@ def rebuild(
         folder: the folder of one step, or of a run. Of a run, `step` or the newest step is loaded.
         step: which checkpoint of a run. Default: the newest.
         mesh: the mesh of all processes, if the model has none.
+        shared: as of `load_checkpoint`.
 
     Returns: the step, and the optimizers and schedulers by name.
     Raises: CheckpointError `unknown-class`, `unsaved-function`, `no-optimizer-state`, and those of `load_checkpoint`.
     Cost: that of `load_checkpoint`.
     """
     module, on_mesh = model_on_mesh(model, mesh)
-    path = folders.resolve(folder, step)
-    state = read_manifest(path).state
+    path, state = _saved_state(folder, step, on_mesh, shared)
     saved_schedulers = state.get("schedulers") or {}
     for described in saved_schedulers.values():
         check_buildable(described)  # before anything is loaded
     saved_optimizers = state.get("optimizers", {})
     optimizers = {name: _optimizer(module, on_mesh, described) for name, described in saved_optimizers.items()}
-    loaded_step = load_checkpoint(path, model, optimizer=optimizers, mesh=mesh)
+    loaded_step = load_checkpoint(path, model, optimizer=optimizers, mesh=mesh, shared=shared)
     schedulers = {}
     for name, described in saved_schedulers.items():
         optimizer = optimizers.get((state.get("scheduled") or {}).get(name))
@@ -70,6 +78,21 @@ def rebuild(
             raise CheckpointError(Problem("no-optimizer-state", what, fix="build it yourself, and load its state"))
         schedulers[name] = build_scheduler(optimizer, described)
     return Rebuilt(loaded_step, optimizers, schedulers)
+
+
+def _saved_state(
+    folder: str | os.PathLike, step: int | None, on_mesh: ModelOnMesh, shared: bool
+) -> tuple[Path, dict[str, Any]]:
+    """The folder of the step, and what its manifest says."""
+    if shared:
+        path = folders.resolve(folder, step)
+        return path, read_manifest(path).state
+    sync = RankSync(on_mesh.mesh, own_group=False)
+    try:
+        path, _ = choose_step(folder, step, sync)
+        return path, shared_manifest(path, sync).state
+    finally:
+        sync.close()
 
 
 def _optimizer(module: nn.Module, on_mesh: ModelOnMesh, described: dict[str, Any]) -> Optimizer:

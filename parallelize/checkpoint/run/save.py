@@ -2,12 +2,14 @@
 
     folder to write into -> each rank's file, flushed -> reports to the first rank -> manifest -> rename -> `latest`
 
-Before the rename there is no new checkpoint; after it there is a complete one. An error on any rank is raised on all ranks.
+Before the rename there is no new checkpoint; after it there is a complete one. An error on any rank is raised on all ranks. Nodes
+that share no folder get the manifest from the first rank, and publish it together: see `publish_on_nodes`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from parallelize.checkpoint.format.header import FileInfo
 from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor, check_tensors
 from parallelize.checkpoint.format.writer import write_tensors
 from parallelize.checkpoint.run import optimizer_state as optimizers
+from parallelize.checkpoint.run.nodes import Nodes, one_node
+from parallelize.checkpoint.run.publish_on_nodes import publish_on_nodes
 from parallelize.checkpoint.run.rank_sync import (
     RankSync,
     as_parallelize_error,
@@ -33,24 +37,26 @@ def write_snapshot(
     sync: RankSync,
     about: dict[str, Any],
     progress: Callable[[int], None] | None = None,
+    nodes: Nodes | None = None,
 ) -> Path:
     """Write and publish the snapshots that `take` made on every rank. A collective of `sync`.
 
     Args:
+        root: the folder of the run, on this node.
         about: mesh, plan and versions; those of the first rank are saved.
         progress: called with the number of bytes after each write.
+        nodes: the ranks that share a folder. None: all ranks do.
 
     Returns: the published folder.
     Raises: CheckpointError, the same slug on every rank. Nothing is published then, unless the error says so; earlier
         checkpoints are unchanged.
     """
-    writing, error = _begin(root, snapshot.step, sync)
-    if error is not None:
-        raise error
-    file = None
+    nodes = nodes or one_node(sync)
+    writing = _begin(root, snapshot.step, sync, nodes)
+    file, error = None, None
     try:
         if snapshot.outgoing:
-            name = f"rank-{sync.rank:05d}.safetensors"
+            name = folders.rank_file(sync.rank)
             metadata = {"format": "pt", "step": str(snapshot.step)}
             file = write_tensors(writing / name, snapshot.outgoing, metadata, progress)
     except Exception as caught:
@@ -58,17 +64,23 @@ def write_snapshot(
     reports = sync.gather(_report(file, snapshot, error))
     outcome = None
     if reports is not None:
-        outcome = _publish(root, writing, snapshot.step, dict(zip(sync.ranks, reports, strict=False)), about)
+        by_rank = dict(zip(sync.ranks, reports, strict=False))
+        publish = _manifest_text if nodes.several else partial(_publish, root, writing)
+        outcome = publish(snapshot.step, by_rank, about)
     outcome = sync.broadcast(outcome)
+    if isinstance(outcome, list) and nodes.is_leader:
+        folders.abandon(writing)
     if error is not None:
         raise error
     if isinstance(outcome, list):
         raise CheckpointError(*(problem_from_json(problem, rank) for rank, problem in outcome[:8]))
-    return root / outcome
+    if nodes.several:
+        publish_on_nodes(root, writing, snapshot.step, outcome.encode(), sync, nodes)
+    return root / folders.folder_name(snapshot.step)
 
 
-def _begin(root: Path, step: int, sync: RankSync) -> tuple[Path, ParallelizeError | None]:
-    """The folder to write to, which the first rank creates."""
+def _begin(root: Path, step: int, sync: RankSync, nodes: Nodes) -> Path:
+    """The folder to write to, which the leaders create. Raises: CheckpointError of `folders.begin`, on every rank."""
     outcome: Any = None
     error: ParallelizeError | None = None
     if sync.is_coordinator:
@@ -79,8 +91,20 @@ def _begin(root: Path, step: int, sync: RankSync) -> tuple[Path, ParallelizeErro
             outcome = problems_to_json(error)
     outcome = sync.broadcast(outcome)
     if isinstance(outcome, list):
-        return root, error or CheckpointError(*(problem_from_json(problem, sync.ranks[0]) for problem in outcome))
-    return root / outcome, None
+        raise error or CheckpointError(*(problem_from_json(problem, sync.ranks[0]) for problem in outcome))
+    if nodes.several:
+
+        def begin_on_node() -> None:
+            if not sync.is_coordinator:
+                folders.begin(root, step, outcome)
+
+        try:
+            nodes.on_leaders(sync, begin_on_node)
+        except CheckpointError:
+            if nodes.is_leader:
+                folders.abandon(root / outcome)
+            raise
+    return root / outcome
 
 
 Report = dict[str, Any]
@@ -94,21 +118,30 @@ def _report(file: FileInfo | None, snapshot: Snapshot, error: ParallelizeError |
     return {"step": snapshot.step, "file": written, "tensors": snapshot.table, "state": snapshot.state}
 
 
-def _publish(root: Path, writing: Path, step: int, reports: dict[int, Report], about: dict[str, Any]) -> Any:
-    """The published folder's name; or [[rank, problem]] of everything that went wrong, without a rank for disagreements."""
-    problems: list[tuple[int | None, Any]] = [
-        (rank, problem) for rank, report in reports.items() for problem in report.get("problems", ())
-    ]
-    if not problems:
-        rank: int | None = None
-        try:
-            manifest = _manifest(step, reports, about).to_bytes()
-            rank = next(iter(reports))
-            return folders.publish(root, writing, step, manifest).name
-        except Exception as error:
-            problems = [(rank, problem) for problem in problems_to_json(as_parallelize_error(error))]
-    folders.abandon(writing)
-    return problems
+Failed = list[tuple[int | None, Any]]
+"""(rank, problem) of everything that went wrong; without a rank for disagreements."""
+
+
+def _publish(root: Path, writing: Path, step: int, reports: dict[int, Report], about: dict[str, Any]) -> str | Failed:
+    """Publish the checkpoint in the folder of all ranks. Returns the folder's name, or the problems."""
+    text = _manifest_text(step, reports, about)
+    if isinstance(text, list):
+        return text
+    try:
+        return folders.publish(root, writing, step, text.encode()).name
+    except Exception as error:
+        return [(next(iter(reports)), problem) for problem in problems_to_json(as_parallelize_error(error))]
+
+
+def _manifest_text(step: int, reports: dict[int, Report], about: dict[str, Any]) -> str | Failed:
+    """The manifest of what all ranks have written, or the problems."""
+    problems: Failed = [(rank, problem) for rank, report in reports.items() for problem in report.get("problems", ())]
+    if problems:
+        return problems
+    try:
+        return _manifest(step, reports, about).to_bytes().decode()
+    except Exception as error:
+        return [(None, problem) for problem in problems_to_json(as_parallelize_error(error))]
 
 
 def _manifest(step: int, reports: dict[int, Report], about: dict[str, Any]) -> Manifest:

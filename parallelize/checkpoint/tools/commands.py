@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parallelize.errors import Problem
+from parallelize.errors import Problem, short_list
 from parallelize.terminal.console import (
     FINE,
     PROBLEM_FOUND,
@@ -62,9 +62,12 @@ def add_commands(verbs: Any) -> None:
 
 def _command(inner: Any, name: str, run: Any, about: str, source: str = "DIR") -> argparse.ArgumentParser:
     parser = inner.add_parser(name, help=about, description=about)
-    layouts = "a Hugging Face folder" if name == "from-hf" else "the folder of a run, or of one step"
-    layouts += "; or a Hugging Face folder" if name in ("inspect", "verify") else ""
-    parser.add_argument("source", type=Path, metavar=source, help=layouts)
+    if name == "from-hf":
+        parser.add_argument("source", type=Path, metavar=source, help="a Hugging Face folder")
+    else:
+        layouts = "the folder of a run, or of one step; or several, the folders of nodes that share none"
+        layouts += "; or a Hugging Face folder" if name in ("inspect", "verify") else ""
+        parser.add_argument("source", type=Path, metavar=source, nargs="+", help=layouts)
     step = "of the new checkpoint (default: 0)" if name == "from-hf" else "of training (default: the newest)"
     parser.add_argument("--step", type=int, default=0 if name == "from-hf" else None, help=step)
     add_json(parser)
@@ -111,8 +114,12 @@ def _summary(info: dict[str, Any]) -> list[str]:
 
 def _training(info: dict[str, Any]) -> list[tuple[str, str]]:
     plan, state = info["plan"], info["state"]
+    absent = short_list(info.get("absent_files", []), 6)
     zero = f", ZeRO {info['zero']}" if info["zero"] is not None else ""
     rows = [("mesh", f"{_mesh(info['mesh'])}{zero}")]
+    for number, node in enumerate(info.get("nodes", ())):
+        rows.append((f"node {number}", f"host {node['host']}, {_count(len(node['ranks']), 'rank')}"))
+    rows += [("absent", f"{absent}: in none of the folders")] if absent else []
     if info.get("reshaped_from") is not None:
         rows.append(("before", f"{_mesh(info['reshaped_from'])}, reshaped since"))
     if info.get("converted_from"):

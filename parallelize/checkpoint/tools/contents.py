@@ -17,9 +17,11 @@ from typing import Any
 from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.format.boxes import full_box, volume
 from parallelize.checkpoint.format.digests import KEY
+from parallelize.checkpoint.format.gather import GatheredCheckpoint, Source, gather, sources_of
 from parallelize.checkpoint.format.header import read_header
-from parallelize.checkpoint.format.manifest import NAME, SavedTensor, read_manifest
+from parallelize.checkpoint.format.manifest import NAME, SavedTensor
 from parallelize.checkpoint.format.paths import check_name, open_file, read_small
+from parallelize.checkpoint.format.saving_nodes import saving_nodes
 from parallelize.checkpoint.format.strict_json import read_json
 from parallelize.checkpoint.hub.file_shards import INDEX, SINGLE
 from parallelize.errors import CheckpointError, Problem
@@ -61,22 +63,24 @@ def opened(folder: Path, name: str) -> Iterator[tuple[int, int]]:
         os.close(descriptor)
 
 
-def inspect_checkpoint(path: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
+def inspect_checkpoint(path: Source, step: int | None = None) -> dict[str, Any]:
     """Describe a checkpoint as plain values. No tensor is read.
 
     Args:
-        path: folder of one step, of a run, or in Hugging Face's layout.
+        path: folder of one step, of a run, or in Hugging Face's layout; or several, the folders of nodes that share none.
         step: which step of a run. Default: the newest.
 
     Returns: for both layouts `kind`, `folder`, `model`, `holds` (weights, optimizer, rest: tensors, elements, bytes, dtypes),
         `files` (name -> bytes) and `tensors`. For a training checkpoint also step, mesh, ZeRO stage, plan, versions,
-        optimizers with the options of their groups, schedulers, and a summary of the other state.
+        optimizers with the options of their groups, schedulers, and a summary of the other state. For one that nodes have saved
+        in folders of their own, also `nodes`, and `absent_files`: those that are in none of the folders.
     Raises: CheckpointError `no-checkpoint`, and of `read_manifest` and `read_header`.
     """
-    if step is None and is_hub_folder(Path(path)):
-        return _inspect_hub(Path(path))
-    folder = folders.resolve(path, step)
-    manifest = read_manifest(folder)
+    first, *others = sources_of(path)
+    if step is None and not others and is_hub_folder(first):
+        return _inspect_hub(first)
+    checkpoint = gather(path, step)
+    folder, manifest = checkpoint.folders[0], checkpoint.manifest
     about, state = manifest.about, manifest.state
     kinds = {name: _kind(name, state) for name in manifest.tensors}
     return {
@@ -86,6 +90,7 @@ def inspect_checkpoint(path: str | os.PathLike, step: int | None = None) -> dict
         "steps": list(folders.published(folder.parent)),
         **{key: about.get(key) for key in ("saved_at", "mesh", "world_size", "zero", "plan", "versions")},
         **{key: about[key] for key in ("reshaped_from", "converted_from") if key in about},
+        **_nodes(checkpoint),
         "model": {"class": (about.get("model") or {}).get("class")},
         "holds": _holds(manifest.tensors.values(), kinds),
         "optimizers": {name: _optimizer(record) for name, record in (state.get("optimizers") or {}).items()},
@@ -105,6 +110,17 @@ def inspect_checkpoint(path: str | os.PathLike, step: int | None = None) -> dict
             }
             for tensor in manifest.tensors.values()
         },
+    }
+
+
+def _nodes(checkpoint: GatheredCheckpoint) -> dict[str, Any]:
+    """The nodes that have saved a checkpoint, and the files that were not gathered; {} if all ranks shared a folder."""
+    if not checkpoint.is_of_nodes:
+        return {}
+    present = checkpoint.present()
+    return {
+        "nodes": [{"host": node.host, "ranks": list(node.ranks)} for node in saving_nodes(checkpoint.manifest.about)],
+        "absent_files": [name for name in checkpoint.manifest.files if name not in present],
     }
 
 
@@ -190,7 +206,7 @@ def _plain(value: Any) -> Any:
     return f"<{tag}>" if tag else {key: _plain(item) for key, item in value.items()}
 
 
-def total_bytes(path: str | os.PathLike, step: int | None = None) -> int:
+def total_bytes(path: Source, step: int | None = None) -> int:
     """The number of bytes that a check reads, for a progress line. 0 if it is unknown: the check then reports why."""
     try:
         holds = inspect_checkpoint(path, step)["holds"]

@@ -6,16 +6,16 @@ Two layouts are known: see `contents`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.format.boxes import shape_of
 from parallelize.checkpoint.format.digests import BLOCK_BYTES, digest_of, read_digests
+from parallelize.checkpoint.format.gather import Source, gathered, sources_of, step_folders
 from parallelize.checkpoint.format.header import FileInfo, Header, TensorEntry, read_header
-from parallelize.checkpoint.format.manifest import NAME, SavedSlice, SavedTensor, read_manifest
+from parallelize.checkpoint.format.manifest import NAME, Manifest, SavedSlice, SavedTensor
 from parallelize.checkpoint.hub.file_shards import INDEX
 from parallelize.checkpoint.tools.contents import is_hub_folder, opened, weight_files
 from parallelize.errors import CheckpointError, Problem
@@ -46,7 +46,7 @@ class CheckReport:
 
 
 def verify_checkpoint(
-    path: str | os.PathLike, step: int | None = None, progress: Callable[[int], None] | None = None
+    path: Source, step: int | None = None, progress: Callable[[int], None] | None = None
 ) -> list[Problem]:
     """Compare every tensor with its hashes, and every file with the manifest or the index.
 
@@ -54,7 +54,7 @@ def verify_checkpoint(
     returns their names.
 
     Args:
-        path: folder of one step, of a run, or in Hugging Face's layout.
+        path: folder of one step, of a run, or in Hugging Face's layout; or several, the folders of nodes that share none.
         step: which step of a run. Default: the newest.
         progress: called with the number of bytes after each read.
 
@@ -64,37 +64,39 @@ def verify_checkpoint(
     return check_folder(path, step, progress).problems
 
 
-def check_folder(
-    path: str | os.PathLike, step: int | None = None, progress: Callable[[int], None] | None = None
-) -> CheckReport:
+def check_folder(path: Source, step: int | None = None, progress: Callable[[int], None] | None = None) -> CheckReport:
     """As `verify_checkpoint`, with counts of what was checked."""
-    if step is None and is_hub_folder(Path(path)):
-        return _Check(Path(path), progress).hub()
-    return _Check(folders.resolve(path, step), progress).run()
+    first, *others = sources_of(path)
+    if step is None and not others and is_hub_folder(first):
+        return _Check([first], progress).hub()
+    return _Check(step_folders(path, step), progress).run()
 
 
 class _Check:
     """One check. Problems are collected; parts that depend on a damaged part are skipped."""
 
-    def __init__(self, folder: Path, progress: Callable[[int], None] | None):
-        self.folder, self.progress = folder, progress
-        self.report = CheckReport(folder)
+    def __init__(self, folders: Sequence[Path], progress: Callable[[int], None] | None):
+        self.folders, self.folder, self.progress = folders, folders[0], progress
+        self.report = CheckReport(self.folder)
         self._buffer = memoryview(bytearray(BLOCK_BYTES))
 
     def run(self) -> CheckReport:
-        """A training checkpoint."""
+        """A training checkpoint. Every copy of a file is checked."""
         with self._collect_problems():
-            manifest = read_manifest(self.folder)
+            checkpoint = gathered(self.folders)
+            manifest = checkpoint.manifest
             slices: dict[str, SlicesByKey] = {name: {} for name in manifest.files}
             for saved in manifest.tensors.values():
                 for part in saved.slices:
                     slices[part.file][part.key] = (saved, part)
+            with self._collect_problems():
+                checkpoint.check_files()
             for info in manifest.files.values():
-                with self._collect_problems():
-                    self._check_file(info, slices[info.name])
-            for path in sorted(self.folder.iterdir()):
-                if path.name not in manifest.files and path.name != NAME:
-                    self._add("unlisted-file", "is not in the manifest, and is never read", str(path), fix="remove it")
+                for folder in checkpoint.copies(info.name) or ([] if checkpoint.is_of_nodes else [self.folder]):
+                    with self._collect_problems():
+                        self._check_file(folder, info, slices[info.name])
+            for folder in checkpoint.folders:
+                self._check_unlisted(folder, manifest)
         return self.report
 
     def hub(self) -> CheckReport:
@@ -106,7 +108,7 @@ class _Check:
                 with self._collect_problems(), opened(self.folder, name) as (descriptor, size):
                     header = read_header(descriptor, size, str(self.folder / name))
                     self._check_unique(header, name, file_of)
-                    self._check_blocks(descriptor, name, header)
+                    self._check_blocks(descriptor, str(self.folder / name), name, header)
             if listed is not None:
                 self._check_index(listed, file_of)
         return self.report
@@ -121,11 +123,16 @@ class _Check:
         except CheckpointError as error:
             self.report.problems += error.problems
 
+    def _check_unlisted(self, folder: Path, manifest: Manifest) -> None:
+        for path in sorted(folder.iterdir()):
+            if path.name not in manifest.files and path.name != NAME:
+                self._add("unlisted-file", "is not in the manifest, and is never read", str(path), fix="remove it")
+
     # -- a file ---------------------------------------------------------------------------------------------------
 
-    def _check_file(self, info: FileInfo, slices: SlicesByKey) -> None:
-        where = str(self.folder / info.name)
-        with opened(self.folder, info.name) as (descriptor, size):
+    def _check_file(self, folder: Path, info: FileInfo, slices: SlicesByKey) -> None:
+        where = str(folder / info.name)
+        with opened(folder, info.name) as (descriptor, size):
             if size != info.num_bytes:
                 rows = (("expected", f"{info.num_bytes:,} bytes"), ("found", f"{size:,} bytes"))
                 self._add("wrong-size", "has another size than it was written with", where, rows)
@@ -136,7 +143,7 @@ class _Check:
                 rows = (("expected", info.header), ("found", digest))
                 self._add("corrupt-header", "its header does not match its digest", where, rows)
             self._check_entries(header, where, slices)
-            self._check_blocks(descriptor, info.name, header)
+            self._check_blocks(descriptor, where, info.name, header)
 
     def _check_entries(self, header: Header, where: str, slices: SlicesByKey) -> None:
         """The entries of a file must be exactly the slices that the manifest lists for it."""
@@ -153,9 +160,8 @@ class _Check:
             if key not in slices:
                 self._add("unlisted-tensor", f"contains {key!r}, which the manifest does not list", where)
 
-    def _check_blocks(self, descriptor: int, name: str, header: Header) -> None:
+    def _check_blocks(self, descriptor: int, where: str, name: str, header: Header) -> None:
         """Read every tensor and compare its hashes. Tensors of a file without hashes are not read."""
-        where = str(self.folder / name)
         self.report.files += 1
         self.report.tensors += len(header.entries)
         sizes = {entry.name: entry.num_bytes for entry in header.entries.values()}

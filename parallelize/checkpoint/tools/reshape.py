@@ -16,15 +16,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.format.boxes import Box, box_of, shape_of, volume
 from parallelize.checkpoint.format.dtypes import SIZES
+from parallelize.checkpoint.format.gather import GatheredCheckpoint, Source, gather, sources_of
 from parallelize.checkpoint.format.host_memory import empty, torch_dtype
-from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor, check_tensors, read_manifest
+from parallelize.checkpoint.format.json_decoder import stored_keys
+from parallelize.checkpoint.format.manifest import Manifest, SavedSlice, SavedTensor, check_tensors
+from parallelize.checkpoint.format.saving_nodes import KEY as NODES
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.run.fill_tensors import Files, read_box
 from parallelize.checkpoint.run.local_tensors import SPLIT_BYTES
@@ -71,7 +73,7 @@ class NewTensor:
 
 
 def reshape_checkpoint(
-    source: str | os.PathLike,
+    source: Source,
     target: str | os.PathLike,
     mesh: MeshSpec | str,
     *,
@@ -85,7 +87,7 @@ def reshape_checkpoint(
     the first rank are kept, and a load seeds the others from them.
 
     Args:
-        source: folder of one step, or of a run.
+        source: folder of one step, or of a run; or several, the folders of nodes that share none.
         target: folder of a run, new or without this step.
         mesh: such as `pp=2,dp=4,tp=2`.
         zero: ZeRO stage of the new checkpoint. Default: that of the source.
@@ -93,18 +95,19 @@ def reshape_checkpoint(
         progress: called with the number of bytes after each write.
 
     Returns: the published folder in `target`.
-    Raises: CheckpointError: problems of the source, `bad-target`, `already-saved`, `folder-in-use`, `write-failed`,
+    Raises: CheckpointError: problems of the source, `missing-node-files`, `bad-target`, `already-saved`, `folder-in-use`, `write-failed`,
         `bad-zero-stage`, `too-many-stages`; MeshError `unknown-axis`, `no-data-axis`, `bad-mesh`. Nothing is left in
         `target` then.
     """
-    folder = folders.resolve(source, step)
+    checkpoint = gather(source, step)
     spec = spec_of(mesh)
-    check_target(Path(target), Path(source), folder)
-    manifest = read_manifest(folder)
+    check_targets(Path(target), source, checkpoint)
+    checkpoint.check_files()
+    manifest = checkpoint.manifest
     stage = _resolve_zero(spec, zero, manifest.about.get("zero"))
     blank = _blank(manifest, spec, stage)
     shardings = target_shardings(manifest, spec, stage or 0)
-    with Files(folder, manifest) as files:
+    with Files(checkpoint.folders[0], manifest, folder_of=checkpoint.present()) as files:
 
         def reader(saved: SavedTensor) -> Callable[[Box], T]:
             def read(box: Box) -> T:
@@ -128,6 +131,12 @@ def spec_of(mesh: MeshSpec | str) -> MeshSpec:
             what = f"no tensor is sharded over an axis {axis!r}"
             raise MeshError(Problem("unknown-axis", what, fix=did_you_mean(axis, AXES)))
     return spec
+
+
+def check_targets(target: Path, source: Source, checkpoint: GatheredCheckpoint) -> None:
+    """Raises: CheckpointError `bad-target` if the target is inside a folder that was named, or of the step."""
+    for folder in checkpoint.folders:
+        check_target(target, *sources_of(source), folder)
 
 
 def check_target(target: Path, *sources: Path) -> None:
@@ -158,7 +167,8 @@ def data_axis(mesh: MeshSpec) -> str | None:
 
 def _blank(manifest: Manifest, mesh: MeshSpec, zero: int | None) -> Manifest:
     """The new manifest, without files and tensors."""
-    about, state = dict(manifest.about), dict(manifest.state)
+    about = {key: value for key, value in manifest.about.items() if key != NODES}
+    state = dict(manifest.state)
     about |= {"mesh": [list(axis) for axis in mesh.axes], "world_size": mesh.world_size, "zero": zero}
     about |= {"reshaped_from": manifest.about.get("mesh"), "reshaped_at": now()}
     if about["mesh"] != manifest.about.get("mesh") and state.get("generators"):
@@ -173,17 +183,8 @@ def now() -> str:
 
 def _used_tensors(manifest: Manifest, blank: Manifest) -> dict[str, SavedTensor]:
     """The tensors of the new checkpoint: all but those of state values that it does not contain."""
-    used = set(_stored_keys(blank.state))
+    used = set(stored_keys(blank.state))
     return {name: saved for name, saved in manifest.tensors.items() if not name.startswith("state/") or name in used}
-
-
-def _stored_keys(value: Any) -> Iterator[str]:
-    """Names of the tensors to which an encoded value refers."""
-    if isinstance(value, dict) and value.get("$") == "stored_tensor":
-        yield str(value.get("key"))
-    elif isinstance(value, (dict, list)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _stored_keys(item)
 
 
 # -- sharding ------------------------------------------------------------------------------------------------------------
@@ -346,14 +347,10 @@ def write_run(
     with _writing(root, blank.step) as writing:
         files = {}
         for rank in sorted(by_rank):
-            name = file_of(rank)
+            name = folders.rank_file(rank)
             files[name] = write_tensors(writing / name, by_rank[rank], metadata, progress)
         manifest = replace(blank, files=files, tensors=saved)
         return folders.publish(root, writing, blank.step, manifest.to_bytes())
-
-
-def file_of(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
 
 
 def _add_slices(tensor: NewTensor, mesh: MeshSpec, by_rank: dict[int, list[TensorToWrite]]) -> SavedTensor:
@@ -365,7 +362,7 @@ def _add_slices(tensor: NewTensor, mesh: MeshSpec, by_rank: dict[int, list[Tenso
         num_slices[rank] = number + 1
         key = saved.name if number == 0 else f"{saved.name}@{number}"
         by_rank.setdefault(rank, []).append(TensorToWrite(key, saved.dtype, shape_of(box), partial(tensor.read, box)))
-        slices.append(SavedSlice(file_of(rank), key, box))
+        slices.append(SavedSlice(folders.rank_file(rank), key, box))
     return replace(saved, slices=tuple(slices))
 
 

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from parallelize.checkpoint.format import disk, folders
+from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.format.boxes import Box, Part, full_box, full_part
 from parallelize.checkpoint.format.dtypes import CODES, FLOATS, TORCH
+from parallelize.checkpoint.format.gather import Source, gather
 from parallelize.checkpoint.format.host_memory import torch_dtype
-from parallelize.checkpoint.format.manifest import Manifest, SavedTensor, read_manifest
+from parallelize.checkpoint.format.manifest import Manifest, SavedTensor
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.hub.extras import carry_files, write_extras
 from parallelize.checkpoint.hub.file_shards import INDEX, HubTensor, assign_files, index_of, parse_size
@@ -38,7 +39,7 @@ T = torch.Tensor
 
 
 def to_hub(
-    source: str | os.PathLike,
+    source: Source,
     target: str | os.PathLike,
     *,
     dtype: torch.dtype | str | None = None,
@@ -53,7 +54,7 @@ def to_hub(
     written under their names in the model.
 
     Args:
-        source: folder of one step, or of a run.
+        source: folder of one step, or of a run; or several, the folders of nodes that share none.
         target: folder to write; new or empty.
         dtype: the dtype of floating-point weights. Default: the compute dtype, or the saved dtype where that is
             unknown.
@@ -63,19 +64,24 @@ def to_hub(
         progress: called with the number of bytes after each write.
 
     Returns: the folder. It is renamed into place after everything was written.
-    Raises: CheckpointError: problems of the source, `folder-not-empty`, `bad-dtype`, `bad-size`, `bad-target`,
+    Raises: CheckpointError: problems of the source, `missing-node-files`, `folder-not-empty`, `bad-dtype`, `bad-size`, `bad-target`,
         `no-transformers`, `unbuildable-model`, `other-model`, `unwritable-conversion`, `unwritable-config`, `write-failed`.
         Nothing is left then.
     """
-    folder = folders.resolve(source, step)
-    check_target(Path(target), folder)
-    manifest = read_manifest(folder)
+    checkpoint = gather(source, step)
+    for folder in checkpoint.folders:
+        check_target(Path(target), folder)
+    checkpoint.check_files()
+    manifest = checkpoint.manifest
     described = manifest.about.get("model") or {}
     config = json.loads(described["config"]) if described.get("config") else None
     module = model_on_meta(class_name(described), config, required=True)
     tensors = _tensors_out(module, manifest, _dtype_code(dtype))
     shards = assign_files({name: tensor.num_bytes for name, tensor in tensors.items()}, parse_size(max_shard_size))
-    with Files(folder, manifest) as files, _new_folder(Path(target)) as writing:
+    with (
+        Files(checkpoint.folders[0], manifest, folder_of=checkpoint.present()) as files,
+        _new_folder(Path(target)) as writing,
+    ):
 
         def read(name: str, box: Box, out: T) -> None:
             read_box(files, manifest.tensors[f"model/{name}"], box, out)

@@ -6,9 +6,11 @@ be there, or not, or in part. Does not import torch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -129,13 +131,18 @@ class Recorder:
 
 @contextmanager
 def recorded(root: Path) -> Iterator[list[Step]]:
-    """The operations below a folder, in order. Not for several threads that write."""
-    recorder, real = Recorder(root), {}
+    """The operations below a folder, in order; those of threads in the order in which they were carried out."""
+    recorder, real, lock = Recorder(root), {}, threading.Lock()
+
+    def call(method: Any, function: Any, *args: Any, **more: Any) -> Any:
+        with lock:
+            return method(function, *args, **more)
+
     names = ("open", "close", "write", "pwrite", "fsync", "mkdir", "rename", "unlink", "rmdir")
     for name in (*names, "replace"):
         real[name] = getattr(os, name)
         method = getattr(recorder, "rename" if name == "replace" else name)
-        setattr(os, name, lambda *args, _m=method, _r=real[name], **more: _m(_r, *args, **more))
+        setattr(os, name, functools.partial(call, method, real[name]))
     try:
         yield recorder.log
     finally:

@@ -192,12 +192,14 @@ def rank_job(config: dict[str, Any], rank: int, root: Path, work: Path) -> dict[
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
     bench = Bench(config["layout"], world)
     bench.set(2)
+    every_node, per_node = root, config["per_node"]
+    root = root_of(root, rank, per_node)
     faults = Faults(config["kind"] if victim else "", config["at"] if victim else -1)
     faults.armed = config.get("early", False)
     result: dict[str, Any] = {}
     try:
         with bench.checkpointer(
-            root, asynchronous=config["asynchronous"], keep_last=config["keep_last"]
+            root, asynchronous=config["asynchronous"], keep_last=config["keep_last"], shared=not per_node
         ) as checkpoints:
             faults.armed = True
             try:
@@ -208,8 +210,12 @@ def rank_job(config: dict[str, Any], rank: int, root: Path, work: Path) -> dict[
                 result |= outcome_of(error)
             faults.armed = False
             if config["kind"].startswith("E"):
+                if per_node:
+                    dist.barrier()  # every node has removed its part of the failed save
                 if rank == 0:
-                    shutil.copytree(root, work / "after")
+                    shutil.copytree(every_node, work / "after")
+                if per_node:
+                    dist.barrier()
                 bench.set(3)
                 checkpoints.save(3, values={"step": 3})
                 checkpoints.wait()
@@ -221,6 +227,11 @@ def rank_job(config: dict[str, Any], rank: int, root: Path, work: Path) -> dict[
         result["later" if "outcome" in result else "outcome"] = outcome_of(error)["outcome"]
         result.setdefault("text", outcome_of(error)["text"])
     return result | {"seen": faults.seen, "fired": faults.fired}
+
+
+def root_of(root: Path, rank: int, per_node: int) -> Path:
+    """The folder that a rank is given. `per_node`: ranks that share one; 0: all of them."""
+    return root / f"node-{rank // per_node}" if per_node else root
 
 
 def outcome_of(error: Exception) -> dict[str, Any]:
@@ -241,6 +252,55 @@ def check_job(config: dict[str, Any], root: Path, work: Path, good_digest: str) 
     if left:
         wrong.append(f"a save that has failed leaves {left}")
     return {"step": steps[0], "wrong": wrong}
+
+
+def check_job_of_nodes(config: dict[str, Any], rank: int, root: Path, work: Path) -> dict[str, Any]:
+    """What the next run finds on the nodes of a run; `wrong`: every error. One rank of it."""
+    wrong: list[str] = []
+    world, per_node = config["world"], config["per_node"]
+    store = dist.FileStore(str(work / "check-store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
+    bench = Bench("plain", world)
+    after = work / "after"
+    rounds = [(after, (1, 2), False), (root, (3,), True)] if after.exists() else [(root, (1, 2), True)]
+    steps = []
+    for every_node, allowed, goes_on in rounds:
+        node = root_of(every_node, rank, per_node)
+        if every_node == after and any(".writing-" in name for name in leftovers(node)):
+            wrong.append(f"a save that has failed leaves {leftovers(node)}")
+        dist.barrier()
+        with bench.checkpointer(node, shared=False) as checkpoints:
+            if left := leftovers(node):
+                wrong.append(f"the next Checkpointer leaves {left}")
+            bench.set(0)
+            step = checkpoints.resume()
+            steps.append(step)
+            if step not in allowed or bench.differs(step) or checkpoints.values != {"step": step}:
+                wrong.append(f"resumed as step {step}, not of it: {bench.differs(step)[:4]}")
+            wrong += _differing_nodes(node, bench, config)
+            if goes_on:
+                bench.set(4)
+                checkpoints.save(4, values={"step": 4})
+                bench.set(0)
+                if checkpoints.resume() != 4 or bench.differs(4) or (node / "latest").read_text() != "step-00000004\n":
+                    wrong.append("a save of the next run does not load")
+    return {"step": steps[0], "wrong": wrong}
+
+
+def _differing_nodes(node: Path, bench: Bench, config: dict[str, Any]) -> list[str]:
+    """Steps that not all nodes have, and steps that do not load. With retention, older steps may be there in part."""
+    wrong = []
+    own, on_ranks = list(folders.published(node)), [None] * config["world"]
+    dist.all_gather_object(on_ranks, own)
+    if config["keep_last"] is not None:
+        own, on_ranks = own[-1:], [steps[-1:] for steps in on_ranks]
+    if any(steps != own for steps in on_ranks):
+        return [f"the nodes have different steps: {on_ranks}"]
+    for step in own:
+        bench.set(0)
+        load_checkpoint(node, bench.module, optimizer=bench.optimizer, step=step, mesh=bench.mesh, shared=False)
+        wrong += [f"step {step} is not of it"] if bench.differs(step) else []
+    return wrong
 
 
 def _loaded(root: Path, allowed: tuple[int, ...], wrong: list[str], goes_on: bool, good_digest: str | None) -> int:
@@ -306,26 +366,33 @@ class Server:
         self.number += 1
         work = self.work / f"config-{self.number}"
         work.mkdir()
-        good, good_digest = self._good(config["world"], config["layout"])
+        good, good_digest = self._good(config["world"], config["layout"], config["per_node"])
         root = work / "run"
         shutil.copytree(good, root)
         ranks = self._forked(
             [functools.partial(rank_job, config, rank, root, work) for rank in range(config["world"])],
             work if config.get("lingers") else None,
         )
-        checked = self._forked([functools.partial(check_job, config, root, work, good_digest)])[0]
+        if config["per_node"]:
+            checked = _joined(
+                self._forked(
+                    [functools.partial(check_job_of_nodes, config, rank, root, work) for rank in range(config["world"])]
+                )
+            )
+        else:
+            checked = self._forked([functools.partial(check_job, config, root, work, good_digest)])[0]
         shutil.rmtree(work)
         return {"config": config, "ranks": ranks, "checked": checked}
 
-    def _good(self, world: int, layout: str) -> tuple[Path, str]:
-        """A folder with step 1, written by so many ranks, and the digest of that step."""
-        key = f"{layout}-{world}"
+    def _good(self, world: int, layout: str, per_node: int) -> tuple[Path, str]:
+        """A folder with step 1, written by so many ranks, and the digest of that step; none for folders of nodes."""
+        key = f"{layout}-{world}-{per_node}"
         if key not in self.good:
             root = self.work / f"good-{key}"
-            jobs = [functools.partial(_save_good, layout, world, rank, root) for rank in range(world)]
+            jobs = [functools.partial(_save_good, layout, world, rank, root, per_node) for rank in range(world)]
             outcomes = self._forked(jobs)
             assert all(outcome == {"outcome": "saved"} for outcome in outcomes), outcomes
-            self.good[key] = root, digest_of_folder(root / folders.folder_name(1))
+            self.good[key] = root, "" if per_node else digest_of_folder(root / folders.folder_name(1))
         return self.good[key]
 
     def _forked(self, jobs: list[Callable[[], dict[str, Any]]], lingering: Path | None = None) -> list[dict[str, Any]]:
@@ -364,13 +431,19 @@ class Server:
         return outcomes
 
 
-def _save_good(layout: str, world: int, rank: int, root: Path) -> dict[str, Any]:
+def _joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The findings of all ranks as those of one."""
+    wrong = [text for answer in answers for text in answer.get("wrong", [f"the check {answer}"])]
+    return {"step": answers[0].get("step"), "wrong": wrong}
+
+
+def _save_good(layout: str, world: int, rank: int, root: Path, per_node: int = 0) -> dict[str, Any]:
     if world > 1:
         store = dist.FileStore(str(root) + ".store", world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
     bench = Bench(layout, world)
     bench.set(1)
-    with bench.checkpointer(root) as checkpoints:
+    with bench.checkpointer(root_of(root, rank, per_node), shared=not per_node) as checkpoints:
         checkpoints.save(1, values={"step": 1})
     return {"outcome": "saved"}
 

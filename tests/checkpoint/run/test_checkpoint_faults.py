@@ -106,7 +106,9 @@ def survived():
 
 
 def config_of(**options: Any) -> Config:
-    default = dict(world=1, layout="plain", asynchronous=False, keep_last=None, victim=0, kind="none", at=-1)
+    default = dict(
+        world=1, per_node=0, layout="plain", asynchronous=False, keep_last=None, victim=0, kind="none", at=-1
+    )
     return {**default, **options}
 
 
@@ -208,6 +210,23 @@ def test_two_ranks_survive_the_loss_of_either_and_failing_disks(servers, survive
     configs += points(variants[1], seen[1], ("kill-before", "ENOSPC", "EIO"))
     configs += points(variants[2], seen[2], ("kill-after", "ENOSPC-half"))
     configs += points(variants[3], seen[3], ("kill-before", "ENOSPC"))[1::2]
+    swept(servers, configs, survived)
+
+
+@pytest.mark.sweep
+def test_nodes_without_a_shared_folder_survive_the_loss_of_either_and_failing_disks(servers, survived):
+    """A checkpoint that only some nodes have published is published on all by the next run, or on none."""
+    variants = [
+        config_of(world=2, per_node=1, victim=0),
+        config_of(world=2, per_node=1, victim=1, layout="tp", asynchronous=True),
+        config_of(world=4, per_node=2, victim=2),
+        config_of(world=2, per_node=1, victim=1, keep_last=1),
+    ]
+    seen = counted(servers, variants)
+    configs = points(variants[0], seen[0], ("kill-after", "kill-half", "EIO"))
+    configs += points(variants[1], seen[1], ("kill-before", "ENOSPC", "EIO"))
+    configs += points(variants[2], seen[2], ("kill-before", "EIO"))[::2]
+    configs += points(variants[3], seen[3], ("kill-before", "kill-after"))[::2]
     swept(servers, configs, survived)
 
 
@@ -454,7 +473,16 @@ def test_all_operations_on_disk_are_swept():
     }
     assert functions - {"reporting_errors", "_free", "begin_flush"} == set(fault_jobs.OPERATIONS)
     package = Path(folders.__file__).parents[1]
-    for name in ("run/save", "format/writer", "format/folders", "run/checkpointer", "run/snapshot"):
+    for name in (
+        "run/save",
+        "run/nodes",
+        "run/publish_on_nodes",
+        "run/run_folder",
+        "format/writer",
+        "format/folders",
+        "run/checkpointer",
+        "run/snapshot",
+    ):
         text = (package / f"{name}.py").read_text()
         for call in (
             "os.rename",

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.applied.records import Cut, cut_of, record_of
+from parallelize.applied.forward_rows import BatchPart
+from parallelize.applied.records import Cut, cut_of, mark_applied, record_of
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.context.forward_state import context_of
@@ -105,6 +106,7 @@ class Pipeline:
         self._signature = inspect.signature(type(module).forward)
         self.steps_done = 0
         self._first_sequence = 0  # of this data rank, in the global batch
+        self._part: BatchPart | None = None  # of the running forward
         self.whole, self.share_inputs = named_whole(whole), share_inputs
         self._names = positional_names(self._signature)
         self.loss, self.count = loss or token_loss, count or valid_tokens
@@ -350,7 +352,7 @@ class Pipeline:
             loss_of=loss_of,
             split=split,
             data=None if forward_only else self.data,
-            enter=self._enter if self.clock is not None else None,
+            enter=self._enter,
             record=self.record,
         )
 
@@ -366,14 +368,18 @@ class Pipeline:
         return not recomputes and not self._overlaps and getattr(self.data, "splits_backward", True)
 
     def _enter(self, stage: int, microbatch: int, microbatch_inputs: MicrobatchInputs) -> None:
-        """Set the clock. Data ranks have consecutive parts of the global batch."""
-        assert self.clock is not None
-        offset = self._first_sequence + microbatch_inputs.batch_offset
-        self.clock.move(Position(self.steps_done, offset, microbatch_inputs.size))
+        """Tell the model which part of the batch it gets. Data ranks have consecutive parts of the global batch."""
+        if self._part is not None:
+            self._part.first = microbatch_inputs.batch_offset
+        if self.clock is not None:
+            offset = self._first_sequence + microbatch_inputs.batch_offset
+            self.clock.move(Position(self.steps_done, offset, microbatch_inputs.size))
 
     def _execute(self, run: StepRun) -> None:
         known = set(self._headers)
         self._set_compared(self.check.compares)
+        self._part = BatchPart(0, run.microbatches[0].batch_size, self.check.place)
+        mark_applied(self.module, batch_part=self._part)
         try:
             run.run()
             run.settle()
@@ -384,6 +390,7 @@ class Pipeline:
         finally:
             self._spans = run.spans
             self._set_compared(False)
+            mark_applied(self.module, batch_part=None)
             if self.clock is not None:
                 self.clock.move(None)
 

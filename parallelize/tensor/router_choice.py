@@ -100,12 +100,12 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     routes = router.replay.forward
     if in_recompute():
         routes, replaces = None, is_remembered(_ROUTES)
+    elif router.replay.active and private.backward_id() != -1:
+        raise recomputed_elsewhere(router.fqn)
     else:
         replaces = routes is not None
     if not replaces:
         return stock(*args, **kwargs)
-    if routes is not None and private.backward_id() != -1:
-        raise recomputed_elsewhere(router.fqn)
     with _ReplacedChoices(router, routes) as mode:
         out = stock(*args, **kwargs)
     if mode.calls != 1:
@@ -159,7 +159,12 @@ class _ReplacedChoices(TorchFunctionMode):
         replacing = self._replacing_choices(scores)
         if replacing.shape[1] != k:
             raise wrong_k(self.router.fqn, k, replacing.shape[1])
-        choices = remembered(_CHOICES, lambda: torch.where(replacing < 0, choose(), replacing))
+
+        @torch.no_grad()  # nothing is saved for backward that a replay, which does not choose, would not save
+        def chosen() -> T:
+            return torch.where(replacing < 0, choose(), replacing)
+
+        choices = remembered(_CHOICES, chosen)
         return torch.return_types.topk((scores.gather(1, choices), choices))
 
     def _replacing_choices(self, scores: T) -> T:

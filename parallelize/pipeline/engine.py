@@ -29,10 +29,9 @@ from parallelize.pipeline.microbatch_inputs import (
     positional_names,
     split_batch,
 )
-from parallelize.pipeline.payload import StageHeader
 from parallelize.pipeline.replica_check import ReplicaCheck
 from parallelize.pipeline.schedules import Action, Schedule, build_schedule
-from parallelize.pipeline.stage_forward import Outcome, StageRunner
+from parallelize.pipeline.stage_forward import SingleStageRunner, StageRunner
 from parallelize.pipeline.step_check import StepCheck
 from parallelize.pipeline.step_runner import Data, StageHeaders, StepRun
 from parallelize.pipeline.step_targets import refuse_unshifted, token_loss, token_targets
@@ -106,7 +105,6 @@ class Pipeline:
         self._signature = inspect.signature(type(module).forward)
         self.steps_done = 0
         self._first_sequence = 0  # of this data rank, in the global batch
-        self._part: BatchPart | None = None  # of the running forward
         self.whole, self.share_inputs = named_whole(whole), share_inputs
         self._names = positional_names(self._signature)
         self.loss, self.count = loss or token_loss, count or valid_tokens
@@ -128,6 +126,7 @@ class Pipeline:
         self.world = axis_group(mesh, *self.spec.names)
         replicas = ReplicaCheck(module, mesh, self.ties, compare_every)
         self.check = StepCheck(mesh, self.device, replicas, check_replicated)
+        self._part = BatchPart(0, 0, self.check.place)  # of the running forward
         self._headers: StageHeaders = {}
         self._compared: set[tuple] = set()  # signatures of inputs that the pp ranks have compared
         self._spans: list[tuple[Action, float, float]] = []
@@ -369,8 +368,7 @@ class Pipeline:
 
     def _enter(self, stage: int, microbatch: int, microbatch_inputs: MicrobatchInputs) -> None:
         """Tell the model which part of the batch it gets. Data ranks have consecutive parts of the global batch."""
-        if self._part is not None:
-            self._part.first = microbatch_inputs.batch_offset
+        self._part.first = microbatch_inputs.batch_offset
         if self.clock is not None:
             offset = self._first_sequence + microbatch_inputs.batch_offset
             self.clock.move(Position(self.steps_done, offset, microbatch_inputs.size))
@@ -444,21 +442,3 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 def _runner(module: nn.Module, cut: Cut | None, region: Any) -> Any:
     return SingleStageRunner(module) if cut is None else StageRunner(module, cut, region)
-
-
-class SingleStageRunner:
-    """Runs a model that was not split into stages."""
-
-    def __init__(self, module: nn.Module):
-        self.module = module
-
-    def run(
-        self,
-        stage: int,
-        args: tuple,
-        kwargs: dict,
-        content: dict[str, Any],
-        header: StageHeader | None,
-        make_header: bool,
-    ) -> Outcome:
-        return Outcome(output=self.module(*args, **kwargs))

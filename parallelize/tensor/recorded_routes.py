@@ -34,6 +34,9 @@ T = torch.Tensor
 class RecordedRoutes:
     """What the routers of a model chose in all forwards within `record_routes`. Nothing is sent before it is asked for.
 
+    Args:
+        model: the mixture.
+
     Attributes:
         layers: the names of the modules of experts of the full model, in order.
         tokens: the number of tokens of this data rank so far.
@@ -46,7 +49,7 @@ class RecordedRoutes:
         self._part: BatchPart | None = None
         self._batch = self._first = 0  # first tokens of the running step's batch, and of the running forward
 
-    def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """A forward of the model starts."""
         self._rows = rows = rows_of_call(module, args, kwargs)
         part = batch_part(module)
@@ -57,7 +60,7 @@ class RecordedRoutes:
             self.tokens += (rows.batch if part is None else part.size) * rows.length
         self._first = self._batch + (0 if part is None else part.first) * rows.length
 
-    def add(self, layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _add(self, layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """A module of experts is called."""
         if in_recompute() or private.backward_id() != -1:
             return
@@ -117,9 +120,9 @@ def record_routes(model: nn.Module) -> Iterator[RecordedRoutes]:
     Cost: a copy of [tokens, k] choices for each layer and forward; no message.
     """
     routes = RecordedRoutes(model)
-    handles = [model.register_forward_pre_hook(routes.begin, with_kwargs=True)]
+    handles = [model.register_forward_pre_hook(routes._begin, with_kwargs=True)]
     for name, module, _ in experts_of(model):
-        add = partial(routes.add, routes.layers.index(name))
+        add = partial(routes._add, routes.layers.index(name))
         handles.append(module.register_forward_pre_hook(add, with_kwargs=True))
     try:
         yield routes

@@ -109,6 +109,8 @@ class _ReplayedBatch:
         self.routes, self.replay, self.local = routes, replay, local
         self.mesh = mesh_of(model)
         self.rank, self.ranks = data_rank(self.mesh, SAMPLE_AXES) if self.mesh is not None and not local else (0, 1)
+        self._part: BatchPart | None = None
+        self._place = (0, 0)  # of the running step: first sequence, and number of sequences, of the routes
         self.next, self.begun = 0, False  # of a loop of one's own: tokens so far in this data rank's part
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -128,7 +130,9 @@ class _ReplayedBatch:
 
     def _first_of(self, part: BatchPart, length: int) -> int:
         """The first token of a forward of a step."""
-        first, sequences = (0, part.size) if self.local else part.place()
+        if part is not self._part:  # once a step, because it may be a collective
+            self._part, self._place = part, (0, part.size) if self.local else part.place()
+        first, sequences = self._place
         if sequences * length != len(self.routes):
             raise self._wrong_tokens(f"a batch of {sequences} sequences of {length} tokens")
         return (first + part.first) * length

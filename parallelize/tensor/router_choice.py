@@ -49,8 +49,7 @@ class ForwardRoutes:
     def of_layer(self, layer: int, count: int, device: torch.device) -> T:
         """[count, k], int64: those of the rows of a router. Raises: ShapeError `unknown-rows`."""
         indices = self.rows.indices(count, device)
-        chosen = self.routes[:, layer].to(device)[indices.clamp(min=0)].long()
-        return torch.where(indices[:, None] < 0, -1, chosen)
+        return self.routes[:, layer].to(device)[indices.clamp(min=0)].long()  # of rows that only pad a shard, any
 
 
 class RouteReplay:

@@ -274,6 +274,36 @@ def recorded_without_padding(model):
     return routes.gather()
 
 
+def test_data_ranks_with_different_numbers_of_sequences():
+    model, routes = tiny_model("mixtral", torch.float64), random_routes(2)
+    ids, labels, mask = batch()
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def body(rank):
+        parallel = parallelize_model(models[rank], build_mesh("cpu", dp=2), check_replicated=False)
+        rows = slice(3, 4) if rank else slice(0, 3)
+        with replay_routes(models[rank], routes), InFloat64():
+            parallel.step(ids[rows], labels=labels[rows], attention_mask=mask[rows])
+        return gradients_of(models[rank])
+
+    for actual in run_ranks(2, body):
+        assert worst(actual, alone(model, routes)[1])[0] <= 1e-12
+
+
+def test_a_backward_recomputes_with_the_choices_of_its_forward():
+    """Also of tokens without a record, whose router would choose others by then."""
+    model = tiny_model("deepseek_v3", torch.float64)
+    routes, (ids, labels, mask) = random_routes(1, missing=0.5), batch()
+    _, expected = alone(model, routes)
+    recompute(model, units="model.layers.*")
+    widen_recompute(model)
+    with replay_routes(model, routes), InFloat64():
+        loss = model(input_ids=ids, labels=labels, attention_mask=mask).loss
+    model.model.layers[1].mlp.gate.e_score_correction_bias.data = torch.tensor([0.0, 9.0, 0.0, 9.0, 0.0, 9.0]).double()
+    loss.backward()
+    assert worst(gradients_of(model), expected)[0] <= 1e-12
+
+
 def test_routes_of_all_decoder_layers_as_inference_engines_return_them():
     model = tiny_model("deepseek_v3", torch.float64, num_hidden_layers=4)  # the first layer is dense
     routes = random_routes(3)

@@ -126,6 +126,9 @@ if TYPE_CHECKING:
     from parallelize.tensor.expert_bias import ExpertBalance as ExpertBalance
     from parallelize.tensor.expert_bias import balance_experts as balance_experts
     from parallelize.tensor.overlap_sites import deferred_gradients as deferred_gradients
+    from parallelize.tensor.recorded_routes import RecordedRoutes as RecordedRoutes
+    from parallelize.tensor.recorded_routes import record_routes as record_routes
+    from parallelize.tensor.replayed_routes import replay_routes as replay_routes
     from parallelize.tensor.routing_load import RoutingLoad as RoutingLoad
     from parallelize.tensor.routing_load import routing_load as routing_load
     from parallelize.tensor.torch_styles.boundary import PrepareModuleInput as PrepareModuleInput

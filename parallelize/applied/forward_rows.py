@@ -1,8 +1,12 @@
-"""Which tokens of a batch the rows of a router are: activations [batch, sequence, ..] of this rank, flattened."""
+"""Which tokens of a batch the rows of a router are: activations [batch, sequence, ..] of this rank, flattened.
+
+`ForwardRows` are the rows of one forward. A step calls several forwards, each with a `BatchPart` of the batch.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +14,7 @@ import torch
 from torch import nn
 
 from parallelize.applied.records import applied, record_of
+from parallelize.applied.step_results import expected
 from parallelize.comm.groups import Group
 from parallelize.errors import Problem, ShapeError
 from parallelize.layout import Interval
@@ -56,6 +61,27 @@ class ForwardRows:
             raise ShapeError(Problem("unknown-rows", what, fix=fix))
         first = torch.arange(self.batch, device=device)[:, None] * self.length
         return torch.where(tokens < 0, -1, first + tokens).flatten()
+
+
+@dataclass
+class BatchPart:
+    """Which sequences of a step's batch the running forward gets. On the root of the model, while a step runs.
+
+    Attributes:
+        first: the index of its first sequence in this data rank's batch.
+        size: the number of sequences of that batch.
+        place: () -> (index of that batch's first sequence in the global batch, number of sequences of the global batch). A
+            collective over the data ranks, where these have different numbers of sequences.
+    """
+
+    first: int
+    size: int
+    place: Callable[[], tuple[int, int]]
+
+
+def batch_part(module: nn.Module) -> BatchPart | None:
+    """The part of the batch of the running step; None for forwards that no step calls."""
+    return expected(applied(module).batch_part, BatchPart)
 
 
 def forward_rows(module: nn.Module, arguments: dict[str, Any]) -> ForwardRows:

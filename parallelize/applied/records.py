@@ -133,12 +133,15 @@ class Applied:
         context: its sequences over `cp`. context_call: how its forward is called over `cp`.
         data: its data axes. router_loss: what counts the tokens of its load-balancing loss. ties: its parameters tied across stages.
         dropout_clock: of `install_dropout`: a randomness.dropout.position.Clock.
+        batch_part: while a step runs, which sequences the forward gets: an applied.forward_rows.BatchPart.
+        route_replay: of `replay_routes`: the choices that its routers get, a tensor.router_choice.RouteReplay.
         recompute_units: its recomputed modules, where the model would make a key/value cache.
     Attributes, of any module:
         name: its name in the model when the plan was applied, of modules whose outputs the first forward looks at.
         planned: what its forward runs with.
         attention: a context.forward_state.ContextAttention. dropout: a randomness.dropout.call_sites.ModuleDropout.
         recompute_unit: set where it is recomputed.
+        router: of a router whose choices were replaced once: a tensor.router_choice.ReplayedRouter.
         state_rows: the resolved rows of its own parameters, by key, which state dicts are converted by.
         rebuilt_buffers: values of meta buffers that no checkpoint stores, by key.
         gradient_guard: an applied.gradient_guard.GradientGuard, of a module with parameters.
@@ -156,12 +159,15 @@ class Applied:
     router_loss: object = None
     ties: TiedCopies | None = None
     dropout_clock: object = None
+    batch_part: object = None
+    route_replay: object = None
     recompute_units: tuple[RecomputedModule, ...] = ()
     name: str = ""
     planned: PlannedModule | None = None
     attention: object = None
     dropout: object = None
     recompute_unit: RecomputedModule | None = None
+    router: object = None
     state_rows: Mapping[str, ParameterRow] = field(default_factory=dict)
     rebuilt_buffers: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
     gradient_guard: Any = None
@@ -182,7 +188,7 @@ class Applied:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-_PICKLED = {"name", "resolved", "recipe", "rebuilt_buffers"}
+_PICKLED = {"name", "resolved", "recipe", "rebuilt_buffers", "route_replay", "router"}
 
 
 def _restored(values: dict[str, Any]) -> Applied:

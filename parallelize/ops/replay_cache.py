@@ -6,6 +6,7 @@ in this thread,
 
     run_collective(kind, collective, ...)   communicates, or in a replay returns the saved result, if the unit saves the kind
     remembered(name, make)                  makes a value, or in a replay returns the value of the forward
+    is_remembered(name)                     whether a replay has such a value
     in_recompute()                          whether this is a replay
     pass_number()                           distinguishes passes
     at_exit(call)                           calls a function when the pass ends
@@ -116,6 +117,10 @@ class RecomputePass:
         self._counts[kind] = number + 1
         return kind, number
 
+    def has_next(self, name: str) -> bool:
+        """Whether the forward has made the value that `remembered` would return now."""
+        return (name, self._counts.get(name, 0)) in self.cache.values
+
     def run_collective(self, kind: str, collective: Callable[..., Any], args: tuple) -> Any:
         key, cache = self.next_key(kind), self.cache
         if not self.replay:
@@ -186,6 +191,12 @@ def remembered(name: str, make: Callable[[], Any]) -> Any:
     """
     current = _CURRENT.run
     return make() if current is None else current.remembered(name, make)
+
+
+def is_remembered(name: str) -> bool:
+    """Whether this is a replay in which `remembered(name, ...)` has a value of the forward."""
+    current = _CURRENT.run
+    return current is not None and current.replay and current.has_next(name)
 
 
 def pass_number() -> int:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.applied.records import Cut, cut_of, record_of
+from parallelize.applied.forward_rows import BatchPart
+from parallelize.applied.records import Cut, cut_of, mark_applied, record_of
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.context.forward_state import context_of
@@ -28,10 +29,9 @@ from parallelize.pipeline.microbatch_inputs import (
     positional_names,
     split_batch,
 )
-from parallelize.pipeline.payload import StageHeader
 from parallelize.pipeline.replica_check import ReplicaCheck
 from parallelize.pipeline.schedules import Action, Schedule, build_schedule
-from parallelize.pipeline.stage_forward import Outcome, StageRunner
+from parallelize.pipeline.stage_forward import SingleStageRunner, StageRunner
 from parallelize.pipeline.step_check import StepCheck
 from parallelize.pipeline.step_runner import Data, StageHeaders, StepRun
 from parallelize.pipeline.step_targets import refuse_unshifted, token_loss, token_targets
@@ -126,6 +126,7 @@ class Pipeline:
         self.world = axis_group(mesh, *self.spec.names)
         replicas = ReplicaCheck(module, mesh, self.ties, compare_every)
         self.check = StepCheck(mesh, self.device, replicas, check_replicated)
+        self._part = BatchPart(0, 0, self.check.place)  # of the running forward
         self._headers: StageHeaders = {}
         self._compared: set[tuple] = set()  # signatures of inputs that the pp ranks have compared
         self._spans: list[tuple[Action, float, float]] = []
@@ -350,7 +351,7 @@ class Pipeline:
             loss_of=loss_of,
             split=split,
             data=None if forward_only else self.data,
-            enter=self._enter if self.clock is not None else None,
+            enter=self._enter,
             record=self.record,
         )
 
@@ -366,14 +367,17 @@ class Pipeline:
         return not recomputes and not self._overlaps and getattr(self.data, "splits_backward", True)
 
     def _enter(self, stage: int, microbatch: int, microbatch_inputs: MicrobatchInputs) -> None:
-        """Set the clock. Data ranks have consecutive parts of the global batch."""
-        assert self.clock is not None
-        offset = self._first_sequence + microbatch_inputs.batch_offset
-        self.clock.move(Position(self.steps_done, offset, microbatch_inputs.size))
+        """Tell the model which part of the batch it gets. Data ranks have consecutive parts of the global batch."""
+        self._part.first = microbatch_inputs.batch_offset
+        if self.clock is not None:
+            offset = self._first_sequence + microbatch_inputs.batch_offset
+            self.clock.move(Position(self.steps_done, offset, microbatch_inputs.size))
 
     def _execute(self, run: StepRun) -> None:
         known = set(self._headers)
         self._set_compared(self.check.compares)
+        self._part = BatchPart(0, run.microbatches[0].batch_size, self.check.place)
+        mark_applied(self.module, batch_part=self._part)
         try:
             run.run()
             run.settle()
@@ -384,6 +388,7 @@ class Pipeline:
         finally:
             self._spans = run.spans
             self._set_compared(False)
+            mark_applied(self.module, batch_part=None)
             if self.clock is not None:
                 self.clock.move(None)
 
@@ -437,21 +442,3 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 def _runner(module: nn.Module, cut: Cut | None, region: Any) -> Any:
     return SingleStageRunner(module) if cut is None else StageRunner(module, cut, region)
-
-
-class SingleStageRunner:
-    """Runs a model that was not split into stages."""
-
-    def __init__(self, module: nn.Module):
-        self.module = module
-
-    def run(
-        self,
-        stage: int,
-        args: tuple,
-        kwargs: dict,
-        content: dict[str, Any],
-        header: StageHeader | None,
-        make_header: bool,
-    ) -> Outcome:
-        return Outcome(output=self.module(*args, **kwargs))

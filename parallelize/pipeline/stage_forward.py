@@ -267,6 +267,24 @@ class StageRunner:
         return ModelError(Problem("unit-order", f"{self.units[index]} {what}", self.cut.stages.cuts.where, fix=fix))
 
 
+class SingleStageRunner:
+    """Runs a model that was not split into stages."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def run(
+        self,
+        stage: int,
+        args: tuple,
+        kwargs: dict,
+        content: dict[str, Any],
+        header: StageHeader | None,
+        make_header: bool,
+    ) -> Outcome:
+        return Outcome(output=self.module(*args, **kwargs))
+
+
 def carried_arguments(
     module: nn.Module | None, call: dict[int | str, Any], names: Sequence[str]
 ) -> dict[int | str, Any]:

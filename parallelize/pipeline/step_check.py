@@ -167,6 +167,13 @@ class StepCheck:
                 sizes = torch.cat(parts).tolist()
         return sum(sizes[: self._data_rank])
 
+    def place(self) -> tuple[int, int]:
+        """(`first_sequence`, the number of sequences of the last step's global batch). Cost: that of `first_sequence`."""
+        first = self.first_sequence()
+        if self._message is None or dist.get_backend(self.world) == "fake":
+            return first, self._sequences * self._data_ranks
+        return first, int(self._message[6])
+
     def raise_difference(self) -> None:
         """Raises: HandshakeError `ranks-diverged`, `replicas-differ` or `ties-differ` on every rank, with what differs where."""
         if self.differs():

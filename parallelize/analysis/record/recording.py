@@ -32,10 +32,9 @@ from parallelize.context.forward_state import context_of
 from parallelize.context.inputs import length_of
 from parallelize.context.local_sequences import local_targets
 from parallelize.errors import ModelError, ParallelizeError, Problem
-from parallelize.pipeline.engine import SingleStageRunner
 from parallelize.pipeline.microbatch_inputs import split_batch
 from parallelize.pipeline.schedules import Action, build_schedule
-from parallelize.pipeline.stage_forward import carried_arguments
+from parallelize.pipeline.stage_forward import SingleStageRunner, carried_arguments
 from parallelize.pipeline.step_runner import StepRun
 from parallelize.pipeline.step_targets import token_loss
 from parallelize.plan.model_facts import describe

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallelize.derivation.classes import Choice, Classes
-from parallelize.derivation.draft import Draft, Drafting
+from parallelize.derivation.draft import Draft, Drafting, leaves_something
 from parallelize.derivation.inputs import inputs_of
 from parallelize.derivation.plan_text import Heading, Sections, plan_text
 from parallelize.derivation.proof import Proof, provable, prove
 from parallelize.derivation.record import Record
+from parallelize.derivation.region import find_region
 from parallelize.derivation.small_config import small_configs
 from parallelize.derivation.trace import record_forward
 from parallelize.errors import ModelError, ParallelizeError, Problem
@@ -96,7 +97,7 @@ class _Derivation:
 
     def __init__(self, source: ModelSource, model: nn.Module, record: Record, tp: int, tell: Callable[[str], None]):
         self.source, self.model, self.tp, self.tell = source, model, tp, tell
-        self.classes = Classes(record, model)
+        self.record, self.classes = record, Classes(record, model)
         self.fields = _fields(source.config)
         self.banned: set[str] = set()
         self.allow = ""
@@ -108,7 +109,7 @@ class _Derivation:
             draft = self._draft(_LOGITS[0])
             proof = self._prove(draft)
             if proof.ok:
-                return self._derived(draft, proof)
+                return self._with_region(draft, proof)
             if ALLOWED[0] in proof.slugs and not self.allow:
                 self.allow = ALLOWED[0]
                 continue
@@ -122,7 +123,17 @@ class _Derivation:
     def _with_full_logits(self, without: Draft, inner: Proof) -> Derived:
         draft = self._draft("full")
         proof = self._prove(draft)
-        return self._derived(draft, proof) if proof.ok else self._derived(without, inner)
+        return self._with_region(draft, proof) if proof.ok else self._with_region(without, inner)
+
+    def _with_region(self, draft: Draft, proof: Proof) -> Derived:
+        """The draft with a sequence-parallel region, if that is proven too."""
+        region = find_region(self.record, self.model, draft.styles)
+        if region is None:
+            return self._derived(draft, proof)
+        wider = replace(draft, styles={**draft.styles, **region.styles}, region=region.section)
+        wider.default = "replicate" if leaves_something(self.model, wider.styles) else ""
+        again = self._prove(wider)
+        return self._derived(wider, again) if again.ok else self._derived(draft, proof)
 
     def _draft(self, logits: str) -> Draft:
         self.choice = self.classes.choose(without=self.banned)
@@ -219,7 +230,16 @@ def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None
         name for name, _ in model.named_parameters(remove_duplicate=False)
     ]
     below = [name for name, size in draft.sizes.items() if name.startswith("kv_heads")]
-    sections = Sections(draft.styles, draft.sizes, below, draft.local, draft.whole, allow=allow, default=draft.default)
+    sections = Sections(
+        draft.styles,
+        draft.sizes,
+        below,
+        draft.local,
+        draft.whole,
+        region=draft.region,
+        allow=allow,
+        default=draft.default,
+    )
     return plan_text(Heading(about, model_type, "" if model_type else type(model).__name__, base), sections, names)
 
 

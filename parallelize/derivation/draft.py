@@ -24,9 +24,11 @@ class Draft:
         local: by module, the size of each attribute that becomes local.
         whole: why linears are not sharded, by name.
         default: the style of all other modules with parameters; empty: there are none.
+        region: the section for sequence parallelism; empty: none.
     """
 
     default: str = "replicate"
+    region: dict[str, str] = field(default_factory=dict)
     styles: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, str | int] = field(default_factory=dict)
     local: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -57,14 +59,8 @@ class Drafting:
         self.draft.whole = {
             whole.module: whole.reason for whole in self.choice.whole if whole.module not in self.draft.styles
         }
-        if not self._leaves_something():
-            self.draft.default = ""
+        self.draft.default = "replicate" if leaves_something(self.model, self.draft.styles) else ""
         return self.draft
-
-    def _leaves_something(self) -> bool:
-        """Whether some parameter has no rule yet."""
-        parameters = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
-        return any(not {name, name.rpartition(".")[0]} & self.draft.styles.keys() for name in parameters)
 
     # -- linears ----------------------------------------------------------------------------------------------------------
 
@@ -198,6 +194,12 @@ class Drafting:
     def _only_looked_up(self, dim: Any) -> bool:
         reasons = {mix.operation for mix in self.classes.record.mixes if set(leaves(mix.dim)) & set(leaves(dim))}
         return not reasons
+
+
+def leaves_something(model: nn.Module, styles: Mapping[str, str]) -> bool:
+    """Whether some parameter has no rule yet."""
+    parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return any(not {name, name.rpartition(".")[0]} & styles.keys() for name in parameters)
 
 
 def _name_of_size(source: str | int) -> str:

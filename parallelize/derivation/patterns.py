@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
 
-from parallelize.plan.pattern import generic
+from parallelize.plan.pattern import alternatives, generic
 
 
 def pattern_rules(styles: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
@@ -55,17 +55,22 @@ def _number(text: str) -> tuple[int, str]:
 
 
 def _merged(rules: dict[str, str]) -> dict[str, str]:
-    """Siblings of one style in one pattern."""
+    """Siblings of one style in one pattern, where its key in the file needs no quotes; blocks stay by themselves."""
     siblings: dict[tuple[str, str], list[str]] = defaultdict(list)
     for pattern, style in rules.items():
         parent, _, name = pattern.rpartition(".")
         siblings[parent, style].append(name)
     merged: dict[str, str] = {}
     for (parent, style), names in siblings.items():
-        plain = [name for name in names if "{" not in name and "*" not in name]
-        for name in [*names] if len(plain) != len(names) else [braces(names)]:
+        together = braces(names)
+        is_plain = not any("{" in name or "*" in name for name in names) and not style.startswith("gather")
+        needs_quotes = together.startswith("{") and parent == _layer_of(f"{parent}.x")
+        for name in [together] if is_plain and not needs_quotes else names:
             merged[f"{parent}.{name}" if parent else name] = style
-    return merged
+    order = {pattern: index for index, pattern in enumerate(rules)}
+    return dict(
+        sorted(merged.items(), key=lambda item: min(order[name] for name in alternatives(item[0]) if name in order))
+    )
 
 
 def braces(names: list[str]) -> str:

@@ -74,6 +74,24 @@ class Read:
     operation: str
 
 
+@dataclass(eq=False)
+class ModuleCall:
+    """A call of a module with hidden states.
+
+    Attributes:
+        argument: the position, and the name, of its first input that is a floating [batch, tokens, width].
+        shape, out: the sizes of that input and of its first result; None where it has another form.
+        source, result: the storages of that input and of the result, which tell what is called on what.
+    """
+
+    module: str
+    argument: tuple[int, str]
+    shape: tuple[int, ...]
+    source: int
+    out: tuple[int, ...] | None = None
+    result: int = 0
+
+
 @dataclass
 class Record:
     """The record of one forward.
@@ -84,6 +102,7 @@ class Record:
         repeats: factors by which the heads of queries are more than those of keys and values.
         lookups: dims of which an embedding takes rows by ids, with the name of the table.
         unknown: operations without a rule, with the modules that called them.
+        calls: of modules with hidden states, in the order in which they began.
     """
 
     parameters: dict[str, Dims] = field(default_factory=dict)
@@ -96,6 +115,7 @@ class Record:
     repeats: list[Dim] = field(default_factory=list)
     lookups: list[tuple[Dim, str]] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
+    calls: list[ModuleCall] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._dims: Any = WeakIdKeyDictionary()
@@ -146,8 +166,8 @@ class Record:
         if not learned or alone or not floating:
             return
         operands: list[Dims | None] = [self.dims(x) for x in inputs if self.depends(x) and not self.weights(x)]
-        out = self.dims(floating[0])
-        self.uses += [Use(weights, dims, out, linear, operation, self.module) for dims in operands or [None]]
+        result = self.dims(floating[0])
+        self.uses += [Use(weights, dims, result, linear, operation, self.module) for dims in operands or [None]]
 
     # -- dims -------------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from parallelize import _torch_private as private
 from parallelize.derivation.factors import new_dim
 from parallelize.derivation.operations import apply_rule
-from parallelize.derivation.record import Read, Record
+from parallelize.derivation.record import ModuleCall, Read, Record
 
 T = torch.Tensor
 Source = tuple[str, str, int]
@@ -80,21 +81,36 @@ def _recorder(record: Record) -> Any:
 
 @contextmanager
 def _named_modules(record: Record, model: nn.Module) -> Iterator[None]:
-    """Keep `record.module` at the innermost module whose forward runs."""
-    outer: list[str] = []
+    """Keep `record.module` at the innermost module whose forward runs, and note what modules are called with."""
     with ExitStack() as stack:
+        running: list[tuple[str, ModuleCall | None]] = []
         for name, module in model.named_modules():
 
-            def enter(_: nn.Module, __: Any, name: str = name) -> None:
-                outer.append(record.module)
+            def enter(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+                call = _call_of(name, module, args, kwargs)
+                record.calls += [call] if call is not None else []
+                running.append((record.module, call))
                 record.module = name
 
-            def leave(_: nn.Module, __: Any, ___: Any) -> None:
-                record.module = outer.pop()
+            def leave(_: nn.Module, __: Any, output: Any) -> None:
+                record.module, call = running.pop()
+                out = output[0] if isinstance(output, (tuple, list)) and output else output
+                if call is not None and isinstance(out, T):
+                    call.out, call.result = tuple(out.shape), private.storage_address(out)
 
-            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
+
+
+def _call_of(name: str, module: nn.Module, args: tuple, kwargs: dict) -> ModuleCall | None:
+    names = list(inspect.signature(module.forward).parameters)
+    given = [*((index, names[index] if index < len(names) else "", value) for index, value in enumerate(args))]
+    given += [(names.index(key) if key in names else -1, key, value) for key, value in kwargs.items()]
+    for position, key, value in given:
+        if isinstance(value, T) and value.ndim == 3 and value.is_floating_point():
+            return ModuleCall(name, (position, key), tuple(value.shape), private.storage_address(value))
+    return None
 
 
 # -- integers that give sizes -----------------------------------------------------------------------------------------------

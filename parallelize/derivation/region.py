@@ -1,0 +1,94 @@
+"""Where activations may be sequence shards: the layers that a model calls one after another on hidden states.
+
+What is found here is a proposal. Whether an operation inside needs all tokens is settled by the proof, which runs the sequence-parallel
+modes of the plan with lengths that the ranks do not divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from parallelize.derivation.record import ModuleCall, Record
+
+
+@dataclass(frozen=True)
+class Region:
+    """A sequence-parallel region, with the styles that it needs.
+
+    Attributes:
+        layers: the name of the list. leave: the module after which activations are full again.
+        styles: of the blocks that gather their input, and of the modules that work on each token.
+    """
+
+    layers: str
+    leave: str
+    styles: Mapping[str, str]
+
+    @property
+    def section(self) -> dict[str, str]:
+        return {"layers": self.layers, **({"leave": self.leave} if self.leave else {})}
+
+
+def find_region(record: Record, model: nn.Module, styles: Mapping[str, str]) -> Region | None:
+    """The region of a draft, or None. `styles`: by name, of what is sharded."""
+    calls = {call.module: call for call in record.calls}
+    modules = dict(model.named_modules())
+    names = [
+        name for name, module in modules.items() if isinstance(module, nn.ModuleList) and _is_chain(name, module, calls)
+    ]
+    if len(names) != 1:  # none, or an encoder and a decoder, of which a plan has one
+        return None
+    (layers,) = names
+    leave = _after(layers, modules, calls)
+    own = {name: style for name, style in styles.items() if name.startswith(layers + ".")}
+    blocks = _gathering_blocks(layers, own, calls)
+    if blocks is None:
+        return None
+    inside = {name for name in modules if name.startswith(layers + ".")} | ({leave} if leave else set())
+    by_token = {
+        name: "sequence"
+        for name in inside
+        if next(modules[name].parameters(recurse=False), None) is not None
+        and name not in styles
+        and not any(name == block or name.startswith(block + ".") for block in blocks)
+    }
+    return Region(layers, leave, {**blocks, **by_token})
+
+
+def _is_chain(name: str, module: nn.ModuleList, calls: Mapping[str, ModuleCall]) -> bool:
+    """Whether each of the modules is called on the shape that the one before it returned."""
+    found = [calls.get(f"{name}.{index}") for index in range(len(module))]
+    if len(found) < 2 or any(call is None or call.out != call.shape for call in found):
+        return False
+    return len({call.shape for call in found if call is not None}) == 1
+
+
+def _after(layers: str, modules: Mapping[str, nn.Module], calls: Mapping[str, ModuleCall]) -> str:
+    """The module with parameters that is called on the last layer's result, if it keeps the shape: the final norm."""
+    last = calls[f"{layers}.{len(modules[layers]) - 1}"]  # type: ignore[arg-type]
+    for name, call in calls.items():
+        follows = call.source == last.result and call.out == call.shape and not name.startswith(layers + ".")
+        parameters = list(modules[name].parameters())
+        if follows and parameters and all(parameter.ndim == 1 for parameter in parameters):
+            return name
+    return ""
+
+
+def _gathering_blocks(layers: str, styles: Mapping[str, str], calls: Mapping[str, ModuleCall]) -> dict[str, str] | None:
+    """`gather` for the modules in a layer that contain column linears and are called on hidden states."""
+    blocks: dict[str, str] = {}
+    for name, style in styles.items():
+        if not style.startswith("colwise"):
+            continue
+        parent = name.rpartition(".")[0]
+        while parent not in calls and parent.count(".") > layers.count(".") + 1:
+            parent = parent.rpartition(".")[0]
+        if parent.count(".") <= layers.count(".") + 1:  # a column linear of the layer itself gathers its own input
+            continue
+        call = calls[parent]
+        position, key = call.argument
+        blocks[parent] = f"gather({key})" if position != 0 and key else "gather"
+    return blocks

@@ -34,9 +34,7 @@ def gather_normalized(
     normalized = _normalized_dims(module)
     if not normalized or group.size == 1:
         return
-    gather = partial(
-        local_input, mesh=mesh, group=group, source=Shard(dim), desired=Replicate(), partial_grad=True
-    )
+    gather = partial(local_input, mesh=mesh, group=group, source=Shard(dim), desired=Replicate(), partial_grad=True)
     planned.enter = partial(_enter, usual=planned.enter, gather=gather, dim=dim, normalized=normalized)
     planned.leave = partial(
         _leave, usual=planned.leave, mesh=None if local else mesh, ranks=group.size, dim=dim, normalized=normalized

@@ -29,7 +29,9 @@ def stock_model(width: int, norm: str) -> Any:
     return model
 
 
-def check(styles: dict[str, Any], width: int, norm: str, shape: tuple[int, ...], placement: Any, ranks: int = 2) -> None:
+def check(
+    styles: dict[str, Any], width: int, norm: str, shape: tuple[int, ...], placement: Any, ranks: int = 2
+) -> None:
     """The output, the input's gradient and every parameter's gradient of two backward passes equal the unsharded model's."""
     stock = stock_model(width, norm)
     copies = [copy.deepcopy(stock) for _ in range(ranks)]

@@ -36,6 +36,9 @@ Placements = tuple[Placement, ...]
 class OverlappedLinears(TorchFunctionMode):
     """What `overlapped_linears` returns: a context manager that counts the linears on DTensors inside it.
 
+    Args:
+        overlap, chunks: of every op.
+
     Attributes:
         ops: calls by the name of the collective matmul that ran them.
         stock: calls that PyTorch ran, by the reason.

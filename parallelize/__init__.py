@@ -80,6 +80,8 @@ if TYPE_CHECKING:
     from parallelize.ops.matmul.collective_matmul import column_linear as column_linear
     from parallelize.ops.matmul.collective_matmul import linear_all_reduce as linear_all_reduce
     from parallelize.ops.matmul.collective_matmul import linear_reduce_scatter as linear_reduce_scatter
+    from parallelize.ops.matmul.dtensor_linears import OverlappedLinears as OverlappedLinears
+    from parallelize.ops.matmul.dtensor_linears import overlapped_linears as overlapped_linears
     from parallelize.ops.matmul.linear_gradients import DeferredGradients as DeferredGradients
     from parallelize.pipeline.cut import cut_pipeline as cut_pipeline
     from parallelize.pipeline.engine import Pipeline as Pipeline

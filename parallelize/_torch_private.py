@@ -388,6 +388,11 @@ def sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
+def is_from_local(tensor: torch.Tensor) -> bool:
+    """Whether a DTensor was made by `DTensor.from_local`, whose backward redistributes its gradient (named so since 2.0)."""
+    return type(tensor.grad_fn).__name__ == "_FromTorchTensorBackward"
+
+
 def running_node() -> Any | None:
     """The autograd node whose backward is running; None outside of one (since 2.1)."""
     return torch._C._current_autograd_node()
@@ -405,14 +410,15 @@ def will_run(node: Any) -> bool:
 
 def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
     """Replace, in this process, the "norm" that `nn.utils.clip_grad_norm_` takes (2.6), the "unscaling" of `GradScaler` (1.6),
-    "backward" or "grad" of `torch.autograd` (0.2), what registers "forward hooks" of modules (0.2), or the constructor of
-    "data parallel" wrappers (1.0)."""
+    "backward" or "grad" of `torch.autograd` (0.2), what registers "forward hooks" of modules (0.2), the "redistribution" of
+    DTensors (2.0), or the constructor of "data parallel" wrappers (1.0)."""
     owner, name = {
         "data parallel": (torch.nn.parallel.DistributedDataParallel, "__init__"),
         "backward": (torch.autograd, "backward"),
         "grad": (torch.autograd, "grad"),
         "forward hooks": (torch.nn.Module, "register_forward_hook"),
         "norm": (torch.nn.utils.clip_grad, "_get_total_norm"),
+        "redistribution": (DTensor, "redistribute"),
         "unscaling": (torch.amp.GradScaler, "_unscale_grads_"),
     }[what]
     if hasattr(owner, name):

@@ -22,6 +22,7 @@ from parallelize.applied.gradient_guard import NOT_REDUCED, guard_gradients
 from parallelize.applied.gradient_inputs import refuse_gradient_inputs
 from parallelize.applied.meta_buffers import guard_buffers
 from parallelize.applied.module_moves import guard_moves
+from parallelize.applied.offloaded_models import refuse_offloaded
 from parallelize.applied.other_wrappers import refuse_wrapped, refuse_wrappers
 from parallelize.applied.partial_values import guard_partial_values
 from parallelize.applied.pending_reductions import PendingReductions
@@ -245,6 +246,7 @@ def _agree_on_plan(
         local_plan = resolved.restricted(local_model)
         _check_modules(local_plan, local_model)
         refuse_wrapped(module)
+        refuse_offloaded(module)
         refuse_early_optimizers(module, _replaced(module, local_plan))
         overlapped = check_call_sites(local_plan, local_model, Group(tp.get_group()), torch.device(mesh.device_type))
     return _Agreed(resolved, local_model, local_plan, overlapped)

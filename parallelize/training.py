@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.applied.offloaded_models import refuse_offloaded
 from parallelize.applied.other_wrappers import refuse_wrapped
 from parallelize.applied.records import cut_of
 from parallelize.apply import Storage, apply_plan
@@ -221,6 +222,7 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
     if (drops(module) or spec.ranks("tp") > 1) and (refused := refused_modules(module)):
         raise ModelError(*refused)
     refuse_wrapped(module)
+    refuse_offloaded(module)
     refuse_early_optimizers(module)
     if any(spec.ranks(axis) > 1 for axis in ("pp", *DATA_AXES)):
         refuse_router_loss(module)

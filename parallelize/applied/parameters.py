@@ -154,8 +154,9 @@ class Slot:
 
 
 def _missing(key: str) -> ModelError:
-    what = f"a planned module has no parameter {key} any more: it was parametrized, pruned or deleted after the plan"
-    fix = "weight_norm, spectral_norm and other parametrizations only on modules that the plan does not name; remove_parametrizations brings the parameter back"
+    what = f"a planned module has no parameter {key} any more: it was parametrized, pruned, flattened or deleted after the plan"
+    fix = "weight_norm, spectral_norm and other parametrizations only on modules that the plan does not name; remove_parametrizations brings the parameter back; "
+    fix += "fully_shard, or FullyShardedDataParallel(use_orig_params=True), in the place of use_orig_params=False"
     return ModelError(Problem("removed-parameter", what, fix=fix))
 
 

@@ -1,6 +1,7 @@
-"""Refuses methods of a stock model that read or replace full parameters, once it stores shards of them.
+"""Refuses methods of a stock model that read or replace full parameters, once it stores shards of them, or sums their gradients.
 
-They would fail in the words of DTensors, or write the shards of one rank as if they were the model.
+They would fail in the words of DTensors, or write the shards of one rank as if they were the model. Parameters that replace others
+after `shard_data` would be trained by each rank alone.
 """
 
 from __future__ import annotations
@@ -31,6 +32,23 @@ def guard_stock_methods(module: nn.Module) -> None:
                 owner.__dict__.setdefault(name, MethodType(_GUARDS[name], owner))
 
 
+def guard_replacing_methods(module: nn.Module) -> None:
+    """Let those of them that replace parameters raise ModelError `replaces-parameters`, for a model whose gradients are summed."""
+    for owner in module.modules():
+        for name in _REFUSALS:
+            if callable(getattr(type(owner), name, None)):
+                owner.__dict__.setdefault(name, MethodType(_REFUSALS[name], owner))
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refused(self: Any, *args: Any, **kwargs: Any) -> Any:
+        what = f"{type(self).__name__}.{name} replaces parameters whose gradients are summed over the data axes"
+        fix = _FIXES[name].replace("before the plan is applied", "before shard_data or parallelize_model")
+        raise ModelError(Problem("replaces-parameters", what, fix=fix))
+
+    return refused
+
+
 def _guard(name: str) -> Callable[..., Any]:
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = kwargs.get("state_dict")
@@ -44,3 +62,4 @@ def _guard(name: str) -> Callable[..., Any]:
 
 
 _GUARDS = {name: _guard(name) for name in _FIXES}
+_REFUSALS = {name: _refusal(name) for name in _FIXES if name != "save_pretrained"}

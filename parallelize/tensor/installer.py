@@ -24,6 +24,7 @@ from parallelize.styles.contract import Contract, Conversion
 from parallelize.tensor.child_reads import children_read
 from parallelize.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
 from parallelize.tensor.embedding import vocabulary_embedding
+from parallelize.tensor.feature_norm import gather_normalized
 from parallelize.tensor.multihead_attention import replicated_multihead, sharded_multihead
 from parallelize.tensor.overlap_sites import Overlap, PlannedCallSite
 from parallelize.tensor.planned_forward import (
@@ -155,9 +156,14 @@ class Installer:
             is_fresh = type(module) is nn.Linear or contract.computes_experts  # an output that nothing else reads
             planned.leave = self._conversion(contract.leave, row, fused=is_fresh)
             planned.hide_bias = contract.adds_bias_after_sum and planned.leave is not None
+            planned.bias_group = self.group if contract.dtensors else None
             if contract.returns_dtensor:
                 width = self._width(row) if contract.traits.splits_output else None
                 return_dtensor(module, planned, contract, self.tp, self.group, width)
+            if contract.dtensors and contract.traits.by_token:
+                gather_normalized(
+                    module, planned, contract.sequence_dim, self.tp, self.group, not contract.returns_dtensor
+                )
             if contract.defers_logits:
                 planned.leave = None
                 mark_deferred(module)

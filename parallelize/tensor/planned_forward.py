@@ -18,7 +18,9 @@ from torch import nn
 from parallelize.applied.parameters import Slot
 from parallelize.applied.records import applied, mark_applied
 from parallelize.applied.step_results import expected
+from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
+from parallelize.layout import even_interval
 from parallelize.tensor.input_widths import advice_on_widths
 
 Conversion = Callable[[torch.Tensor], torch.Tensor]
@@ -36,6 +38,8 @@ class Planned:
         leave: conversion of the output, or None. Of a tuple, it converts the first item.
         stock: the forward that was set on the instance before, or None for that of the class.
         hide_bias: add the bias after `leave`, so that the reduction of partial outputs does not sum it.
+        bias_group: where that may leave a shard of the features, the group over which they are sharded: the bias is full on
+            every rank, and the part for this rank's features is added.
         overlap: what runs this module where its collective overlaps with its matmul: an `OverlappedRowLinear` or a
             `SharedInput`. `plain` is then the forward without overlap, and `index` the module's index among those that
             share an input.
@@ -45,6 +49,7 @@ class Planned:
     __slots__ = (
         "argument",
         "bias",
+        "bias_group",
         "enter",
         "hide_bias",
         "index",
@@ -68,6 +73,7 @@ class Planned:
         self.leave: Conversion | None = None
         self.stock = stock
         self.hide_bias = False
+        self.bias_group: Group | None = None
         self.overlap: Any = None
         self.plain: Callable = _stock
         self.index = 0
@@ -185,7 +191,7 @@ def _rowwise_linear(self: Any, input: torch.Tensor) -> torch.Tensor:
     if planned.enter is not None:
         input = planned.enter(input)
     out = planned.leave(F.linear(input, planned.weight.local(parameters)))
-    return out if planned.bias is None else _add_bias(out, planned.bias.local(parameters))
+    return out if planned.bias is None else _add_bias(planned, out, planned.bias.local(parameters))
 
 
 def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -330,11 +336,15 @@ def _rowwise_stock(self: Any, *args: Any, **kwargs: Any) -> Any:
         attributes.pop("weight", None)
         attributes.pop("bias", None)
     del weight
-    return out if bias is None else _add_bias(out, bias)
+    return out if bias is None else _add_bias(planned, out, bias)
 
 
-def _add_bias(out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _add_bias(planned: Planned, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """In the dtype of the matmul, as a linear under autocast does."""
+    group = planned.bias_group
+    if group is not None and out.shape[-1] != bias.shape[0]:
+        start, stop = even_interval(bias.shape[0], group.size, group.rank)
+        bias = bias[start:stop]
     return out + (bias if bias.dtype == out.dtype else bias.to(out.dtype))
 
 

@@ -24,10 +24,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.gradient_guard import guard_gradients
+from parallelize.applied.offloaded_models import refuse_offloaded
 from parallelize.applied.other_wrappers import refuse_wrapped, refuse_wrappers
 from parallelize.applied.records import applied, cut_of, facts_of, mark_applied, record_of, resolution_so_far
 from parallelize.applied.sharding import join_tied_slots, rows_by_name
 from parallelize.applied.step_results import expected
+from parallelize.applied.stock_methods import guard_replacing_methods, guard_stock_methods
 from parallelize.applied.user_initializers import guard_initializers
 from parallelize.comm.groups import Group, mesh_spec
 from parallelize.comm.handshake import agree_on
@@ -180,6 +182,7 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     engine = apply_fsdp(module, mesh, options, resolved)
     watch_optimizers()
     guard_initializers(module)
+    guard_stock_methods(module)
     compute = options.dtype if options.low_precision else None
     mark_applied(module, data=DataRecord(3, mesh, engine, compute=compute))
 
@@ -199,6 +202,7 @@ def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     parameters = [parameter for parameter, _ in _reduced_parameters(module, resolved, ranks_of)]
     reducer = _reducer(module, mesh, parameters, shards, options, options.reduce_dtype or master_dtype)
     module.register_forward_pre_hook(_RefusesCasts(shards))
+    guard_replacing_methods(module)
     record = DataRecord(zero, mesh, reducer, shards, masters)
     mark_applied(module, data=record)
     refuse_steps(shard.param for shard in shards if stepped_in_shards(shard, zero))
@@ -296,6 +300,7 @@ def _check(module: nn.Module, spec: MeshSpec, zero: int) -> None:
         what = "shard_data was applied to this model before"
         raise ModelError(Problem("data-axes-taken", what, fix="apply it once"))
     refuse_wrapped(module)
+    refuse_offloaded(module)
 
 
 def _reduced_parameters(

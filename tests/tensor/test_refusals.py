@@ -180,9 +180,8 @@ def test_a_dict_in_which_a_value_is_no_style():
     assert all(parameter is before[name] for name, parameter in block.named_parameters())
 
 
-@pytest.mark.parametrize("layout", [Shard(-1), Partial()])
-def test_a_bias_that_nobody_could_add_once(layout):
-    styles = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=layout)}
+def test_a_bias_that_nobody_could_add_once():
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel(output_layouts=Partial())}
     with small_mesh(tp=2) as mesh, refused(PlanError, "bias-on-shards", "'down'", "bias=False"):
         parallelize_module(Block(), mesh, styles)
 

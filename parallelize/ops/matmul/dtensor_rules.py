@@ -155,6 +155,15 @@ def _columns_of(grads: list[DTensor], like: DTensor, axis: int) -> list[T]:
     return [grad.redistribute(placements=placements).to_local() for grad in grads]
 
 
+def _terms_of(grad: DTensor, like: DTensor, axis: int) -> T:
+    """The local term of a sum over the axis, of the gradient of gathered rows, in the layout of these on other axes."""
+    if grad.placements[axis].is_partial():
+        placements = _with(like.placements, axis, grad.placements[axis])
+        return grad.redistribute(placements=placements).to_local().contiguous()
+    local = grad.redistribute(placements=_with(like.placements, axis, Replicate())).to_local()
+    return local / grad.device_mesh.size(axis)
+
+
 def _weight_placements(like: DTensor, axis: int, dim: int) -> list[Placement]:
     return [
         Shard(dim) if n == axis else Partial() if placement.is_shard() else Replicate()
@@ -169,7 +178,7 @@ def _all_gather_linear_backward(
     group = _group(mesh, key)
     results = _ops.all_gather_linear_backward(
         _columns_of(grads, rows, axis),
-        None,
+        None if other is None else _terms_of(other, rows, axis),
         rows.to_local(),
         _locals(weights),
         gathered,

@@ -52,8 +52,12 @@ class OverlappedLinear:
         features: tuple[int, int] | None = None,
     ):
         self.op, self.overlap, self.chunks, self.decided, self.features = op, overlap, chunks, decided, features
-        self.x, self.weights, self.biases = x, [_autocast(weight) for weight in weights], _listed(biases, len(weights))
-        self.biases = [None if bias is None else _autocast(bias) for bias in self.biases]
+        self.x, self.weights, self.biases = (
+            x,
+            [autocast_cast(weight) for weight in weights],
+            _listed(biases, len(weights)),
+        )
+        self.biases = [None if bias is None else autocast_cast(bias) for bias in self.biases]
         self.is_dtensor = isinstance(x, DTensor) or any(isinstance(weight, DTensor) for weight in weights)
         self.group: Group | None = None
         self._group_argument = group
@@ -202,7 +206,7 @@ def _listed(biases: T | Sequence[T | None] | None, number: int) -> list[T | None
     return [biases] if isinstance(biases, torch.Tensor) else list(biases)
 
 
-def _autocast(x: T) -> T:
+def autocast_cast(x: T) -> T:
     """`x` in the dtype that `F.linear` would cast it to under autocast."""
     if not torch.is_autocast_enabled(x.device.type) or x.dtype not in _CAST:
         return x

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Placement, Shard
 from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.layout import replicated
 from parallelize.styles.style import ModuleFacts
+from parallelize.tensor.feature_norm import gather_normalized
 from parallelize.tensor.placements import as_dtensor, convert, local_input
 from parallelize.tensor.planned_forward import install, too_many_inputs
 from parallelize.tensor.torch_styles.module_style import ModuleStyle, Target, planned_of
@@ -56,6 +57,7 @@ class SequenceParallel(ModuleStyle):
         )
         if not self.use_local_output:
             planned.leave = partial(as_dtensor, mesh=target.mesh, placement=shard)
+        gather_normalized(target.module, planned, shard.dim, target.mesh, target.group, self.use_local_output)
         install(target.module, planned)
 
 

@@ -120,11 +120,10 @@ class RowwiseParallel(ModuleStyle):
         if facts.kind == "embedding":
             check_embedding(module, facts.fqn)
         out = self.output_layouts[0]
-        if "bias" in facts.shapes and (out.is_partial() or (out.is_shard() and dim_of(out) == -1)):
+        if "bias" in facts.shapes and out.is_partial():
             what = f"{facts.fqn!r} has a bias, which cannot be added once to an output that is {out}"
-            raise ModelError(
-                Problem("bias-on-shards", what, fix="output_layouts=Replicate() or Shard(1), or bias=False")
-            )
+            fix = "output_layouts=Replicate() or Shard(1), or bias=False"
+            raise ModelError(Problem("bias-on-shards", what, fix=fix))
 
     def install(self, target: Target) -> None:
         """Apply the style to `target`, a module on a mesh. Its parameters become DTensors, and its forward a planned one."""
@@ -153,6 +152,7 @@ class RowwiseParallel(ModuleStyle):
             local_input, mesh=target.mesh, group=group, source=source, desired=Shard(-1), partial_grad=False
         )
         planned.leave, planned.hide_bias = reduce_output, True
+        planned.bias_group = group if scattered else None
         if planned.bias is not None and not self.use_local_output:
             planned.leave = biased = BiasedOutput(reduce_output, target.mesh, self.output_layouts[0])
             target.module.register_forward_hook(biased.wrap)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as stock
 from torch import nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -92,6 +93,55 @@ def several_calls_and_data_axes(rank: int, how: str, sequence: bool, tied: bool)
     gradients = [{name: _full(p.grad) for name, p in net.named_parameters()} for net in (model, reference)]
     norms = [parallelize.clip_grad_norm_(model, 1e9), nn.utils.get_total_norm([p.grad for p in reference.parameters()])]
     return [worst(*gradients)[0], abs(float(norms[0] / norms[1]) - 1.0)]
+
+
+class Stack(nn.Sequential):
+    """Two blocks of a wide and a narrow linear, and a norm, on [tokens, features]."""
+
+    def __init__(self, width: int):
+        blocks = [nn.Sequential(nn.Linear(width, 3 * width), nn.ReLU(), nn.Linear(3 * width, width)) for _ in range(2)]
+        super().__init__(*blocks, nn.LayerNorm(width))
+
+
+def feature_shards_and_data_axes(rank: int, whose: str, recomputes: bool) -> list[float]:
+    """Errors of the loss, all gradients, their norm and the weights after two steps, on 2 x 2 ranks under `fully_shard`.
+
+    The last linear's output is a shard of features, which the norm gathers.
+    """
+    styles = stock if whose == "stock" else parallelize
+    torch.manual_seed(5)
+    mesh, model = build_mesh("cpu", dp=2, tp=2), Stack(10).double()
+    reference = copy.deepcopy(model)
+    last = styles.RowwiseParallel(output_layouts=Shard(1))
+    plan = {"0.2": styles.RowwiseParallel(use_local_output=False), "1.2": last, "2": styles.SequenceParallel()}
+    plan |= {name: styles.ColwiseParallel(use_local_output=False) for name in ("0.0", "1.0")}
+    options = {} if whose == "stock" else {"own_reduction": True}
+    styles.parallelize_module(model, mesh["tp"], plan, **options)
+    for block in model:
+        if recomputes and not isinstance(block, nn.LayerNorm):
+            checkpoint(block)
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    x = torch.randn(6, 10, generator=torch.Generator().manual_seed(1)).double()
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.01, foreach=False) for net in (model, reference)]
+    errors = []
+    for _ in range(2):
+        losses, gradients, norms = [], [], []
+        batches = x.chunk(2)[mesh.get_local_rank("dp")], x
+        for net, batch, optimizer, parts in zip((model, reference), batches, optimizers, (1, 2), strict=True):
+            optimizer.zero_grad()
+            out = net(batch)
+            loss = (_full(out) ** 3).sum() / parts  # `fully_shard` averages over its two ranks
+            loss.backward()
+            losses.append(loss.detach())
+            gradients.append({name: _full(p.grad).clone() for name, p in net.named_parameters()})
+            norms.append(_full(nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+            optimizer.step()
+        dist.all_reduce(losses[0], group=mesh["dp"].get_group())
+        weights = [{name: _full(p.detach()) for name, p in net.named_parameters()} for net in (model, reference)]
+        pairs = ({"": losses[0] / 2}, {"": losses[1]}), gradients, weights, [{"": norm} for norm in norms]
+        errors += [worst(*pair)[0] for pair in pairs]
+    return errors
 
 
 def _step(model: Any, ids: torch.Tensor, optimizer: Any) -> torch.Tensor:

@@ -36,6 +36,15 @@ def test_several_calls_and_data_axes(four_processes, how, sequence, tied):
         assert max(errors) < 1e-12
 
 
+@pytest.mark.variants(every=2)
+@pytest.mark.parametrize("recomputes", [False, True], ids=["", "recomputed"])
+def test_shards_of_features_and_fully_shard(four_processes, recomputes):
+    """A row linear and a norm by `Shard(1)` of two dims. Of PyTorch's styles the same numbers are right."""
+    for whose in ("ours", "stock"):
+        for errors in four_processes.run(jobs.feature_shards_and_data_axes, whose, recomputes):
+            assert max(errors) < 1e-12, (whose, errors)
+
+
 ONE = [
     "column linear",
     "column linear of sharded rows",

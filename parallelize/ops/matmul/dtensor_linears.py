@@ -1,0 +1,214 @@
+"""`F.linear` on DTensors through the collective matmuls, under a context manager.
+
+PyTorch's own styles call three things one after another: they redistribute a linear's input, call `F.linear`, and redistribute its
+output. Under `overlapped_linears()` the collective of the first or the last becomes a part of the linear:
+
+    x                               weight     then               runs
+    Shard(dim), or gathered so      Shard(0)                      all_gather_linear
+    Replicate, of a plain tensor    Shard(0)                      column_linear
+    Shard(-1)                       Shard(1)   to Shard(dim)      linear_reduce_scatter
+    Shard(-1)                       Shard(1)   to Replicate       linear_all_reduce
+
+on the mesh axis that shards the weight. Every other linear runs as PyTorch's, and is counted with the reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+
+from parallelize import _torch_private as private
+from parallelize.ops.matmul.collective_matmul import column_linear, linear_all_reduce, linear_reduce_scatter
+from parallelize.ops.matmul.deferred_dtensor import DeferredDTensor, deferred_dtensor, value_of
+from parallelize.ops.matmul.deferred_gather import Gathered, defer_gathers
+from parallelize.ops.matmul.overlapped_linear import OverlappedLinear, algorithm_of, autocast_cast
+
+T = torch.Tensor
+Placements = tuple[Placement, ...]
+
+
+class OverlappedLinears(TorchFunctionMode):
+    """What `overlapped_linears` returns: a context manager that counts the linears on DTensors inside it.
+
+    Args:
+        overlap, chunks: of every op.
+
+    Attributes:
+        ops: calls by the name of the collective matmul that ran them.
+        stock: calls that PyTorch ran, by the reason.
+    """
+
+    def __init__(self, overlap: str, chunks: int | None):
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+        self.stock: Counter[str] = Counter()
+        self._runs_stock = False
+        self._options: dict[str, Any] = {"overlap": overlap, "chunks": chunks}
+
+    def __enter__(self) -> OverlappedLinears:
+        defer_gathers(1)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        defer_gathers(-1)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.linear or self._runs_stock or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        return self._linear(*args, **kwargs)
+
+    def __str__(self) -> str:
+        rows = [f"{number} by {op}" for op, number in sorted(self.ops.items())]
+        rows += [f"{number} by PyTorch: {reason}" for reason, number in sorted(self.stock.items())]
+        return "\n".join(rows) or "no linear was called on DTensors"
+
+    # -- one linear -----------------------------------------------------------------------------------------------------
+
+    def _linear(self, input: T, weight: T, bias: T | None = None) -> T:
+        if not isinstance(input, DTensor) and not isinstance(weight, DTensor):
+            return F.linear(input, weight, bias)
+        reason = _unlike_a_shard(input, weight, bias)
+        if not reason:
+            axis = next(n for n, placement in enumerate(weight.placements) if placement.is_shard())  # type: ignore[attr-defined]
+            run = self._column if weight.placements[axis] == Shard(0) else self._row  # type: ignore[attr-defined]
+            out = run(input, weight, bias, axis)
+            if isinstance(out, torch.Tensor):
+                return out
+            reason = out
+        return self._run_stock(reason, input, weight, bias)
+
+    def _run_stock(self, reason: str, input: T, weight: T, bias: T | None) -> T:
+        self.stock[reason] += 1
+        self._runs_stock = True
+        try:
+            return F.linear(value_of(input), weight, bias)
+        finally:
+            self._runs_stock = False
+
+    def _column(self, x: Any, weight: Any, bias: Any, axis: int) -> T | str:
+        """The output; or, as text, why no op computes it."""
+        is_gathered = isinstance(x, Gathered) and x.computed is None and x.axis == axis
+        shard = value_of(x.shard_to_gather() if is_gathered else x)
+        placement = shard.placements[axis]
+        if placement.is_shard():
+            dim = placement.dim % x.ndim
+            if dim == x.ndim - 1 or not _shards_rows(shard, axis, dim):
+                return f"x is {shard.placements}"
+            call = OverlappedLinear("all_gather_linear", shard, [weight], bias, None, **self._options)
+            (out,), gathered = call.gather(dim, None, True, None)
+            if is_gathered:
+                x.computed = gathered
+            self.ops["all_gather_linear"] += 1
+            return out
+        if not placement.is_replicate() or not _shards_rows(shard, axis, None):
+            return f"x is {shard.placements}"
+        if not (torch.is_grad_enabled() and shard.requires_grad):
+            return "nothing is sent: x is full, and has no gradient"
+        if not private.is_from_local(shard):
+            # it may have several readers, whose gradients are summed before they are sent
+            return "x is full, and what made it reduces its gradient"
+        self.ops["column_linear"] += 1
+        return column_linear(shard, weight, bias, **self._options)
+
+    def _row(self, x: Any, weight: Any, bias: Any, axis: int) -> T | str:
+        x = value_of(x)
+        if x.placements[axis] not in (Shard(x.ndim - 1), Shard(-1)) or not _shards_rows(x, axis, None):
+            return f"x is {x.placements}"
+        placements = tuple(Partial() if n == axis else old for n, old in enumerate(x.placements))
+        stock = partial(self._run_stock, "its sum was read before it was reduced", x, weight, bias)
+        reads = (x, weight) if bias is None else (x, weight, bias)
+        reduced = partial(self._reduced, x, weight, bias, placements, axis)
+        like = autocast_cast(private.local_of(weight).new_empty(0))
+        shape = (*x.shape[:-1], weight.shape[0])
+        return deferred_dtensor(DeferredDTensor, stock, reduced, x.device_mesh, placements, shape, reads, like)
+
+    def _reduced(self, x: Any, weight: Any, bias: Any, before: Placements, axis: int, after: Placements) -> T | None:
+        """The output of a row linear with other placements; None where no op reduces it to them."""
+        if len(after) != len(before) or any(
+            n != axis and a != b for n, (a, b) in enumerate(zip(after, before, strict=True))
+        ):
+            return None
+        target = after[axis]
+        if target.is_replicate():
+            self.ops["linear_all_reduce"] += 1
+            return linear_all_reduce(x, weight, bias, **self._options)
+        dim = target.dim % x.ndim if type(target) is Shard else x.ndim - 1
+        if dim == x.ndim - 1 or not _shards_rows(x, axis, dim):
+            return None
+        self.ops["linear_reduce_scatter"] += 1
+        return linear_reduce_scatter(x, weight, bias, dim=dim, **self._options)
+
+
+def overlapped_linears(overlap: str = "auto", chunks: int | None = None) -> OverlappedLinears:
+    """A context manager under which `F.linear` on DTensors runs through the collective matmuls.
+
+        with overlapped_linears() as linears:
+            loss = model(x).sum()      # a model parallelized by PyTorch's own styles, for instance
+            loss.backward()
+        print(linears)                 # how many linears each op ran, and why PyTorch ran the others
+
+    Results and gradients are those of `F.linear`, in the same placements; only the gradient of the bias of a `linear_reduce_scatter`
+    is summed at once, which PyTorch leaves Partial. An input that is gathered (`redistribute` from Shard(dim)
+    to Replicate) is gathered by the first linear that reads it; the others read what that one gathered. The output of a row linear
+    is computed when it is reduced. In between, both are DTensors that are computed when something else reads them, as by PyTorch.
+
+    Args:
+        overlap: "auto", "off", "chunked" or "symm_mem", as in the ops.
+        chunks: chunks per shard for "chunked". Default: 4.
+
+    Returns: an `OverlappedLinears`: `ops` and `stock` count the linears; `str()` shows both.
+    Raises: ShapeError `bad-overlap`. Inside: as the ops, and ModelError `deferred-dtensor` where a tensor is written to before what
+        reads it is computed; in backward, where an autograd.Function, or a full backward hook of a module, has read a DTensor that
+        was not computed yet.
+    Cost: that of the ops: as many collectives as PyTorch's styles, and one all-reduce for each such bias. A replicated input of a plain tensor (`DTensor.from_local`) that
+        k linears read is all-reduced k times in backward.
+
+    It holds for the thread that enters it. Where a forward is computed again in backward (`torch.utils.checkpoint`), enter it inside
+    that forward: PyTorch leaves such modes while it runs a function of its own, and so backward. For the same reason linears inside
+    such functions (`F.multi_head_attention_forward`) stay as they are, uncounted. So do all linears under `torch.compile`.
+    """
+    algorithm_of(overlap, chunks)
+    return OverlappedLinears(overlap, chunks)
+
+
+def _unlike_a_shard(x: Any, weight: Any, bias: Any) -> str:
+    """Why this can be no collective matmul, whatever the placements of x; empty if it can."""
+    tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    if not all(isinstance(tensor, DTensor) for tensor in tensors):
+        return "some arguments are no DTensors"
+    if any(tensor.device_mesh != x.device_mesh for tensor in tensors):
+        return "the meshes of x and weight differ"
+    axes = [n for n, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    if (
+        len(axes) != 1
+        or weight.placements[axes[0]] not in (Shard(0), Shard(1))
+        or weight.device_mesh.size(axes[0]) == 1
+    ):
+        return f"the weight is {weight.placements}"
+    if x.ndim < 2 or weight.ndim != 2:
+        return "x has one dim"
+    expected = Shard(0) if weight.placements[axes[0]] == Shard(0) else Replicate()
+    if bias is not None and any(
+        placement != (expected if n == axes[0] else Replicate()) for n, placement in enumerate(bias.placements)
+    ):
+        return f"the bias is {bias.placements}"
+    same = x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)
+    return "" if same else "the dtypes of x and weight differ"
+
+
+def _shards_rows(x: DTensor, axis: int, dim: int | None) -> bool:
+    """Whether the other axes shard rows of x, or nothing, and not along `dim`."""
+    for n, placement in enumerate(x.placements):
+        other = type(placement) is Shard and placement.dim % x.ndim not in (x.ndim - 1, dim)
+        if n != axis and not placement.is_replicate() and not other:
+            return False
+    return True

@@ -137,7 +137,7 @@ class _Derivation:
 
     def _draft(self, logits: str) -> Draft:
         self.choice = self.classes.choose(without=self.banned)
-        draft = Drafting(self.model, self.classes, self.choice, self.fields, logits).run()
+        draft = Drafting(self.model, self.classes, self.choice, self.fields, logits, self.banned).run()
         if not draft.styles:
             raise ModelError(_nothing(self.source, self.choice))
         return draft
@@ -158,8 +158,11 @@ class _Derivation:
 
     def _ban(self, proof: Proof) -> None:
         """Leave whole what a failed proof names, or else the largest of what is sharded."""
+        experts = {name for name, style in self._draft("").styles.items() if style == "experts"}
         suspects = _suspects(proof, self.choice)
-        if not suspects and self.choice.candidates:
+        if not suspects and experts:
+            suspects = experts
+        elif not suspects and self.choice.candidates:
             suspects = self.choice.candidates[0].linears
         self.banned |= suspects
 
@@ -168,16 +171,20 @@ def _small(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
     """A small version of the model: of a config with other sizes, the first that the model accepts."""
     if source.config is None:
         return source, source.build("cpu").eval()
-    *others, last = [source.with_config(config) for config in small_configs(source.config, tp)]
-    for small in others:
+    reason: Exception | None = None
+    for config in small_configs(source.config, tp):
+        small = source.with_config(config)
         try:
             model = small.build("cpu").eval()
             _check_size(model)
             record_forward(model, inputs_of(small, model))
             return small, model
         except Exception as error:  # a class may refuse the sizes with any error
-            log.info("%s does not run with other head counts: %s", source.text, error)
-    return last, last.build("cpu").eval()
+            reason = reason or error
+            log.info("%s does not run with smaller sizes: %s", source.text, error)
+    what = f"no small version of {source.text} runs: {type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
+    fix = "a function that returns a small model: package.module:function; and --inputs where its forward takes other inputs"
+    raise ModelError(Problem("untraceable-model", what, fix=fix)) from reason
 
 
 def _check_size(model: nn.Module) -> None:

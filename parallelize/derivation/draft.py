@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,10 +40,20 @@ class Drafting:
 
     Args:
         fields: the integer fields of the model's config, by name. Empty: sizes are numbers.
+        banned: modules that are left whole.
         logits: how the head returns them, "vocabulary" or "full"; empty: the tables of the vocabulary are left whole.
     """
 
-    def __init__(self, model: nn.Module, classes: Classes, choice: Choice, fields: Mapping[str, int], logits: str):
+    def __init__(
+        self,
+        model: nn.Module,
+        classes: Classes,
+        choice: Choice,
+        fields: Mapping[str, int],
+        logits: str,
+        banned: Set[str] = frozenset(),
+    ):
+        self.banned = banned
         self.model, self.classes, self.choice, self.fields = model, classes, choice, fields
         self.draft = Draft()
         self.logits = logits
@@ -51,6 +61,7 @@ class Drafting:
     def run(self) -> Draft:
         for candidate in self.choice.candidates:
             self._shard(candidate)
+        self._shard_experts()
         if self.logits:
             self._shard_vocabulary()
         for name in self.choice.partial:
@@ -169,6 +180,14 @@ class Drafting:
             for part in self._parts(candidate)
             for i in range(len(part))
         )
+
+    def _shard_experts(self) -> None:
+        """Modules with the weights of all experts, stacked: the style knows their forms, and the proof tells whether it does."""
+        for name, module in self.classes.modules.items():
+            shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
+            stacked = [shape for shape in shapes if len(shape) == 3]
+            if len(stacked) >= 2 and len({shape[0] for shape in shapes}) == 1 and name not in self.banned:
+                self.draft.styles[name] = "experts"
 
     # -- vocabulary -------------------------------------------------------------------------------------------------------
 

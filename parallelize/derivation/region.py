@@ -44,9 +44,8 @@ def find_region(record: Record, model: nn.Module, styles: Mapping[str, str]) -> 
     (layers,) = names
     leave = _after(layers, modules, calls)
     own = {name: style for name, style in styles.items() if name.startswith(layers + ".")}
-    blocks = _gathering_blocks(layers, own, calls)
-    if blocks is None:
-        return None
+    flat = {name for name in own if isinstance(modules.get(name), nn.Linear) and name not in calls}
+    blocks = _gathering_blocks(layers, {name: style for name, style in own.items() if name not in flat}, calls)
     inside = {name for name in modules if name.startswith(layers + ".")} | ({leave} if leave else set())
     by_token = {
         name: "sequence"
@@ -55,7 +54,7 @@ def find_region(record: Record, model: nn.Module, styles: Mapping[str, str]) -> 
         and name not in styles
         and not any(name == block or name.startswith(block + ".") for block in blocks)
     }
-    return Region(layers, leave, {**blocks, **by_token})
+    return Region(layers, leave, {**blocks, **by_token, **{name: _of_tokens(styles[name]) for name in flat}})
 
 
 def _is_chain(name: str, module: nn.ModuleList, calls: Mapping[str, ModuleCall]) -> bool:
@@ -77,7 +76,14 @@ def _after(layers: str, modules: Mapping[str, nn.Module], calls: Mapping[str, Mo
     return ""
 
 
-def _gathering_blocks(layers: str, styles: Mapping[str, str], calls: Mapping[str, ModuleCall]) -> dict[str, str] | None:
+def _of_tokens(style: str) -> str:
+    """The style of a linear that is called on [tokens, width]."""
+    word, _, options = style.partition("(")
+    side = "input" if word == "colwise" else "output"
+    return f"{word}({options.rstrip(')')}{', ' if options else ''}{side}=tokens)"
+
+
+def _gathering_blocks(layers: str, styles: Mapping[str, str], calls: Mapping[str, ModuleCall]) -> dict[str, str]:
     """`gather` for the modules in a layer that contain column linears and are called on hidden states."""
     blocks: dict[str, str] = {}
     for name, style in styles.items():

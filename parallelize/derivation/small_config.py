@@ -7,6 +7,9 @@ key/value head where the config has both, and every count is one that `tp` divid
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from parallelize.verification.scale import scaled, without_dropout
@@ -17,10 +20,65 @@ _EXPERTS = 6
 _WIDE = 256  # widths above this are scaled
 
 
-def small_configs(config: Any, tp: int) -> list[Any]:
-    """Small versions of a config, the one that tells most first; a model may refuse it."""
+_SIZES = dict(
+    vocab_size=67,
+    hidden_size=72,
+    num_hidden_layers=3,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    head_dim=10,
+    intermediate_size=104,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_EXPERT_SIZES = dict(
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=40,
+    num_experts=6,
+    num_local_experts=6,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    n_group=1,
+    topk_group=1,
+    q_lora_rank=20,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+)
+
+
+def small_configs(config: Any, tp: int) -> Iterator[Any]:
+    """Small versions of a config, the one that tells most first; a model may refuse any."""
     versions = [_grouped(config, tp), config]
-    return [_small(version, config, tp) for version in versions if version is not None]
+    scaled_down = [partial(_small, version, config, tp) for version in versions if version is not None]
+    fixed = [partial(_fixed, config, latent) for latent in (False, True)]
+    has_experts = any(
+        name in vars(config) for name in ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
+    )
+    for make in (*fixed, *scaled_down) if has_experts else (*scaled_down, *fixed):
+        with suppress(Exception):  # a class of transformers may raise anything for sizes that it does not take
+            yield make()
+
+
+def _fixed(config: Any, latent: bool) -> Any:
+    """The config with fixed small sizes. `latent`: as many key/value heads as heads, as attention with latent keys has."""
+    values, mapped = config.to_dict(), getattr(config, "attribute_map", {})
+    layers = values.get("num_hidden_layers")
+    sizes = {mapped.get(name, name): value for name, value in {**_SIZES, **_EXPERT_SIZES}.items()}
+    if latent:
+        sizes[mapped.get("num_key_value_heads", "num_key_value_heads")] = _SIZES["num_attention_heads"]
+    for name, value in list(values.items()):
+        if isinstance(value, list) and len(value) == layers:
+            values[name] = value[: _SIZES["num_hidden_layers"]]
+    known = {*values, *vars(config)}
+    small = type(config).from_dict(values | {name: value for name, value in sizes.items() if name in known})
+    without_dropout(small)
+    return small
 
 
 def _grouped(config: Any, tp: int) -> Any:

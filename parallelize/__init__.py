@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from parallelize.data.packing import FittedRows as FittedRows
     from parallelize.data.packing import PackedDocuments as PackedDocuments
     from parallelize.data.packing import PackedRows as PackedRows
+    from parallelize.derivation.derive import Derived as Derived
+    from parallelize.derivation.derive import derive_plan as derive_plan
     from parallelize.errors import CheckpointError as CheckpointError
     from parallelize.errors import DataError as DataError
     from parallelize.errors import GradientError as GradientError

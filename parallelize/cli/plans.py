@@ -9,9 +9,9 @@ from typing import Any
 from parallelize.errors import PlanError, Problem
 from parallelize.plan.plan_file import load_plan, plans_folder, read_plan, shipped_plans
 from parallelize.plan.schema import Plan
-from parallelize.terminal.console import FINE, add_json, print_json, say
+from parallelize.terminal.console import FINE, add_json, add_quiet, print_json, say
 
-_VERBS = ("list", "show", "copy", "import", "export")
+_VERBS = ("list", "show", "copy", "derive", "import", "export")
 
 
 def with_verb(arguments: list[str]) -> list[str]:
@@ -40,7 +40,26 @@ def add_commands(verbs: Any) -> None:
     copy.add_argument("name", metavar="PLAN", help="a shipped plan's name, or a file")
     copy.add_argument("target", nargs="?", type=Path, metavar="DEST", help="a file or a folder (default: ./NAME.yaml)")
     copy.add_argument("--force", action="store_true", help="overwrite DEST")
+    _add_derive(inner)
     _add_import_and_export(inner)
+
+
+def _add_derive(inner: Any) -> None:
+    derive = _command(inner, "derive", _derive, "derive a plan from a model's own forward, and prove it")
+    what = "a config.json or its folder, a model type, a known size, or package.module:function"
+    derive.add_argument("model", metavar="MODEL", help=what)
+    derive.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it to FILE (default: print it)")
+    derive.add_argument("--force", action="store_true", help="overwrite FILE")
+    derive.add_argument("--mesh", default="tp=2", help="the ranks of the proof (default: tp=2)")
+    derive.add_argument(
+        "--inputs", metavar="FUNCTION", help="package.module:function that returns arguments of the forward"
+    )
+    derive.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="K=V", help="fields of the config, or arguments"
+    )
+    derive.add_argument("--no-verify", dest="verify", action="store_false", help="do not prove it; the file says so")
+    derive.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures of its layers")
+    add_quiet(derive)
 
 
 def _add_import_and_export(inner: Any) -> None:
@@ -147,6 +166,27 @@ def _write(target: Path, text: str, force: bool) -> None:
     except FileExistsError:
         fix = "name another file, or use --force"
         raise PlanError(Problem("file-exists", "the file exists", str(target), fix=fix)) from None
+
+
+# -- derived --------------------------------------------------------------------------------------------------------------
+
+
+def _derive(options: argparse.Namespace) -> int:
+    from parallelize.cli.derived_plans import derived, page, picture
+
+    result = derived(options)
+    if options.html is not None:
+        _write(options.html, page(result, options), options.force)
+    if options.output is not None:
+        _write(options.output, result.text, options.force)
+    if options.json:
+        written = None if options.output is None else str(options.output)
+        data = {"plan": result.text, "share": result.share, "whole": dict(result.whole), "file": written}
+        print_json({**data, "proof": None if result.proof is None else str(result.proof)})
+        return FINE
+    print(result.text.rstrip() if options.output is None else f"{options.output}: derived from {options.model}")
+    say(f"\n{picture(result, options)}")
+    return FINE
 
 
 # -- to and from transformers ---------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from parallelize.models.model_source import ModelSource, source_of
 from parallelize.plan.pattern import generic
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import ALLOWED, Plan
+from parallelize.verification.scale import disable_dropout
 
 log = logging.getLogger("parallelize")
 
@@ -46,6 +47,7 @@ class Derived:
         whole: why linears are not sharded, by name.
         share: of the elements of parameters, those that are sharded.
         proof: what was compared; None: nothing, because the caller said so.
+        model: the model that was recorded, small where it was made from a config.
     """
 
     plan: Plan
@@ -53,6 +55,7 @@ class Derived:
     whole: Mapping[str, str]
     share: float
     proof: Proof | None
+    model: nn.Module
 
 
 def derive_plan(
@@ -154,14 +157,15 @@ class _Derivation:
 
     def _derived(self, draft: Draft, proof: Proof | None) -> Derived:
         text = _text(self.source, self.model, draft, str(proof or "not proven (--no-verify)"), self.allow)
-        return Derived(self._plan(text), text, draft.whole, _share(self.model, draft), proof)
+        return Derived(self._plan(text), text, draft.whole, _share(self.model, draft), proof, self.model)
 
     def _ban(self, proof: Proof) -> None:
         """Leave whole what a failed proof names, or else the largest of what is sharded."""
-        experts = {name for name, style in self._draft("").styles.items() if style == "experts"}
+        styles = self._draft("").styles
+        others = {name for name, style in styles.items() if style.startswith(("experts", "multihead"))}
         suspects = _suspects(proof, self.choice)
-        if not suspects and experts:
-            suspects = experts
+        if not suspects and others:
+            suspects = others
         elif not suspects and self.choice.candidates:
             suspects = self.choice.candidates[0].linears
         self.banned |= suspects
@@ -170,12 +174,12 @@ class _Derivation:
 def _small(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
     """A small version of the model: of a config with other sizes, the first that the model accepts."""
     if source.config is None:
-        return source, source.build("cpu").eval()
+        return source, _built(source)
     reason: Exception | None = None
     for config in small_configs(source.config, tp):
         small = source.with_config(config)
         try:
-            model = small.build("cpu").eval()
+            model = _built(small)
             _check_size(model)
             record_forward(model, inputs_of(small, model))
             return small, model
@@ -185,6 +189,13 @@ def _small(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
     what = f"no small version of {source.text} runs: {type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
     fix = "a function that returns a small model: package.module:function; and --inputs where its forward takes other inputs"
     raise ModelError(Problem("untraceable-model", what, fix=fix)) from reason
+
+
+def _built(source: ModelSource) -> nn.Module:
+    """The model as it is trained, where PyTorch's modules have no fused forwards, but without dropout."""
+    model = source.build("cpu").train()
+    disable_dropout(model)
+    return model
 
 
 def _check_size(model: nn.Module) -> None:

@@ -62,6 +62,7 @@ class Drafting:
         for candidate in self.choice.candidates:
             self._shard(candidate)
         self._shard_experts()
+        self._shard_multihead()
         if self.logits:
             self._shard_vocabulary()
         for name in self.choice.partial:
@@ -188,6 +189,17 @@ class Drafting:
             stacked = [shape for shape in shapes if len(shape) == 3]
             if len(stacked) >= 2 and len({shape[0] for shape in shapes}) == 1 and name not in self.banned:
                 self.draft.styles[name] = "experts"
+
+    def _shard_multihead(self) -> None:
+        """PyTorch's attention reads the weights of its child, so that both have rules of their own."""
+        for name, module in self.classes.modules.items():
+            if isinstance(module, nn.MultiheadAttention):
+                if name in self.banned:
+                    self.draft.styles[name] = self.draft.styles[f"{name}.out_proj"] = "replicate"
+                    continue
+                heads = self._size_name(module.num_heads)
+                self.draft.styles[name] = f"multihead({heads})"
+                self.draft.styles[f"{name}.out_proj"] = f"rowwise({heads})"
 
     # -- vocabulary -------------------------------------------------------------------------------------------------------
 

@@ -68,9 +68,8 @@ def _merged(rules: dict[str, str]) -> dict[str, str]:
         for name in [together] if is_plain and not needs_quotes else names:
             merged[f"{parent}.{name}" if parent else name] = style
     order = {pattern: index for index, pattern in enumerate(rules)}
-    return dict(
-        sorted(merged.items(), key=lambda item: min(order[name] for name in alternatives(item[0]) if name in order))
-    )
+    first = {name: min(order.get(part, len(order)) for part in (name, *alternatives(name))) for name in merged}
+    return dict(sorted(merged.items(), key=lambda item: first[item[0]]))
 
 
 def braces(names: list[str]) -> str:

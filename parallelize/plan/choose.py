@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 from parallelize.errors import PlanError, Problem, did_you_mean
@@ -18,6 +19,9 @@ from parallelize.plan.schema import Plan, Rule
 from parallelize.styles.notation import parse_style
 
 log = logging.getLogger("parallelize")
+
+_AUTO = "parallelize.derivation.auto"
+"""The module of `derived_plan`, on a higher floor: it runs all that is below it."""
 
 
 @lru_cache(maxsize=1)
@@ -84,12 +88,13 @@ def translate(model: Any, base: Any, words: dict[str, str]) -> Plan:
 
 
 def plan_of(module: Any, plan: Any) -> Plan:
-    """The plan for a caller's argument: a `Plan`, a name, a path, a dict of patterns to styles, or None (by the model).
+    """The plan for a caller's argument: a `Plan`, a name, a path, a dict of patterns to styles, None (by the model), or "auto",
+    which derives one for a model without.
 
     Raises: PlanError.
     """
-    if plan is None:
-        chosen, reason = choose_plan(module)
+    if plan is None or plan == "auto":
+        chosen, reason = _chosen_or_derived(module) if plan == "auto" else choose_plan(module)
         log.info("plan %s, chosen by %s", chosen.name, reason)
         if chosen.source == "base_model_tp_plan":
             log.warning("no shipped plan for %s: using %s", type(module).__name__, reason)
@@ -108,6 +113,15 @@ def plan_of(module: Any, plan: Any) -> Plan:
             fix="a plan's name, a path, a Plan, a style, a dict of patterns to styles, or None",
         )
     )
+
+
+def _chosen_or_derived(module: Any) -> tuple[Plan, str]:
+    try:
+        return choose_plan(module)
+    except PlanError as error:
+        if error.slugs not in (("no-plan-for-model",), ("untranslatable-plan",)):
+            raise
+    return import_module(_AUTO).derived_plan(module)
 
 
 def plan_or_none(module: Any, plan: Any) -> Plan | None:

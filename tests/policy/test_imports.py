@@ -33,6 +33,7 @@ ROOMS_BY_FLOOR = (
     "analysis.show checkpoint checkpoint.tools",
     "analysis training",
     "verification",
+    "derivation",
     "cli",
     "__main__",
 )
@@ -63,7 +64,7 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
         "checkpoint.tools.reshape": COMMAND,
         "checkpoint.tools.to_hub": COMMAND,
     },
-    "cli.plans": {"cli.transformers_plans": COMMAND, "plan.hf_plans": COMMAND},
+    "cli.plans": {"cli.derived_plans": COMMAND, "cli.transformers_plans": COMMAND, "plan.hf_plans": COMMAND},
     "cli.schedule": {
         "pipeline.schedule_chart": COMMAND,
         "pipeline.schedules": COMMAND,

@@ -28,7 +28,7 @@ class Place:
 
 
 @dataclass(eq=False)
-class Candidate:
+class ShardableFactor:
     """A factor that may be sharded, with all places in which parameters have it."""
 
     factor: Factor
@@ -59,7 +59,7 @@ class Choice:
         whole: linears that are not sharded.
     """
 
-    candidates: list[Candidate]
+    candidates: list[ShardableFactor]
     partial: set[str]
     whole: list[Whole]
 
@@ -96,7 +96,7 @@ class Classes:
 
     # -- candidates -------------------------------------------------------------------------------------------------------
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[ShardableFactor]:
         """The factors that may be sharded, those of the largest parameters first."""
         places: dict[Factor, list[Place]] = defaultdict(list)
         for name, dims in self.record.parameters.items():
@@ -104,7 +104,7 @@ class Classes:
                 parts = self.parts_of(dim)
                 for factor in {factor for part in parts for factor in part}:
                     places[factor].append(Place(name, index, parts))
-        found = [Candidate(factor, where) for factor, where in places.items() if factor not in self.blocked]
+        found = [ShardableFactor(factor, where) for factor, where in places.items() if factor not in self.blocked]
         usable = []
         for candidate in found:
             reason = self._misplaced(candidate)
@@ -114,7 +114,7 @@ class Classes:
                 usable.append(candidate)
         return sorted(usable, key=lambda candidate: -self._elements(candidate))
 
-    def _elements(self, candidate: Candidate) -> int:
+    def _elements(self, candidate: ShardableFactor) -> int:
         parameters = {place.parameter for place in candidate.places}
         return sum(prod(map(size_of, self.record.parameters[name])) for name in parameters)
 
@@ -125,7 +125,7 @@ class Classes:
             return tuple(tuple(leaves(part)) for part in self.parts[flat[0]])
         return (tuple(flat),)
 
-    def _misplaced(self, candidate: Candidate) -> str:
+    def _misplaced(self, candidate: ShardableFactor) -> str:
         """Why the places of a factor cannot be sharded; empty: they can. Notes its column and row linears."""
         for place in candidate.places:
             module, _, key = place.parameter.rpartition(".")
@@ -162,7 +162,7 @@ class Classes:
         """
         banned: set[str] = set(without)
         used: set[str] = set()
-        chosen: list[Candidate] = []
+        chosen: list[ShardableFactor] = []
         for candidate in self.candidates():
             linears = candidate.linears
             reason = self._read_beside(candidate)
@@ -174,7 +174,7 @@ class Classes:
         factors = {candidate.factor for candidate in chosen}
         return Choice(chosen, self._partial(factors), self._whole(used, banned))
 
-    def _read_beside(self, candidate: Candidate) -> str:
+    def _read_beside(self, candidate: ShardableFactor) -> str:
         """Whether an activation that has a gradient and not this factor meets one with it outside of a column linear."""
         for use in self.record.uses:
             if use.operand is None or use.module in candidate.columns:

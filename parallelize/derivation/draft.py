@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from parallelize.derivation.classes import Candidate, Choice, Classes, Place, output_dim
+from parallelize.derivation.classes import Choice, Classes, Place, ShardableFactor, output_dim
 from parallelize.derivation.factors import Factor, leaves, size_of
 
 _HEAD_FIELDS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads")
@@ -76,7 +76,7 @@ class Drafting:
 
     # -- linears ----------------------------------------------------------------------------------------------------------
 
-    def _shard(self, candidate: Candidate) -> None:
+    def _shard(self, candidate: ShardableFactor) -> None:
         runs = self._runs(candidate)
         # a size has a name where its units must not be split, or where an attribute follows it
         has_units = bool(runs) or any(self._count(candidate, part) < size_of(part) for part in self._parts(candidate))
@@ -96,17 +96,17 @@ class Drafting:
         for (module, attribute), run in runs.items():
             self.draft.local.setdefault(module, {})[attribute] = self._local_size(candidate, run)
 
-    def _parts(self, candidate: Candidate) -> list[tuple[Factor, ...]]:
+    def _parts(self, candidate: ShardableFactor) -> list[tuple[Factor, ...]]:
         return [part for place in candidate.places for part in place.parts]
 
-    def _units(self, candidate: Candidate, place: Place, has_units: bool) -> str:
+    def _units(self, candidate: ShardableFactor, place: Place, has_units: bool) -> str:
         """The argument of `colwise`."""
         parts = self._chunks(candidate, place)
         if has_units:
             return " + ".join(self._size_name(self._count(candidate, part)) for part in parts)
         return f"chunks={len(parts)}" if len(parts) > 1 else ""
 
-    def _chunks(self, candidate: Candidate, place: Place) -> list[tuple[Factor, ...]]:
+    def _chunks(self, candidate: ShardableFactor, place: Place) -> list[tuple[Factor, ...]]:
         """The parts of a dim, each of which begins with the factor: [3, heads, width] are three."""
         if len(place.parts) > 1:
             return list(place.parts)
@@ -114,7 +114,7 @@ class Drafting:
         index = part.index(candidate.factor)
         return [part[index:]] * size_of(part[:index])
 
-    def _count(self, candidate: Candidate, part: tuple[Factor, ...]) -> int:
+    def _count(self, candidate: ShardableFactor, part: tuple[Factor, ...]) -> int:
         """The number of units in a part: of heads, where several query heads follow each key/value head."""
         count, rest = candidate.factor.size, part[part.index(candidate.factor) + 1 :]
         for factor in rest:
@@ -147,7 +147,7 @@ class Drafting:
 
     # -- attributes -------------------------------------------------------------------------------------------------------
 
-    def _runs(self, candidate: Candidate) -> dict[tuple[str, str], tuple[Factor, ...]]:
+    def _runs(self, candidate: ShardableFactor) -> dict[tuple[str, str], tuple[Factor, ...]]:
         """The attributes that follow this factor, by module, and the factors whose product each is."""
         runs: dict[tuple[str, str], tuple[Factor, ...]] = {}
         for read in self.classes.record.reads:
@@ -158,7 +158,7 @@ class Drafting:
                 runs[read.module, read.attribute] = run
         return runs
 
-    def _note_count(self, candidate: Candidate, place: Place) -> None:
+    def _note_count(self, candidate: ShardableFactor, place: Place) -> None:
         """An attribute of the linear's block with the name of the config's field counts the same heads, read or not."""
         parent = place.parameter.rpartition(".")[0].rpartition(".")[0]
         for part in place.parts if len(place.parts) > 1 else self._chunks(candidate, place):
@@ -166,13 +166,13 @@ class Drafting:
             if parent and isinstance(source, str) and type(vars(self.classes.modules[parent]).get(source)) is int:
                 self.draft.local.setdefault(parent, {})[source] = self._size_name(self._count(candidate, part))
 
-    def _local_size(self, candidate: Candidate, run: tuple[Factor, ...]) -> str:
+    def _local_size(self, candidate: ShardableFactor, run: tuple[Factor, ...]) -> str:
         if candidate.factor in run:
             return self._size_name(self._count(candidate, run))
         kv_heads = candidate.factor.size
         return f"{self._size_name(kv_heads * size_of(run))}/{self._size_name(kv_heads)}"
 
-    def _is_ratio(self, candidate: Candidate, run: tuple[Factor, ...]) -> bool:
+    def _is_ratio(self, candidate: ShardableFactor, run: tuple[Factor, ...]) -> bool:
         """Whether a run of factors is the number of query heads for each key/value head of this factor."""
         if any(factor not in self.classes.repeats for factor in run):
             return False

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.derivation.inputs import floating_outputs, inputs_of
+from parallelize.derivation.example_inputs import floating_outputs, inputs_of
 from parallelize.errors import ParallelizeError
 from parallelize.models.model_source import ModelSource
 from parallelize.plan.schema import Plan

@@ -45,7 +45,7 @@ class Slice:
 
 
 @dataclass(frozen=True, eq=False)
-class Use:
+class ParameterUse:
     """An operation on tensors that depend on parameters, and what it returns.
 
     Attributes:
@@ -64,7 +64,7 @@ class Use:
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
+class SizeRead:
     """A size of a result that a forward computed from an integer attribute. `attribute` may begin with `config.`."""
 
     module: str
@@ -75,7 +75,7 @@ class Read:
 
 
 @dataclass(eq=False)
-class ModuleCall:
+class HiddenCall:
     """A call of a module with hidden states.
 
     Attributes:
@@ -109,13 +109,13 @@ class Record:
     mixes: list[Mix] = field(default_factory=list)
     contractions: list[Contraction] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
-    uses: list[Use] = field(default_factory=list)
-    reads: list[Read] = field(default_factory=list)
+    uses: list[ParameterUse] = field(default_factory=list)
+    reads: list[SizeRead] = field(default_factory=list)
     fixed: list[tuple[Dim, str]] = field(default_factory=list)
     repeats: list[Dim] = field(default_factory=list)
     lookups: list[tuple[Dim, str]] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
-    calls: list[ModuleCall] = field(default_factory=list)
+    calls: list[HiddenCall] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._dims: Any = WeakIdKeyDictionary()
@@ -167,7 +167,9 @@ class Record:
             return
         operands: list[Dims | None] = [self.dims(x) for x in inputs if self.depends(x) and not self.weights(x)]
         result = self.dims(floating[0])
-        self.uses += [Use(weights, dims, result, linear, operation, self.module) for dims in operands or [None]]
+        self.uses += [
+            ParameterUse(weights, dims, result, linear, operation, self.module) for dims in operands or [None]
+        ]
 
     # -- dims -------------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from parallelize import _torch_private as private
 from parallelize.derivation.factors import new_dim
 from parallelize.derivation.operations import apply_rule
-from parallelize.derivation.record import ModuleCall, Read, Record
+from parallelize.derivation.record import HiddenCall, Record, SizeRead
 
 T = torch.Tensor
 Source = tuple[str, str, int]
@@ -83,7 +83,7 @@ def _recorder(record: Record) -> Any:
 def _named_modules(record: Record, model: nn.Module) -> Iterator[None]:
     """Keep `record.module` at the innermost module whose forward runs, and note what modules are called with."""
     with ExitStack() as stack:
-        running: list[tuple[str, ModuleCall | None]] = []
+        running: list[tuple[str, HiddenCall | None]] = []
         for name, module in model.named_modules():
 
             def enter(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
@@ -103,13 +103,13 @@ def _named_modules(record: Record, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _call_of(name: str, module: nn.Module, args: tuple, kwargs: dict) -> ModuleCall | None:
+def _call_of(name: str, module: nn.Module, args: tuple, kwargs: dict) -> HiddenCall | None:
     names = list(inspect.signature(module.forward).parameters)
     given = [*((index, names[index] if index < len(names) else "", value) for index, value in enumerate(args))]
     given += [(names.index(key) if key in names else -1, key, value) for key, value in kwargs.items()]
     for position, key, value in given:
         if isinstance(value, T) and value.ndim == 3 and value.is_floating_point():
-            return ModuleCall(name, (position, key), tuple(value.shape), private.storage_address(value))
+            return HiddenCall(name, (position, key), tuple(value.shape), private.storage_address(value))
     return None
 
 
@@ -197,7 +197,7 @@ class _SizesRead(TorchFunctionMode):
             for value in watched:
                 if dim and gives(value, size, index):
                     self.record.reads += [
-                        Read(module or self.record.module, attribute, number, dim, operation)
+                        SizeRead(module or self.record.module, attribute, number, dim, operation)
                         for module, attribute, number in value.sources
                     ]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from parallelize.derivation.record import ModuleCall, Record
+from parallelize.derivation.record import HiddenCall, Record
 
 
 @dataclass(frozen=True)
-class Region:
+class ProposedRegion:
     """A sequence-parallel region, with the styles that it needs.
 
     Attributes:
@@ -32,7 +32,7 @@ class Region:
         return {"layers": self.layers, **({"leave": self.leave} if self.leave else {})}
 
 
-def find_region(record: Record, model: nn.Module, styles: Mapping[str, str]) -> Region | None:
+def find_region(record: Record, model: nn.Module, styles: Mapping[str, str]) -> ProposedRegion | None:
     """The region of a draft, or None. `styles`: by name, of what is sharded."""
     calls = {call.module: call for call in record.calls}
     modules = dict(model.named_modules())
@@ -54,10 +54,10 @@ def find_region(record: Record, model: nn.Module, styles: Mapping[str, str]) -> 
         and name not in styles
         and not any(name == block or name.startswith(block + ".") for block in blocks)
     }
-    return Region(layers, leave, {**blocks, **by_token, **{name: _of_tokens(styles[name]) for name in flat}})
+    return ProposedRegion(layers, leave, {**blocks, **by_token, **{name: _of_tokens(styles[name]) for name in flat}})
 
 
-def _is_chain(name: str, module: nn.ModuleList, calls: Mapping[str, ModuleCall]) -> bool:
+def _is_chain(name: str, module: nn.ModuleList, calls: Mapping[str, HiddenCall]) -> bool:
     """Whether each of the modules is called on the shape that the one before it returned."""
     found = [calls.get(f"{name}.{index}") for index in range(len(module))]
     if len(found) < 2 or any(call is None or call.out != call.shape for call in found):
@@ -65,7 +65,7 @@ def _is_chain(name: str, module: nn.ModuleList, calls: Mapping[str, ModuleCall])
     return len({call.shape for call in found if call is not None}) == 1
 
 
-def _after(layers: str, modules: Mapping[str, nn.Module], calls: Mapping[str, ModuleCall]) -> str:
+def _after(layers: str, modules: Mapping[str, nn.Module], calls: Mapping[str, HiddenCall]) -> str:
     """The module with parameters that is called on the last layer's result, if it keeps the shape: the final norm."""
     last = calls[f"{layers}.{len(modules[layers]) - 1}"]  # type: ignore[arg-type]
     for name, call in calls.items():
@@ -83,7 +83,7 @@ def _of_tokens(style: str) -> str:
     return f"{word}({options.rstrip(')')}{', ' if options else ''}{side}=tokens)"
 
 
-def _gathering_blocks(layers: str, styles: Mapping[str, str], calls: Mapping[str, ModuleCall]) -> dict[str, str]:
+def _gathering_blocks(layers: str, styles: Mapping[str, str], calls: Mapping[str, HiddenCall]) -> dict[str, str]:
     """`gather` for the modules in a layer that contain column linears and are called on hidden states."""
     blocks: dict[str, str] = {}
     for name, style in styles.items():

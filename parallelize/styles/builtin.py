@@ -73,6 +73,14 @@ def _gather(style: StyleText, module: ModuleFacts, context: StyleContext) -> Con
     return Contract("gather", enter, argument=style.options.get("argument", ""))
 
 
+def _full_sequence(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
+    """A module that mixes tokens and is not split by heads: each rank runs it on all tokens, so that gradients are full."""
+    on = context.sequence_parallel
+    enter, leave = (Conversion.LEAVE_REGION, Conversion.ENTER_REGION) if on else (Conversion.NONE, Conversion.NONE)
+    uses = {name: Use() for name in module.shapes}
+    return Contract("full_sequence", enter, leave, argument=style.options.get("argument", ""), uses=uses)
+
+
 def _ulysses(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
     """Its linears are replicated (`sequence`): inside the region each rank runs them on its own tokens."""
     split = tuple(filter(None, (name.strip() for name in style.options.get("split", "").split("+"))))
@@ -222,6 +230,13 @@ for _style in (
         {"argument": None, "overlap": OVERLAPS},
         "argument",
         Traits(shares_input=True, keeps_layout=True),
+    ),
+    Style(
+        "full_sequence",
+        _full_sequence,
+        {"argument": None},
+        "argument",
+        Traits(replicates=True, sees_full=True),
     ),
     Style("ulysses", _ulysses, {"split": None}, "split", Traits(keeps_layout=True)),
     Style("multihead", _multihead, {"unit": None}, "unit", Traits(keeps_layout=True)),

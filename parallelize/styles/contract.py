@@ -94,6 +94,7 @@ class Traits:
         keeps_layout: its output has whatever layout its input has.
         looks_up: its rows are sharded over the vocabulary, and looked up by id.
         for_parameters: a rule may give it to a bare parameter, as well as to a module.
+        sees_full: what is inside runs on full activations, also where sequence parallelism splits those around it.
     """
 
     splits_output: bool = False
@@ -104,6 +105,7 @@ class Traits:
     keeps_layout: bool = False
     looks_up: bool = False
     for_parameters: bool = False
+    sees_full: bool = False
 
 
 @dataclass(frozen=True)

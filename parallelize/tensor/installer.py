@@ -43,7 +43,7 @@ from parallelize.tensor.rms_norm import sharded_rms_norm
 from parallelize.tensor.row_linear import OverlappedRowLinear
 from parallelize.tensor.shared_conversion import SharedConversion
 from parallelize.tensor.shared_input import SharedInput
-from parallelize.tensor.split_experts import split_experts
+from parallelize.tensor.split_experts import dense_experts, split_experts
 from parallelize.tensor.ulysses_attention import ulysses_attention
 from parallelize.tensor.whole_experts import ExpertRanks, whole_experts
 from parallelize.vocabulary.logits.sharded_logits import mark
@@ -175,12 +175,13 @@ class Installer:
             return whole_experts(module, self._expert_ranks(row))
         if self.group.size == 1:
             return _of_children(module, read)
-        forwards: dict[str, Callable[[], Callable]] = {
+        forwards: dict[str, Callable[[], Callable | None]] = {
             "embedding": lambda: vocabulary_embedding(module, self.group, planned.leave if contract.dtensors else None),
             "rms_norm": lambda: sharded_rms_norm(self.group),
             "multihead": lambda: sharded_multihead(self.group),
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
             "experts": lambda: split_experts(module, self.group, self._choice_conversion(contract)),
+            "dense experts": lambda: dense_experts if contract.enter is Conversion.GATHER_SEQUENCE else None,
         }
         if contract.forward_factory is not None:
             return contract.forward_factory(module, self.group)

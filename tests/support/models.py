@@ -113,6 +113,19 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**ROUTED_SIX, "layers_block_type": ["mamba", "moe", "attention", "mlp"], "moe_shared_expert_intermediate_size": 40}
         | {"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 5, "n_groups": 2, "chunk_size": 4, "moe_latent_size": 20},
     ),
+    "llama4_text": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {**LOCAL_SIX, "intermediate_size": 32, "intermediate_size_mlp": 72, "num_hidden_layers": 3, "moe_layers": [0, 2]}
+        | {"num_experts_per_tok": 1, "no_rope_layers": [1, 0, 1], "attention_chunk_size": 5, "floor_scale": 2},
+    ),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {**SIX, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "enable_moe_block": True}
+        | {"top_k_experts": 2, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 4, "global_head_dim": 10}
+        | {"attention_k_eq_v": True, "num_key_value_heads": 8, "num_kv_shared_layers": 0},
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
@@ -163,8 +176,8 @@ def choose_unevenly(model: nn.Module) -> None:
 
 
 ROUND_INSIDE = ("router", "gate", "rmsnormgated", "gateddeltanet", "mambamixer", "mamba2mixer", "mambalayer")
-ROUND_INSIDE += ("deepseekv2attention", "nemotronhforcausallm")
-CENTERED_NORMS = ("Gemma", "Qwen3Next", "Qwen3_5")  # whose weight is added to one
+ROUND_INSIDE += ("deepseekv2attention", "llama4textattention", "nemotronhforcausallm")
+CENTERED_NORMS = ("Gemma2", "Gemma3", "Qwen3Next", "Qwen3_5")  # whose weight is added to one
 
 
 def keep_float64(model: nn.Module) -> None:
@@ -188,7 +201,8 @@ def _eps(module: Any) -> float:
 
 
 def _rms_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _eps(self)))
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _eps(self))
+    return normed if getattr(self, "weight", None) is None else self.weight * normed
 
 
 def _centered_norm(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,9 @@ def _experts(style: StyleText, module: ModuleFacts, context: StyleContext) -> Co
 def _dense_experts(module: ModuleFacts, context: StyleContext) -> Contract:
     """Every expert gets every token, scaled before: [experts x tokens, hidden], with weights [experts, in, out], gate before up."""
     if context.whole_experts:
-        what = f"{module.fqn} sends every token to every expert, so that no rank would have fewer rows with whole experts"
+        what = (
+            f"{module.fqn} sends every token to every expert, so that no rank would have fewer rows with whole experts"
+        )
         raise ModelError(Problem("experts-not-divisible", what, fix="ep=1: each expert is split over tp"))
     shapes = [module.shapes.get(name, ()) for name in _DENSE]
     if module.shapes.keys() != _DENSE.keys() or [len(shape) for shape in shapes] != [3, 3]:

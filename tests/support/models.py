@@ -110,13 +110,30 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron_h": (
         "NemotronHConfig",
         "NemotronHForCausalLM",
-        {**ROUTED_SIX, "layers_block_type": ["mamba", "moe", "attention", "mlp"], "moe_shared_expert_intermediate_size": 40}
-        | {"mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 5, "n_groups": 2, "chunk_size": 4, "moe_latent_size": 20},
+        {
+            **ROUTED_SIX,
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+            "moe_shared_expert_intermediate_size": 40,
+        }
+        | {
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 5,
+            "n_groups": 2,
+            "chunk_size": 4,
+            "moe_latent_size": 20,
+        },
     ),
     "llama4_text": (
         "Llama4TextConfig",
         "Llama4ForCausalLM",
-        {**LOCAL_SIX, "intermediate_size": 32, "intermediate_size_mlp": 72, "num_hidden_layers": 3, "moe_layers": [0, 2]}
+        {
+            **LOCAL_SIX,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 72,
+            "num_hidden_layers": 3,
+            "moe_layers": [0, 2],
+        }
         | {"num_experts_per_tok": 1, "no_rope_layers": [1, 0, 1], "attention_chunk_size": 5, "floor_scale": 2},
     ),
     "gemma4_text": (

@@ -19,6 +19,7 @@ from parallelize.tensor.torch_styles.shard_misuse import linears_of
 
 _MAKE_TOKENS = (Conversion.SCATTER_SEQUENCE, Conversion.ENTER_REGION)  # of a module's output: a sequence shard
 
+
 def watch_first_forwards(resolved: ResolvedPlan, model: ModelFacts) -> None:
     """Watch the first forwards of a model, and of those of its modules that may be called without it."""
     if resolved.mesh.ranks("tp") == 1:

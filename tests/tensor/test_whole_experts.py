@@ -33,7 +33,6 @@ from tests.support.parity import loss_of, worst
 from tests.support.threads import run_ranks
 from tests.tensor.test_split_experts import MODES, PLAN, Mixture, check
 
-
 HYBRIDS = ("qwen3_next", "qwen3_5_moe_text", "jamba", "lfm2_moe", "minimax", "nemotron_h", "granitemoehybrid")
 
 

@@ -118,8 +118,8 @@ def _communication(resolved: ResolvedPlan) -> list[str]:
                 if generic(row.fqn) not in names:
                     names.append(generic(row.fqn))
     if resolved.region is not None:
-        names_of[Conversion.ENTER_REGION] = [f"input of {resolved.region.enter}"]
-        names_of[Conversion.LEAVE_REGION] = [f"output of {resolved.region.leave}"]
+        names_of.setdefault(Conversion.ENTER_REGION, []).append(f"input of {resolved.region.enter}")
+        names_of.setdefault(Conversion.LEAVE_REGION, []).append(f"output of {resolved.region.leave}")
     rows: list[tuple[str, ...]] = [
         (conversion.forward or "-", conversion.backward or "-", ", ".join(names))
         for conversion, names in names_of.items()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelize.errors import PlanError, Problem
-from parallelize.plan.hf_plans import ATTRIBUTES, ForeignPlan
+from parallelize.plan.hf_plans import ATTRIBUTES, ForeignPlan, words_of
 from parallelize.plan.pattern import generic
 
 
@@ -75,7 +75,7 @@ def _of_model(text: str, model_type: str) -> ForeignPlan:
 
     # `get` of this lazy mapping only finds what was loaded before
     cls = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
-    words = getattr(cls, "base_model_tp_plan", None)
+    words = words_of(cls)
     if cls is not None and not words:
         raise PlanError(_no_plan(text, cls))
     try:
@@ -92,7 +92,7 @@ def _of_built_model(text: str) -> ForeignPlan:
 
     source = read_model(text)
     config, model = source.config, source.build("meta")
-    words = getattr(config, "base_model_tp_plan", None)
+    words = words_of(config)
     if not words:
         raise PlanError(_no_plan(text, type(config)))
     return _with_facts(text, words, config, model)

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from parallelize.errors import PlanError, Problem, did_you_mean
-from parallelize.plan.hf_plans import full_words, read_words
+from parallelize.plan.hf_plans import full_words, read_words, words_of
 from parallelize.plan.plan_file import load_plan, read_plan, shipped_plans
 from parallelize.plan.schema import Plan, Rule
 from parallelize.styles.notation import parse_style
@@ -55,7 +55,7 @@ def choose_plan(model: Any) -> tuple[Plan, str]:
         if cls.__name__ in by_class:
             return by_class[cls.__name__], f"class {cls.__name__}"
     base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
-    words = getattr(getattr(base, "config", config), "base_model_tp_plan", None)
+    words = words_of(getattr(base, "config", config))
     if words:
         return translate(model, base, words), f"the model's own base_model_tp_plan ({model_type}), translated"
     raise PlanError(
@@ -74,7 +74,11 @@ def translate(model: Any, base: Any, words: dict[str, str]) -> Plan:
     """
     prefix = next((name + "." for name, module in model.named_modules() if module is base and name), "")
     head = getattr(model, "_tp_plan", None) or {}
-    words = full_words(words, prefix, head, embedding=hasattr(base, "embed_tokens"))
+    # `transformers` adds a rule for the embedding to those of a plan over tp
+    embedding = hasattr(base, "embed_tokens") and bool(
+        getattr(getattr(base, "config", None), "base_model_tp_plan", None)
+    )
+    words = full_words(words, prefix, head, embedding)
     rules = tuple(
         Rule(pattern, style, f"base_model_tp_plan {pattern}", optional=True)
         for pattern, style in read_words(words, type(model).__name__).items()

@@ -19,13 +19,12 @@ from parallelize.errors import PlanError, Problem
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import SCHEMA_VERSION, Plan, Rule
-from parallelize.styles.notation import parse_style, transformers_word
+from parallelize.styles.notation import EXPERT_WEIGHT_WORDS, EXPERT_WORDS, parse_style, transformers_word
 from parallelize.styles.style import STYLES, StyleText
 
 HEAD = {"lm_head": "colwise_gather_output"}  # the rule that `transformers` classes add for their head
 
 _VOCABULARY = "colwise(output=vocabulary)"
-_EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")  # over tp, and over ep: the option `ep` says which
 _EMBEDDING = "embed_tokens"  # `transformers` shards a base model's embedding of this name without a rule
 _BLOCK_NORMS = "{input,post_attention,pre_feedforward,post_feedforward}_layernorm"
 _PROJECTIONS = {"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads"}
@@ -41,13 +40,23 @@ ATTRIBUTES = {
 _PLAIN_KEY = re.compile(r"[A-Za-z_]\w*[.][\w.*{},]*\??\Z|[A-Za-z]\w{3,}\??\Z")
 
 
+def words_of(config: Any) -> dict[str, str]:
+    """The `base_model_tp_plan` of a config or its class; where that names no experts, with those of its `base_model_ep_plan`."""
+    words = dict(getattr(config, "base_model_tp_plan", None) or {})
+    if not any(word in EXPERT_WORDS for word in words.values()):
+        over_ep = ("ep_dispatch_experts", *EXPERT_WEIGHT_WORDS["ep_dispatch_experts"].values())
+        more = getattr(config, "base_model_ep_plan", None) or {}
+        words |= {pattern: word for pattern, word in more.items() if word in over_ep}
+    return words
+
+
 def read_words(words: Mapping[str, Any], about: str) -> dict[str, StyleText]:
     """The styles of a dict of `transformers` words, in its order. A rule for experts covers their parameters.
 
     Raises: PlanError `untranslatable-plan`, with every word that has no equivalent style.
     """
     styles, unknown = {}, []
-    experts = {pattern for pattern, word in words.items() if word in _EXPERTS}
+    experts = {pattern for pattern, word in words.items() if word in EXPERT_WORDS}
     for pattern, word in words.items():
         if pattern.rpartition(".")[0] in experts:
             continue
@@ -314,7 +323,9 @@ def export_plan(plan: Plan) -> Exported:
             if reason:
                 refused.append(Problem("no-equal-word", f"{pattern}: {rule.style}: {reason}", rule.where))
             elif word:
-                words[_name_in_base(plan, pattern)] = word
+                name = _name_in_base(plan, pattern)
+                weights = EXPERT_WEIGHT_WORDS.get(str(rule.style), {})
+                words |= {name: word} | {f"{name}.{key}": of_weight for key, of_weight in weights.items()}
     refused += _refused_attributes(plan)
     if plan.options.sequence_parallel:
         what = "sequence parallelism is on by default in this plan, and `transformers` has none"
@@ -373,6 +384,8 @@ def _dropped(plan: Plan) -> Iterator[str]:
         yield "lm_head: the classes of `transformers` have a rule for it (_tp_plan): gathered, without loss parallelism"
     if any(rule.style.traits.shares_input or rule.style.traits.by_token for rule in plan.rules) or plan.region:
         yield "`transformers` has no sequence parallelism; each column linear reduces its input's gradient, `gather` does it once"
+    if any(str(rule.style) == "experts" for rule in plan.rules):
+        yield "experts: these words are for weights [experts, out, in], gate before up, without biases; for others change them"
     if any(rule.style.unit for rule in plan.rules):
         counts = ", ".join(f"{name} ({size.source})" for name, size in plan.sizes.items())
         yield f"`transformers` does not check that tp divides {counts}"

@@ -23,7 +23,7 @@ def local_attributes(
     problems: list[Problem] = []
     for item in plan.local:
         matched = [name for name in model.modules if matches(item.pattern, name)]
-        if not matched:
+        if not matched and not item.optional:
             problems.append(Problem("unmatched-rule", f"{item.pattern!r} under `local` matches no module", item.where))
         scale = _scale(item, sizes)
         for name in matched:

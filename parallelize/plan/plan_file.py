@@ -269,6 +269,7 @@ def _region(reader: Reader, top: dict[str, yaml.Node]) -> RegionBounds | None:
 
 def _local(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalAttribute]:
     for pattern, key_node, node in reader.mapping(top["local"], "local") if "local" in top else ():
+        optional, pattern = "?" in pattern, pattern.replace("?", "")
         try:
             check_pattern(pattern, reader.where(key_node))
         except PlanError as error:
@@ -277,7 +278,7 @@ def _local(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalAttribute
             text = reader.text(value, attribute)
             if text is not None:
                 size, _, divide_by = (part.strip() for part in text.partition("/"))
-                yield LocalAttribute(pattern, attribute, size, divide_by, reader.where(value))
+                yield LocalAttribute(pattern, attribute, size, divide_by, reader.where(value), optional)
 
 
 def _cuts(reader: Reader, top: dict[str, yaml.Node]) -> Cuts | None:

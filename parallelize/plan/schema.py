@@ -76,6 +76,7 @@ class LocalAttribute:
         attribute: of these modules; may be dotted.
         size: the size that it is scaled with.
         divide_by: the second size of a ratio, as in `num_key_value_groups: heads/kv_heads`.
+        optional: the pattern may match nothing.
     """
 
     pattern: str
@@ -83,6 +84,7 @@ class LocalAttribute:
     size: str
     divide_by: str = ""
     where: str = ""
+    optional: bool = False
 
 
 @dataclass(frozen=True)

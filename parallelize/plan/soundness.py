@@ -41,6 +41,7 @@ def check_soundness(
         yield from _replicated_among_shards(name, row, model, modules, inside)
         yield from _matching_splits(name, row, model, modules)
         yield from _counts_not_local(name, row, plan, model)
+        yield from _inside_experts(name, row, parameters)
 
 
 def _siblings(name: str, modules: dict[str, ModuleRow], trait: str) -> list[ModuleRow]:
@@ -147,6 +148,17 @@ def _replicated_among_shards(
 def _may_be_an_activation(facts: ModuleFacts) -> bool:
     """Whether a module fits any width, as PReLU does: no linear, no table, no norm of more than one feature."""
     return facts.kind == "other" or (facts.kind == "norm" and facts.shapes["weight"] == (1,))
+
+
+def _inside_experts(name: str, row: ModuleRow, parameters: dict[str, ParameterRow]) -> Iterator[Problem]:
+    """A parameter of a module inside of experts, such as a norm of their outputs: each rank has a part of its gradient."""
+    for fqn, parameter in parameters.items() if row.contract.computes_experts else ():
+        owner = fqn.rpartition(".")[0]
+        if owner.startswith(f"{name}.") and parameter.fact.requires_grad:
+            what = f"{generic(owner)} has parameters, of whose gradient each rank of divided experts has another part"
+            yield Problem(
+                "experts-not-divisible", what, row.rule.where, fix=f"`replicate` for {generic(name)}, and ep=1"
+            )
 
 
 def _matching_splits(name: str, row: ModuleRow, model: ModelFacts, modules: dict[str, ModuleRow]) -> Iterator[Problem]:

@@ -206,10 +206,12 @@ class _Resolver:
 
     def _modules(self, rules: dict[str, Rule], region: RegionRow | None) -> dict[str, ModuleRow]:
         gathered = {name for name, rule in rules.items() if rule.style.traits.shares_input}
+        full = {name for name, rule in rules.items() if rule.style.traits.sees_full}
         rows = {}
         for name, rule in rules.items():
+            inside = region is not None and self._inside(name, region, self.plan.region)
             context = StyleContext(
-                sequence_parallel=region is not None and self._inside(name, region, self.plan.region),
+                sequence_parallel=inside and full.isdisjoint(_parents(name)),
                 loss_parallel=self.plan.options.loss_parallel,
                 fuse_loss=self.plan.options.fuse_loss,
                 input_gathered=any(parent in gathered for parent in _parents(name)),
@@ -227,7 +229,7 @@ class _Resolver:
         """A replicated parameter on sequence shards has a partial gradient, which `replicate` would not sum."""
         partial = rule.style.options.get("gradient") == "partial"
         traits = rule.style.traits
-        replicates = traits.replicates and not traits.by_token
+        replicates = traits.replicates and not traits.by_token and not traits.sees_full
         if replicates and not partial and self.model.modules[name].shapes:
             what = f"{generic(name)} runs on sequence shards, so each rank has only a part of its gradient"
             fix = "use `sequence`, which sums the gradient under sequence parallelism"

@@ -73,6 +73,14 @@ def _gather(style: StyleText, module: ModuleFacts, context: StyleContext) -> Con
     return Contract("gather", enter, argument=style.options.get("argument", ""))
 
 
+def _full_sequence(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
+    """A module that mixes tokens and is not split by heads: each rank runs it on all tokens, so that gradients are full."""
+    on = context.sequence_parallel
+    enter, leave = (Conversion.LEAVE_REGION, Conversion.ENTER_REGION) if on else (Conversion.NONE, Conversion.NONE)
+    uses = {name: Use() for name in module.shapes}
+    return Contract("full_sequence", enter, leave, argument=style.options.get("argument", ""), uses=uses)
+
+
 def _ulysses(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
     """Its linears are replicated (`sequence`): inside the region each rank runs them on its own tokens."""
     split = tuple(filter(None, (name.strip() for name in style.options.get("split", "").split("+"))))
@@ -97,12 +105,33 @@ def _multihead(style: StyleText, module: ModuleFacts, context: StyleContext) -> 
 
 def _experts(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
     """The stacked experts of a mixture: whole ones on each rank, or each split over its inner width, as a dense MLP is."""
+    if style.options.get("tokens") == "all":
+        return _dense_experts(module, context)
     _check_kind(style, module, "experts")
     if context.whole_experts:
         return _whole_experts(module, context.sequence_parallel)
     enter = Conversion.GATHER_SEQUENCE if context.sequence_parallel else Conversion.COPY
     leave = Conversion.SCATTER_SEQUENCE if context.sequence_parallel else Conversion.REDUCE
     return Contract("experts", enter, leave, sequence_dim=0, uses=_split_experts(module), compute="experts")
+
+
+def _dense_experts(module: ModuleFacts, context: StyleContext) -> Contract:
+    """Every expert gets every token, scaled before: [experts x tokens, hidden], with weights [experts, in, out], gate before up."""
+    if context.whole_experts:
+        what = (
+            f"{module.fqn} sends every token to every expert, so that no rank would have fewer rows with whole experts"
+        )
+        raise ModelError(Problem("experts-not-divisible", what, fix="ep=1: each expert is split over tp"))
+    shapes = [module.shapes.get(name, ()) for name in _DENSE]
+    if module.shapes.keys() != _DENSE.keys() or [len(shape) for shape in shapes] != [3, 3]:
+        what = f"{module.fqn} does not have gate_up_proj [experts, hidden, 2 x inner] and down_proj [experts, inner, hidden]"
+        raise ModelError(Problem("experts-not-splittable", what, rows=(("parameters", _shapes(module)),)))
+    enter = Conversion.GATHER_SEQUENCE if context.sequence_parallel else Conversion.COPY
+    leave = Conversion.SCATTER_SEQUENCE if context.sequence_parallel else Conversion.REDUCE
+    return Contract("experts", enter, leave, sequence_dim=0, uses=dict(_DENSE), compute="dense experts")
+
+
+_DENSE = {"gate_up_proj": Use(2, chunks=2), "down_proj": Use(1)}
 
 
 def _whole_experts(module: ModuleFacts, sequence_parallel: bool) -> Contract:
@@ -223,9 +252,16 @@ for _style in (
         "argument",
         Traits(shares_input=True, keeps_layout=True),
     ),
+    Style(
+        "full_sequence",
+        _full_sequence,
+        {"argument": None},
+        "argument",
+        Traits(replicates=True, sees_full=True),
+    ),
     Style("ulysses", _ulysses, {"split": None}, "split", Traits(keeps_layout=True)),
     Style("multihead", _multihead, {"unit": None}, "unit", Traits(keeps_layout=True)),
-    Style("experts", _experts),
+    Style("experts", _experts, {"tokens": ("chosen", "all")}),
     Style("rms_norm", _rms_norm, {"unit": None}, "unit", Traits(keeps_layout=True)),
     Style(
         "shard",

@@ -94,6 +94,7 @@ class Traits:
         keeps_layout: its output has whatever layout its input has.
         looks_up: its rows are sharded over the vocabulary, and looked up by id.
         for_parameters: a rule may give it to a bare parameter, as well as to a module.
+        sees_full: what is inside runs on full activations, also where sequence parallelism splits those around it.
     """
 
     splits_output: bool = False
@@ -104,6 +105,7 @@ class Traits:
     keeps_layout: bool = False
     looks_up: bool = False
     for_parameters: bool = False
+    sees_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,9 @@ class Contract:
             zeros), "rms_norm" (the mean square is taken over all ranks), "multihead" (the arithmetic of
             `nn.MultiheadAttention` on this rank's heads), "ulysses" (its attention exchanges a sequence
             shard for a head shard), "deferred_head" (the loss runs its matmul), "lookup" (an embedding's own forward),
-            "experts" (tokens, choices and their weights are converted, and each rank computes a shard of every expert), "whole
-            experts" (tokens are sent to the ranks that have their experts, and their results back).
+            "experts" (tokens, choices and their weights are converted, and each rank computes a shard of every expert), "dense
+            experts" (as "experts", called with all tokens once for each expert), "whole experts" (tokens are sent to the ranks that
+            have their experts, and their results back).
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
         overlap: one of `OVERLAPS`, where the rule names one; empty means the plan's default.
@@ -193,8 +196,8 @@ class Contract:
 
     @property
     def computes_experts(self) -> bool:
-        """Whether it contains the experts of a mixture, called with tokens, choices and their weights."""
-        return self.compute in ("experts", "whole experts")
+        """Whether it contains the experts of a mixture."""
+        return self.compute in ("experts", "dense experts", "whole experts")
 
     @property
     def sends_tokens(self) -> bool:

@@ -27,6 +27,14 @@ TRANSFORMERS_WORDS = {
     "moe_tp_experts": "experts",
     "ep_dispatch_experts": "experts",
 }
+# words of `transformers` for a module of experts: over tp, and over ep. The option `ep` says which of them `experts` means
+EXPERT_WORDS = ("moe_tp_experts", "ep_dispatch_experts")
+# words for the weights of such a module, which the rule for the module covers here: over ep; over tp, as usual or transposed
+EXPERT_WEIGHT_WORDS = {
+    "ep_dispatch_experts": {"gate_up_proj": "grouped_gemm", "down_proj": "grouped_gemm"},
+    "experts": {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"},
+    "experts(tokens=all)": {"gate_up_proj": "packed_rowwise", "down_proj": "colwise"},
+}
 # words with the same spelling and meaning in both
 _SHARED_WORDS = ("colwise", "rowwise", "embedding_colwise", "replicate")
 
@@ -65,6 +73,8 @@ def transformers_word(style: StyleText) -> str | None:
     text = str(style)
     if text in _SHARED_WORDS:
         return text
+    if text in EXPERT_WEIGHT_WORDS:
+        return EXPERT_WORDS[0]
     return next((word for word, equivalent in TRANSFORMERS_WORDS.items() if equivalent == text), None)
 
 

@@ -44,7 +44,7 @@ from parallelize.tensor.rms_norm import sharded_rms_norm
 from parallelize.tensor.row_linear import OverlappedRowLinear
 from parallelize.tensor.shared_conversion import SharedConversion
 from parallelize.tensor.shared_input import SharedInput
-from parallelize.tensor.split_experts import split_experts
+from parallelize.tensor.split_experts import dense_experts, split_experts
 from parallelize.tensor.ulysses_attention import ulysses_attention
 from parallelize.tensor.whole_experts import ExpertRanks, whole_experts
 from parallelize.vocabulary.logits.sharded_logits import mark
@@ -181,12 +181,13 @@ class Installer:
             return whole_experts(module, self._expert_ranks(row))
         if self.group.size == 1:
             return _of_children(module, read)
-        forwards: dict[str, Callable[[], Callable]] = {
+        forwards: dict[str, Callable[[], Callable | None]] = {
             "embedding": lambda: vocabulary_embedding(module, self.group, planned.leave if contract.dtensors else None),
             "rms_norm": lambda: sharded_rms_norm(self.group),
             "multihead": lambda: sharded_multihead(self.group),
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
             "experts": lambda: split_experts(module, self.group, self._choice_conversion(contract)),
+            "dense experts": lambda: dense_experts if contract.enter is Conversion.GATHER_SEQUENCE else None,
         }
         if contract.forward_factory is not None:
             return contract.forward_factory(module, self.group)
@@ -213,6 +214,8 @@ class Installer:
             Conversion.REDUCE: lambda: partial(ops.reduce_owned if fused else ops.reduce, group=group),
             Conversion.GATHER_SEQUENCE: lambda: self._shared_conversion(conversion, dim),
             Conversion.SCATTER_SEQUENCE: lambda: partial(self.region.scatter, dim=dim),
+            Conversion.LEAVE_REGION: lambda: self.region.interrupt,
+            Conversion.ENTER_REGION: lambda: self.region.go_on,
             Conversion.GATHER_LAST: lambda: partial(
                 ops.gather, group=group, dim=-1, full=self._width(row), gradient="replicate"
             ),

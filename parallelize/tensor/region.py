@@ -37,6 +37,7 @@ class Region:
         self.group, self.dim = group, dim
         self._inside: _Pass | None = None
         self._last: _Pass | None = None
+        self._interrupted = False
         self._with_graph: weakref.WeakSet[_Pass] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict) -> Region:
@@ -47,6 +48,7 @@ class Region:
         full = x.shape[self.dim]
         # decoding: one token cannot be sharded, so the boundary conversions of blocks fall back to all-reduces
         active = full > 1 or torch.is_grad_enabled()
+        self._interrupted = False
         entered = self._last = _Pass(full, active)
         if torch.compiler.is_compiling() or private.backward_id() == -1:
             self._inside = entered
@@ -66,6 +68,7 @@ class Region:
     def resume(self, x: torch.Tensor, full: int) -> torch.Tensor:
         """Continue inside the region with a shard from another pipeline stage. `full`: the sequence length."""
         entered = self._inside = self._last = _Pass(full, True)
+        self._interrupted = False
         out = x.view_as(x)
         self._tie_to_graph(out, entered)
         return out
@@ -73,7 +76,8 @@ class Region:
     @property
     def inside(self) -> int | None:
         """The full sequence length while activations are sharded, else None."""
-        return self._inside.full if self._inside is not None and self._inside.active else None
+        current = None if self._interrupted else self._inside
+        return current.full if current is not None and current.active else None
 
     def forget(self) -> None:
         """End a forward that stopped, or failed, inside the region."""
@@ -84,6 +88,17 @@ class Region:
         entered = self._pass_of(x, self.dim)
         self._inside = None
         return ops.gather(x, self.group, self.dim, entered.full, "replicate") if entered.active else x
+
+    def interrupt(self, x: torch.Tensor) -> torch.Tensor:
+        """The full hidden states, for a module that every rank runs on all tokens; `go_on` ends it."""
+        entered = self._pass_of(x, self.dim)
+        self._interrupted = True
+        return ops.gather(x, self.group, self.dim, entered.full, "replicate") if entered.active else x
+
+    def go_on(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's shard of the output of such a module."""
+        self._interrupted = False
+        return ops.split(x, self.group, self.dim, padded=True) if self.scatters() else x
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """The tokens of all ranks, for the sharded projections of a block."""

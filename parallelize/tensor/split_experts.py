@@ -64,6 +64,18 @@ def split_experts(module: nn.Module, group: Group, convert_choices: Conversion) 
     return forward
 
 
+def dense_experts(self: Any, inputs: T) -> T:
+    """The forward, under sequence parallelism, of experts that get all tokens: [experts x tokens, hidden] in and out.
+
+    The tokens of each expert are gathered and split by themselves, so that those of one expert stay together.
+    """
+    planned = self._applied.planned
+    by_expert = inputs.view(len(self._parameters["down_proj"]), -1, inputs.shape[-1])
+    gathered = planned.enter(by_expert.transpose(0, 1)).transpose(0, 1)
+    out = on_local_parameters(self, planned, (gathered.flatten(0, 1),), {}).view_as(gathered)
+    return planned.leave(out.transpose(0, 1).contiguous()).transpose(0, 1).reshape(inputs.shape)
+
+
 def _times_zero(bias: T) -> T:
     """Zeros, with a gradient of zeros: every rank enters the sum of the gradients."""
     return bias * 0

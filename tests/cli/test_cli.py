@@ -249,6 +249,7 @@ TYPES = (
     "gpt_neox",
     "starcoder2",
     "glm",
+    "exaone_moe",
 )
 
 

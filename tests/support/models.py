@@ -48,6 +48,8 @@ ROUTED_SIX = {**GQA, **EXPERTS, "n_routed_experts": 6, "n_shared_experts": 1, "f
 ROUTED_SIX |= {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5}
 LATENT = dict(q_lora_rank=20, kv_lora_rank=16, qk_rope_head_dim=6, qk_nope_head_dim=8, v_head_dim=10)
 LATENT |= {"num_key_value_heads": 8, "head_dim": 6}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+LINEAR |= {"linear_key_head_dim": 6, "linear_value_head_dim": 10, "linear_conv_kernel_dim": 3}
 
 MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**LOCAL_SIX}),
@@ -79,6 +81,74 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**ROUTED_SIX, **LATENT, "index_n_heads": 4, "index_head_dim": 12, "index_topk": 5},
     ),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", {**ROUTED_SIX, **LATENT}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**SIX, **LINEAR, "mlp_only_layers": [0], "shared_expert_intermediate_size": 40},
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {**SIX, **LINEAR, "shared_expert_intermediate_size": 40},
+    ),
+    "jamba": (
+        "JambaConfig",
+        "JambaForCausalLM",
+        {**SIX, "num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2}
+        | {"expert_layer_offset": 0, "mamba_d_state": 5, "mamba_dt_rank": 7},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        "Lfm2MoeForCausalLM",
+        {**SIX, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        "MiniMaxForCausalLM",
+        {**LOCAL_SIX, "layer_types": ["linear_attention", "full_attention"], "block_size": 4},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            **ROUTED_SIX,
+            "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+            "moe_shared_expert_intermediate_size": 40,
+        }
+        | {
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 5,
+            "n_groups": 2,
+            "chunk_size": 4,
+            "moe_latent_size": 20,
+        },
+    ),
+    "llama4_text": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            **LOCAL_SIX,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 72,
+            "num_hidden_layers": 3,
+            "moe_layers": [0, 2],
+        }
+        | {"num_experts_per_tok": 1, "no_rope_layers": [1, 0, 1], "attention_chunk_size": 5, "floor_scale": 2},
+    ),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {**SIX, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "enable_moe_block": True}
+        | {"top_k_experts": 2, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 4, "global_head_dim": 10}
+        | {"attention_k_eq_v": True, "num_key_value_heads": 8, "num_kv_shared_layers": 0},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {**LOCAL_SIX, "shared_intermediate_size": 40, "layer_types": ["mamba", "attention"]}
+        | {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 5, "mamba_n_groups": 2, "mamba_chunk_size": 4},
+    ),
 }
 """Families with experts. `moe_intermediate_size` is the width of one expert, where dense layers have another one."""
 
@@ -122,15 +192,20 @@ def choose_unevenly(model: nn.Module) -> None:
             tensor.data.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
 
 
+ROUND_INSIDE = ("router", "gate", "rmsnormgated", "gateddeltanet", "mambamixer", "mamba2mixer", "mambalayer")
+ROUND_INSIDE += ("deepseekv2attention", "llama4textattention", "nemotronhforcausallm")
+CENTERED_NORMS = ("Gemma2", "Gemma3", "Qwen3Next", "Qwen3_5")  # whose weight is added to one
+
+
 def keep_float64(model: nn.Module) -> None:
-    """RMSNorms, routers and the rotary embedding of DeepSeek V2 in `transformers` round to float32 inside: compute them in float64, on both sides."""
+    """RMSNorms, routers, linear attention, the rotary embedding of DeepSeek V2 and the logits of Nemotron-H in `transformers` round to
+    float32 inside: compute them in float64, on both sides."""
     for module in model.modules():
         name = type(module).__name__
-        if name.lower().endswith(("router", "gate")) or name == "DeepseekV2Attention":
+        if name.lower().endswith(ROUND_INSIDE):
             module.forward = MethodType(_in_float64, module)
         if name.endswith("RMSNorm"):
-            gemma = name.startswith("Gemma")
-            module.forward = MethodType(_gemma_norm if gemma else _rms_norm, module)
+            module.forward = MethodType(_centered_norm if name.startswith(CENTERED_NORMS) else _rms_norm, module)
 
 
 def _in_float64(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,10 +218,11 @@ def _eps(module: Any) -> float:
 
 
 def _rms_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _eps(self)))
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _eps(self))
+    return normed if getattr(self, "weight", None) is None else self.weight * normed
 
 
-def _gemma_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _centered_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
     return (1.0 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + _eps(self)))
 
 

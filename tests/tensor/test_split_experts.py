@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 
 from parallelize import ModelError, PlanError, build_mesh, full_gradients, parallelize_module
 from parallelize.mesh import MeshSpec
+from parallelize.plan.choose import choose_plan
 from parallelize.plan.model_facts import describe
+from parallelize.plan.options import Options
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
 from tests.support.models import FAMILIES, MIXTURES, tiny_batch, tiny_model
@@ -29,7 +32,7 @@ def check(model, mode, tp, dtype):
         compare(actual, expected, dtype)
 
 
-@pytest.mark.variants(every=9)
+@pytest.mark.variants(every=13)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("family", TRAINED)
@@ -165,6 +168,17 @@ def test_experts_that_cannot_be_split_are_refused(model, slug):
     assert error.value.slugs[0] == slug
 
 
+@pytest.mark.parametrize("ep", [1, 2])
+def test_parameters_of_a_module_inside_of_experts_are_refused(ep):
+    model = Mixture()
+    model.experts.norm = nn.LayerNorm(4)
+    plan = replace(PLAN, unclaimed="replicate")
+    with pytest.raises(PlanError, match="experts-not-divisible"):
+        resolve(plan, describe(model), MeshSpec(tp=2), Options(ep=ep))
+    model.experts.norm.requires_grad_(False)
+    resolve(plan, describe(model), MeshSpec(tp=2), Options(ep=ep))
+
+
 def test_experts_with_another_call_are_refused():
     class OneInput(Experts):
         def forward(self, tokens):
@@ -174,3 +188,51 @@ def test_experts_with_another_call_are_refused():
     model.experts = OneInput()
     with pytest.raises(ModelError, match="wrong-experts-call"):
         run_ranks(2, lambda rank: parallelize_module(copy.deepcopy(model), build_mesh("cpu", tp=2), PLAN))
+
+
+class DenseExperts(nn.Module):
+    """Experts that get every token: [experts x tokens, hidden] in and out."""
+
+    def __init__(self, key="down_proj"):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 4, 10))
+        self.register_parameter(key, nn.Parameter(torch.randn(3, 5, 4)))
+
+    def forward(self, tokens):
+        return tokens
+
+
+DENSE = parse_plan("schema_version: 1\ntensor_parallel: {experts: experts(tokens=all)}")
+
+
+@pytest.mark.parametrize(
+    ("experts", "ep", "slug"),
+    [
+        (DenseExperts("other"), 1, "experts-not-splittable"),
+        (nn.Linear(4, 4), 1, "experts-not-splittable"),
+        (DenseExperts(), 2, "experts-not-divisible"),
+    ],
+)
+def test_experts_that_get_every_token_and_cannot_be_split_are_refused(experts, ep, slug):
+    with pytest.raises((PlanError, ModelError)) as error:
+        resolve(DENSE, describe(nn.ModuleDict({"experts": experts})), MeshSpec(tp=2), Options(ep=ep))
+    assert error.value.slugs[0] == slug
+
+
+def test_key_value_heads_that_a_layer_of_gemma_4_does_not_share_are_refused():
+    """Its layers with global attention have two heads, of which four ranks would store halves."""
+    model = tiny_model("gemma4_text", num_global_key_value_heads=2)
+    with pytest.raises(PlanError, match="uneven-heads"):
+        resolve(choose_plan(model)[0], describe(model), MeshSpec(tp=4))
+    check(tiny_model("gemma4_text", torch.float64, num_global_key_value_heads=2), MODES["tensor"], 2, torch.float64)
+
+
+def test_inputs_of_a_layer_of_its_own_are_right_and_refused_under_sequence_parallelism():
+    """The model of Gemma 4 reads them by ids, so that `inputs_embeds` alone does not do."""
+    model = tiny_model("gemma4_text", torch.float64, hidden_size_per_layer_input=4, vocab_size_per_layer_input=67)
+    ids, labels = tiny_batch()
+    expected, results = gradients(model, ids, labels)
+    for actual in results:
+        assert worst(actual, expected)[0] <= 1e-12
+    with pytest.raises(PlanError, match="replicated-in-region"):
+        gradients(model, ids, labels, sequence_parallel=True)

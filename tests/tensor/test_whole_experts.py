@@ -33,11 +33,15 @@ from tests.support.parity import loss_of, worst
 from tests.support.threads import run_ranks
 from tests.tensor.test_split_experts import MODES, PLAN, Mixture, check
 
+HYBRIDS = ("qwen3_next", "qwen3_5_moe_text", "jamba", "lfm2_moe", "minimax", "nemotron_h", "granitemoehybrid")
 
-@pytest.mark.variants(every=13)
+
+@pytest.mark.variants(every=17)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("tp", "ep"), [(2, 2), (4, 4), (4, 2)])
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe"])
+@pytest.mark.parametrize(
+    "family", [*("mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe"), *HYBRIDS, "gemma4_text"]
+)
 def test_families(family, tp, ep, mode):
     """Six experts, of which four ranks have one or two. With ep 2 on four ranks, two ranks have each expert."""
     check(tiny_model(family, torch.float64), {**MODES[mode], "ep": ep}, tp, torch.float64)
@@ -113,6 +117,21 @@ def test_the_words_of_transformers_for_expert_parallelism():
     assert {pattern: str(style) for pattern, style in read_words(words, "Mixtral").items()} == {
         "layers.*.mlp.experts": "experts"
     }
+
+
+def test_a_plan_that_names_no_experts_gets_those_of_the_plan_over_ep():
+    from parallelize.plan.hf_plans import words_of
+
+    class Config:
+        base_model_tp_plan = {"layers.*.o_proj": "rowwise"}
+        base_model_ep_plan = {"layers.*.mlp.experts": "ep_dispatch_experts", "layers.*.mlp.experts.w": "grouped_gemm"}
+
+    assert words_of(Config) == {**Config.base_model_tp_plan, **Config.base_model_ep_plan}
+    Config.base_model_tp_plan = {"layers.*.mlp.experts": "moe_tp_experts"}
+    assert words_of(Config) == Config.base_model_tp_plan
+    Config.base_model_tp_plan = None
+    Config.base_model_ep_plan["layers.*.mlp.gate_proj"] = "colwise"  # of ranks that have whole experts
+    assert "layers.*.mlp.gate_proj" not in words_of(Config)
 
 
 def test_balanced_routing_gives_each_expert_as_many_tokens():

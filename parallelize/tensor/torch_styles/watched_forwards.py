@@ -17,6 +17,8 @@ from parallelize.tensor.later_changes import when_changed
 from parallelize.tensor.torch_styles.linear import RowwiseParallel
 from parallelize.tensor.torch_styles.shard_misuse import linears_of
 
+_MAKE_TOKENS = (Conversion.SCATTER_SEQUENCE, Conversion.ENTER_REGION)  # of a module's output: a sequence shard
+
 
 def watch_first_forwards(resolved: ResolvedPlan, model: ModelFacts) -> None:
     """Watch the first forwards of a model, and of those of its modules that may be called without it."""
@@ -53,7 +55,7 @@ def _makers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[tuple[str, Sh
         if maker is not None:
             yield name, maker
     for name, row in resolved.modules.items():
-        if row.contract.leave is Conversion.SCATTER_SEQUENCE and row.contract.sequence_dim == 1:
+        if row.contract.leave in _MAKE_TOKENS and row.contract.sequence_dim == 1:
             yield name, ShardMaker("sequence", 1)
     for item in resolved.plan.kept:
         style = item.style

@@ -98,6 +98,7 @@ def test_over_cp(two_processes, four_processes, sizes, options):
         ({"dp": 4}, {"ep": 2, "zero": 3, "recompute": "full"}),
         ({"dp": 2, "tp": 2}, {"ep": 4, "zero": 2, "sequence_parallel": True}),
         ({"dp": 2, "tp": 2}, {"ep": 2, "zero": 1, "recompute": "selective"}),
+        ({"dp_replicate": 2, "dp": 2}, {"ep": 2, "zero": 2, "num_microbatches": 2}),
         ({"dp_replicate": 2, "dp": 2}, {"ep": 2, "zero": 3}),
         ({"pp": 2, "dp": 2}, {"ep": 2, "zero": 0, "num_microbatches": 2}),
     ],

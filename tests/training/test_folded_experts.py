@@ -84,3 +84,10 @@ def test_zero_2_with_copies_of_experts_on_replicas_alone(options):
 def test_zero_3_with_one_copy_of_each_expert_in_recomputed_layers(axes):
     """Their unit gathers nothing, and runs other ops of `fully_shard` in a replay than in the forward."""
     check(tiny_model("mixtral", torch.float64), axes, {"ep": 2, "zero": 3, "recompute": "selective"})
+
+
+@pytest.mark.sweep
+def test_experts_and_dense_parameters_in_groups_of_other_ranks():
+    """Each sums its gradients over groups along two axes. Ranks make these as they reach the first parameter of each kind."""
+    options = {"ep": 2, "zero": 1, "sequence_parallel": True}
+    check(tiny_model("qwen2_moe", torch.float64), {"dp": 2, "cp": 2, "tp": 2}, options)

@@ -186,11 +186,11 @@ def _of_ops(mode: Any, ops: frozenset[Any]) -> Any:
 
 
 @lru_cache(maxsize=4)
-def _mode_of_ops(stock: type) -> type:
+def _mode_of_ops(stock: Any) -> type:
     def dispatch(self: Any, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if op not in self.ops:
             return op(*args, **(kwargs or {}))
-        return stock.__torch_dispatch__(self, op, types, args, kwargs)  # type: ignore[attr-defined]
+        return stock.__torch_dispatch__(self, op, types, args, kwargs)
 
     return type(f"{stock.__name__}OfOps", (stock,), {"__torch_dispatch__": dispatch})
 

@@ -181,7 +181,8 @@ def _of_ops(mode: Any, ops: frozenset[Any]) -> Any:
     A unit of `fully_shard` inside of a recomputed one, as experts are that fold over data axes, does: outside of the forward of
     the root it takes itself for the root, and gathers what was gathered.
     """
-    mode.__class__, mode.ops = _mode_of_ops(type(mode)), ops
+    stock: Any = type(mode)
+    mode.__class__, mode.ops = _mode_of_ops(stock), ops
     return mode
 
 

@@ -14,6 +14,7 @@ import torch
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import balanced_interval, even_interval
+from parallelize.ops.experts.assumed_routing import assumed_routing
 from parallelize.ops.experts.call_form import FIELDS, CallForm, check_forms
 
 T = torch.Tensor
@@ -61,7 +62,8 @@ def routes_of(choices: T, num_experts: int, group: Group, num_chunks: int, where
     if choices.is_meta:
         sizes = [2 * num_chunks + 1 + FIELDS] * group.size
         group.all_to_all(choices.new_empty(sum(sizes), dtype=torch.int64), sizes, sizes)
-        return Routes(choices, tuple(_even_chunk(choices[a:b], a, group) for a, b in intervals), experts)
+        num_local = experts[1] - experts[0]
+        return Routes(choices, tuple(_assumed_chunk(choices[a:b], a, num_local, group) for a, b in intervals), experts)
     wrong = (choices < 0) | (choices >= num_experts)
     owners = _owners(choices, num_experts, group.size)
     counts = torch.zeros(len(choices), group.size, dtype=torch.int64, device=choices.device)
@@ -95,12 +97,12 @@ def indices_of(mask: T, count: int) -> tuple[T, T]:
     return found[:, 0], found[:, 1]
 
 
-def _even_chunk(choices: T, start: int, group: Group) -> TokenChunk:
-    """Of tokens without values: each token goes to as many ranks as it can, and each rank gets as much."""
+def _assumed_chunk(choices: T, start: int, num_local: int, group: Group) -> TokenChunk:
+    """Of tokens without values, from `start` on. num_local: of the experts of this rank."""
     tokens, k = choices.shape
-    sent = [-(-tokens * min(k, group.size) // group.size)] * group.size
+    sent, received, pairs = assumed_routing().sizes(tokens, k, num_local, group.size)
     rows = torch.arange(sum(sent), device=choices.device) % max(tokens, 1) + start
-    return TokenChunk(rows, sent, sent, tokens * k)
+    return TokenChunk(rows, sent, received, pairs)
 
 
 def _bad_choice(counts: list[int], num_experts: int, group: Group, where: str) -> ModelError:

@@ -132,10 +132,15 @@ def sent_messages(rank: int, *configuration: Any) -> Any:
     return job.coordinate("pp"), job.coordinate("tp") + job.coordinate("cp"), dict(counting.counts)
 
 
-def to_first_experts(module: Any, args: tuple) -> tuple:
-    """A hook before experts: each token chooses the first ones, which are on the first rank of `ep`."""
-    tokens, choices, weights = args
-    return tokens, torch.arange(choices.shape[1]).expand_as(choices).contiguous(), weights
+def choose_first_experts(module: Any) -> None:
+    """Let each token choose the first experts, which are on the first rank of `ep`."""
+
+    def replace_choices(experts: Any, args: tuple) -> tuple:
+        tokens, choices, weights = args
+        return tokens, torch.arange(choices.shape[1]).expand_as(choices).contiguous(), weights
+
+    for _, experts, _ in experts_of(module):
+        experts.register_forward_pre_hook(replace_choices)
 
 
 def messages_to_one_rank(rank: int, *configuration: Any) -> Any:
@@ -143,8 +148,7 @@ def messages_to_one_rank(rank: int, *configuration: Any) -> Any:
     the first rank. configuration: as `trained` takes it."""
     job = trained(*configuration)
     module, routes, received = job.parallel.module, [], []
-    for _, experts, _ in experts_of(module):
-        experts.register_forward_pre_hook(to_first_experts)
+    choose_first_experts(module)
     routes_of, all_to_all = whole_experts.routes_of, dist.all_to_all_single
 
     def seen_routes(*args: Any) -> Any:
@@ -288,7 +292,17 @@ class StorageMode(TorchDispatchMode):
 
 def measured_memory(rank: int, *configuration: Any) -> Any:
     """(pp rank, tp rank, dp rank, bytes of each part). configuration: as `trained` takes it."""
+    return _memory_of(trained(*configuration))
+
+
+def measured_memory_to_one_rank(rank: int, *configuration: Any) -> Any:
+    """The same of steps whose tokens choose the experts of the first rank."""
     job = trained(*configuration)
+    choose_first_experts(job.parallel.module)
+    return _memory_of(job)
+
+
+def _memory_of(job: Trained) -> Any:
     parallel, optimizer = job.parallel, job.optimizer
     params = [to_local(p) for p in parallel.module.parameters()]
     data = data_of(parallel.module)
@@ -327,7 +341,13 @@ def _distinct(tensors: list[torch.Tensor]) -> int:
 
 
 def predicted_memory(
-    family: str, sizes: dict[str, int], batch: int, length: int, options: dict[str, Any], model: dict[str, Any]
+    family: str,
+    sizes: dict[str, int],
+    batch: int,
+    length: int,
+    options: dict[str, Any],
+    model: dict[str, Any],
+    to_one_rank: bool = False,
 ) -> dict[int, dict[str, int]]:
     """The prediction for each pp rank."""
     options = dict(options)
@@ -337,7 +357,7 @@ def predicted_memory(
     subject = Subject(source_of(family, model))
     predictions = {}
     for pp_rank in range(setting.size("pp")):
-        memory = memory_of(subject.rank_step(setting, setting.pipeline(), pp_rank))
+        memory = memory_of(subject.rank_step(setting, setting.pipeline(), pp_rank, False, to_one_rank))
         predictions[pp_rank] = {
             key: getattr(memory, key) for key in ("parameters", "gradients", "optimizer", "activations", "buffers")
         }

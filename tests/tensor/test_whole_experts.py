@@ -131,9 +131,9 @@ def test_balanced_routing_gives_each_expert_as_many_tokens():
 
 @pytest.mark.parametrize("options", [{"ep": 2}, {"ep": 2, "sequence_parallel": True}, {}], ids=str)
 def test_the_load_of_experts_over_ranks(options):
-    """The ratios are those of the unsharded model, whose ranks would have three experts each."""
+    """The ratios are those of the unsharded model, whose ranks would have three experts each. Shards of nine tokens are padded."""
     model = tiny_model("mixtral", torch.float64)
-    ids, _ = tiny_batch(batch=3, length=8)
+    ids, _ = tiny_batch(batch=3, length=9)
     with routing_load(model) as alone:
         model(input_ids=ids)
     counts = alone.counts()

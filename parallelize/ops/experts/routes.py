@@ -77,7 +77,7 @@ def routes_of(choices: T, num_experts: int, group: Group, num_chunks: int, where
     here, there = torch.stack([sent, received]).tolist()
     check_forms(form, [CallForm(*row[-FIELDS:]) for row in there], group, where)
     if any(num_wrong := [row[2 * num_chunks] for row in there]):
-        raise _bad_choice(num_wrong, num_experts, group, where)
+        raise _bad_choice(num_wrong, _examples(choices[wrong], group), num_experts, group, where)
     chunks = []
     for n, (start, stop) in enumerate(intervals):
         rows_sent, rows_received = [row[2 * n] for row in here], [row[2 * n] for row in there]
@@ -105,8 +105,14 @@ def _assumed_chunk(choices: T, start: int, num_local: int, group: Group) -> Toke
     return TokenChunk(rows, sent, received, pairs)
 
 
-def _bad_choice(counts: list[int], num_experts: int, group: Group, where: str) -> ModelError:
-    rows = tuple((f"rank {rank}", f"{count} choices") for rank, count in zip(group.ranks, counts, strict=True) if count)
+def _examples(wrong: T, group: Group) -> list[int]:
+    """One wrong choice of each rank that has any. A collective."""
+    return group.all_gather(torch.cat([wrong.long(), wrong.new_zeros(1).long()])[:1]).flatten().tolist()
+
+
+def _bad_choice(counts: list[int], examples: list[int], num_experts: int, group: Group, where: str) -> ModelError:
+    ranks = zip(group.ranks, counts, examples, strict=True)
+    rows = tuple((f"rank {rank}", f"{count} choices, such as {choice}") for rank, count, choice in ranks if count)
     what = f"{where} got choices outside of [0, {num_experts})"
     return ModelError(
         Problem("bad-choice", what, rows=rows[:16], fix="check the router: its weights, and NaN in its logits")

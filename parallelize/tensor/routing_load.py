@@ -54,13 +54,13 @@ class RoutingLoad:
         counts = each.new_zeros(count).scatter_add_(0, chosen, each)
         self.local[name] = self.local[name] + counts if name in self.local else counts
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """A pre-hook of the root: which rows of its routers only pad the shards of the sequence-parallel region."""
         arguments, self._rows = call_arguments(module, args, kwargs), None
         if {"input_ids", "inputs_embeds"} & {key for key, value in arguments.items() if value is not None}:
             self._rows = forward_rows(module, arguments)
 
-    def tokens(self, count: int, device: torch.device) -> T | None:
+    def _tokens(self, count: int, device: torch.device) -> T | None:
         """[count]: 0 for rows that only pad a shard, else 1. None: no row does."""
         if self._rows is None or not self._rows.is_divided(count):
             return None
@@ -117,7 +117,7 @@ def routing_load(model: nn.Module) -> Iterator[RoutingLoad]:
         module.register_forward_pre_hook(partial(_count, load, name, count), with_kwargs=True)
         for name, module, count in experts
     ]
-    handles.append(model.register_forward_pre_hook(load.enter, with_kwargs=True))
+    handles.append(model.register_forward_pre_hook(load._enter, with_kwargs=True))
     try:
         yield load
     finally:
@@ -127,4 +127,4 @@ def routing_load(model: nn.Module) -> Iterator[RoutingLoad]:
 
 def _count(load: RoutingLoad, name: str, count: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     choices = choices_of(module, args, kwargs)
-    load.add(name, count, choices, load.tokens(len(choices), choices.device))
+    load.add(name, count, choices, load._tokens(len(choices), choices.device))

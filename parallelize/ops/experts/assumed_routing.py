@@ -44,11 +44,11 @@ class AssumedRouting:
         return sent, received, pairs
 
 
-class _Current(threading.local):
+class _CurrentRouting(threading.local):
     routing: AssumedRouting | None = None
 
 
-_current = _Current()
+_current = _CurrentRouting()
 
 
 def assumed_routing() -> AssumedRouting:

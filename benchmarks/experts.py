@@ -10,7 +10,10 @@
 | overlapped | the same with `overlap="chunked"`: one half of the tokens travels while the other half is computed |
 
 Every rank has other tokens. All contenders are checked to give the same loss and gradients before they are timed. Bytes are those
-that leave a rank in all-to-alls, counted in the dispatcher. With `--balanced`, routers choose evenly (`balanced_routing`).
+that leave a rank in all-to-alls, counted in the dispatcher. With `--balanced`, routers of full steps choose evenly (`balanced_routing`).
+
+Then one block alone, forward and backward, interleaved: by hand in plain functions (a row for each choice, see
+`benchmarks.expert_block`) and by us; and the stock block beside ours at ep 1, with few tokens, which is the cost of the host.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.expert_block import measure_blocks
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import balanced_routing, build_mesh, destroy_groups, parallelize_module, shard_data
 
@@ -139,7 +143,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for name in OURS:
         result[f"transformers/{name}"] = ratio(times, "transformers", name)
     result["ours/overlapped"] = ratio(times, "ours", "overlapped")
-    return result
+    return {**result, **measure_blocks(lambda: stock(options), options)}
 
 
 def compare(models: dict[str, torch.nn.Module], losses: dict[str, float]) -> None:
@@ -160,6 +164,7 @@ def show(result: dict[str, Any]) -> None:
         f"  sent in all-to-alls by rank 0: {sent}; ours/transformers {result['bytes ours/transformers']:.3f}",
         flush=True,
     )
+    print("  " + ", ".join(f"{name} {value:.2f} ms" for name, value in result["block ms"].items()), flush=True)
     for name, value in result.items():
         if isinstance(value, dict) and "median" in value:
             print(f"  {name:<24} {value['median']:.3f}  [{value['low']:.3f}, {value['high']:.3f}]", flush=True)

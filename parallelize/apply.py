@@ -120,7 +120,8 @@ def parallelize_module(
             at each forward. None: those of these parameters that are not broadcast: all, if src_data_rank is None, else those
             that no style names, which stay as each rank has them; and the inputs at the first forward in training, at the
             first in evaluation, and at every hundredth of each. False: nothing.
-        own_reduction: the caller sums gradients over the mesh's data axes, in its own code. Without it, `shard_data` or
+        own_reduction: the caller sums gradients over the mesh's data axes, in its own code; those of experts that `ep` folds over
+            them over `dp_replicate` and `edp` of their own mesh (`parameter.device_mesh`) alone. Without it, `shard_data` or
             `fully_shard` must be applied before the first backward, which is refused otherwise.
         handshake_timeout_s: how long ranks wait for each other before the missing ones are named.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, replace
 from math import prod
 from typing import Any
@@ -18,7 +18,14 @@ from parallelize.analysis.cost.setting import Setting, make_setting
 from parallelize.analysis.cost.training_step import RankStep
 from parallelize.analysis.measure import measure
 from parallelize.analysis.record.trace_data import Message
-from parallelize.analysis.show.explanation import AxisTotal, Explanation, MessageLine, ParameterLine, RankReport
+from parallelize.analysis.show.explanation import (
+    AxisTotal,
+    Explanation,
+    MessageLine,
+    ParameterLine,
+    RankReport,
+    WorstRouting,
+)
 from parallelize.analysis.subject import Subject, check
 from parallelize.applied.report import layout_text
 from parallelize.errors import ModelError
@@ -94,6 +101,7 @@ def explain_subject(
         assumptions=tuple(_assumptions(setting, every_layer)),
         activations_without_recompute=_peak_activation_bytes(subject, setting, "off"),
         activations_with_recompute=_peak_activation_bytes(subject, setting, "full"),
+        worst_routing=worst_routing(subject, setting, steps, memories),
     )
     if not advice:
         return explanation
@@ -109,6 +117,32 @@ def _peak_activation_bytes(subject: Subject, setting: Setting, recompute: str) -
         if "no-recompute-units" not in error.slugs:
             raise
         return 0
+
+
+def worst_routing(
+    subject: Subject, setting: Setting, steps: Sequence[RankStep], memories: Sequence[RankMemory]
+) -> WorstRouting | None:
+    """What one rank of `ep` costs if it gets all tokens, of the analyzed pp rank where that takes most memory; None without `ep`.
+
+    steps, memories: of the analyzed pp ranks, where tokens are divided evenly.
+    """
+    experts = {fqn for fqn, row in subject.resolved(setting).modules.items() if row.contract.sends_tokens}
+    if not experts:
+        return None
+    routings = []
+    for step, memory in zip(steps, memories, strict=True):
+        worst = subject.rank_step(setting, step.schedule, step.pp_rank, to_one_rank=True)
+        received, even_received = (_received_bytes(each, experts) for each in (worst, step))
+        peak = memory_of(worst, by_segment=False).peak
+        rows = worst.trace.expert_rows, step.trace.expert_rows
+        choices = worst.trace.expert_choices, step.trace.expert_choices
+        routings.append(WorstRouting(*rows, *choices, received, even_received, peak, memory.peak))
+    return max(routings, key=lambda routing: routing.peak_bytes)
+
+
+def _received_bytes(step: RankStep, experts: Collection[str]) -> int:
+    """What modules receive from other ranks in a step."""
+    return sum(message.received_bytes * times for message, times in step.messages if message.module in experts)
 
 
 # -- parameters ---------------------------------------------------------------------------------------------------

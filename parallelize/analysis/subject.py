@@ -109,8 +109,10 @@ class Subject:
         units = stages.units[stages.num_first :]
         return [unit for unit in units if unit.startswith(prefix) and unit[len(prefix) :].isdigit()]
 
-    def trace(self, setting: Setting, every_layer: bool = False, split_backward: bool = False) -> MicrobatchTrace:
-        """One microbatch of the model under the setting's tp and cp sizes and modes.
+    def trace(
+        self, setting: Setting, every_layer: bool = False, split_backward: bool = False, to_one_rank: bool = False
+    ) -> MicrobatchTrace:
+        """One microbatch of the model under the setting's tp and cp sizes and modes. to_one_rank: see `record`.
 
         Raises: ParallelizeError of the plan; ModelError `cannot-record` where the model's forward cannot run on meta tensors.
         """
@@ -125,24 +127,30 @@ class Subject:
             setting.weights_dtype,
             every_layer,
             split_backward,
+            to_one_rank,
         )
         if key not in self._traces:
-            self._traces[key] = self._record(setting, recorded, every_layer, split_backward)
+            self._traces[key] = self._record(setting, recorded, every_layer, (split_backward, to_one_rank))
         return self._traces[key]
 
-    def _record(self, setting: Setting, options: Options, every_layer: bool, split_backward: bool) -> MicrobatchTrace:
+    def _record(
+        self, setting: Setting, options: Options, every_layer: bool, ways: tuple[bool, bool]
+    ) -> MicrobatchTrace:
+        """ways: `split_backward` and `to_one_rank`."""
         layers = self.layers(setting)
         recompute_every = setting.recompute_every if setting.recompute != "off" else 1
         classes = layer_classes(layers, self.model(setting.weights_dtype), recompute_every)
         if every_layer or self.irregular:
             classes = LayerClasses.all_run(layers)
-        trace = self._run(setting, options, classes, split_backward)
+        trace = self._run(setting, options, classes, ways)
         if not consistent(trace, classes):  # layers of one class that did not do the same: run all of them
             self.irregular = True
-            trace = self._run(setting, options, LayerClasses.all_run(layers), split_backward)
+            trace = self._run(setting, options, LayerClasses.all_run(layers), ways)
         return trace
 
-    def _run(self, setting: Setting, options: Options, classes: LayerClasses, split_backward: bool) -> MicrobatchTrace:
+    def _run(
+        self, setting: Setting, options: Options, classes: LayerClasses, ways: tuple[bool, bool]
+    ) -> MicrobatchTrace:
         source, sequence = self.source, setting.sequence
         model = source.build("meta", dtype=getattr(torch, setting.weights_dtype))
         axes = [(axis, size) for axis, size in setting.mesh.axes if axis == "tp" or (axis == "cp" and size > 1)]
@@ -164,7 +172,8 @@ class Subject:
                 classes=classes,
                 options=options,
                 batch=batch,
-                split_backward=split_backward,
+                split_backward=ways[0],
+                to_one_rank=ways[1],
             )
 
     def _one_stage(self, setting: Setting) -> Stages | None:
@@ -172,17 +181,19 @@ class Subject:
         stages = self.resolved(setting).stages
         return replace(stages, starts=(0,)) if stages is not None and stages.num_stages > 1 else stages
 
-    def rank_step(self, setting: Setting, schedule: Schedule, pp_rank: int, every_layer: bool = False) -> RankStep:
-        """The step of one pp rank."""
+    def rank_step(
+        self, setting: Setting, schedule: Schedule, pp_rank: int, every_layer: bool = False, to_one_rank: bool = False
+    ) -> RankStep:
+        """The step of one pp rank. to_one_rank: of the one that gets all tokens of its group of `ep`, in every layer."""
         splits = self._splits_backward(setting, schedule)
         return RankStep(
-            self.trace(setting, every_layer),
+            self.trace(setting, every_layer, to_one_rank=to_one_rank),
             self.resolved(setting).stages,
             setting,
             schedule,
             pp_rank,
             shards=self.shards(setting, pp_rank),
-            split_trace=self.trace(setting, every_layer, split_backward=True) if splits else None,
+            split_trace=self.trace(setting, every_layer, True, to_one_rank) if splits else None,
         )
 
     def _splits_backward(self, setting: Setting, schedule: Schedule) -> bool:

@@ -153,8 +153,7 @@ def stored_elements(
     """
     shards = list(shards)
     trained = [shard for shard in shards if shard.trained]
-    splits = zero == 3 or any(shard.splits.gradient > 1 for shard in trained)
-    counted = [shard for shard in trained if counts_gradients and not (splits and shard.shape)]
+    counted = [shard for shard in trained if counts_gradients and zero < 3 and shard.splits.gradient == 1]
     return StoredElements(
         sum(shard.padded_numel(shard.splits.parameter) for shard in shards),
         sum(shard.padded_numel(shard.splits.gradient) for shard in trained) + len(counted),

@@ -171,8 +171,29 @@ class SavePolicy:
         first, again = replay_cache.RecomputePass(cache, replay=False), replay_cache.RecomputePass(cache, replay=True)
         if not self.ops:
             return first, again
-        caching, cached = create_selective_checkpoint_contexts(self.policy)
+        caching, cached = (_of_ops(mode, self.ops) for mode in create_selective_checkpoint_contexts(self.policy))
         return _Both(first, caching), _Both(again, cached)
+
+
+def _of_ops(mode: Any, ops: frozenset[Any]) -> Any:
+    """PyTorch's mode for these ops alone. It counts all ops, and refuses a replay that runs more than its forward did.
+
+    A unit of `fully_shard` inside of a recomputed one, as experts are that fold over data axes, does: outside of the forward of
+    the root it takes itself for the root, and gathers what was gathered.
+    """
+    stock: Any = type(mode)
+    mode.__class__, mode.ops = _mode_of_ops(stock), ops
+    return mode
+
+
+@lru_cache(maxsize=4)
+def _mode_of_ops(stock: Any) -> type:
+    def dispatch(self: Any, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if op not in self.ops:
+            return op(*args, **(kwargs or {}))
+        return stock.__torch_dispatch__(self, op, types, args, kwargs)
+
+    return type(f"{stock.__name__}OfOps", (stock,), {"__torch_dispatch__": dispatch})
 
 
 class _Both(AbstractContextManager):

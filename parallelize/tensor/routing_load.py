@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallelize.applied.forward_rows import ForwardRows, call_arguments, forward_rows
 from parallelize.applied.records import mesh_of, record_of
 from parallelize.comm.groups import axis_group, mesh_spec
 from parallelize.layout import balanced_interval
@@ -35,6 +36,7 @@ class RoutingLoad:
     def __init__(self, model: nn.Module, ep: int):
         self.model, self.ep = model, ep
         self.local: dict[str, T] = {}
+        self._rows: ForwardRows | None = None
 
     def add(self, name: str, count: int, choices: T, weights: T | None = None) -> None:
         """Count the choices of one call.
@@ -51,6 +53,18 @@ class RoutingLoad:
         each = torch.ones_like(chosen) if weights is None else weights.repeat_interleave(choices.shape[1])
         counts = each.new_zeros(count).scatter_add_(0, chosen, each)
         self.local[name] = self.local[name] + counts if name in self.local else counts
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A pre-hook of the root: which rows of its routers only pad the shards of the sequence-parallel region."""
+        arguments, self._rows = call_arguments(module, args, kwargs), None
+        if {"input_ids", "inputs_embeds"} & {key for key, value in arguments.items() if value is not None}:
+            self._rows = forward_rows(module, arguments)
+
+    def _tokens(self, count: int, device: torch.device) -> T | None:
+        """[count]: 0 for rows that only pad a shard, else 1. None: no row does."""
+        if self._rows is None or not self._rows.is_divided(count):
+            return None
+        return (self._rows.indices(count, device) >= 0).to(torch.int64)
 
     def counts(self) -> dict[str, T]:
         """Name of each module of experts on this pipeline stage -> [experts], over all ranks with other tokens. A collective.
@@ -103,6 +117,7 @@ def routing_load(model: nn.Module) -> Iterator[RoutingLoad]:
         module.register_forward_pre_hook(partial(_count, load, name, count), with_kwargs=True)
         for name, module, count in experts
     ]
+    handles.append(model.register_forward_pre_hook(load._enter, with_kwargs=True))
     try:
         yield load
     finally:
@@ -111,4 +126,5 @@ def routing_load(model: nn.Module) -> Iterator[RoutingLoad]:
 
 
 def _count(load: RoutingLoad, name: str, count: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    load.add(name, count, choices_of(module, args, kwargs))
+    choices = choices_of(module, args, kwargs)
+    load.add(name, count, choices, load._tokens(len(choices), choices.device))

@@ -22,6 +22,7 @@ from torch import nn
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
 from parallelize.ops import replay_cache
+from parallelize.ops.experts.call_form import CallForm
 from parallelize.ops.experts.routes import Routes, indices_of, routes_of
 from parallelize.ops.experts.transfers import Transfers, arrive, collect, dispatch, give_back
 from parallelize.tensor.planned_forward import Planned, on_local_parameters
@@ -69,7 +70,8 @@ def _exchanged(self: Any, ranks: ExpertRanks, tokens: T, choices: T, weights: T)
     """The output of this rank's tokens."""
 
     def find_routes() -> Routes:
-        return routes_of(choices, ranks.num_experts, ranks.group, ranks.num_chunks, ranks.fqn)
+        form = CallForm.of(ranks.fqn, tokens, weights)
+        return routes_of(choices, ranks.num_experts, ranks.group, ranks.num_chunks, ranks.fqn, form)
 
     # a replay sends the same rows, even where a near tie of the router falls otherwise
     routes = replay_cache.remembered("routes", find_routes)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -49,12 +48,15 @@ class DataRanks:
         spec = mesh_spec(folded)
         return cls(folded, tuple(axis for axis in ("dp_replicate", "edp") if spec.ranks(axis) > 1), "edp", zero)
 
-    @cached_property
+    # no cached properties: before Python 3.12 all of a class share a lock, which a rank that makes a group would hold while it
+    # waits for ranks that are other threads
+
+    @property
     def split_group(self) -> Group:
         """The ranks that split what is stored: rows of the optimizer's state."""
         return Group(axis_group(self.mesh, self.shard_axis)) if self.zero else Group.alone()
 
-    @cached_property
+    @property
     def gradient_groups(self) -> DataGroups:
         splits = self.zero >= 2 and self.shard_axis in self.axes
         full_axes = [axis for axis in self.axes if not (splits and axis == self.shard_axis)]

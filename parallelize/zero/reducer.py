@@ -48,6 +48,11 @@ class ReducedParameter:
     uses: int = 1
     groups: DataGroups = field(default_factory=DataGroups)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether a rank keeps some rows of the gradient. A scalar has none; an expert may have no copy on a rank to split it with."""
+        return self.groups.shard is not None and self.param.ndim > 0
+
 
 class Reducer:
     """Reduces the gradients of a model over its data axes.
@@ -79,8 +84,8 @@ class Reducer:
     ):
         self.specs, self.defer = specs or {}, defer
         self.splits = any(parameter.groups.shard is not None for parameter in managed)
-        # a scalar has no rows to split: every rank stores it in full, and it is reduced once per step
-        self.managed = [replace(p, late=p.late or (self.splits and p.param.ndim == 0)) for p in managed]
+        # what is not split is stored in full, and reduced once per step: a backward would add to sums that are on their way
+        self.managed = [replace(p, late=p.late or (self.splits and not p.is_split)) for p in managed]
         self.dtype, self.frozen, self.after, self.current = dtype, frozen, after, current
         self._known = {id(parameter.param) for parameter in (*self.managed, *frozen)}
         self._pool = BufferPool()
@@ -130,16 +135,15 @@ class Reducer:
     def _bucket(self, parameters: list[ReducedParameter]) -> Bucket:
         first = parameters[0]
         full, shard = first.groups.full, first.groups.shard
-        split = shard is not None and first.param.ndim > 0
         members = BucketParams(
             params=[parameter.param for parameter in parameters],
             uses=[parameter.uses for parameter in parameters],
             stage=first.stage,
             late=first.late,
             dtype=self._grad_dtype(first.param),
-            groups=[*full, shard] if shard is not None and not split else full,
+            groups=[*full, shard] if shard is not None and not first.is_split else full,
         )
-        if shard is None or not split:
+        if shard is None or not first.is_split:
             return AllReduceBucket(members)
         return ReduceScatterBucket(members, shard=shard, specs=self.specs, pool=self._pool)
 

@@ -87,7 +87,7 @@ def refuse_router_loss(module: nn.Module) -> None:
 
     Raises: ModelError `router-loss`.
     """
-    if _modeling_file(module) is not None and _is_requested(module, {}):
+    if asks_for_router_loss(module):
         _check_formula(module)
 
 
@@ -178,6 +178,11 @@ def _add_logits(calls: RouterCalls, index: int, router: nn.Module, args: Any, ou
     forward: _RouterForward | None = getattr(_current, "forward", None)
     if forward is not None and not in_recompute():
         forward.logits.append(output[index] if isinstance(output, tuple) else output)
+
+
+def asks_for_router_loss(module: nn.Module) -> bool:
+    """Whether the config of a model asks for its load-balancing loss."""
+    return _modeling_file(module) is not None and _is_requested(module, {})
 
 
 def _is_requested(module: Any, arguments: dict[str, Any]) -> bool:

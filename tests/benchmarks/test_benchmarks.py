@@ -57,6 +57,7 @@ def test_experts_equal_those_of_transformers_and_send_less(tmp_path):
     results = json.loads(out.read_text())
     assert set(results["ms"]) == {"transformers", "ours", "overlapped"}
     assert results["bytes ours/transformers"] < 0.27
+    assert {"block by hand", "block by us"} <= set(results["block ms"])
 
 
 @pytest.mark.sweep

@@ -66,7 +66,13 @@ def buckets_of(shards: Sequence[ParameterShard], setting: Setting) -> list[list[
 
 def _is_late(shard: ParameterShard, setting: Setting) -> bool:
     """Whether the gradient is reduced when the step ends."""
-    return shard.late or (not shard.shape and view_of(shard, setting).splits_gradients)
+    is_split = bool(shard.shape) and view_of(shard, setting).splits_gradients
+    return shard.late or (_splits_gradients(setting) and not is_split)
+
+
+def _splits_gradients(setting: Setting) -> bool:
+    """Whether data ranks keep only their parts of most gradients, so that each backward reduces."""
+    return setting.zero >= 2 and setting.size(setting.shard_axis) > 1
 
 
 def data_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterator[tuple[Message, int]]:
@@ -76,10 +82,9 @@ def data_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterato
     if setting.zero == 3:
         yield from _fsdp_messages(shards, setting)
         return
-    step_splits = setting.zero >= 2 and setting.size(setting.shard_axis) > 1
     for bucket in buckets_of(shards, setting):
         view = view_of(bucket[0], setting)
-        once = _is_late(bucket[0], setting) or setting.defer or not step_splits
+        once = _is_late(bucket[0], setting) or setting.defer or not _splits_gradients(setting)
         scatters = view.splits_gradients and bool(bucket[0].shape)
         messages = _reduce_scatter(bucket, view) if scatters else _all_reduce(bucket, view)
         for message in messages:

@@ -30,6 +30,7 @@ from parallelize.plan.parameter_shards import ParameterShard
 from parallelize.plan.stages import Stages
 
 CHECK_BYTES = 64  # of the token count, and the check of ranks: eight int64
+SUM_BYTES = 4  # of counts, probabilities and the number of rows: float32
 OUTCOME_BYTES = 16  # whether a rank failed, and the loss: two float64
 
 
@@ -104,8 +105,15 @@ class RankStep:
         """What `stage` receives from the previous one."""
         if self.stages is None or stage == 0 or stage >= self.schedule.num_stages:
             return StageBoundary()
-        unit = self.stages.units[self.stages.bounds(stage)[0]]
-        return self.trace.boundaries.get(self.trace.representatives.get(unit, unit), StageBoundary())
+        first = self.stages.bounds(stage)[0]
+        unit = self.stages.units[first]
+        boundary = self.trace.boundaries.get(self.trace.representatives.get(unit, unit), StageBoundary())
+        return StageBoundary((*boundary.tensors, *self._router_sums(self.stages.units[:first])))
+
+    def _router_sums(self, units: Sequence[str]) -> tuple[tuple[int, bool], ...]:
+        """What units send along for the load-balancing loss: see `zero/router_sums.py`."""
+        experts = max((self.trace.routers.get(unit, 0) for unit in units), default=0)
+        return ((experts * SUM_BYTES, False), (experts * SUM_BYTES, True), (SUM_BYTES, False)) if experts else ()
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -124,6 +132,7 @@ class RankStep:
             for segment in (*segments.forward, *segments.backward):
                 yield from ((message, times) for message in segment.messages)
         yield from ((message, 1) for message in self._between_stages())
+        yield from ((message, times) for message in self._router_counts())
         yield from data_messages(self.shards, self.setting)
         yield from ((message, 1) for message in (*self._ties(), *self._scalars()))
         yield from self._pending_reductions()
@@ -139,6 +148,13 @@ class RankStep:
             for size, has_gradient in self.boundary(receiver).tensors:
                 if has_gradient or step.direction == "F":
                     yield Message(op, "pp", 2, size, self._input_name(receiver), phase)
+
+    def _router_counts(self) -> Iterator[Message]:
+        """The sum over data ranks of what the load-balancing loss counts, on the rank of the last stage."""
+        experts = max(self.trace.routers.values(), default=0)
+        if experts and self.setting.data_axes and self.schedule.num_stages - 1 in self.local_stages:
+            axis, ranks = self.setting.group_name(self.setting.data_axes), self.setting.size(*self.setting.data_axes)
+            yield Message("all_reduce", axis, ranks, (experts + 1) * SUM_BYTES, "load-balancing loss", "forward")
 
     def _input_name(self, stage: int) -> str:
         assert self.stages is not None

@@ -32,6 +32,7 @@ from parallelize.context.forward_state import context_of
 from parallelize.context.inputs import length_of
 from parallelize.context.local_sequences import local_targets
 from parallelize.errors import ModelError, ParallelizeError, Problem
+from parallelize.ops.experts.assumed_routing import AssumedRouting
 from parallelize.pipeline.microbatch_inputs import split_batch
 from parallelize.pipeline.schedules import Action, build_schedule
 from parallelize.pipeline.stage_forward import SingleStageRunner, carried_arguments
@@ -43,9 +44,12 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.stages import Stages
 from parallelize.recomputation.recompute import recompute
+from parallelize.tensor.balanced_routing import experts_of
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
 from parallelize.vocabulary.loss.losses import valid_tokens
 from parallelize.zero.buckets import to_local
+from parallelize.zero.router_loss import asks_for_router_loss
+from parallelize.zero.router_sums import recorded_routers
 from parallelize.zero.shard_data import cast_parameters
 
 T = torch.Tensor
@@ -85,6 +89,7 @@ def record(
     options: Options,
     batch: RecordedBatch,
     split_backward: bool = False,
+    to_one_rank: bool = False,
 ) -> MicrobatchTrace:
     """Run two microbatches of `model`, which is modified and cannot be used afterwards.
 
@@ -95,15 +100,18 @@ def record(
         classes: which layers run, in the model's order.
         options: those of `RECORDED_OPTIONS` are applied.
         split_backward: run dgrad and wgrad apart.
+        to_one_rank: this rank gets all tokens of its group of `ep`; otherwise tokens are routed evenly.
     """
     layers = list(classes.representatives)
+    routers = _routers(model, stages)
     drop_represented(model, classes)
     _apply(model, mesh, resolved, options, classes)
     unit_of = stages.unit_of if stages is not None else (lambda name: OUTSIDE)
     tracer = Tracer(Scopes(model), unit_of, MeshAxes(mesh_spec(mesh), 0, _expert_ranks(model)))
     boundaries = _Boundaries(model, stages, tracer)
     entry = model.get_submodule(layers[0]) if split_backward else None
-    actions = _run(model, tracer, boundaries, batch, entry)
+    with AssumedRouting(to_one_rank) as routing:
+        actions = _run(model, tracer, boundaries, batch, entry)
     gradients = {
         serial for p in model.parameters() if p.grad is not None and (serial := tracer.serial_of(to_local(p.grad)))
     }
@@ -112,7 +120,9 @@ def record(
     marks = Marks(layers, gradients, boundaries.carried)
     half = len(actions) // NUM_MICROBATCHES
     first, later = segments_of(actions[:half], marks), segments_of(actions[half:], marks)
-    return MicrobatchTrace(first, later, boundaries.sizes, representatives, is_regular(actions[half:], marks))
+    regular = is_regular(actions[half:], marks)
+    most = routing.most_rows, routing.most_choices
+    return MicrobatchTrace(first, later, boundaries.sizes, representatives, regular, *most, routers)
 
 
 def _apply(model: nn.Module, mesh: DeviceMesh, full: ResolvedPlan, options: Options, classes: LayerClasses) -> None:
@@ -130,6 +140,16 @@ def _apply(model: nn.Module, mesh: DeviceMesh, full: ResolvedPlan, options: Opti
         recompute(model, options.recompute, units=units, save=options.recompute_save)
     if options.dtype is not None:
         cast_parameters(model, getattr(torch, options.dtype))
+
+
+def _routers(model: nn.Module, stages: Stages | None) -> dict[str, int]:
+    """Units with a router whose sums the load-balancing loss reads -> the number of its experts; none where it is not asked for."""
+    if stages is None or not asks_for_router_loss(model):
+        return {}
+    count = max((count for _, _, count in experts_of(model)), default=0)
+    names = {id(module): name for name, module in model.named_modules()}
+    units = (stages.unit_of(names[id(router)]) for router, _ in recorded_routers(model))
+    return {unit: count for unit in units if unit is not None}
 
 
 def _expert_ranks(model: nn.Module) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ any number of microbatches, stages and schedules (`cost/training_step.py`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ class Message(NamedTuple):
         ranks: the size of the group.
         bytes: size of the full tensor (the result of an all-gather, the input of a reduce-scatter).
         phase: "forward", "backward" or "step".
+        received_bytes: of an all_to_all, what arrives from other ranks.
     """
 
     op: str
@@ -32,6 +34,7 @@ class Message(NamedTuple):
     bytes: int
     module: str
     phase: str
+    received_bytes: int = 0
 
     @property
     def sent_bytes(self) -> float:
@@ -114,6 +117,9 @@ class MicrobatchTrace:
         boundaries: unit -> what travels to a stage that begins there.
         representatives: unit -> the unit that was recorded in its place (itself where it ran).
         regular: whether the next unit frees everything that a layer allocates in forward and does not save.
+        expert_rows, expert_choices: the most rows that a call of experts over `ep` receives, with those of the rank itself, and
+            the most choices that it computes for them.
+        routers: units with a router of which the load-balancing loss reads sums -> the number of its experts.
     """
 
     first: MicrobatchSegments
@@ -121,3 +127,6 @@ class MicrobatchTrace:
     boundaries: dict[str, StageBoundary]
     representatives: dict[str, str]
     regular: bool = True
+    expert_rows: int = 0
+    expert_choices: int = 0
+    routers: Mapping[str, int] = field(default_factory=dict)

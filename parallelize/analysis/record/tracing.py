@@ -137,7 +137,8 @@ class Tracer(private.DispatchMode):
         ranks = private_groups.ranks_of_op(args)
         size = sum(x.numel() * x.element_size() for x in private.tree_leaves(args[counted]) if isinstance(x, T))
         unit, module = self._unit(), self.scopes.current
-        message = Message(op, self.axes.name(ranks), len(ranks), size, module or "", self._phase)
+        received = _received_bytes(args, ranks.index(self.axes.rank)) if op == "all_to_all" else 0
+        message = Message(op, self.axes.name(ranks), len(ranks), size, module or "", self._phase, received)
         self.events.append(Event(unit, message=message))
         work = private_groups.finished_work()
         return work if returned == "work" else (args[0], work)
@@ -193,3 +194,13 @@ class Tracer(private.DispatchMode):
         """Do not count the storages of these tensors: parameters and inputs, which exist before the step."""
         for x in tensors:
             self._serials.setdefault(private.storage_address(x), 0)
+
+
+def _received_bytes(args: tuple, rank: int) -> int:
+    """What an all-to-all brings from other ranks. args: of the op; rank: in its group."""
+    out, sizes = args[0], args[3]
+    size = out.numel() * out.element_size()
+    if not sizes:
+        ranks = len(private_groups.ranks_of_op(args))
+        return size * (ranks - 1) // ranks
+    return size * (sum(sizes) - sizes[rank]) // sum(sizes) if sum(sizes) else 0

@@ -95,6 +95,27 @@ class RankReport:
 
 
 @dataclass(frozen=True)
+class WorstRouting:
+    """A rank that gets all tokens of its group of `ep` in every layer, and the same rank where tokens are divided evenly.
+
+    Attributes:
+        rows, even_rows: the most tokens that it receives in a call of experts, with its own.
+        choices, even_choices: the most pairs of a token and an expert that it computes in a call.
+        received_bytes, even_received_bytes: from other ranks, over `ep`, in a step.
+        peak_bytes, even_peak_bytes: the highest peak of its memory.
+    """
+
+    rows: int
+    even_rows: int
+    choices: int
+    even_choices: int
+    received_bytes: int
+    even_received_bytes: int
+    peak_bytes: int
+    even_peak_bytes: int
+
+
+@dataclass(frozen=True)
 class Advice:
     """A change, as options of the command line, and its effect. step_s: the overlapped bound with it."""
 
@@ -117,6 +138,7 @@ class Explanation:
         time: estimates. assumptions: of all figures, as text. advice: single changes that would help.
         activations_without_recompute, activations_with_recompute: the peak in bytes on the first pp rank, with recompute
             "off" and "full"; 0 where the model has nothing to recompute.
+        worst_routing: of experts over `ep`; None without.
     """
 
     model: str
@@ -137,6 +159,7 @@ class Explanation:
     advice: tuple[Advice, ...] = ()
     activations_without_recompute: int = 0
     activations_with_recompute: int = 0
+    worst_routing: WorstRouting | None = None
 
     @property
     def peak_bytes(self) -> int:

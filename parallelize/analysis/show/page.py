@@ -29,6 +29,7 @@ from parallelize.analysis.show.tables import (
     time_parts,
     time_table,
     total_table,
+    worst_routing_note,
 )
 from parallelize.analysis.show.traffic_chart import draw_traffic
 
@@ -115,7 +116,8 @@ def _memory(explanation: Explanation) -> Iterable[str]:
     caption = "Memory over one step. A backward frees what its forward saved; an action's moments are spread evenly."
     yield _figure(key() + "".join(pictures), caption)
     yield _table(memory_table(explanation))
-    notes = [text for text in (recompute_note(explanation), ranks_note(explanation), UNITS) if text]
+    routing = worst_routing_note(explanation)
+    notes = [text for text in (recompute_note(explanation), routing, ranks_note(explanation), UNITS) if text]
     yield _paragraph(". ".join(text[0].upper() + text[1:] for text in notes) + ".")
 
 

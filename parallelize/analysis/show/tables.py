@@ -150,6 +150,22 @@ def recompute_note(explanation: Explanation) -> str:
     )
 
 
+def worst_routing_note(explanation: Explanation) -> str:
+    """What a rank of `ep` receives and stores if it gets all tokens; empty without `ep`."""
+    worst = explanation.worst_routing
+    if worst is None:
+        return ""
+    limit = explanation.machine_memory_bytes
+    verdict = "which fits" if worst.peak_bytes < limit else f"which does NOT fit in {amount(limit)}"
+    return (
+        f"all figures assume that routers divide tokens evenly; a rank that gets all tokens of its ep group, in every layer, has "
+        f"{count(worst.rows)} tokens in a layer (evenly {count(worst.even_rows)}), computes {count(worst.choices)} choices of experts "
+        f"(evenly {count(worst.even_choices)}), receives {amount(worst.received_bytes)} over ep in a step (evenly "
+        f"{amount(worst.even_received_bytes)}), and its peak is {amount(worst.peak_bytes)} (evenly {amount(worst.even_peak_bytes)}), "
+        f"{verdict}"
+    )
+
+
 def expensive_first(rank: RankReport) -> list[MessageLine]:
     """Messages by estimated time, so that a slow link or a large number of small messages counts more."""
     return sorted(rank.messages, key=lambda m: (-m.seconds, -m.sent_bytes, -m.bytes))

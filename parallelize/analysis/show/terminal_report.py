@@ -25,6 +25,7 @@ from parallelize.analysis.show.tables import (
     time_parts,
     time_table,
     total_table,
+    worst_routing_note,
 )
 
 WIDTH = 100
@@ -123,7 +124,8 @@ def _split_name(line: ParameterLine) -> tuple[str, str]:
 
 def _memory(explanation: Explanation) -> list[str]:
     units = [f"{rank_name(explanation, rank)} owns {rank.units}" for rank in explanation.ranks]
-    notes = [text for text in (recompute_note(explanation), f"{ranks_note(explanation)}; {UNITS}") if text]
+    ranks = f"{ranks_note(explanation)}; {UNITS}"
+    notes = [text for text in (recompute_note(explanation), worst_routing_note(explanation), ranks) if text]
     return [*_lines(memory_table(explanation)), *(line for text in [*units, *notes] for line in _wrapped(text))]
 
 

@@ -14,6 +14,8 @@ import torch
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import balanced_interval, even_interval
+from parallelize.ops.experts.assumed_routing import assumed_routing
+from parallelize.ops.experts.call_form import FIELDS, CallForm, check_forms
 
 T = torch.Tensor
 
@@ -43,22 +45,25 @@ class Routes:
     experts: tuple[int, int]
 
 
-def routes_of(choices: T, num_experts: int, group: Group, num_chunks: int, where: str) -> Routes:
+def routes_of(choices: T, num_experts: int, group: Group, num_chunks: int, where: str, form: CallForm) -> Routes:
     """The routes of this rank's tokens, and what it receives. A collective.
 
     Args:
         choices: [tokens, k] of this rank, experts of [0, num_experts).
         num_chunks: the same on every rank.
         where: the name of the experts, for messages.
+        form: of this call on this rank.
 
-    Raises: ModelError `bad-choice` on every rank of the group, where one of them has choices outside of [0, num_experts).
+    Raises: on every rank of the group, ModelError `experts-differ` where their forms differ, `bad-choice` where one of them has
+        choices outside of [0, num_experts).
     """
     experts = balanced_interval(num_experts, group.size, group.rank)
     intervals = [even_interval(len(choices), num_chunks, n) for n in range(num_chunks)]
     if choices.is_meta:
-        counts = choices.new_empty(group.size * (2 * num_chunks + 1), dtype=torch.int64)
-        group.all_to_all(counts, [2 * num_chunks + 1] * group.size, [2 * num_chunks + 1] * group.size)
-        return Routes(choices, tuple(_even_chunk(choices[a:b], a, group) for a, b in intervals), experts)
+        sizes = [2 * num_chunks + 1 + FIELDS] * group.size
+        group.all_to_all(choices.new_empty(sum(sizes), dtype=torch.int64), sizes, sizes)
+        num_local = experts[1] - experts[0]
+        return Routes(choices, tuple(_assumed_chunk(choices[a:b], a, num_local, group) for a, b in intervals), experts)
     wrong = (choices < 0) | (choices >= num_experts)
     owners = _owners(choices, num_experts, group.size)
     counts = torch.zeros(len(choices), group.size, dtype=torch.int64, device=choices.device)
@@ -66,11 +71,13 @@ def routes_of(choices: T, num_experts: int, group: Group, num_chunks: int, where
     goes = counts > 0
     sums = [part for a, b in intervals for part in (goes[a:b].sum(0), counts[a:b].sum(0))]
     sent = torch.stack([*sums, wrong.sum().expand(group.size)], 1)  # [ranks, 2 per chunk, and wrong choices]
+    sent = torch.cat([sent, form.tensor(choices.device).expand(group.size, FIELDS)], 1)
     width = sent.shape[1]
     received = group.all_to_all(sent.view(-1), [width] * group.size, [width] * group.size).view_as(sent)
     here, there = torch.stack([sent, received]).tolist()
-    if any(row[-1] for row in there):
-        raise _bad_choice([row[-1] for row in there], num_experts, group, where)
+    check_forms(form, [CallForm(*row[-FIELDS:]) for row in there], group, where)
+    if any(num_wrong := [row[2 * num_chunks] for row in there]):
+        raise _bad_choice(num_wrong, _examples(choices[wrong], group), num_experts, group, where)
     chunks = []
     for n, (start, stop) in enumerate(intervals):
         rows_sent, rows_received = [row[2 * n] for row in here], [row[2 * n] for row in there]
@@ -90,16 +97,22 @@ def indices_of(mask: T, count: int) -> tuple[T, T]:
     return found[:, 0], found[:, 1]
 
 
-def _even_chunk(choices: T, start: int, group: Group) -> TokenChunk:
-    """Of tokens without values: each token goes to as many ranks as it can, and each rank gets as much."""
+def _assumed_chunk(choices: T, start: int, num_local: int, group: Group) -> TokenChunk:
+    """Of tokens without values, from `start` on. num_local: of the experts of this rank."""
     tokens, k = choices.shape
-    sent = [-(-tokens * min(k, group.size) // group.size)] * group.size
+    sent, received, pairs = assumed_routing().sizes(tokens, k, num_local, group.size)
     rows = torch.arange(sum(sent), device=choices.device) % max(tokens, 1) + start
-    return TokenChunk(rows, sent, sent, tokens * k)
+    return TokenChunk(rows, sent, received, pairs)
 
 
-def _bad_choice(counts: list[int], num_experts: int, group: Group, where: str) -> ModelError:
-    rows = tuple((f"rank {rank}", f"{count} choices") for rank, count in zip(group.ranks, counts, strict=True) if count)
+def _examples(wrong: T, group: Group) -> list[int]:
+    """One wrong choice of each rank that has any. A collective."""
+    return group.all_gather(torch.cat([wrong.long(), wrong.new_zeros(1).long()])[:1]).flatten().tolist()
+
+
+def _bad_choice(counts: list[int], examples: list[int], num_experts: int, group: Group, where: str) -> ModelError:
+    ranks = zip(group.ranks, counts, examples, strict=True)
+    rows = tuple((f"rank {rank}", f"{count} choices, such as {choice}") for rank, count, choice in ranks if count)
     what = f"{where} got choices outside of [0, {num_experts})"
     return ModelError(
         Problem("bad-choice", what, rows=rows[:16], fix="check the router: its weights, and NaN in its logits")

@@ -16,12 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallelize import balanced_routing, build_mesh, parallelize_model
 from parallelize.analysis.cost.memory import memory_of
 from parallelize.analysis.cost.setting import Setting
+from parallelize.analysis.explain import worst_routing
+from parallelize.analysis.measure import measure_memory
 from parallelize.analysis.subject import Subject
+from parallelize.applied.records import record_of
 from parallelize.comm import p2p
 from parallelize.comm.groups import mesh_spec
 from parallelize.mesh import EXPERT_AXES, SAMPLE_AXES, MeshSpec, folded
 from parallelize.models.model_source import ModelSource
 from parallelize.ops import library
+from parallelize.tensor import whole_experts
+from parallelize.tensor.balanced_routing import experts_of
 from parallelize.zero.buckets import to_local
 from parallelize.zero.shard_data import data_of
 from tests.support.models import MIXTURES, tiny_batch, tiny_model
@@ -127,6 +132,47 @@ def sent_messages(rank: int, *configuration: Any) -> Any:
     return job.coordinate("pp"), job.coordinate("tp") + job.coordinate("cp"), dict(counting.counts)
 
 
+def choose_first_experts(module: Any) -> None:
+    """Let each token choose the first experts, which are on the first rank of `ep`."""
+
+    def replace_choices(experts: Any, args: tuple) -> tuple:
+        tokens, choices, weights = args
+        return tokens, torch.arange(choices.shape[1]).expand_as(choices).contiguous(), weights
+
+    for _, experts, _ in experts_of(module):
+        experts.register_forward_pre_hook(replace_choices)
+
+
+def messages_to_one_rank(rank: int, *configuration: Any) -> Any:
+    """(pp rank, rank of `ep`, counts of messages, [rows, choices], bytes from other ranks) of a step whose tokens choose the experts of
+    the first rank. configuration: as `trained` takes it."""
+    job = trained(*configuration)
+    module, routes, received = job.parallel.module, [], []
+    choose_first_experts(module)
+    routes_of, all_to_all = whole_experts.routes_of, dist.all_to_all_single
+
+    def seen_routes(*args: Any) -> Any:
+        routes.append(routes_of(*args))
+        return routes[-1]
+
+    def seen_rows(out: Any, x: Any, sizes: Any = None, *rest: Any, group: Any, **more: Any) -> Any:
+        if sizes:
+            received.append((sum(sizes) - sizes[dist.get_rank(group)]) * x.element_size())
+        return all_to_all(out, x, sizes, *rest, group=group, **more)
+
+    patches = (
+        mock.patch.object(whole_experts, "routes_of", seen_routes),
+        mock.patch.object(dist, "all_to_all_single", seen_rows),
+    )
+    with patches[0], patches[1], Counting(job.spec) as counting:
+        job.parallel.step(**job.inputs)
+        job.optimizer.step()
+    chunks = [route.chunks[0] for route in routes]
+    most = [max(sum(chunk.received) for chunk in chunks), max(chunk.pairs for chunk in chunks)]
+    ep = record_of(module).folded.get_local_rank("ep")
+    return job.coordinate("pp"), ep, dict(counting.counts), most, sum(received)
+
+
 def source_of(family: str, model: dict[str, Any]) -> ModelSource:
     """The tiny model of the tests, as a source."""
     return ModelSource(family, lambda _: tiny_model(family, **model))
@@ -143,7 +189,13 @@ def _dense_axis(setting: Setting, axis: str, ranks: int) -> str:
 
 
 def predicted_messages(
-    family: str, sizes: dict[str, int], batch: int, length: int, options: dict[str, Any], model: dict[str, Any]
+    family: str,
+    sizes: dict[str, int],
+    batch: int,
+    length: int,
+    options: dict[str, Any],
+    model: dict[str, Any],
+    to_one_rank: bool = False,
 ) -> dict[int, dict[tuple, int]]:
     """The prediction for each pp rank."""
     setting = Setting(MeshSpec(**sizes), batch=batch, sequence=length, transport="gloo", **options).complete()
@@ -151,11 +203,20 @@ def predicted_messages(
     predictions = {}
     for pp_rank in range(setting.size("pp")):
         counts: Counter[tuple] = Counter()
-        for message, times in subject.rank_step(setting, setting.pipeline(), pp_rank).messages:
+        for message, times in subject.rank_step(setting, setting.pipeline(), pp_rank, False, to_one_rank).messages:
             axis = _dense_axis(setting, message.axis, message.ranks)
             counts[message.op, axis, message.ranks, message.bytes] += times
         predictions[pp_rank] = dict(counts)
     return predictions
+
+
+def predicted_worst_routing(
+    family: str, sizes: dict[str, int], batch: int, length: int, options: dict[str, Any], model: dict[str, Any]
+) -> Any:
+    """Of a rank that gets all tokens."""
+    setting = Setting(MeshSpec(**sizes), batch=batch, sequence=length, transport="gloo", **options).complete()
+    subject = Subject(source_of(family, model))
+    return worst_routing(subject, setting, *measure_memory(subject, setting))
 
 
 class StorageMode(TorchDispatchMode):
@@ -231,7 +292,17 @@ class StorageMode(TorchDispatchMode):
 
 def measured_memory(rank: int, *configuration: Any) -> Any:
     """(pp rank, tp rank, dp rank, bytes of each part). configuration: as `trained` takes it."""
+    return _memory_of(trained(*configuration))
+
+
+def measured_memory_to_one_rank(rank: int, *configuration: Any) -> Any:
+    """The same of steps whose tokens choose the experts of the first rank."""
     job = trained(*configuration)
+    choose_first_experts(job.parallel.module)
+    return _memory_of(job)
+
+
+def _memory_of(job: Trained) -> Any:
     parallel, optimizer = job.parallel, job.optimizer
     params = [to_local(p) for p in parallel.module.parameters()]
     data = data_of(parallel.module)
@@ -270,7 +341,13 @@ def _distinct(tensors: list[torch.Tensor]) -> int:
 
 
 def predicted_memory(
-    family: str, sizes: dict[str, int], batch: int, length: int, options: dict[str, Any], model: dict[str, Any]
+    family: str,
+    sizes: dict[str, int],
+    batch: int,
+    length: int,
+    options: dict[str, Any],
+    model: dict[str, Any],
+    to_one_rank: bool = False,
 ) -> dict[int, dict[str, int]]:
     """The prediction for each pp rank."""
     options = dict(options)
@@ -280,7 +357,7 @@ def predicted_memory(
     subject = Subject(source_of(family, model))
     predictions = {}
     for pp_rank in range(setting.size("pp")):
-        memory = memory_of(subject.rank_step(setting, setting.pipeline(), pp_rank))
+        memory = memory_of(subject.rank_step(setting, setting.pipeline(), pp_rank, False, to_one_rank))
         predictions[pp_rank] = {
             key: getattr(memory, key) for key in ("parameters", "gradients", "optimizer", "activations", "buffers")
         }

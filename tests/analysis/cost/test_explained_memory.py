@@ -11,10 +11,11 @@ from tests.support.models import FAMILIES
 pytestmark = pytest.mark.processes
 
 
-def check(pool, family, sizes, options, *, batch=2, length=33, model=None, within=0.03):
+def check(pool, family, sizes, options, *, batch=2, length=33, model=None, within=0.03, to_one_rank=False):
     configuration = (family, sizes, batch, length, options, model or {})
-    predictions = jobs.predicted_memory(*configuration)
-    for pp_rank, tp_rank, dp_rank, measured in pool.run(jobs.measured_memory, *configuration):
+    predictions = jobs.predicted_memory(*configuration, to_one_rank=to_one_rank)
+    measure = jobs.measured_memory_to_one_rank if to_one_rank else jobs.measured_memory
+    for pp_rank, tp_rank, dp_rank, measured in pool.run(measure, *configuration):
         if tp_rank or dp_rank:  # other ranks may have smaller shards
             continue
         predicted = predictions[pp_rank]
@@ -93,3 +94,11 @@ def test_pipelines_of_many_microbatches(two_processes, family, schedule, tied):
 @pytest.mark.parametrize("options", [{}, {"ulysses": 2}, {"recompute": "full"}], ids=str)
 def test_over_cp(two_processes, options):
     check(two_processes, "llama", {"cp": 2}, options, length=64)
+
+
+@pytest.mark.variants(every=4)
+@pytest.mark.parametrize("options", [{"zero": 0}, {"zero": 2, "recompute": "full"}], ids=str)
+@pytest.mark.parametrize("to_one_rank", [True, False])
+def test_experts_that_get_all_tokens_or_as_many_as_others(two_processes, to_one_rank, options):
+    model = {"num_local_experts": 8, "num_hidden_layers": 3}
+    check(two_processes, "mixtral", {"dp": 2}, {"ep": 2, **options}, batch=4, model=model, to_one_rank=to_one_rank)

@@ -98,6 +98,7 @@ def test_over_cp(two_processes, four_processes, sizes, options):
         ({"dp": 4}, {"ep": 2, "zero": 3, "recompute": "full"}),
         ({"dp": 2, "tp": 2}, {"ep": 4, "zero": 2, "sequence_parallel": True}),
         ({"dp": 2, "tp": 2}, {"ep": 2, "zero": 1, "recompute": "selective"}),
+        ({"dp_replicate": 2, "dp": 2}, {"ep": 2, "zero": 2, "num_microbatches": 2}),
         ({"dp_replicate": 2, "dp": 2}, {"ep": 2, "zero": 3}),
         ({"pp": 2, "dp": 2}, {"ep": 2, "zero": 0, "num_microbatches": 2}),
     ],
@@ -106,3 +107,44 @@ def test_over_cp(two_processes, four_processes, sizes, options):
 def test_experts_whose_tokens_are_divided_evenly(four_processes, sizes, options):
     model = {"num_local_experts": 8, "num_hidden_layers": 3}
     check(four_processes, "mixtral", sizes, options, batch=4, length=16, model=model)
+
+
+@pytest.mark.variants(every=3)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"pp": 2, "dp": 2}, {"zero": 0, "num_microbatches": 2}),
+        ({"pp": 2, "tp": 2}, {"sequence_parallel": True, "num_microbatches": 2}),
+        ({"pp": 4}, {"num_microbatches": 4}),
+        ({"pp": 2, "cp": 2}, {"num_microbatches": 2}),
+        ({"dp_replicate": 2, "dp": 2}, {"zero": 2}),
+    ],
+    ids=str,
+)
+def test_what_the_load_balancing_loss_sends(four_processes, sizes, options):
+    """The first layer has no router, so that its stage may have nothing to send along."""
+    model = {"output_router_logits": True, "num_hidden_layers": 4, "mlp_only_layers": [0]}
+    check(four_processes, "qwen2_moe", sizes, options, batch=4, length=16, model=model)
+
+
+@pytest.mark.variants(every=3)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"dp": 4}, {"ep": 4, "zero": 1}),
+        ({"dp": 2, "tp": 2}, {"ep": 4, "zero": 2, "sequence_parallel": True, "recompute": "full"}),
+        ({"dp": 4}, {"ep": 2, "zero": 3, "num_microbatches": 2}),
+        ({"pp": 2, "dp": 2}, {"ep": 2, "zero": 0, "num_microbatches": 2}),
+    ],
+    ids=str,
+)
+def test_a_rank_that_gets_all_tokens(four_processes, sizes, options):
+    model = {"num_local_experts": 8, "num_hidden_layers": 4}
+    configuration = ("mixtral", sizes, 4, 16, options, model)
+    predictions = jobs.predicted_messages(*configuration, to_one_rank=True)
+    worst = jobs.predicted_worst_routing(*configuration)
+    for pp_rank, ep_rank, sent, most, received in four_processes.run(jobs.messages_to_one_rank, *configuration):
+        if ep_rank == 0:
+            assert sent == predictions[pp_rank]
+            assert most == [worst.rows, worst.choices] and received == worst.received_bytes
+    assert worst.choices == worst.even_choices * options["ep"]

@@ -22,6 +22,7 @@ from parallelize.analysis.show.terminal_report import MAX_MESSAGES, as_text, com
 from parallelize.analysis.show.traffic_chart import draw_traffic
 from parallelize.pipeline.schedules import build_schedule
 from parallelize.pipeline.timeline import simulate
+from tests.analysis.cost.explain_jobs import source_of
 
 pytestmark = pytest.mark.xdist_group("explanations")  # made once
 
@@ -329,3 +330,15 @@ def test_a_setting_compared_with_itself_is_the_same(explanations):
     text = compare_text(explanations["tp"], explanations["tp"])
     assert "every parameter has the same layout" in text and not re.search(r"x\d|new|gone", text)
     assert "Every parameter has the same layout" in compare_html(explanations["tp"], explanations["tp"])
+
+
+def test_experts_over_ep_have_a_line_about_routing(explanations):
+    explanation = explain(source_of("mixtral", {}), None, "dp=2", sequence=16, batch=2, ep=2, zero=1)
+    worst = explanation.worst_routing
+    assert worst.choices == 2 * worst.even_choices and worst.peak_bytes > worst.even_peak_bytes
+    assert explanation.as_dict()["worst_routing"]["rows"] == worst.rows
+    for text in (as_text(explanation), text_of(as_html(explanation))):
+        line = " ".join(text.split())
+        assert f"computes {count(worst.choices)} choices of experts (evenly {count(worst.even_choices)})" in line
+        assert f"its peak is {amount(worst.peak_bytes)} (evenly {amount(worst.even_peak_bytes)}), which" in line
+    assert explanations["tp"].worst_routing is None and "ep group" not in as_text(explanations["tp"])

@@ -8,8 +8,11 @@ import torch
 from parallelize import build_mesh
 from parallelize.comm.groups import Group
 from parallelize.layout import balanced_interval
+from parallelize.ops.experts.call_form import CallForm
 from parallelize.ops.experts.routes import routes_of
 from tests.support.threads import run_ranks
+
+FORM = CallForm.of("experts", torch.ones(1, 4), torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
@@ -23,7 +26,7 @@ def test_each_token_goes_once_to_each_rank_of_its_experts(ranks, experts, num_ch
 
     def body(rank):
         group = Group(build_mesh("cpu", ep=ranks).get_group())
-        return routes_of(choices[rank], experts, group, num_chunks, "experts")
+        return routes_of(choices[rank], experts, group, num_chunks, "experts", FORM)
 
     routes = run_ranks(ranks, body)
     for source, route in enumerate(routes):
@@ -44,7 +47,7 @@ def test_each_token_goes_once_to_each_rank_of_its_experts(ranks, experts, num_ch
 def test_tokens_without_values_are_divided_evenly():
     def body(rank):
         group = Group(build_mesh("cpu", ep=4).get_group())
-        return routes_of(torch.zeros(8, 2, dtype=torch.int64, device="meta"), 8, group, 1, "experts")
+        return routes_of(torch.zeros(8, 2, dtype=torch.int64, device="meta"), 8, group, 1, "experts", FORM)
 
     chunk = run_ranks(4, body)[0].chunks[0]
     assert (chunk.sent, chunk.received, chunk.pairs) == ([4] * 4, [4] * 4, 16)

@@ -7,10 +7,13 @@ import torch
 
 from parallelize import build_mesh
 from parallelize.comm.groups import Group
+from parallelize.ops.experts.call_form import CallForm
 from parallelize.ops.experts.exchange_rows import start_exchange
 from parallelize.ops.experts.routes import routes_of
 from parallelize.ops.experts.transfers import Transfers, arrive, collect, dispatch, give_back, packed, unpacked
 from tests.support.threads import run_ranks
+
+FORM = CallForm.of("experts", torch.ones(1, 4), torch.ones(1, 2))
 
 EXPERTS, WIDTH, K = 5, 6, 2
 
@@ -45,7 +48,7 @@ def test_results_and_gradients(ranks, num_chunks):
     def body(rank):
         tokens, weights, choices = problem(rank)
         group = Group(build_mesh("cpu", ep=ranks).get_group())
-        routes = routes_of(choices, EXPERTS, group, num_chunks, "experts")
+        routes = routes_of(choices, EXPERTS, group, num_chunks, "experts", FORM)
         transfers = Transfers(routes, group, tokens, weights)
         returned = []
         for n, ticket in enumerate(dispatch(tokens, weights, transfers)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -71,6 +71,7 @@ class Classes:
         self.record = record
         self.modules = dict(model.named_modules())
         self.linears = {name: module for name, module in self.modules.items() if is_linear(module)}
+        self.norms = _norms_over_heads(record, self.modules)
         self.repeats = {factor for dim in record.repeats for factor in leaves(dim)}
         self.parts = _parts(record)
         self.blocked: dict[Factor, str] = {}
@@ -82,13 +83,20 @@ class Classes:
         for dim, what in self.record.fixed:
             self._forbid(dim, what)
         for mix in self.record.mixes:
-            self._forbid(mix.dim, f"{mix.operation} in {mix.module or 'the model'}")
-        for dim, table in self.record.lookups:
-            self._forbid(dim, f"rows of {table or 'a table'} are looked up")
+            if mix.operation in _OF_NORMS and mix.module in self.norms:
+                self._forbid(self._outside_of(mix.dim, self.norms[mix.module]), f"a norm in {mix.module}")
+            else:
+                self._forbid(mix.dim, f"{mix.operation} in {mix.module or 'the model'}")
+        for lookup in self.record.lookups:
+            self._forbid(lookup.dim, f"rows of {lookup.table or 'a table'} are looked up")
         for contraction in self.record.contractions:
             module, _, key = contraction.weight.rpartition(".")
             if key != "weight" or module not in self.linears or contraction.module != module:
                 self._forbid(contraction.dim, f"a matmul over it in {contraction.module or 'the model'}")
+
+    def _outside_of(self, dim: Dim, weight: Dim) -> Dim:
+        """The factors of a dim that the weight of its norm does not have."""
+        return [factor for factor in leaves(dim) if factor not in set(leaves(weight))]
 
     def _forbid(self, dim: Dim, reason: str) -> None:
         for factor in leaves(dim):
@@ -177,7 +185,7 @@ class Classes:
     def _read_beside(self, candidate: ShardableFactor) -> str:
         """Whether an activation that has a gradient and not this factor meets one with it outside of a column linear."""
         for use in self.record.uses:
-            if use.operand is None or use.module in candidate.columns:
+            if use.operand is None or use.module in candidate.columns or use.module in self.norms:
                 continue
             if self.has(use.out, {candidate.factor}) and not self.has(use.operand, {candidate.factor}):
                 return (
@@ -214,6 +222,20 @@ class Classes:
             if factor in self.blocked:
                 return self.blocked[factor]
         return "no row linear sums over its output"
+
+
+_OF_NORMS = ("mean", "a norm over it", "sum")
+
+
+def _norms_over_heads(record: Record, modules: Mapping[str, nn.Module]) -> dict[str, Dim]:
+    """RMS norms over several heads, whose mean a style of their own sums over ranks: the dim of the weight, by module."""
+    norms: dict[str, Dim] = {}
+    for name, module in modules.items():
+        own = dict(module.named_parameters())
+        dims = record.parameters.get(f"{name}.weight")
+        if list(own) == ["weight"] and dims is not None and len(dims) == 1 and len(leaves(dims[0])) > 1:
+            norms[name] = dims[0]
+    return norms
 
 
 def is_linear(module: nn.Module) -> bool:

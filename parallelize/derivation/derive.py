@@ -21,6 +21,7 @@ from parallelize.derivation.small_config import small_configs
 from parallelize.derivation.trace import record_forward
 from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.models.model_source import ModelSource, source_of
+from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import ALLOWED, Plan
@@ -82,12 +83,14 @@ def derive_plan(
     Raises: ModelError `unknown-inputs`, `untraceable-model`, `too-large-to-run`, `nothing-to-shard`; what reading the model raises.
     Cost: a forward, and a few training steps of the scaled model on the CPU.
     """
-    source, subject = _small(source_of(model, overrides), tp)
-    _check_size(subject)
-    source = provable(source, subject, example_inputs)
-    tell("recording one forward")
-    record = _recorded(source, subject, example_inputs)
-    return _Derivation(source, subject, record, tp, tell).run(verified)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # so that all ranks, and two runs, derive the same
+        source, subject = _small(source_of(model, overrides), tp)
+        _check_size(subject)
+        source = provable(source, subject, example_inputs)
+        tell("recording one forward")
+        record = _recorded(source, subject, example_inputs)
+        return _Derivation(source, subject, record, tp, tell).run(verified)
 
 
 class _Derivation:
@@ -101,7 +104,7 @@ class _Derivation:
     def __init__(self, source: ModelSource, model: nn.Module, record: Record, tp: int, tell: Callable[[str], None]):
         self.source, self.model, self.tp, self.tell = source, model, tp, tell
         self.record, self.classes = record, Classes(record, model)
-        self.fields = _fields(source.config)
+        self.fields = _fields(model)
         self.banned: set[str] = set()
         self.allow = ""
 
@@ -223,11 +226,17 @@ def _recorded(source: ModelSource, model: nn.Module, example: Any) -> Record:
         raise ModelError(Problem("untraceable-model", what, rows=(("inputs", str(shapes)),), fix=fix)) from error
 
 
-def _fields(config: Any) -> dict[str, int]:
-    """The integer fields of a config, also those of the configs inside it that are its text model's."""
-    if config is None:
-        return {}
-    return {name: value for name, value in vars(config).items() if type(value) is int and value > 1}
+def _fields(model: nn.Module) -> dict[str, int]:
+    """The counts of a config, by the names by which a plan reads them: its fields, and the fields of its parts."""
+    fields = _counts(describe(model).config)
+    config = getattr(model, "config", None)
+    for name in getattr(config, "sub_configs", None) or {}:
+        fields |= {f"config.{name}.{key}": value for key, value in _counts(getattr(config, name, None)).items()}
+    return fields
+
+
+def _counts(config: Any) -> dict[str, int]:
+    return {name: value for name, value in vars(config).items() if type(value) is int and value > 1} if config else {}
 
 
 def _name(source: ModelSource, model: nn.Module) -> str:

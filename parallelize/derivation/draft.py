@@ -10,6 +10,7 @@ from torch import nn
 
 from parallelize.derivation.classes import Choice, Classes, Place, ShardableFactor, output_dim
 from parallelize.derivation.factors import Factor, leaves, size_of
+from parallelize.plan.model_facts import describe
 
 _HEAD_FIELDS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads")
 
@@ -60,7 +61,12 @@ class Drafting:
 
     def run(self) -> Draft:
         for candidate in self.choice.candidates:
-            self._shard(candidate)
+            if self._has_names(candidate):
+                self._shard(candidate)
+            else:
+                self.draft.whole |= dict.fromkeys(
+                    candidate.linears, f"no field of the config is {candidate.factor.size}"
+                )
         self._shard_experts()
         self._shard_multihead()
         if self.logits:
@@ -68,22 +74,34 @@ class Drafting:
         for name in self.choice.partial:
             module = name.rpartition(".")[0]
             self.draft.styles.setdefault(module, "replicate(gradient=partial)")
-        self.draft.whole = {
+        self.draft.whole |= {
             whole.module: whole.reason for whole in self.choice.whole if whole.module not in self.draft.styles
         }
         self.draft.default = "replicate" if leaves_something(self.model, self.draft.styles) else ""
         return self.draft
 
+    def _has_names(self, candidate: ShardableFactor) -> bool:
+        """Whether the counts of a factor are fields of the config: a number would be that of the small model."""
+        counts = {self._count(candidate, part) for part in self._parts(candidate)}
+        return not self.fields or not self._has_units(candidate) or counts <= set(self.fields.values())
+
+    def _has_units(self, candidate: ShardableFactor) -> bool:
+        """Whether a size has a name: its units must not be split, or an attribute follows it."""
+        if self._runs(candidate):
+            return True
+        return any(self._count(candidate, part) < size_of(part) for part in self._parts(candidate))
+
     # -- linears ----------------------------------------------------------------------------------------------------------
 
     def _shard(self, candidate: ShardableFactor) -> None:
         runs = self._runs(candidate)
-        # a size has a name where its units must not be split, or where an attribute follows it
-        has_units = bool(runs) or any(self._count(candidate, part) < size_of(part) for part in self._parts(candidate))
+        has_units = self._has_units(candidate)
         for place in candidate.places:
             module, _, key = place.parameter.rpartition(".")
             linear = self.classes.linears.get(module)
-            if linear is None:
+            if module in self.classes.norms:
+                self.draft.styles[module] = f"rms_norm({self._size_name(self._count(candidate, place.parts[0]))})"
+            elif linear is None:
                 size = f", unit={self._size_name(self._count(candidate, place.parts[0]))}" if has_units else ""
                 self.draft.styles[place.parameter] = f"shard({place.dim}{size})"
             elif key == "weight" and place.dim == output_dim(linear):
@@ -153,6 +171,8 @@ class Drafting:
         for read in self.classes.record.reads:
             if read.module in self.classes.linears:  # whose forward is the style's
                 continue
+            if read.attribute.startswith("config.") and "config" not in vars(self.classes.modules[read.module]):
+                continue
             run = _run_of(leaves(read.dim), read.value)
             if run is not None and (candidate.factor in run or self._is_ratio(candidate, run)):
                 runs[read.module, read.attribute] = run
@@ -183,11 +203,9 @@ class Drafting:
         )
 
     def _shard_experts(self) -> None:
-        """Modules with the weights of all experts, stacked: the style knows their forms, and the proof tells whether it does."""
-        for name, module in self.classes.modules.items():
-            shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
-            stacked = [shape for shape in shapes if len(shape) == 3]
-            if len(stacked) >= 2 and len({shape[0] for shape in shapes}) == 1 and name not in self.banned:
+        """Stacked experts, as the style knows them; the proof tells whether it computes what they do."""
+        for name, facts in describe(self.model).modules.items():
+            if facts.kind == "experts" and name not in self.banned:
                 self.draft.styles[name] = "experts"
 
     def _shard_multihead(self) -> None:
@@ -206,9 +224,11 @@ class Drafting:
     def _shard_vocabulary(self) -> None:
         """The table of token embeddings, and the linear that returns logits."""
         tables = {
-            name.rpartition(".")[0]
-            for dim, name in self.classes.record.lookups
-            if isinstance(self.classes.modules.get(name.rpartition(".")[0]), nn.Embedding) and self._only_looked_up(dim)
+            name
+            for lookup in self.classes.record.lookups
+            if isinstance(self.classes.modules.get(name := lookup.table.rpartition(".")[0]), nn.Embedding)
+            and lookup.of_tokens
+            and self._only_looked_up(lookup.dim)
         }
         if not tables:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,11 @@ def _by_config(model: nn.Module) -> dict[str, Any]:
         return {}
     if name == "pixel_values":
         return {"pixel_values": _image(config)}
+    if "pixel_values" in inspect.signature(model.forward).parameters and hasattr(config, "projection_dim"):
+        return {
+            "input_ids": _ids(config.text_config, LENGTH),
+            "pixel_values": _image(config),
+        }  # a text and a vision tower
     if name in ("input_features", "input_values"):
         bins = getattr(config, "num_mel_bins", 80)
         frames = 2 * int(getattr(config, "max_source_positions", 32))
@@ -65,7 +71,7 @@ def _ids(config: Any, length: int) -> T:
 
 
 def _image(config: Any) -> T:
-    size = getattr(config, "image_size", 32)
+    size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", 32)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return torch.randn(BATCH, int(getattr(config, "num_channels", 3)), int(height), int(width))
 

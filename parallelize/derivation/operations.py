@@ -13,7 +13,7 @@ import torch
 
 from parallelize import _torch_private as private
 from parallelize.derivation.factors import Dim, new_dim, regroup, size_of
-from parallelize.derivation.record import Contraction, Dims, Record, Slice
+from parallelize.derivation.record import Contraction, Dims, Lookup, Record, Slice
 
 T = torch.Tensor
 Rule = Callable[[Record, str, tuple, dict, Any], None]
@@ -352,7 +352,7 @@ def _convolution(record: Record, name: str, args: tuple, kwargs: dict, out: T) -
 def _embedding(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
     table, ids = record.dims(args[0]), record.dims(args[1])
     weights = sorted(record.weights(args[0]))
-    record.lookups.append((table[0], weights[0] if weights else ""))
+    record.lookups.append(Lookup(table[0], weights[0] if weights else "", record.are_ids(args[1])))
     record.set(out, [*ids, table[1]])
 
 
@@ -401,6 +401,11 @@ def _copy(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
     record.set(out, _broadcast(record, [args[0], args[1]], args[0], name))
 
 
+def _made(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
+    """A new tensor, of which no element depends on the operand."""
+    record.fresh(out)
+
+
 def _scalar(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> None:
     """Reads a number, or nothing, of a tensor."""
 
@@ -439,6 +444,7 @@ def _rules() -> dict[str, Rule]:
         "masked_scatter",
         _copy: "copy_",
         _same: "clone detach alias lift_fresh _to_copy contiguous zeros_like ones_like full_like empty_like rand_like randn_like new_empty_strided",
+        _made: "new_empty new_zeros new_ones new_full",
         _triangle: "tril triu",
         _dropout: "native_dropout",
         _scalar: "_local_scalar_dense item equal is_nonzero _assert_async sym_size _assert_tensor_metadata",

@@ -74,6 +74,15 @@ class SizeRead:
     operation: str
 
 
+@dataclass(frozen=True, eq=False)
+class Lookup:
+    """Rows of a table, taken by ids. `of_tokens`: the ids are an input of the model, or made of nothing else."""
+
+    dim: Dim
+    table: str
+    of_tokens: bool
+
+
 @dataclass(eq=False)
 class HiddenCall:
     """A call of a module with hidden states.
@@ -100,7 +109,7 @@ class Record:
         parameters: the dims of each parameter, by each of its names.
         fixed: dims that other code sees or gives in full: (dim, of what).
         repeats: factors by which the heads of queries are more than those of keys and values.
-        lookups: dims of which an embedding takes rows by ids, with the name of the table.
+        lookups: of embeddings.
         unknown: operations without a rule, with the modules that called them.
         calls: of modules with hidden states, in the order in which they began.
     """
@@ -113,7 +122,7 @@ class Record:
     reads: list[SizeRead] = field(default_factory=list)
     fixed: list[tuple[Dim, str]] = field(default_factory=list)
     repeats: list[Dim] = field(default_factory=list)
-    lookups: list[tuple[Dim, str]] = field(default_factory=list)
+    lookups: list[Lookup] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
     calls: list[HiddenCall] = field(default_factory=list)
 
@@ -121,6 +130,7 @@ class Record:
         self._dims: Any = WeakIdKeyDictionary()
         self._weights: Any = WeakIdKeyDictionary()
         self._learned: Any = WeakIdKeyDictionary()
+        self._ids: Any = WeakIdKeyDictionary()
         self.module = ""
 
     # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -153,11 +163,22 @@ class Record:
         self.set(tensor, dims)
         self._weights[tensor], self._learned[tensor] = frozenset((name,)), True
 
+    def mark_ids(self, tensor: T) -> None:
+        """Integers that are an input of the model."""
+        self._ids[tensor] = True
+
+    def are_ids(self, tensor: T) -> bool:
+        return bool(self._ids.get(tensor))
+
     def note(self, inputs: list[T], outputs: list[T], operation: str, linear: bool) -> None:
         """Record how results depend on parameters."""
         weights: frozenset[str] = frozenset().union(*(self.weights(x) for x in inputs))
         alone = bool(inputs) and all(self.weights(x) for x in inputs)
         learned = any(self.depends(x) for x in inputs)
+        if any(self.are_ids(x) for x in inputs):
+            for out in outputs:
+                if not out.is_floating_point() and out.dtype != torch.bool:
+                    self.mark_ids(out)
         floating = [out for out in outputs if out.is_floating_point() or out.is_complex()]
         for out in floating:
             self._learned[out] = learned

@@ -63,6 +63,27 @@ def small_configs(config: Any, tp: int) -> Iterator[Any]:
     for make in (*fixed, *scaled_down) if has_experts else (*scaled_down, *fixed):
         with suppress(Exception):  # a class of transformers may raise anything for sizes that it does not take
             yield make()
+    with suppress(Exception):
+        yield _fewer_layers(config)
+
+
+def _fewer_layers(config: Any) -> Any:
+    """The config as it is, with fewer layers."""
+    small = copy.deepcopy(config)
+    for name, value in list(vars(small).items()):
+        if type(value) is int and value > _MAX_LAYERS and name.endswith("layers"):
+            setattr(small, name, _MAX_LAYERS)
+    without_dropout(small)
+    return small
+
+
+def _with_small_parts(small: Any, tp: int) -> Any:
+    """The configs of parts, such as a text model and a vision tower, small too."""
+    for name in getattr(small, "sub_configs", None) or {}:
+        part = getattr(small, name, None)
+        if part is not None and hasattr(part, "to_dict"):
+            setattr(small, name, _small(_grouped(part, tp) or part, part, tp))
+    return small
 
 
 def _fixed(config: Any, latent: bool) -> Any:
@@ -70,7 +91,8 @@ def _fixed(config: Any, latent: bool) -> Any:
     values, mapped = config.to_dict(), getattr(config, "attribute_map", {})
     layers = values.get("num_hidden_layers")
     sizes = {mapped.get(name, name): value for name, value in {**_SIZES, **_EXPERT_SIZES}.items()}
-    if latent:
+    if latent:  # rotary tables have the width of the part of a head that is rotated
+        sizes["head_dim"] = _EXPERT_SIZES["qk_rope_head_dim"]
         sizes[mapped.get("num_key_value_heads", "num_key_value_heads")] = _SIZES["num_attention_heads"]
     for name, value in list(values.items()):
         if isinstance(value, list) and len(value) == layers:
@@ -127,7 +149,9 @@ def _small(config: Any, real: Any, tp: int) -> Any:
             setattr(small, name, 8 * tp * 3)
         elif name == "rotary_dim" and hidden[1] and heads[1]:
             setattr(small, name, min(value, hidden[1] // heads[1] // 2 * 2))
-        elif name in ("image_size",) and value > 64:
+        elif name == "image_size" and value > 64:
             patch = vars(small).get("patch_size")
-            setattr(small, name, 2 * patch if type(patch) is int else 64)
-    return small
+            setattr(small, name, 2 * patch if type(patch) is int and patch > 4 else 64)
+        elif name in ("mamba_n_heads", "num_heads", "mamba_num_heads", "time_step_rank") and value > _WIDE // 4:
+            setattr(small, name, 4 * tp)
+    return _with_small_parts(small, tp)

@@ -36,6 +36,8 @@ def record_forward(model: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]
     for leaf in private.tree_leaves((args, kwargs)):
         if isinstance(leaf, T):
             _fix(record, leaf, "an input of the model")
+            if not leaf.is_floating_point() and leaf.dtype != torch.bool:
+                record.mark_ids(leaf)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_named_modules(record, model))

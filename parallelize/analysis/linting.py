@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from parallelize.analysis.cost.setting import Setting, check_setting, make_setting
+from parallelize.analysis.dims_findings import dims_problems
 from parallelize.analysis.record.fake_world import fake_mesh
 from parallelize.analysis.record.layer_dedup import drop_represented, layer_classes
 from parallelize.analysis.record.shapes import CallShapes, ForwardShapes, Shape, forward_shapes
@@ -183,9 +184,10 @@ def _forward_findings(subject: Subject, setting: Setting, resolved: ResolvedPlan
         if other.unsharded.error is None and other.planned.error is not None:
             yield Finding("error", _failed(other))
             return
-    yield from (Finding("error", problem) for problem in _misread(forwards))
-    yield from (Finding("error", problem) for problem in _output_is_a_shard(forwards))
-    yield from (Finding("error", problem) for problem in _not_reduced(forwards))
+    mistakes = [*_misread(forwards), *_output_is_a_shard(forwards), *_not_reduced(forwards)]
+    if not mistakes and not setting.sequence_parallel and setting.ep == 1:
+        mistakes = [*dims_problems(*_built(subject, setting), resolved)]
+    yield from (Finding("error", problem) for problem in mistakes)
     yield from (Finding("warning", problem) for problem in _never_called(forwards))
 
 
@@ -200,21 +202,9 @@ def run_forwards(subject: Subject, setting: Setting, attention: str = "") -> tup
 
     attention: an attention implementation instead of the model's own.
     """
-    tp = setting.size("tp")
-    sequence = -(-SEQUENCE // tp) * tp
-    classes = layer_classes(subject.layers(setting), subject.model(setting.weights_dtype))
-
-    def build() -> tuple[Any, dict[str, Any]]:
-        model: Any = subject.source.build("meta", dtype=getattr(torch, setting.weights_dtype))
-        if attention:
-            model.set_attn_implementation(attention)
-        drop_represented(model, classes)
-        with torch.device("meta"):
-            return model, subject.source.inputs(model, BATCH, sequence)
-
-    unsharded = forward_shapes(*build())
-    model, inputs = build()
-    with fake_mesh(MeshSpec(tp=tp)) as mesh:
+    unsharded = forward_shapes(*_built(subject, setting, attention))
+    model, inputs = _built(subject, setting, attention)
+    with fake_mesh(MeshSpec(tp=setting.size("tp"))) as mesh:
         modes: dict[str, Any] = {
             "sequence_parallel": setting.sequence_parallel,
             "loss_parallel": setting.loss_parallel,
@@ -225,6 +215,18 @@ def run_forwards(subject: Subject, setting: Setting, attention: str = "") -> tup
         except ParallelizeError as error:
             return unsharded, ForwardShapes(error=error)
         return unsharded, forward_shapes(model, inputs)
+
+
+def _built(subject: Subject, setting: Setting, attention: str = "") -> tuple[Any, dict[str, Any]]:
+    """The model on meta, equal layers once, and inputs of its forward."""
+    tp = setting.size("tp")
+    classes = layer_classes(subject.layers(setting), subject.model(setting.weights_dtype))
+    model: Any = subject.source.build("meta", dtype=getattr(torch, setting.weights_dtype))
+    if attention:
+        model.set_attn_implementation(attention)
+    drop_represented(model, classes)
+    with torch.device("meta"):
+        return model, subject.source.inputs(model, BATCH, -(-SEQUENCE // tp) * tp)
 
 
 def _failed(forwards: _Forwards) -> Problem:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.derivation.classes import Choice, Classes
 from parallelize.derivation.draft import Draft, Drafting, leaves_something
 from parallelize.derivation.example_inputs import inputs_of
 from parallelize.derivation.plan_text import Heading, Sections, plan_text
 from parallelize.derivation.proof import Proof, provable, prove
-from parallelize.derivation.record import Record
 from parallelize.derivation.region_search import find_region
 from parallelize.derivation.small_config import small_configs
-from parallelize.derivation.trace import record_forward
+from parallelize.dims.classes import Choice, Classes
+from parallelize.dims.record import Record
+from parallelize.dims.trace import record_forward
 from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.models.model_source import ModelSource, source_of
 from parallelize.plan.model_facts import describe

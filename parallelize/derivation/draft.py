@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from parallelize.derivation.classes import Choice, Classes, Place, ShardableFactor, output_dim
-from parallelize.derivation.factors import Factor, leaves, size_of
+from parallelize.dims.classes import Choice, Classes, Place, ShardableFactor, output_dim
+from parallelize.dims.factors import Factor, leaves, size_of
 from parallelize.plan.model_facts import describe
 
 _HEAD_FIELDS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads")

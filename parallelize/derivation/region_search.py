@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from parallelize.derivation.record import HiddenCall, Record
+from parallelize.dims.record import HiddenCall, Record
 
 
 @dataclass(frozen=True)

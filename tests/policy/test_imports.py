@@ -19,7 +19,7 @@ ROOMS_BY_FLOOR = (
     "errors _torch_groups _torch_private ops.random",
     "layout mesh models randomness styles terminal checkpoint.format",
     "comm plan",
-    "ops",
+    "dims ops",
     "applied.layout_tensor collectives",
     "applied ops.attention ops.experts ops.matmul ops.vocabulary",
     "loop randomness.dropout randomness.init vocabulary.logits",

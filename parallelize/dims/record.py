@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from parallelize.derivation.factors import Dim, new_dim, unify
+from parallelize.dims.factors import Dim, new_dim, unify
 
 T = torch.Tensor
 Dims = list[Dim]
@@ -17,11 +20,12 @@ Dims = list[Dim]
 
 @dataclass(frozen=True, eq=False)
 class Mix:
-    """An operation that needs all of a dim, so that the dim cannot be sharded."""
+    """An operation that needs all of a dim, so that the dim cannot be sharded. `line`: of the model's code."""
 
     dim: Dim
     operation: str
     module: str
+    line: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,10 +199,22 @@ class Record:
     # -- dims -------------------------------------------------------------------------------------------------------------
 
     def mix(self, dims: Iterable[Dim], operation: str) -> None:
-        self.mixes += [Mix(dim, operation, self.module) for dim in dims if dim]
+        line = _line_of_model()
+        self.mixes += [Mix(dim, operation, self.module, line) for dim in dims if dim]
 
     def tie(self, first: Dim, second: Dim, operation: str) -> Dim:
         """One dim for two operands, of which one may have size 1."""
         if first and second and first is not second and not unify(first, second):
             self.mix((first, second), f"{operation} of sizes whose factors differ")
         return first or second
+
+
+_TORCH, _PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+
+
+def _line_of_model() -> str:
+    """File and line of the innermost code that is neither PyTorch's nor this package's."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
+        frame = frame.f_back
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -9,8 +9,8 @@ from math import prod
 
 from torch import nn
 
-from parallelize.derivation.factors import Dim, Factor, leaves, size_of
-from parallelize.derivation.record import Mix, Record, Slice
+from parallelize.dims.factors import Dim, Factor, leaves, size_of
+from parallelize.dims.record import Mix, Record, Slice
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,14 @@ class ShardableFactor:
     @property
     def linears(self) -> set[str]:
         return {*self.columns, *self.rows}
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """Why a factor cannot be sharded. `line`: of the model's code, where it is known."""
+
+    reason: str
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class Classes:
         self.norms = _norms_over_heads(record, self.modules)
         self.repeats = {factor for dim in record.repeats for factor in leaves(dim)}
         self.parts = _parts(record)
-        self.blocked: dict[Factor, str] = {}
+        self.blocked: dict[Factor, Blocked] = {}
         self._block()
 
     # -- what forbids sharding --------------------------------------------------------------------------------------------
@@ -84,9 +92,9 @@ class Classes:
             self._forbid(dim, what)
         for mix in self.record.mixes:
             if mix.operation in _OF_NORMS and mix.module in self.norms:
-                self._forbid(self._outside_of(mix.dim, self.norms[mix.module]), f"a norm in {mix.module}")
+                self._forbid(self._outside_of(mix.dim, self.norms[mix.module]), f"a norm in {mix.module}", mix.line)
             else:
-                self._forbid(mix.dim, f"{mix.operation} in {mix.module or 'the model'}")
+                self._forbid(mix.dim, f"{mix.operation} in {mix.module or 'the model'}", mix.line)
         for lookup in self.record.lookups:
             self._forbid(lookup.dim, f"rows of {lookup.table or 'a table'} are looked up")
         for contraction in self.record.contractions:
@@ -98,9 +106,9 @@ class Classes:
         """The factors of a dim that the weight of its norm does not have."""
         return [factor for factor in leaves(dim) if factor not in set(leaves(weight))]
 
-    def _forbid(self, dim: Dim, reason: str) -> None:
+    def _forbid(self, dim: Dim, reason: str, line: str = "") -> None:
         for factor in leaves(dim):
-            self.blocked.setdefault(factor, reason)
+            self.blocked.setdefault(factor, Blocked(reason, line))
 
     # -- candidates -------------------------------------------------------------------------------------------------------
 
@@ -117,7 +125,7 @@ class Classes:
         for candidate in found:
             reason = self._misplaced(candidate)
             if reason:
-                self.blocked[candidate.factor] = reason
+                self.blocked[candidate.factor] = Blocked(reason)
             elif candidate.columns and candidate.rows:
                 usable.append(candidate)
         return sorted(usable, key=lambda candidate: -self._elements(candidate))
@@ -175,12 +183,12 @@ class Classes:
             linears = candidate.linears
             reason = self._read_beside(candidate)
             if reason:
-                self.blocked[candidate.factor] = reason
+                self.blocked[candidate.factor] = Blocked(reason)
             elif not linears & (banned | used):
                 chosen.append(candidate)
                 used |= linears
         factors = {candidate.factor for candidate in chosen}
-        return Choice(chosen, self._partial(factors), self._whole(used, banned))
+        return Choice(chosen, self.partial_of(factors), self._whole(used, banned))
 
     def _read_beside(self, candidate: ShardableFactor) -> str:
         """Whether an activation that has a gradient and not this factor meets one with it outside of a column linear."""
@@ -193,7 +201,7 @@ class Classes:
                 )
         return ""
 
-    def _partial(self, factors: set[Factor]) -> set[str]:
+    def partial_of(self, factors: set[Factor]) -> set[str]:
         """Parameters without a sharded factor whose results have one: each rank has a part of their gradient."""
         return {
             name
@@ -220,7 +228,7 @@ class Classes:
         out = [factor for part in self.parts_of(dims[output_dim(linear)]) for factor in part]
         for factor in out:
             if factor in self.blocked:
-                return self.blocked[factor]
+                return self.blocked[factor].reason
         return "no row linear sums over its output"
 
 

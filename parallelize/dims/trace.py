@@ -12,9 +12,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from parallelize import _torch_private as private
-from parallelize.derivation.factors import new_dim
-from parallelize.derivation.operations import apply_rule
-from parallelize.derivation.record import HiddenCall, Record, SizeRead
+from parallelize.dims.factors import new_dim
+from parallelize.dims.operations import apply_rule
+from parallelize.dims.record import HiddenCall, Record, SizeRead
 
 T = torch.Tensor
 Source = tuple[str, str, int]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from parallelize import _torch_private as private
-from parallelize.derivation.factors import Dim, new_dim, regroup, size_of
-from parallelize.derivation.record import Contraction, Dims, Lookup, Record, Slice
+from parallelize.dims.factors import Dim, new_dim, regroup, size_of
+from parallelize.dims.record import Contraction, Dims, Lookup, Record, Slice
 
 T = torch.Tensor
 Rule = Callable[[Record, str, tuple, dict, Any], None]
@@ -428,7 +428,7 @@ def _rules() -> dict[str, Rule]:
         _cat: "cat",
         _stack: "stack",
         _pad: "constant_pad_nd",
-        _along: "_softmax _log_softmax cumsum cumprod logcumsumexp sort topk flip roll",
+        _along: "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk flip roll",
         _reduce: "sum mean amax amin max min prod any all var std var_mean argmax argmin logsumexp linalg_vector_norm",
         _norm: "native_layer_norm _fused_rms_norm",
         _channel_norm: "native_group_norm native_batch_norm _native_batch_norm_legit_no_training _native_batch_norm_legit cudnn_batch_norm",

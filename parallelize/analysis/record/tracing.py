@@ -178,7 +178,8 @@ class Tracer(private.DispatchMode):
         self._serials[address] = serial = self._last_serial
         self._allocators[serial] = unit
         self.events.append(Event(unit, serial, size))
-        weakref.finalize(storage, self._freed, address, serial, size)
+        # the registry of finalizers must not keep the tracer, which has the model and with it the storages that it waits for
+        weakref.finalize(storage, _freed, weakref.ref(self), address, serial, size)
 
     def _freed(self, address: int, serial: int, size: int) -> None:
         if self._serials.get(address) == serial:
@@ -193,3 +194,9 @@ class Tracer(private.DispatchMode):
         """Do not count the storages of these tensors: parameters and inputs, which exist before the step."""
         for x in tensors:
             self._serials.setdefault(private.storage_address(x), 0)
+
+
+def _freed(tracer: weakref.ref[Tracer], address: int, serial: int, size: int) -> None:
+    recording = tracer()
+    if recording is not None:
+        recording._freed(address, serial, size)

@@ -291,7 +291,9 @@ def _call(method: weakref.WeakMethod) -> Callable[..., None]:
         bound = method()
         if bound is None:  # the parameter outlives it
             what = "this parameter's model, which sums its gradients over data ranks, was deleted"
-            raise ModelError(Problem("unreduced-gradients", what, fix="keep the model as long as its parameters are trained"))
+            raise ModelError(
+                Problem("unreduced-gradients", what, fix="keep the model as long as its parameters are trained")
+            )
         bound(*args)
 
     return hook

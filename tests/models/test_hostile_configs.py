@@ -204,10 +204,11 @@ def test_every_command_reads_configs_alike(command, kind, tmp_path, refusal):
         ({**SMALL, "num_hidden_layers": 100_000}, "bad-config"),
         ({**SMALL, "hidden_act": "os.system"}, "unbuildable-model"),
         ({**SMALL, "architectures": 5}, "bad-json"),
+        ({**SMALL, "model_type": []}, "bad-json"),
         ("text", "bad-json"),
         (None, "unsafe-path"),
     ],
-    ids=["layers", "activation", "architectures", "text", "a pipe"],
+    ids=["layers", "activation", "architectures", "model type", "text", "a pipe"],
 )
 def test_folders_of_hugging_face(content, slug, tmp_path, refusal):
     folder = tmp_path / "folder"

@@ -23,6 +23,10 @@ def read_hub_config(folder: Path) -> dict[str, Any]:
     config = read_json(read_small(folder, "config.json", MAX_BYTES), where, finite=False)
     if not isinstance(config, dict):
         raise CheckpointError(Problem("bad-json", "is not a JSON object", where))
+    if not isinstance(config.get("model_type", ""), (str, type(None))):
+        raise CheckpointError(
+            Problem("bad-json", f"its model_type is {str(config['model_type'])[:60]}, not text", where)
+        )
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         what = f"architectures is {str(names)[:60]}, and not a list of names of classes"

@@ -124,7 +124,8 @@ class Slot:
         param = move.param
         hooked = param._backward_hooks or param._post_accumulate_grad_hooks
         if hooked or self.tied or not self.own:
-            return move
+            leaf.receiver = move  # type: ignore[attr-defined]
+            return _receive
         return self.pending_reductions.completed.hook(leaf, move)
 
     def pad(self, grad: torch.Tensor) -> torch.Tensor:
@@ -158,6 +159,11 @@ def _missing(key: str) -> ModelError:
     fix = "weight_norm, spectral_norm and other parametrizations only on modules that the plan does not name; remove_parametrizations brings the parameter back; "
     fix += "fully_shard, or FullyShardedDataParallel(use_orig_params=True), in the place of use_orig_params=False"
     return ModelError(Problem("removed-parameter", what, fix=fix))
+
+
+def _receive(leaf: torch.Tensor) -> None:
+    """The hook of a leaf. Its receiver is an attribute: what a hook refers to is hidden from Python's garbage collector."""
+    leaf.receiver(leaf)  # type: ignore[attr-defined]
 
 
 class _MoveGradient:

@@ -6,12 +6,15 @@ built on the meta device to find out what the words do not say.
 
 from __future__ import annotations
 
-import json
+import errno
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parallelize.errors import PlanError, Problem
+from parallelize.errors import CheckpointError, ModelError, PlanError, Problem
+from parallelize.models.config_file import config_path, read_object
+from parallelize.models.config_limits import config_problems
 from parallelize.plan.hf_plans import ATTRIBUTES, ForeignPlan, words_of
 from parallelize.plan.pattern import generic
 
@@ -24,15 +27,15 @@ def read_source(source: str, base: str | None = None, model_type: str | None = N
         base: the attribute of the base model ("model" by default), for words in a file.
         model_type: the model type that the plan is for, for words in a file.
 
-    Raises: PlanError `bad-plan-source`, `no-foreign-plan`; ModelError `unknown-model`; ImportError where `transformers`
-        is needed and missing; OSError.
+    Raises: PlanError `bad-plan-source`, `no-foreign-plan`; ModelError `unknown-model`, `bad-config`; ImportError where
+        `transformers` is needed and missing; FileNotFoundError.
     """
-    path = Path(source)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.suffix != ".json" and not path.is_file():
+    path = config_path(Path(source))
+    if path.suffix != ".json" and not path.exists():
         return _of_model(source, source)
     data = _read(path)
+    if problems := config_problems(data, str(path)):
+        raise ModelError(*problems)
     words = data.get("base_model_tp_plan")
     if words is None and "model_type" in data:
         return _of_model(str(path), str(data["model_type"]))
@@ -45,13 +48,16 @@ def read_source(source: str, base: str | None = None, model_type: str | None = N
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if not os.path.lexists(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise PlanError(Problem("bad-plan-source", f"the file is not JSON: {error}", str(path))) from None
-    if not isinstance(data, dict) or not data:
+        data = read_object(path)
+    except CheckpointError as error:
+        what = f"the file is not JSON that can be read: {error.problems[0].what}"
+        raise PlanError(Problem("bad-plan-source", what, str(path), fix=error.problems[0].fix)) from None
+    if not data:
         fix = "a config.json, or {pattern: word}"
-        raise PlanError(Problem("bad-plan-source", "the file has no JSON object, or an empty one", str(path), fix=fix))
+        raise PlanError(Problem("bad-plan-source", "the file has an empty JSON object", str(path), fix=fix))
     return data
 
 
@@ -81,7 +87,8 @@ def _of_model(text: str, model_type: str) -> ForeignPlan:
     try:
         return _of_built_model(text)
     except Exception as error:  # a class of transformers may raise anything for a config of default values
-        if not words:
+        is_refused = isinstance(error, ModelError) and text != model_type  # the values of a file
+        if is_refused or not words:
             raise
         why = f"the model could not be built ({type(error).__name__}: {str(error).partition(chr(10))[0][:90]})"
         return ForeignPlan(words, text, model_type, no_model_reason=why)

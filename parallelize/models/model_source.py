@@ -16,8 +16,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,95 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.errors import ModelError, ParallelizeError, Problem, did_you_mean
-
-KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral-8x7b": (
-        "mixtral",
-        dict(
-            vocab_size=32000,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            max_position_embeddings=32768,
-        ),
-    ),
-    "qwen3-235b-a22b": (
-        "qwen3_moe",
-        dict(
-            vocab_size=151936,
-            hidden_size=4096,
-            intermediate_size=12288,
-            moe_intermediate_size=1536,
-            num_hidden_layers=94,
-            num_attention_heads=64,
-            num_key_value_heads=4,
-            head_dim=128,
-            num_experts=128,
-            num_experts_per_tok=8,
-            max_position_embeddings=40960,
-        ),
-    ),
-    "deepseek-v3": (
-        "deepseek_v3",
-        dict(
-            vocab_size=129280,
-            hidden_size=7168,
-            intermediate_size=18432,
-            moe_intermediate_size=2048,
-            num_hidden_layers=61,
-            num_attention_heads=128,
-            num_key_value_heads=128,
-            n_routed_experts=256,
-            n_shared_experts=1,
-            num_experts_per_tok=8,
-            first_k_dense_replace=3,
-            max_position_embeddings=4096,
-        ),
-    ),
-    "llama-3-8b": (
-        "llama",
-        dict(
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            max_position_embeddings=8192,
-        ),
-    ),
-    "llama-3-70b": (
-        "llama",
-        dict(
-            vocab_size=128256,
-            hidden_size=8192,
-            intermediate_size=28672,
-            num_hidden_layers=80,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            max_position_embeddings=8192,
-        ),
-    ),
-    "llama-3.1-405b": (
-        "llama",
-        dict(
-            vocab_size=128256,
-            hidden_size=16384,
-            intermediate_size=53248,
-            num_hidden_layers=126,
-            num_attention_heads=128,
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-        ),
-    ),
-}
-"""Sizes of published models. [The Llama 3 Herd of Models, arXiv:2407.21783, table 3; Mixtral, arXiv:2401.04088; Qwen3,
-arXiv:2505.09388; DeepSeek-V3, arXiv:2412.19437; their config.json]"""
+from parallelize.errors import ModelError, Problem
+from parallelize.models.known_sizes import KNOWN
+from parallelize.models.transformers_models import config_of_file, config_of_type, maker_of
 
 
 @dataclass(frozen=True)
@@ -137,7 +50,10 @@ class ModelSource:
         return replace(self, config=config)
 
     def build(self, device: str = "meta", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Build the module, in training mode. On the meta device it takes no memory, and no weights are initialized."""
+        """Build the module, in training mode. On the meta device it takes no memory, and no weights are initialized.
+
+        Raises: ModelError `unbuildable-model` where the class of `transformers` does not accept the config; `bad-factory`.
+        """
         default_dtype = torch.get_default_dtype()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -177,17 +93,18 @@ def read_model(text: str | os.PathLike, overrides: Mapping[str, Any] | None = No
         overrides: fields of the config, or keyword arguments of the function.
 
     Raises: ModelError `unknown-model`, `unknown-config-field`, `bad-config`, `no-such-factory`, `bad-factory`; ImportError
-        if `transformers` is needed and missing.
+        if `transformers` is needed and missing. A config is refused before anything is built where a value of it is beyond the
+        limits of `config_limits`, or where it names a class that is no model of `transformers`. No code of its folder runs.
     """
     name, overrides = str(text), dict(overrides or {})
     if os.path.exists(name):
-        return _of_config(name, _config_of_file(Path(name), overrides))
+        return _of_config(name, config_of_file(Path(name), overrides))
     if ":" in name:
         return _of_function(name, overrides)
     if name.lower() in KNOWN:
         model_type, sizes = KNOWN[name.lower()]
-        return _of_config(name, _config_of_type(model_type, {**sizes, **overrides}))
-    return _of_config(name, _config_of_type(name, overrides))
+        return _of_config(name, config_of_type(model_type, {**sizes, **overrides}))
+    return _of_config(name, config_of_type(name, overrides))
 
 
 def source_of(model: Any, overrides: Mapping[str, Any] | None = None, name: str = "") -> ModelSource:
@@ -228,108 +145,8 @@ def parse_overrides(texts: list[str]) -> dict[str, Any]:
     return overrides
 
 
-def _config_of_file(path: Path, overrides: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(Problem("unknown-model", f"{path} contains no config: {error}")) from error
-    if not isinstance(data, dict) or "model_type" not in data:
-        fix = "give a config.json that names its model_type, as `transformers` writes it"
-        raise ModelError(Problem("unknown-model", f"{path} names no model_type", fix=fix))
-    with _reading(f"transformers cannot read {path}", "unknown-model"):
-        config = AutoConfig.from_pretrained(str(path))
-    return _override(config, overrides)
-
-
-@contextmanager
-def _reading(what: str, slug: str = "bad-config") -> Iterator[None]:
-    """Turn any exception into a ModelError: configs raise many types for values that they do not accept."""
-    try:
-        yield
-    except (ParallelizeError, ImportError):
-        raise
-    except Exception as error:
-        text = " ".join(line.strip() for line in str(error).splitlines()[:2])
-        raise ModelError(Problem(slug, f"{what}: {type(error).__name__}: {text}")) from error
-
-
-def _config_of_type(name: str, overrides: Mapping[str, Any]) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    if name not in CONFIG_MAPPING:
-        hint = did_you_mean(name, [*CONFIG_MAPPING, *KNOWN])
-        fix = f"{hint} Or a folder with a config.json, or `package.module:function`"
-        raise ModelError(Problem("unknown-model", f"{name!r} is no file, no model type and no known size", fix=fix))
-    cls = CONFIG_MAPPING[name]
-    _check_fields(cls(), overrides)
-    with _reading(f"{cls.__name__} does not accept these values"):
-        return cls(**overrides)
-
-
-def _override(config: Any, overrides: Mapping[str, Any]) -> Any:
-    """The config with other fields, and with what it derives from fields computed again."""
-    if not overrides:
-        return config
-    _check_fields(config, overrides)
-    values = config.to_dict() | dict(overrides)
-    if "num_hidden_layers" in overrides and "layer_types" not in overrides and values.get("layer_types"):
-        with _reading("num_hidden_layers is not a number of layers"):
-            values["layer_types"] = _repeated(values["layer_types"], overrides["num_hidden_layers"])
-    architectures = config.architectures
-    with _reading(f"{type(config).__name__} does not accept these values"):
-        config = type(config).from_dict(values)
-    config.architectures = architectures
-    return config
-
-
-def _repeated(kinds: list[str], count: int) -> list[str]:
-    return [kinds[index % len(kinds)] for index in range(count)]
-
-
-def _check_fields(config: Any, overrides: Mapping[str, Any]) -> None:
-    known = {name for name in dir(config) if not name.startswith("_")} | set(getattr(config, "attribute_map", {}))
-    known.add("head_dim")  # read by the attention of models whose configs do not declare it
-    for name in overrides:
-        if name not in known:
-            what = f"{type(config).__name__} has no field {name!r}"
-            raise ModelError(Problem("unknown-config-field", what, fix=did_you_mean(name, config.to_dict())))
-
-
 def _of_config(text: str, config: Any) -> ModelSource:
-    cls = _class_of(config, text)
-
-    def make(config: Any) -> nn.Module:
-        from transformers.initialization import no_init_weights
-
-        if not torch.empty(0).is_meta:
-            return cls(config)
-        with no_init_weights():  # on the meta device there is nothing to initialize
-            model = cls(config)
-        model.tie_weights()  # initialization would have done this
-        return model
-
-    return ModelSource(text, make, config)
-
-
-def _class_of(config: Any, text: str) -> Any:
-    """The class that the config names, or else the class with a head for its model type."""
-    import transformers
-
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    causal, masked = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM
-    encoder = type(config) in masked._model_mapping and not getattr(config, "is_decoder", False)
-    both = (transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq)
-    first = both if getattr(config, "is_encoder_decoder", False) else ((masked,) if encoder else ())
-    for auto in (*first, causal, masked, *both, transformers.AutoModelForImageClassification, transformers.AutoModel):
-        if type(config) in auto._model_mapping:
-            classes = auto._model_mapping[type(config)]
-            return classes[0] if isinstance(classes, (tuple, list)) else classes
-    raise ModelError(Problem("unknown-model", f"transformers has no model for the config of {text}"))
+    return ModelSource(text, maker_of(config, text), config)
 
 
 def _of_function(text: str, overrides: dict[str, Any]) -> ModelSource:

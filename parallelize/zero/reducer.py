@@ -7,6 +7,7 @@ backwards per step controls this: `hold`, `release` before a stage's last backwa
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -106,16 +107,17 @@ class Reducer:
             if self._grad_dtype(param) != param.dtype:
                 param.grad_dtype = None  # autograd then accepts a gradient that is wider than the parameter
             self._watch(param)
-            param.register_post_accumulate_grad_hook(self._after)
+            param.register_post_accumulate_grad_hook(_call(weakref.WeakMethod(self._after)))
 
     def _watch(self, param: Any) -> None:
         """Call `_before` when a backward is about to add to `.grad`, but not for `torch.autograd.grad`."""
+        before = partial(_call(weakref.WeakMethod(self._before)), id(param))
         if isinstance(param, DTensor):  # planned modules pass gradients on themselves, and call these hooks
-            param.register_hook(partial(self._before, param))
+            param.register_hook(before)
             return
         with torch.enable_grad():
             node: Any = param.view_as(param).grad_fn.next_functions[0][0]
-        node.register_prehook(lambda grads: self._before(param, grads))
+        node.register_prehook(before)
         self._nodes.append(node)
 
     def _grad_dtype(self, param: Any) -> torch.dtype:
@@ -149,9 +151,9 @@ class Reducer:
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
-    def _before(self, param: Any, grad: Any) -> None:
+    def _before(self, param_id: int, grad: Any) -> None:
         """A backward is about to add to `.grad`, which may be the result of a reduction."""
-        self._bucket_of[id(param)].reopen()
+        self._bucket_of[param_id].reopen()
 
     def _after(self, param: Any) -> None:
         """A backward has added to `.grad`."""
@@ -280,6 +282,25 @@ class Reducer:
         for name, parameter in self.current():
             if parameter.grad is not None and id(parameter) not in self._known:
                 raise added(name)
+
+
+def _call(method: weakref.WeakMethod) -> Callable[..., None]:
+    """A hook that calls a method of the reducer and does not keep it alive. The model does that.
+
+    Python's garbage collector does not see what a parameter's hooks refer to. A hook that kept the reducer, which has the model,
+    would keep every model of the process in memory.
+    """
+
+    def hook(*args: Any) -> None:
+        bound = method()
+        if bound is None:  # the parameter outlives it
+            what = "this parameter's model, which sums its gradients over data ranks, was deleted"
+            raise ModelError(
+                Problem("unreduced-gradients", what, fix="keep the model as long as its parameters are trained")
+            )
+        bound(*args)
+
+    return hook
 
 
 def added(name: str) -> ModelError:

@@ -35,9 +35,9 @@ def test_names_of_no_model(name, expected, refusal):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (None, "contains no config: [Errno 2]"),
-        ("{", "contains no config: Expecting property name"),
-        ("[]", "names no model_type"),
+        (None, "contains no config: config.json does not exist"),
+        ("{", "contains no config: is not valid JSON: Expecting property name"),
+        ("[]", "contains no config: contains a JSON list"),
         ('{"hidden_size": 8}', "names no model_type"),
         ('{"model_type": "lama"}', "model type `lama`"),
     ],

@@ -17,8 +17,8 @@ import parallelize
 ROOT = Path(parallelize.__file__).parent
 ROOMS_BY_FLOOR = (
     "errors _torch_groups _torch_private ops.random",
-    "layout mesh models randomness styles terminal checkpoint.format",
-    "comm plan",
+    "layout mesh randomness styles terminal checkpoint.format",
+    "comm models plan",
     "dims ops",
     "applied.layout_tensor collectives",
     "applied ops.attention ops.experts ops.matmul ops.vocabulary",
@@ -84,7 +84,7 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
     "checkpoint.tools.model_class": {"transformers": OPTIONAL},
     "context.stock_attention": {"transformers": OPTIONAL},
     "loop.loggers": {"huggingface_hub": OPTIONAL, "torch": "its writer needs tensorboard, an optional package"},
-    "models.model_source": {"transformers": OPTIONAL},
+    "models.transformers_models": {"transformers": OPTIONAL},
     "verification.runner": {
         "verification.threads": "they load torch.testing, which is slow to import, and serve one backend of three",
     },

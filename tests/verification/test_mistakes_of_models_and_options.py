@@ -61,7 +61,7 @@ def time_first():
         (time_first, {"mesh": "dp=2"}, "bad-inputs", "rows were asked for"),
         (lambda: tower(cls=Random), {}, "not-deterministic", "other numbers each time"),
         (lambda: tower(cls=NotANumber), {}, "not-finite", "not finite"),
-        ("llama", {"overrides": {"num_attention_heads": 0}, "plan": None}, "bad-config", "Error"),
+        ("llama", {"overrides": {"num_attention_heads": 0}, "plan": None}, "bad-config", "at least 1"),
         ("llama", {"overrides": {"hidden_size": "wide"}, "plan": None}, "bad-config", "hidden_size"),
         (tower, {"seed": "one"}, "bad-seed", "no seed"),
         (tower, {"timeout_s": 0}, "bad-timeout", "0"),

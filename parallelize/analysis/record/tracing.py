@@ -179,7 +179,8 @@ class Tracer(private.DispatchMode):
         self._serials[address] = serial = self._last_serial
         self._allocators[serial] = unit
         self.events.append(Event(unit, serial, size))
-        weakref.finalize(storage, self._freed, address, serial, size)
+        # the registry of finalizers must not keep the tracer, which has the model and with it the storages that it waits for
+        weakref.finalize(storage, _freed, weakref.ref(self), address, serial, size)
 
     def _freed(self, address: int, serial: int, size: int) -> None:
         if self._serials.get(address) == serial:
@@ -204,3 +205,9 @@ def _received_bytes(args: tuple, rank: int) -> int:
         ranks = len(private_groups.ranks_of_op(args))
         return size * (ranks - 1) // ranks
     return size * (sum(sizes) - sizes[rank]) // sum(sizes) if sum(sizes) else 0
+
+
+def _freed(tracer: weakref.ref[Tracer], address: int, serial: int, size: int) -> None:
+    recording = tracer()
+    if recording is not None:
+        recording._freed(address, serial, size)

@@ -216,8 +216,14 @@ def make_root(root: Path) -> None:
     """Create the folder of a run, and flush the folders above it. Raises: OSError."""
     created = [path for path in (root, *root.parents) if not path.exists()]
     root.mkdir(parents=True, exist_ok=True)
-    for path in created:  # a checkpoint is on the disk only if the folders above it are
-        disk.flush_folder(path.parent)
+    try:
+        for path in created:  # a checkpoint is on the disk only if the folders above it are
+            disk.flush_folder(path.parent)
+    except OSError:
+        with suppress(OSError):  # or the next run would find them, and not flush them
+            for path in created:
+                path.rmdir()
+        raise
 
 
 class Lock:
@@ -235,7 +241,7 @@ class Lock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._file)
+            disk.close(self._file)
             what = "another run writes checkpoints to this folder"
             fix = "give each run a folder of its own, or wait until the other has ended"
             raise CheckpointError(Problem("folder-in-use", what, str(root), fix=fix)) from None
@@ -248,5 +254,5 @@ class Lock:
                 import fcntl
 
                 fcntl.flock(self._file, fcntl.LOCK_UN)
-            os.close(self._file)
+            disk.close(self._file)
             self._file = -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,7 +58,7 @@ def write_tensors(
     total = len(header.raw) + sum(sizes.values())
     with disk.reporting_errors(path, total), ExitStack() as stack:
         descriptor = disk.create(path)
-        stack.callback(os.close, descriptor)
+        stack.callback(disk.close, descriptor)
         pool = stack.enter_context(ThreadPoolExecutor(1, "hash"))
         disk.write(descriptor, header.raw)
         flushing = _EarlyFlush(descriptor, len(header.raw))

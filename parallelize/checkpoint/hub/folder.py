@@ -18,6 +18,7 @@ from parallelize.checkpoint.format.host_memory import code_of, empty, torch_dtyp
 from parallelize.checkpoint.format.paths import check_name, open_file, read_small
 from parallelize.checkpoint.format.reader import Buffers, TensorFile
 from parallelize.checkpoint.format.strict_json import read_json
+from parallelize.checkpoint.hub.config_json import read_hub_config
 from parallelize.checkpoint.hub.file_shards import INDEX, SINGLE
 from parallelize.errors import CheckpointError, Problem, short_list
 
@@ -42,7 +43,7 @@ class HubFolder:
                 restricted reader (`weights_only=True`) is used, which refuses most of it.
 
         Raises: CheckpointError `no-weights`, `pickle-only`, `quantized`, `bad-index`, `missing-file`, `unsafe-path`, and of
-            `TensorFile`.
+            `TensorFile` and `read_hub_config`.
         """
         path = Path(path)
         self.folder, name = (path.parent, path.name) if path.is_file() else (path, "")
@@ -50,25 +51,12 @@ class HubFolder:
         self._buffers = Buffers()
         self._file_of: dict[str, Any] = {}
         self.tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self.config = self._config() if not name else {}
+        self.config = _unquantized_config(self.folder) if not name else {}
         try:
             self._open(name, allow_pickle)
         except BaseException:
             self.close()
             raise
-
-    def _config(self) -> dict[str, Any]:
-        if not (self.folder / "config.json").is_file():
-            return {}
-        config = read_json(
-            read_small(self.folder, "config.json", 16 << 20), str(self.folder / "config.json"), finite=False
-        )
-        if not isinstance(config, dict):
-            raise CheckpointError(Problem("bad-json", "is not a JSON object", str(self.folder / "config.json")))
-        if config.get("quantization_config"):
-            fix = "load it with transformers, or use weights that are not quantized"
-            raise CheckpointError(Problem("quantized", "the weights are quantized", str(self.folder), fix=fix))
-        return config
 
     def _open(self, name: str, allow_pickle: bool) -> None:
         if name:
@@ -163,6 +151,15 @@ class HubFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _unquantized_config(folder: Path) -> dict[str, Any]:
+    """Raises: CheckpointError of `read_hub_config`, `quantized`."""
+    config = read_hub_config(folder)
+    if config.get("quantization_config"):
+        fix = "load it with transformers, or use weights that are not quantized"
+        raise CheckpointError(Problem("quantized", "the weights are quantized", str(folder), fix=fix))
+    return config
 
 
 class PickledFile:

@@ -115,7 +115,8 @@ class RunFolder:
         def remove() -> None:
             steps = folders.published(self.root)
             for step in folders.surplus(list(steps), keep_last, keep_every):
-                with disk.reporting_errors(steps[step]):
+                saved = f"step {max(steps)} is published and complete, but step {step} cannot be removed"
+                with disk.reporting_errors(steps[step], what=saved):
                     folders.remove(steps[step])
 
         self.on_leaders(remove)

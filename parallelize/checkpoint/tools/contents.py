@@ -23,6 +23,7 @@ from parallelize.checkpoint.format.manifest import NAME, SavedTensor
 from parallelize.checkpoint.format.paths import check_name, open_file, read_small
 from parallelize.checkpoint.format.saving_nodes import saving_nodes
 from parallelize.checkpoint.format.strict_json import read_json
+from parallelize.checkpoint.hub.config_json import read_hub_config
 from parallelize.checkpoint.hub.file_shards import INDEX, SINGLE
 from parallelize.errors import CheckpointError, Problem
 
@@ -126,7 +127,7 @@ def _nodes(checkpoint: GatheredCheckpoint) -> dict[str, Any]:
 
 def _inspect_hub(folder: Path) -> dict[str, Any]:
     names, _ = weight_files(folder)
-    config = _config(folder)
+    config = read_hub_config(folder)
     tensors: list[SavedTensor] = []
     files, hashes = {}, True
     for name in names:
@@ -144,13 +145,6 @@ def _inspect_hub(folder: Path) -> dict[str, Any]:
         "files": files,
         "tensors": {tensor.name: {"dtype": tensor.dtype, "shape": list(tensor.shape)} for tensor in tensors},
     }
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    if not (folder / "config.json").is_file():
-        return {}
-    config = read_json(read_small(folder, "config.json", 16 << 20), str(folder / "config.json"))
-    return config if isinstance(config, dict) else {}
 
 
 def _kind(name: str, state: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 from parallelize.checkpoint.format.boxes import Box, Part, full_part, slices_of
 from parallelize.checkpoint.format.host_memory import torch_dtype
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor
+from parallelize.checkpoint.hub.config_json import read_generation_config
 from parallelize.checkpoint.hub.folder import HubFolder
 from parallelize.checkpoint.hub.names import ComputedTensor, ModelTensor, TensorSources, find_sources, source_names
 from parallelize.checkpoint.hub.pretrained import model_tensors
@@ -132,8 +133,7 @@ def _blank(module: nn.Module | None, hub: HubFolder, mesh: MeshSpec, step: int) 
     about["converted_from"] = str(hub.folder)
     if module is None:
         about["model"] = {"class": None, "config": json.dumps(hub.config) if hub.config else None}
-    path = hub.folder / "generation_config.json"
-    about["model"]["generation_config"] = path.read_text() if hub.config and path.is_file() else None
+    about["model"]["generation_config"] = read_generation_config(hub.folder) if hub.config else None
     state: dict[str, Any] = {
         "optimizers": {},
         "generators": {},

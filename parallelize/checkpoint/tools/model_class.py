@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from parallelize.errors import CheckpointError, Problem
+from parallelize.models.config_limits import config_problems
 
 _IMPLEMENTATION_KEYS = (
     "_attn_implementation",
@@ -27,7 +28,7 @@ def model_on_meta(name: str | None, config: Mapping[str, Any] | None, required: 
         required: a class that does not exist is an error.
 
     Returns: the model. None without a name or config; or, if not `required`, if there is no such class.
-    Raises: CheckpointError `no-transformers`, `unbuildable-model`.
+    Raises: CheckpointError `no-transformers`, `bad-config` for values that no model has, `unbuildable-model`.
     """
     if not name or not config:
         return None
@@ -46,6 +47,9 @@ def model_on_meta(name: str | None, config: Mapping[str, Any] | None, required: 
             )
         return None
     config = {key: value for key, value in config.items() if key not in _IMPLEMENTATION_KEYS}
+    aliases = getattr(model_class.config_class, "attribute_map", {})
+    if problems := config_problems(config, f"the config of a {name}", aliases):
+        raise CheckpointError(*problems)
     try:
         config_class: Any = model_class.config_class
         original = config_class.from_dict(deepcopy(config))

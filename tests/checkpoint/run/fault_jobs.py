@@ -46,6 +46,7 @@ OPERATIONS = (
     "write_at",
     "flush",
     "flush_folder",
+    "close",
     "make_folder",
     "rename",
     "replace",
@@ -174,7 +175,24 @@ class Faults:
             if self.kind.startswith("kill"):
                 os.kill(os.getpid(), signal.SIGKILL)
         number = getattr(errno, self.kind.removesuffix("-half"))
+        if name == "close":
+            return self._with_failing_close(real, number)
         raise OSError(number, os.strerror(number))
+
+    @staticmethod
+    def _with_failing_close(real: Callable[[], Any], number: int) -> Any:
+        """Call `disk.close` while `os.close` closes, and then reports an error, as the system call does."""
+        os_close = os.close
+
+        def close(descriptor: int) -> None:
+            os_close(descriptor)
+            raise OSError(number, os.strerror(number))
+
+        os.close = close
+        try:
+            return real()
+        finally:
+            os.close = os_close
 
 
 def _short(real: Callable[..., int]) -> Callable[..., int]:

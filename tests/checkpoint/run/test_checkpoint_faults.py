@@ -122,6 +122,8 @@ def counted(servers: Servers, variants: list[Config]) -> list[list[list[str]]]:
 
 def kinds_at(name: str) -> list[str]:
     """What can go wrong at an operation."""
+    if name == "close":
+        return ["EIO"]
     kinds = ["kill-before", "kill-after"]
     if name in ("write", "write_at"):
         kinds += ["kill-half", "ENOSPC", "ENOSPC-half", "EIO"]
@@ -172,7 +174,7 @@ def points(variant: Config, seen: list[list[str]], kinds: Any = None) -> list[Co
     """A config for every operation of the victim, and every way in which it may fail."""
     names = seen[variant["victim"]]
     return [
-        {**variant, "at": at, "kind": kind, "name": name}
+        {**variant, "at": at, "kind": kind, "name": name, "ignored": name == "close"}
         for at, name in enumerate(names)
         for kind in kinds_at(name)
         if kinds is None or kind in kinds
@@ -253,7 +255,7 @@ def test_interrupted_retention_leaves_the_newest(servers, survived):
         ]
     removal = range(len(without[0][0]), len(with_it[0][0]))
     fails = [
-        {**variants[0], "at": at, "kind": "EIO", "name": name, "ignored": name.startswith("os.")}
+        {**variants[0], "at": at, "kind": "EIO", "name": name, "ignored": name == "close" or name.startswith("os.")}
         for at, name in enumerate(with_it[0][0])
         if at in removal and name != "remove_folder"
     ]
@@ -301,6 +303,48 @@ def test_an_overwriting_save_never_mixes_ranks(servers, survived):
     config = {**variant, "kind": "kill-before", "at": 0, "name": "create"}
     swept(servers, [config], survived)
     assert servers.run([config])[0]["checked"] == {"step": 1, "wrong": []}
+
+
+# -- the operations themselves, in this process ---------------------------------------------------------------------------
+
+
+def test_no_close_fails_a_save(tmp_path, monkeypatch):
+    """The files are flushed by then. Without this, a close after the rename failed a save whose checkpoint was there."""
+    real, failed = os.close, []
+
+    def close(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        real(descriptor)
+        if path.startswith(str(tmp_path)):
+            failed.append(path)
+            raise OSError(errno.EIO, "Input/output error")
+
+    bench = fault_jobs.Bench()
+    bench.set(1)
+    with monkeypatch.context() as patch, bench.checkpointer(tmp_path / "run") as checkpoints:
+        patch.setattr(os, "close", close)
+        checkpoints.save(1)
+    assert len({Path(path).name for path in failed}) >= 5, failed
+    assert load_checkpoint(tmp_path / "run", bench.module, optimizer=bench.optimizer) == 1 and not bench.differs(1)
+
+
+def test_folders_that_could_not_be_flushed_are_made_again(tmp_path, monkeypatch):
+    """A folder of a run that was made, and whose entry is not on the disk, must not be taken for one that was flushed."""
+    bench, flushed = fault_jobs.Bench(), []
+    root = tmp_path / "runs" / "a"
+
+    def fails(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "flush_folder", fails)
+        with pytest.raises(CheckpointError) as caught:
+            bench.checkpointer(root)
+    assert caught.value.slugs == ("write-failed",)
+    real = disk.flush_folder
+    monkeypatch.setattr(disk, "flush_folder", lambda path: (flushed.append(path), real(path)))
+    bench.checkpointer(root).close()
+    assert {tmp_path, root.parent} <= set(flushed)
 
 
 # -- power loss -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from parallelize.analysis.record.attention_model import forwards_on_meta
 from parallelize.dims.classes import Classes
 from parallelize.dims.plan_check import PlanCheck
 from parallelize.dims.trace import record_forward
@@ -22,6 +23,6 @@ def dims_problems(model: nn.Module, inputs: Mapping[str, Any], resolved: Resolve
         resolved: the plan over `tp`, without sequence parallelism.
     """
     inputs = {name: value for name, value in inputs.items() if name != "targets"}
-    classes = Classes(record_forward(model, inputs), model)
-    classes.candidates()
+    with forwards_on_meta(model):
+        classes = Classes(record_forward(model, inputs), model)
     yield from PlanCheck(classes, resolved).problems()

@@ -64,7 +64,7 @@ class PlanCheck:
         """Shards that do not follow the parts of a dim, or that cut one of its units."""
         for name, row in self._computed():
             dim = row.layout.dim
-            if dim is None or row.axis != "tp":
+            if dim is None or row.axis != "tp" or _is_full(row):
                 continue
             parts = self.classes.parts_of(self.classes.record.parameters[name][dim])
             chunks = self._chunks(parts, row)
@@ -238,6 +238,12 @@ class PlanCheck:
         )
         fix = fix or "`parallelize plans derive` shows what can be sharded, and why the rest cannot"
         return Problem(slug, f"{generic(name)}: {what}", row.rule.where, rows, fix)
+
+
+def _is_full(row: ParameterRow) -> bool:
+    """Whether each rank stores all of it, as the only key/value head."""
+    assert row.layout.dim is not None
+    return all(row.layout.local_size(rank) == row.layout.shape[row.layout.dim] for rank in range(row.layout.num_ranks))
 
 
 def _fractions(row: ParameterRow, chunks: int) -> tuple[tuple[float, float], ...]:

@@ -74,11 +74,18 @@ def _name_parameters(record: Record, model: nn.Module) -> None:
 
 def _recorder(record: Record) -> Any:
     def run(func: Any, args: tuple, kwargs: dict, call: Any) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return _scalar_on_meta(args[0])
         out = call()
         apply_rule(record, func, args, kwargs, out)
         return out
 
     return run
+
+
+def _scalar_on_meta(x: T) -> Any:
+    """What code reads of a tensor without values: False, as of questions about masks and padding; or zero."""
+    return False if x.dtype == torch.bool else 0.0 if x.is_floating_point() else 0
 
 
 @contextmanager

@@ -23,16 +23,10 @@ _FULL = ("an output of the model", "an input of the model")
 
 @dataclass(frozen=True)
 class Shard:
-    """How the plan shards one dim of a parameter: which factors, of each part that the forward makes of the dim.
-
-    Attributes:
-        factors: the leading factor of each part.
-        fractions: for each rank, where its range begins and ends in a part, as fractions of it; empty where ranks share elements.
-    """
+    """What the plan shards of one parameter. `factors`: the leading one of each part that the forward makes of the dim."""
 
     row: ParameterRow
     factors: tuple[Factor, ...]
-    fractions: tuple[tuple[float, float], ...]
 
 
 class PlanCheck:
@@ -52,7 +46,6 @@ class PlanCheck:
             *self._splits(),
             *self._mixed(),
             *self._left_full(),
-            *self._different(),
             *self._entries(),
             *self._gradients(),
         ]
@@ -75,7 +68,7 @@ class PlanCheck:
             if cut:
                 yield self._problem("divided-units", name, cut, row)
                 continue
-            self.shards[name] = Shard(row, tuple(chunk[0] for chunk in chunks), _fractions(row, len(chunks)))
+            self.shards[name] = Shard(row, tuple(chunk[0] for chunk in chunks))
 
     def _computed(self) -> Iterator[tuple[str, ParameterRow]]:
         """Parameters under each name by which a module reads them, where no style computes with them in a way of its own."""
@@ -153,18 +146,6 @@ class PlanCheck:
                     what = f"it is full on each rank, and {generic(others[0])}, with which it is computed, is sharded"
                     yield self._problem("left-full", name, what, row)
                     break
-
-    def _different(self) -> Iterator[Problem]:
-        """Parameters that have the same dim, of which a rank has different ranges."""
-        first: dict[Factor, tuple[str, Shard]] = {}
-        for name, shard in self.shards.items():
-            if not shard.fractions:
-                continue
-            for factor in set(shard.factors):
-                other, before = first.setdefault(factor, (name, shard))
-                if before.fractions != shard.fractions:
-                    what = f"a rank has other parts of it than of {generic(other)}, with which it is computed"
-                    yield self._problem("different-shards", name, what, shard.row)
 
     def _entries(self) -> Iterator[Problem]:
         """Row linears whose input is a shard, or full, where they expect the other."""
@@ -244,18 +225,6 @@ def _is_full(row: ParameterRow) -> bool:
     """Whether each rank stores all of it, as the only key/value head."""
     assert row.layout.dim is not None
     return all(row.layout.local_size(rank) == row.layout.shape[row.layout.dim] for rank in range(row.layout.num_ranks))
-
-
-def _fractions(row: ParameterRow, chunks: int) -> tuple[tuple[float, float], ...]:
-    layout, fractions = row.layout, []
-    assert layout.dim is not None
-    if any(layout.shared(rank) for rank in range(layout.num_ranks)):
-        return ()
-    size = layout.chunks[0].size if layout.chunks else layout.shape[layout.dim] // chunks
-    for owned in layout.owned:
-        low, high = owned[0] if owned else (0, 0)
-        fractions.append((low / size, high / size))
-    return tuple(fractions)
 
 
 def _sentence(blocked: Blocked) -> str:

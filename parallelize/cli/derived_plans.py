@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -17,11 +14,12 @@ from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import parse_overrides
 from parallelize.terminal.console import shows_progress
+from parallelize.terminal.quiet import quiet_libraries
 
 
 def derived(options: argparse.Namespace) -> Derived:
     """What the arguments of `plans derive` ask for."""
-    with _quiet_libraries():
+    with quiet_libraries():
         return derive_plan(
             options.model,
             _inputs(options.inputs) if options.inputs else None,
@@ -68,19 +66,6 @@ def _inputs(text: str) -> Any:
             Problem("bad-inputs", what, fix="return a dict of keyword arguments of the forward, or a tuple")
         )
     return inputs
-
-
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Silence warnings of libraries, which only concern tiny models."""
-    level = logging.root.manager.disable
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(level)
 
 
 def _progress_printer(shown: bool) -> Callable[[str], None]:

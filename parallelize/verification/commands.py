@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from parallelize.plan.option_arguments import add_options, options_given
 from parallelize.terminal.console import FINE, PROBLEM_FOUND, add_json, add_quiet, print_json, shows_progress
+from parallelize.terminal.quiet import quiet_libraries
 
 _ABOUT = """\
 Compare one training step on a mesh with the unsharded model: loss, outputs, gradients of the input and of every
@@ -55,7 +53,7 @@ def add_commands(verbs: Any) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    with _quiet_libraries():
+    with quiet_libraries():
         result = _run(options)
     if os.environ.get("RANK", "0") == "0":
         if options.json:
@@ -63,19 +61,6 @@ def _verify(options: argparse.Namespace) -> int:
         else:
             print(result)
     return FINE if result.ok else PROBLEM_FOUND
-
-
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Silence warnings of libraries, which only concern tiny models."""
-    level = logging.root.manager.disable
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(level)
 
 
 def _run(options: argparse.Namespace) -> Any:

@@ -43,10 +43,11 @@ class ShardableFactor:
 
 @dataclass(frozen=True)
 class Blocked:
-    """Why a factor cannot be sharded. `line`: of the model's code, where it is known."""
+    """Why a factor cannot be sharded. `line`: of the model's code, and `module`: that ran it, where they are known."""
 
     reason: str
     line: str = ""
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,23 +93,26 @@ class Classes:
             self._forbid(dim, what)
         for mix in self.record.mixes:
             if mix.operation in _OF_NORMS and mix.module in self.norms:
-                self._forbid(self._outside_of(mix.dim, self.norms[mix.module]), f"a norm in {mix.module}", mix.line)
+                self._forbid(
+                    self._outside_of(mix.dim, self.norms[mix.module]), f"a norm in {mix.module}", mix.line, mix.module
+                )
             else:
-                self._forbid(mix.dim, f"{mix.operation} in {mix.module or 'the model'}", mix.line)
+                self._forbid(mix.dim, f"{mix.operation} in {mix.module or 'the model'}", mix.line, mix.module)
         for lookup in self.record.lookups:
             self._forbid(lookup.dim, f"rows of {lookup.table or 'a table'} are looked up")
         for contraction in self.record.contractions:
             module, _, key = contraction.weight.rpartition(".")
             if key != "weight" or module not in self.linears or contraction.module != module:
-                self._forbid(contraction.dim, f"a matmul over it in {contraction.module or 'the model'}")
+                what = f"a matmul over it in {contraction.module or 'the model'}"
+                self._forbid(contraction.dim, what, module=contraction.module)
 
     def _outside_of(self, dim: Dim, weight: Dim) -> Dim:
         """The factors of a dim that the weight of its norm does not have."""
         return [factor for factor in leaves(dim) if factor not in set(leaves(weight))]
 
-    def _forbid(self, dim: Dim, reason: str, line: str = "") -> None:
+    def _forbid(self, dim: Dim, reason: str, line: str = "", module: str = "") -> None:
         for factor in leaves(dim):
-            self.blocked.setdefault(factor, Blocked(reason, line))
+            self.blocked.setdefault(factor, Blocked(reason, line, module))
 
     # -- candidates -------------------------------------------------------------------------------------------------------
 

@@ -78,13 +78,20 @@ class PlanCheck:
                     yield name, row
 
     def _has_own_compute(self, name: str) -> bool:
-        """Whether a style computes this module in a way of its own: tables, experts, attention of PyTorch."""
-        row = self.resolved.modules.get(name.rpartition(".")[0])
-        return row is not None and (
-            row.contract.traits.looks_up
-            or row.contract.compute not in ("stock", "rowwise")
-            or row.contract.sends_tokens
-        )
+        """Whether a style computes this parameter's module in a way of its own: tables, experts, attention of PyTorch."""
+        return self._is_inside_of_such(name.rpartition(".")[0])
+
+    def _computes_otherwise(self, module: str) -> bool:
+        row = self.resolved.modules.get(module)
+        if row is None:
+            return False
+        contract = row.contract
+        return contract.traits.looks_up or contract.sends_tokens or not contract.runs_stock_forward
+
+    def _is_inside_of_such(self, module: str) -> bool:
+        """Whether an operation of this module is part of what a style computes in a way of its own."""
+        parts = module.split(".")
+        return any(self._computes_otherwise(".".join(parts[:end])) for end in range(1, len(parts) + 1))
 
     def _chunks(self, parts: tuple[tuple[Factor, ...], ...], row: ParameterRow) -> list[tuple[Factor, ...]] | None:
         """The chunks of a dim that the plan shards each by itself, as factors; None where they are not those of the forward."""
@@ -124,7 +131,9 @@ class PlanCheck:
         for name, shard in self.shards.items():
             for factor in () if self._is_joined(name) else shard.factors:
                 blocked = self.classes.blocked.get(factor)
-                if blocked is not None and not (blocked.reason in _FULL and factor in joined):
+                if blocked is None or self._is_inside_of_such(blocked.module):
+                    continue
+                if not (blocked.reason in _FULL and factor in joined):
                     what = f"{_sentence(blocked)} needs all of what is sharded"
                     yield self._problem("mixed-features", name, what, shard.row)
 

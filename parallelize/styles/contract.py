@@ -195,6 +195,11 @@ class Contract:
         return self.compute == "multihead"
 
     @property
+    def runs_stock_forward(self) -> bool:
+        """Whether the module's own forward computes on the shards, rather than code that a style brings."""
+        return self.compute in ("stock", "rowwise") and self.forward_factory is None
+
+    @property
     def computes_experts(self) -> bool:
         """Whether it contains the experts of a mixture."""
         return self.compute in ("experts", "dense experts", "whole experts")

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from parallelize.errors import ModelError, ParallelizeError, Problem, did_you_mean
+from parallelize.models.dtypes import in_dtype
 
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-8x7b": (
@@ -147,7 +148,7 @@ class ModelSource:
                     model = self.make(self.config)
             finally:
                 torch.set_default_dtype(default_dtype)
-        return model.to(dtype).train()
+        return in_dtype(model, dtype).train()
 
     def inputs(self, model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
         """Keyword arguments of a training step, drawn from torch's generator. `targets` among them is for the loss.

@@ -95,6 +95,10 @@ class Drafting:
                 self.draft.styles[module] = _call("rowwise", units)
         for (module, attribute), run in runs.items():
             self.draft.local.setdefault(module, {})[attribute] = self._local_size(candidate, run)
+        for ratio in self.classes.record.ratios:  # a quotient stays what it is if both are divided
+            (module, attribute, _), (divided, by, _) = ratio.dividend, ratio.divisor
+            if (divided, by) in runs and (module, attribute) not in runs:
+                self.draft.local.setdefault(module, {})[attribute] = self.draft.local[divided][by]
 
     def _parts(self, candidate: Candidate) -> list[tuple[Factor, ...]]:
         return [part for place in candidate.places for part in place.parts]
@@ -187,7 +191,9 @@ class Drafting:
         for name, module in self.classes.modules.items():
             shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
             stacked = [shape for shape in shapes if len(shape) == 3]
-            if len(stacked) >= 2 and len({shape[0] for shape in shapes}) == 1 and name not in self.banned:
+            counts = {shape[0] for shape in shapes if shape}
+            is_stack = len(stacked) >= 2 and len(counts) == 1 and max(counts) > 1
+            if name and is_stack and name not in self.banned:
                 self.draft.styles[name] = "experts"
 
     def _shard_multihead(self) -> None:

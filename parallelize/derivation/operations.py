@@ -189,6 +189,14 @@ def _cat(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
     record.set(out, dims)
 
 
+def _complex(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
+    """The last dim of real numbers, of size 2, is the two parts of complex ones."""
+    dims = record.dims(args[0])
+    parts = new_dim(2) if name == "view_as_real" else dims[-1]
+    record.mix([parts], name)
+    record.set(out, [*dims, parts] if name == "view_as_real" else dims[:-1])
+
+
 def _stack(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.ndim
     dims = list(record.dims(args[0][0]))
@@ -422,6 +430,7 @@ def _rules() -> dict[str, Rule]:
         _slice: "slice",
         _cat: "cat",
         _stack: "stack",
+        _complex: "view_as_complex view_as_real",
         _pad: "constant_pad_nd",
         _along: "_softmax _log_softmax cumsum cumprod logcumsumexp sort topk flip roll",
         _reduce: "sum mean amax amin max min prod any all var std var_mean argmax argmin logsumexp linalg_vector_norm",

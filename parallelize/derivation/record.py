@@ -74,6 +74,14 @@ class Read:
     operation: str
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """The quotient of two integer attributes, of which a size was computed: (module, attribute, value) of each."""
+
+    dividend: tuple[str, str, int]
+    divisor: tuple[str, str, int]
+
+
 @dataclass(eq=False)
 class ModuleCall:
     """A call of a module with hidden states.
@@ -103,6 +111,7 @@ class Record:
         lookups: dims of which an embedding takes rows by ids, with the name of the table.
         unknown: operations without a rule, with the modules that called them.
         calls: of modules with hidden states, in the order in which they began.
+        ratios: of attributes, in the order in which they were read.
     """
 
     parameters: dict[str, Dims] = field(default_factory=dict)
@@ -116,6 +125,7 @@ class Record:
     lookups: list[tuple[Dim, str]] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
+    ratios: dict[Ratio, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._dims: Any = WeakIdKeyDictionary()

@@ -432,7 +432,7 @@ def _rules() -> dict[str, Rule]:
         _stack: "stack",
         _complex: "view_as_complex view_as_real",
         _pad: "constant_pad_nd",
-        _along: "_softmax _log_softmax cumsum cumprod logcumsumexp sort topk flip roll",
+        _along: "_softmax _safe_softmax _log_softmax cumsum cumprod logcumsumexp sort topk flip roll",
         _reduce: "sum mean amax amin max min prod any all var std var_mean argmax argmin logsumexp linalg_vector_norm",
         _norm: "native_layer_norm _fused_rms_norm",
         _channel_norm: "native_group_norm native_batch_norm _native_batch_norm_legit_no_training _native_batch_norm_legit cudnn_batch_norm",

@@ -111,7 +111,7 @@ def nested(rules: Mapping[str, str]) -> dict[str, str | dict[str, str]]:
     tree: dict[str, str | dict[str, str]] = {}
     for pattern, style in rules.items():
         head = _layer_of(pattern)
-        if head and heads[head] > 1:
+        if head and heads[head] > 1 and head not in rules:  # a key has a style or rules of its own, not both
             inner = tree.setdefault(head, {})
             assert isinstance(inner, dict)
             inner[pattern.removeprefix(head + ".")] = style

@@ -44,13 +44,16 @@ def check_soundness(
 
 
 def _siblings(name: str, modules: dict[str, ModuleRow], trait: str) -> list[ModuleRow]:
-    """Rows of modules with the same parent whose style has this trait."""
-    parent = name.rpartition(".")[0]
+    """Rows of modules with the same parent whose style has this trait. `to_out.0` is in a list, whose parent counts."""
+    parent = _parent(name)
     return [
-        row
-        for other, row in modules.items()
-        if getattr(row.contract.traits, trait) and other.rpartition(".")[0] == parent
+        row for other, row in modules.items() if getattr(row.contract.traits, trait) and _parent(other) == parent
     ]
+
+
+def _parent(name: str) -> str:
+    above, _, key = name.rpartition(".")
+    return above.rpartition(".")[0] if key.isdigit() else above
 
 
 def _weight(name: str, model: ModelFacts, parameters: dict[str, ParameterRow]) -> ParameterRow | None:

@@ -213,7 +213,7 @@ class Classes:
         if name in banned:
             return "the proof failed with it sharded"
         linear = self.linears[name]
-        dims = self.record.parameters.get(f"{name}.weight")
+        dims = self.record.parameters.get(f"{name}.weight".lstrip("."))
         if dims is None:
             return "it has no weight"
         out = [factor for part in self.parts_of(dims[output_dim(linear)]) for factor in part]

@@ -172,6 +172,15 @@ def _cut(record: Record, source: T, result: T, dim: int, start: int) -> None:
     record.set(result, [*dims[:dim], part, *dims[dim + 1 :]])
 
 
+def _glu(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
+    """The first half of a dim, times the sigmoid of the second half."""
+    dims = list(record.dims(args[0]))
+    dim = (args[1] if len(args) > 1 else -1) % len(dims)
+    half, part = out.shape[dim], new_dim(out.shape[dim])
+    record.slices += [Slice(dims[dim], start, start + half, part, record.module) for start in (0, half)]
+    record.set(out, [*dims[:dim], part, *dims[dim + 1 :]])
+
+
 def _cat(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
     parts = [tensor for tensor in args[0] if tensor.numel()]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.ndim
@@ -428,6 +437,7 @@ def _rules() -> dict[str, Rule]:
         _select: "select unbind",
         _split: "split split_with_sizes",
         _slice: "slice",
+        _glu: "glu",
         _cat: "cat",
         _stack: "stack",
         _complex: "view_as_complex view_as_real",

@@ -93,6 +93,8 @@ def _named_modules(record: Record, model: nn.Module) -> Iterator[None]:
                 record.module = name
 
             def leave(_: nn.Module, __: Any, output: Any) -> None:
+                if not running:  # PyTorch calls this after an error in a hook before it, too
+                    return
                 record.module, call = running.pop()
                 out = output[0] if isinstance(output, (tuple, list)) and output else output
                 if call is not None and isinstance(out, T):
@@ -138,7 +140,8 @@ def _arithmetic(name: str) -> Any:
         result = plain(self, other)
         if type(result) is not int:
             return result
-        sources, ratios = getattr(other, "sources", frozenset()), getattr(other, "ratios", frozenset())
+        sources: frozenset[Source] = getattr(other, "sources", frozenset())
+        ratios: frozenset[Ratio] = getattr(other, "ratios", frozenset())
         if name == "__floordiv__" and len(self.sources) == len(sources) == 1:
             ratios |= {Ratio(*self.sources, *sources)}
         return _Watched(result, self.sources | sources, self.ratios | ratios)
@@ -195,7 +198,7 @@ class _SizesRead(TorchFunctionMode):
             for result in private.tree_leaves(out):
                 if isinstance(result, T):
                     if len(sizes) == result.ndim:
-                        self._note(watched, result, name, lambda value, _, index: sizes[index] is value)  # noqa: B023
+                        self._note(watched, result, name, lambda value, _, index: sizes[index] is value)
                     else:
                         self._note(watched, result, name, lambda value, size, _: int(value) == size)
                     if limits and isinstance(args[0], T) and args[0].ndim == result.ndim:

@@ -46,9 +46,7 @@ def check_soundness(
 def _siblings(name: str, modules: dict[str, ModuleRow], trait: str) -> list[ModuleRow]:
     """Rows of modules with the same parent whose style has this trait. `to_out.0` is in a list, whose parent counts."""
     parent = _parent(name)
-    return [
-        row for other, row in modules.items() if getattr(row.contract.traits, trait) and _parent(other) == parent
-    ]
+    return [row for other, row in modules.items() if getattr(row.contract.traits, trait) and _parent(other) == parent]
 
 
 def _parent(name: str) -> str:

@@ -201,9 +201,9 @@ def _cat(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
 def _complex(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
     """The last dim of real numbers, of size 2, is the two parts of complex ones."""
     dims = record.dims(args[0])
-    parts = new_dim(2) if name == "view_as_real" else dims[-1]
-    record.mix([parts], name)
-    record.set(out, [*dims, parts] if name == "view_as_real" else dims[:-1])
+    real = [*dims, new_dim(2)] if name == "view_as_real" else dims
+    record.mix(real[-1:], name)
+    record.set(out, real if name == "view_as_real" else dims[:-1])
 
 
 def _stack(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
@@ -422,10 +422,6 @@ def _scalar(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> N
     """Reads a number, or nothing, of a tensor."""
 
 
-def _dropout(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> None:
-    _same(record, name, args, kwargs, out)
-
-
 def _rules() -> dict[str, Rule]:
     groups: dict[Rule, str] = {
         _view: "view _unsafe_view reshape _reshape_alias",
@@ -457,9 +453,9 @@ def _rules() -> dict[str, Rule]:
         _write: "scatter scatter_ scatter_add scatter_add_ index_put index_put_ _index_put_impl_ index_add index_add_ slice_scatter select_scatter "
         "masked_scatter",
         _copy: "copy_",
-        _same: "clone detach alias lift_fresh _to_copy contiguous zeros_like ones_like full_like empty_like rand_like randn_like new_empty_strided",
+        _same: "clone detach alias lift_fresh _to_copy contiguous zeros_like ones_like full_like empty_like rand_like randn_like new_empty_strided "
+        "native_dropout",
         _triangle: "tril triu",
-        _dropout: "native_dropout",
         _scalar: "_local_scalar_dense item equal is_nonzero _assert_async sym_size _assert_tensor_metadata",
     }
     return {name: rule for rule, names in groups.items() for name in names.split()}

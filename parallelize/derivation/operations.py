@@ -14,6 +14,7 @@ import torch
 from parallelize import _torch_private as private
 from parallelize.derivation.factors import Dim, new_dim, regroup, size_of
 from parallelize.derivation.record import Contraction, Dims, Record, Slice
+from parallelize.derivation.two_parts import complex_numbers, gated_halves
 
 T = torch.Tensor
 Rule = Callable[[Record, str, tuple, dict, Any], None]
@@ -172,15 +173,6 @@ def _cut(record: Record, source: T, result: T, dim: int, start: int) -> None:
     record.set(result, [*dims[:dim], part, *dims[dim + 1 :]])
 
 
-def _glu(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
-    """The first half of a dim, times the sigmoid of the second half."""
-    dims = list(record.dims(args[0]))
-    dim = (args[1] if len(args) > 1 else -1) % len(dims)
-    half, part = out.shape[dim], new_dim(out.shape[dim])
-    record.slices += [Slice(dims[dim], start, start + half, part, record.module) for start in (0, half)]
-    record.set(out, [*dims[:dim], part, *dims[dim + 1 :]])
-
-
 def _cat(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
     parts = [tensor for tensor in args[0] if tensor.numel()]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.ndim
@@ -196,14 +188,6 @@ def _cat(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
     dims[dim] = new_dim(out.shape[dim])
     record.mix([dims[dim], *(record.dims(tensor)[dim] for tensor in parts)], "a concatenation along it")
     record.set(out, dims)
-
-
-def _complex(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
-    """The last dim of real numbers, of size 2, is the two parts of complex ones."""
-    dims = record.dims(args[0])
-    real = [*dims, new_dim(2)] if name == "view_as_real" else dims
-    record.mix(real[-1:], name)
-    record.set(out, real if name == "view_as_real" else dims[:-1])
 
 
 def _stack(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
@@ -433,10 +417,10 @@ def _rules() -> dict[str, Rule]:
         _select: "select unbind",
         _split: "split split_with_sizes",
         _slice: "slice",
-        _glu: "glu",
+        gated_halves: "glu",
         _cat: "cat",
         _stack: "stack",
-        _complex: "view_as_complex view_as_real",
+        complex_numbers: "view_as_complex view_as_real",
         _pad: "constant_pad_nd",
         _along: "_softmax _safe_softmax _log_softmax cumsum cumprod logcumsumexp sort topk flip roll",
         _reduce: "sum mean amax amin max min prod any all var std var_mean argmax argmin logsumexp linalg_vector_norm",

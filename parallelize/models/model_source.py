@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from parallelize.errors import ModelError, ParallelizeError, Problem, did_you_mean
-from parallelize.models.dtypes import in_dtype
+from parallelize.models.model_dtype import in_dtype
 
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-8x7b": (

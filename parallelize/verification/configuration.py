@@ -16,7 +16,7 @@ from torch import nn
 
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
-from parallelize.models.dtypes import in_dtype
+from parallelize.models.model_dtype import in_dtype
 from parallelize.models.model_source import ModelSource, read_model, source_of
 from parallelize.pipeline.schedules import Schedule, build_schedule
 from parallelize.plan.choose import plan_or_none, shipped_plan_of

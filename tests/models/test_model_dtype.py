@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallelize.models.dtypes import in_dtype
+from parallelize.models.model_dtype import in_dtype
 from parallelize.models.model_source import source_of
 
 

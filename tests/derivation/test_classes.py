@@ -218,6 +218,7 @@ def test_stacked_weights_are_experts(banned, expected):
     class Experts(nn.Module):
         def __init__(self, count):
             super().__init__()
+            self.is_transposed = False  # an attribute that stacked experts of `transformers` have
             self.up, self.down = nn.Parameter(torch.ones(count, WIDTH, 8)), nn.Parameter(torch.ones(count, 8, WIDTH))
 
         def forward(self, x):

@@ -44,14 +44,26 @@ def check_soundness(
 
 
 def _siblings(name: str, modules: dict[str, ModuleRow], trait: str) -> list[ModuleRow]:
-    """Rows of modules with the same parent whose style has this trait. `to_out.0` is in a list, whose parent counts."""
-    parent = _parent(name)
-    return [row for other, row in modules.items() if getattr(row.contract.traits, trait) and _parent(other) == parent]
+    """Rows of modules with the same parent whose style has this trait."""
+    parent = name.rpartition(".")[0]
+    return [
+        row
+        for other, row in modules.items()
+        if getattr(row.contract.traits, trait) and other.rpartition(".")[0] == parent
+    ]
 
 
-def _parent(name: str) -> str:
-    above, _, key = name.rpartition(".")
-    return above.rpartition(".")[0] if key.isdigit() else above
+def _sums_in_a_list(name: str, modules: dict[str, ModuleRow]) -> bool:
+    """Whether a list beside a module, such as `to_out`, has a row linear."""
+    parent = name.rpartition(".")[0]
+    return any(
+        row.contract.traits.sums_output and other.rpartition(".")[2].isdigit() and _grandparent(other) == parent
+        for other, row in modules.items()
+    )
+
+
+def _grandparent(name: str) -> str:
+    return ".".join(name.split(".")[:-2])
 
 
 def _weight(name: str, model: ModelFacts, parameters: dict[str, ParameterRow]) -> ParameterRow | None:
@@ -139,7 +151,8 @@ def _replicated_among_shards(
             "`replicate(gradient=partial)` for local heads or features, `replicate(gradient=full)` for full activations"
         )
         yield Problem("unclear-gradient", what, row.rule.where, fix=fix)
-    if gradient == "partial" and not inside and not sharded_siblings:
+    is_among_shards = sharded_siblings or (_siblings(name, modules, "splits_output") and _sums_in_a_list(name, modules))
+    if gradient == "partial" and not inside and not is_among_shards:
         what = f"{generic(name)} runs on full activations, so its gradient is full, and its sum over tp is tp times too large"
         fix = "`sequence` for a norm that sequence parallelism shards, `replicate` otherwise"
         yield Problem("partial-without-shards", what, row.rule.where, fix=fix)

@@ -153,7 +153,8 @@ def _plan(module: nn.Module, spec: MeshSpec, plan: Any) -> Plan | None:
     needed = "tp" in spec.names or spec.ranks("cp") > 1 or is_styles(plan)
     if needed:
         return plan_of_styles(module, plan)
-    return plan_or_none(module, plan) or plan_or_none(module, None)
+    given = None if plan == "auto" else plan  # nothing is to be derived where nothing is sharded over `tp`
+    return plan_or_none(module, given) or plan_or_none(module, None)
 
 
 def _compare_data_ranks(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -> None:

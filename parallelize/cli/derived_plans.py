@@ -59,12 +59,14 @@ def _inputs(text: str) -> Any:
         ) from None
     if not callable(function):
         raise ModelError(Problem("no-such-factory", f"--inputs {text} is no function", fix="package.module:function"))
-    inputs = function()
+    fix = "return a dict of keyword arguments of the forward, or a tuple"
+    try:
+        inputs = function()
+    except Exception as error:  # of the user's code
+        what = f"--inputs {text} failed: {type(error).__name__}: {error}"
+        raise ModelError(Problem("bad-inputs", what, fix=fix)) from error
     if not isinstance(inputs, (dict, tuple)):
-        what = f"--inputs {text} returned a {type(inputs).__name__}"
-        raise ModelError(
-            Problem("bad-inputs", what, fix="return a dict of keyword arguments of the forward, or a tuple")
-        )
+        raise ModelError(Problem("bad-inputs", f"--inputs {text} returned: {type(inputs).__name__}", fix=fix))
     return inputs
 
 

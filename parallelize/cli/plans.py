@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,20 @@ def _write(target: Path, text: str, force: bool) -> None:
         with target.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        fix = "name another file, or use --force"
-        raise PlanError(Problem("file-exists", "the file exists", str(target), fix=fix)) from None
+        raise _exists(target) from None
+
+
+def _exists(target: Path) -> PlanError:
+    return PlanError(Problem("file-exists", "the file exists", str(target), fix="name another file, or use --force"))
+
+
+def _check_targets(targets: list[Path], force: bool) -> None:
+    """Whether files can be written, before the work of minutes whose results they are. Raises: PlanError `file-exists`; OSError."""
+    for target in targets:
+        if target.exists() and not force:
+            raise _exists(target)
+        if not target.parent.is_dir():
+            raise FileNotFoundError(ENOENT, "no such folder", str(target.parent))
 
 
 # -- derived --------------------------------------------------------------------------------------------------------------
@@ -174,6 +187,7 @@ def _write(target: Path, text: str, force: bool) -> None:
 def _derive(options: argparse.Namespace) -> int:
     from parallelize.cli.derived_plans import derived, page, picture
 
+    _check_targets([path for path in (options.html, options.output) if path is not None], options.force)
     result = derived(options)
     if options.html is not None:
         _write(options.html, page(result, options), options.force)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from parallelize.derivation.derive import derive_plan
 from parallelize.models.model_source import ModelSource
 from parallelize.plan.schema import Plan
 
+log = logging.getLogger("parallelize")
 
-def derived_plan(model: nn.Module) -> tuple[Plan, str]:
-    """(the plan, how it was made). The random numbers of the caller are left alone, and all ranks get the same plan.
+
+def derived_plan(model: nn.Module) -> Plan:
+    """The plan. Each rank derives it, from the same random numbers; the first rank logs what was proven.
 
     Raises: as `derive_plan`.
     """
     derived = derive_plan(source_of_instance(model))
-    return derived.plan, f"deriving it: {derived.proof}"
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        log.info("plan %s, derived from %s: %s", derived.plan.name, type(model).__name__, derived.proof)
+    return derived.plan
 
 
 def source_of_instance(model: nn.Module) -> Any:

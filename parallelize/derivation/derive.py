@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +21,7 @@ from parallelize.derivation.small_config import small_configs
 from parallelize.dims.classes import Choice, Classes
 from parallelize.dims.record import Record
 from parallelize.dims.trace import record_forward
-from parallelize.errors import ModelError, ParallelizeError, Problem
+from parallelize.errors import MeshError, ModelError, ParallelizeError, Problem
 from parallelize.models.model_source import ModelSource, source_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
@@ -75,21 +77,29 @@ def derive_plan(
             function that returns one. A config is scaled down and keeps its structure; other models are run as they are.
         example_inputs: keyword arguments of the forward, or positional ones. None: by the model's main input.
         overrides: fields of the config, or keyword arguments of the function.
-        tp: the number of ranks of the proof.
+        tp: the number of ranks of the proof, at least 2.
         verified: whether the plan is proven. False says so in the file.
         tell: called with a line of text before each step.
 
     Returns: the plan with its file. Linears that cannot be proven are left whole, with the reason.
-    Raises: ModelError `unknown-inputs`, `untraceable-model`, `too-large-to-run`, `nothing-to-shard`; what reading the model raises.
-    Cost: a forward, and a few training steps of the scaled model on the CPU.
+    Raises: ModelError `unknown-inputs`, `untraceable-model`, `too-large-to-run`, `nothing-to-shard`; MeshError `bad-mesh`; what
+        reading the model raises.
+    Cost: a forward, and a few training steps of the scaled model on the CPU. Random numbers are those of a seed of its own, so that
+        all ranks of a job derive the same plan, and the caller's generator is left alone.
     """
+    if tp < 2:
+        raise MeshError(
+            Problem("bad-mesh", f"nothing is split over tp={tp}, so that nothing can be proven", fix="tp=2")
+        )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # so that all ranks, and two runs, derive the same
+        torch.manual_seed(0)
         source, subject = _small(source_of(model, overrides), tp)
-        _check_size(subject)
-        source = provable(source, subject, example_inputs)
-        tell("recording one forward")
-        record = _recorded(source, subject, example_inputs)
+        _check_subject(subject)
+        inputs = inputs_of(source, subject) if example_inputs is None else example_inputs
+        with _explained(subject, inputs):
+            source = provable(source, subject, inputs)
+            tell("recording one forward")
+            record = record_forward(subject, inputs)
         return _Derivation(source, subject, record, tp, tell).run(verified)
 
 
@@ -152,7 +162,7 @@ class _Derivation:
         self.tell(f"proving it on {self.tp} ranks: {len(draft.styles)} modules are sharded")
         proof = prove(self.source, self._plan(_text(self.source, self.model, draft, None, self.allow)), self.tp)
         if not proof.ok:
-            log.info("not proven: %s", proof)
+            log.debug("not proven: %s", proof)
         return proof
 
     def _plan(self, text: str) -> Plan:
@@ -183,12 +193,12 @@ def _small(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
         small = source.with_config(config)
         try:
             model = _built(small)
-            _check_size(model)
+            _check_subject(model)
             record_forward(model, inputs_of(small, model))
             return small, model
         except Exception as error:  # a class may refuse the sizes with any error
             reason = reason or error
-            log.info("%s does not run with smaller sizes: %s", source.text, error)
+            log.debug("%s does not run with smaller sizes: %s", source.text, error)
     what = f"no small version of {source.text} runs: {type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
     fix = "a function that returns a small model: package.module:function; and --inputs where its forward takes other inputs"
     raise ModelError(Problem("untraceable-model", what, fix=fix)) from reason
@@ -201,29 +211,38 @@ def _built(source: ModelSource) -> nn.Module:
     return model
 
 
-def _check_size(model: nn.Module) -> None:
+def _check_subject(model: nn.Module) -> None:
+    """Whether a model's forward can be run here."""
     elements = sum(parameter.numel() for parameter in model.parameters())
     if elements > MAX_PARAMETERS:
         what = f"{type(model).__name__} has {elements:,} parameters, and its forward is run on this machine"
         fix = "give its config, or a function that returns the model with smaller sizes"
         raise ModelError(Problem("too-large-to-run", what, fix=fix))
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu"}
+    if devices:
+        what = f"{type(model).__name__} is on the device {min(devices)}, and its forward is run on the CPU"
+        fix = "give its config, or a function that returns the model on the CPU"
+        raise ModelError(Problem("untraceable-model", what, fix=fix))
 
 
-def _recorded(source: ModelSource, model: nn.Module, example: Any) -> Record:
-    inputs = inputs_of(source, model) if example is None else example
+@contextmanager
+def _explained(model: nn.Module, inputs: Any) -> Iterator[None]:
+    """Name what a model's forward raises, which may be anything."""
     try:
-        return record_forward(model, inputs)
+        yield
     except ParallelizeError:
         raise
     except Exception as error:
-        shapes = (
-            {k: list(v.shape) if isinstance(v, torch.Tensor) else v for k, v in dict(inputs).items()}
-            if isinstance(inputs, Mapping)
-            else ""
-        )
-        what = f"the forward of {type(model).__name__} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        reason = (str(error).splitlines() or [""])[0]
+        what = f"the forward of {type(model).__name__} failed: {type(error).__name__}: {reason}"
         fix = "give inputs: example_inputs=, or --inputs module:function, which returns keyword arguments"
-        raise ModelError(Problem("untraceable-model", what, rows=(("inputs", str(shapes)),), fix=fix)) from error
+        rows = (("inputs", _shapes(inputs)),)
+        raise ModelError(Problem("untraceable-model", what, rows=rows, fix=fix)) from error
+
+
+def _shapes(inputs: Mapping[str, Any] | tuple[Any, ...]) -> str:
+    named = inputs.items() if isinstance(inputs, Mapping) else ((f"#{i}", value) for i, value in enumerate(inputs, 1))
+    return ", ".join(f"{name} {list(v.shape) if isinstance(v, torch.Tensor) else v}" for name, v in named)
 
 
 def _fields(model: nn.Module) -> dict[str, int]:
@@ -282,21 +301,19 @@ def _share(model: nn.Module, draft: Draft) -> float:
 
 def _suspects(proof: Proof, choice: Choice) -> set[str]:
     """The linears of the block that a failed proof names, in every layer alike."""
-    if not proof.module:
-        return set()
-    block = generic(proof.module)
-    for depth in range(block.count(".") + 1):
+    linears = {name for candidate in choice.candidates for name in candidate.linears}
+    block = generic(proof.module) or _named_in(proof.text, sorted({generic(name) for name in linears}))
+    for depth in range(block.count(".") + 1) if block else ():
         prefix = block.rsplit(".", depth)[0] if depth else block
-        linears = {
-            name
-            for candidate in choice.candidates
-            for name in candidate.linears
-            if generic(name) == prefix or generic(name).startswith(prefix + ".")
-        }
-        if linears:
-            patterns = {generic(name) for name in linears}
-            return {name for c in choice.candidates for name in c.linears if generic(name) in patterns}
+        suspects = {name for name in linears if generic(name) == prefix or generic(name).startswith(prefix + ".")}
+        if suspects:
+            return suspects
     return set()
+
+
+def _named_in(text: str, patterns: list[str]) -> str:
+    """The first of these patterns that a text names; empty: none."""
+    return next((pattern for pattern in patterns if re.search(rf"(?<![\w.*]){re.escape(pattern)}(?![\w.*])", text)), "")
 
 
 def _nothing(source: ModelSource, choice: Choice) -> Problem:

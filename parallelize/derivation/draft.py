@@ -113,6 +113,10 @@ class Drafting:
                 self.draft.styles[module] = _call("rowwise", units)
         for (module, attribute), run in runs.items():
             self.draft.local.setdefault(module, {})[attribute] = self._local_size(candidate, run)
+        for ratio in self.classes.record.ratios:  # a quotient stays what it is if both are divided
+            (module, attribute, _), (divided, by, _) = ratio.dividend, ratio.divisor
+            if (divided, by) in runs and (module, attribute) not in runs:
+                self.draft.local.setdefault(module, {})[attribute] = self.draft.local[divided][by]
 
     def _parts(self, candidate: ShardableFactor) -> list[tuple[Factor, ...]]:
         return [part for place in candidate.places for part in place.parts]

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
+from math import prod
 
 from parallelize.plan.pattern import alternatives, generic
 
@@ -34,20 +35,29 @@ def pattern_rules(styles: Mapping[str, str], names: Iterable[str]) -> dict[str, 
 
 
 def _of_some(pattern: str, members: list[str], styles: Mapping[str, str]) -> dict[str, str]:
-    """Rules for a pattern whose members differ: one for each style, which lists layers where one number differs."""
+    """Rules for a pattern whose members differ: one for each style, which lists layers where one number differs.
+
+    A number that takes all of its values stays `*`: the plan serves models with more layers.
+    """
+    values = [set(column) for column in zip(*(name.split(".") for name in members), strict=True)]
     rules: dict[str, str] = {}
     for style in dict.fromkeys(styles.get(name, "") for name in members):
         chosen = [name.split(".") for name in members if styles.get(name, "") == style]
         columns = [sorted({parts[i] for parts in chosen}, key=_number) for i in range(len(chosen[0]))]
-        varying = [i for i, column in enumerate(columns) if len(column) > 1]
         if not style:
             continue
-        if len(varying) <= 1:
-            parts = [column[0] if len(column) == 1 else "{" + ",".join(column) + "}" for column in columns]
-            rules[".".join(parts)] = style
+        if len(chosen) == prod(map(len, columns)):
+            rules[".".join(_segment(column, every) for column, every in zip(columns, values, strict=True))] = style
         else:
             rules |= {".".join(parts): style for parts in chosen}
     return rules
+
+
+def _segment(column: list[str], every: set[str]) -> str:
+    """The values that one segment takes, of those that it has in the model."""
+    if len(column) == 1:
+        return column[0]
+    return "*" if set(column) == every else "{" + ",".join(column) + "}"
 
 
 def _number(text: str) -> tuple[int, str]:
@@ -101,7 +111,7 @@ def nested(rules: Mapping[str, str]) -> dict[str, str | dict[str, str]]:
     tree: dict[str, str | dict[str, str]] = {}
     for pattern, style in rules.items():
         head = _layer_of(pattern)
-        if head and heads[head] > 1:
+        if head and heads[head] > 1 and head not in rules:  # a key has a style or rules of its own, not both
             inner = tree.setdefault(head, {})
             assert isinstance(inner, dict)
             inner[pattern.removeprefix(head + ".")] = style

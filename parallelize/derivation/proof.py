@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallelize.derivation.example_inputs import floating_outputs, inputs_of
+from parallelize.derivation.example_inputs import floating_outputs
 from parallelize.errors import ParallelizeError
 from parallelize.models.model_source import ModelSource
 from parallelize.plan.schema import Plan
@@ -58,16 +59,11 @@ def prove(source: ModelSource, plan: Plan, tp: int) -> Proof:
     )
 
 
-def provable(source: ModelSource, model: nn.Module, example: Any) -> ModelSource:
+def provable(source: ModelSource, model: nn.Module, example: Mapping[str, Any] | tuple[Any, ...]) -> ModelSource:
     """The source with inputs and a loss that its outputs have: of logits their cross entropy, of others a fixed projection."""
     if "inputs" in source.extras and ("loss" in source.extras or source.config is None):
         return source
-    if example is None:
-        inputs = inputs_of(source, model)
-    else:
-        inputs = (
-            dict(zip(_argument_names(model), example, strict=False)) if isinstance(example, tuple) else dict(example)
-        )
+    inputs = dict(zip(_argument_names(model), example, strict=False)) if isinstance(example, tuple) else dict(example)
     with torch.no_grad():
         shape = _shape_of_logits(model, model(**inputs))
     targets = torch.zeros(1) if shape is None else torch.randint(0, shape[2], shape[:2])

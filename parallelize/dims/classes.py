@@ -182,17 +182,20 @@ class Classes:
         """
         banned: set[str] = set(without)
         used: set[str] = set()
+        beside_banned: dict[str, str] = {}
         chosen: list[ShardableFactor] = []
         for candidate in self.candidates():
             linears = candidate.linears
             reason = self._read_beside(candidate)
             if reason:
                 self.blocked[candidate.factor] = Blocked(reason)
-            elif not linears & (banned | used):
+            elif linears & banned:
+                beside_banned |= dict.fromkeys(linears - banned, min(linears & banned))
+            elif not linears & used:
                 chosen.append(candidate)
                 used |= linears
         factors = {candidate.factor for candidate in chosen}
-        return Choice(chosen, self.partial_of(factors), self._whole(used, banned))
+        return Choice(chosen, self.partial_of(factors), self._whole(used, banned, beside_banned))
 
     def _read_beside(self, candidate: ShardableFactor) -> str:
         """Whether an activation that has a gradient and not this factor meets one with it outside of a column linear."""
@@ -219,14 +222,18 @@ class Classes:
         """Whether one of these dims, or a part of it, has one of the factors."""
         return any(factor in factors for dim in dims for part in self.parts_of(dim) for factor in part)
 
-    def _whole(self, used: set[str], banned: set[str]) -> list[Whole]:
-        return [Whole(name, self._reason(name, banned)) for name in self.linears if name not in used]
+    def _whole(self, used: set[str], banned: set[str], beside_banned: dict[str, str]) -> list[Whole]:
+        """beside_banned: linears whose only partners are banned, with one of these."""
+        reasons = {name: f"the proof failed with {partner} sharded" for name, partner in beside_banned.items()}
+        return [
+            Whole(name, reasons.get(name) or self._reason(name, banned)) for name in self.linears if name not in used
+        ]
 
     def _reason(self, name: str, banned: set[str]) -> str:
         if name in banned:
             return "the proof failed with it sharded"
         linear = self.linears[name]
-        dims = self.record.parameters.get(f"{name}.weight")
+        dims = self.record.parameters.get(f"{name}.weight".lstrip("."))
         if dims is None:
             return "it has no weight"
         out = [factor for part in self.parts_of(dims[output_dim(linear)]) for factor in part]

@@ -14,6 +14,7 @@ import torch
 from parallelize import _torch_private as private
 from parallelize.dims.factors import Dim, new_dim, regroup, size_of
 from parallelize.dims.record import Contraction, Dims, Lookup, Record, Slice
+from parallelize.dims.two_parts import complex_numbers, gated_halves
 
 T = torch.Tensor
 Rule = Callable[[Record, str, tuple, dict, Any], None]
@@ -410,10 +411,6 @@ def _scalar(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> N
     """Reads a number, or nothing, of a tensor."""
 
 
-def _dropout(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> None:
-    _same(record, name, args, kwargs, out)
-
-
 def _rules() -> dict[str, Rule]:
     groups: dict[Rule, str] = {
         _view: "view _unsafe_view reshape _reshape_alias",
@@ -425,8 +422,10 @@ def _rules() -> dict[str, Rule]:
         _select: "select unbind",
         _split: "split split_with_sizes",
         _slice: "slice",
+        gated_halves: "glu",
         _cat: "cat",
         _stack: "stack",
+        complex_numbers: "view_as_complex view_as_real",
         _pad: "constant_pad_nd",
         _along: "_softmax _log_softmax _safe_softmax cumsum cumprod logcumsumexp sort topk flip roll",
         _reduce: "sum mean amax amin max min prod any all var std var_mean argmax argmin logsumexp linalg_vector_norm",
@@ -443,10 +442,10 @@ def _rules() -> dict[str, Rule]:
         _write: "scatter scatter_ scatter_add scatter_add_ index_put index_put_ _index_put_impl_ index_add index_add_ slice_scatter select_scatter "
         "masked_scatter",
         _copy: "copy_",
-        _same: "clone detach alias lift_fresh _to_copy contiguous zeros_like ones_like full_like empty_like rand_like randn_like new_empty_strided",
+        _same: "clone detach alias lift_fresh _to_copy contiguous zeros_like ones_like full_like empty_like rand_like randn_like new_empty_strided "
+        "native_dropout",
         _made: "new_empty new_zeros new_ones new_full",
         _triangle: "tril triu",
-        _dropout: "native_dropout",
         _scalar: "_local_scalar_dense item equal is_nonzero _assert_async sym_size _assert_tensor_metadata",
     }
     return {name: rule for rule, names in groups.items() for name in names.split()}

@@ -87,6 +87,14 @@ class Lookup:
     of_tokens: bool
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """The quotient of two integer attributes, of which a size was computed: (module, attribute, value) of each."""
+
+    dividend: tuple[str, str, int]
+    divisor: tuple[str, str, int]
+
+
 @dataclass(eq=False)
 class HiddenCall:
     """A call of a module with hidden states.
@@ -116,6 +124,7 @@ class Record:
         lookups: of embeddings.
         unknown: operations without a rule, with the modules that called them.
         calls: of modules with hidden states, in the order in which they began.
+        ratios: of attributes, in the order in which they were read.
     """
 
     parameters: dict[str, Dims] = field(default_factory=dict)
@@ -129,6 +138,7 @@ class Record:
     lookups: list[Lookup] = field(default_factory=list)
     unknown: dict[str, str] = field(default_factory=dict)
     calls: list[HiddenCall] = field(default_factory=list)
+    ratios: dict[Ratio, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._dims: Any = WeakIdKeyDictionary()

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from parallelize import _torch_private as private
 from parallelize.dims.factors import new_dim
 from parallelize.dims.operations import apply_rule
-from parallelize.dims.record import HiddenCall, Record, SizeRead
+from parallelize.dims.record import HiddenCall, Ratio, Record, SizeRead
 
 T = torch.Tensor
 Source = tuple[str, str, int]
@@ -102,6 +102,8 @@ def _named_modules(record: Record, model: nn.Module) -> Iterator[None]:
                 record.module = name
 
             def leave(_: nn.Module, __: Any, output: Any) -> None:
+                if not running:  # PyTorch calls this after an error in a hook before it, too
+                    return
                 record.module, call = running.pop()
                 out = output[0] if isinstance(output, (tuple, list)) and output else output
                 if call is not None and isinstance(out, T):
@@ -126,13 +128,14 @@ def _call_of(name: str, module: nn.Module, args: tuple, kwargs: dict) -> HiddenC
 
 
 class _Watched(int):
-    """An integer that knows from which attributes it was computed."""
+    """An integer that knows from which attributes, and from which quotients of two of them, it was computed."""
 
     sources: frozenset[Source]
+    ratios: frozenset[Ratio]
 
-    def __new__(cls, value: int, sources: frozenset[Source]) -> _Watched:
+    def __new__(cls, value: int, sources: frozenset[Source], ratios: frozenset[Ratio] = frozenset()) -> _Watched:
         self = super().__new__(cls, value)
-        self.sources = sources
+        self.sources, self.ratios = sources, ratios
         return self
 
     def __reduce__(self) -> Any:
@@ -146,7 +149,11 @@ def _arithmetic(name: str) -> Any:
         result = plain(self, other)
         if type(result) is not int:
             return result
-        return _Watched(result, self.sources | getattr(other, "sources", frozenset()))
+        sources: frozenset[Source] = getattr(other, "sources", frozenset())
+        ratios: frozenset[Ratio] = getattr(other, "ratios", frozenset())
+        if name == "__floordiv__" and len(self.sources) == len(sources) == 1:
+            ratios |= {Ratio(*self.sources, *sources)}
+        return _Watched(result, self.sources | sources, self.ratios | ratios)
 
     return run
 
@@ -178,6 +185,10 @@ def _watch(stack: ExitStack, values: dict[str, Any], name: str, prefix: str) -> 
             stack.callback(values.__setitem__, key, value)
 
 
+_SHAPED = ("view", "reshape", "expand", "zeros", "ones", "empty", "new_zeros", "new_ones", "new_empty")
+"""Functions whose integers are the sizes of the result, in its order: equal sizes are told apart."""
+
+
 class _SizesRead(TorchFunctionMode):
     """Notes which dims of a function's results have a size that was computed from an attribute."""
 
@@ -192,9 +203,13 @@ class _SizesRead(TorchFunctionMode):
         limits = [limit for leaf in leaves for limit in _limits(leaf)]
         name = getattr(func, "__name__", "")
         if watched or limits:
+            sizes = [leaf for leaf in leaves if isinstance(leaf, int)] if name in _SHAPED else []
             for result in private.tree_leaves(out):
                 if isinstance(result, T):
-                    self._note(watched, result, name, lambda value, size, index: int(value) == size)
+                    if len(sizes) == result.ndim:
+                        self._note(watched, result, name, lambda value, _, index: sizes[index] is value)
+                    else:
+                        self._note(watched, result, name, lambda value, size, _: int(value) == size)
                     if limits and isinstance(args[0], T) and args[0].ndim == result.ndim:
                         source = args[0].shape
                         self._note(limits, result, name, lambda _, size, index: size != source[index])  # noqa: B023
@@ -206,9 +221,16 @@ class _SizesRead(TorchFunctionMode):
             for value in watched:
                 if dim and gives(value, size, index):
                     self.record.reads += [
-                        SizeRead(module or self.record.module, attribute, number, dim, operation)
-                        for module, attribute, number in value.sources
+                        SizeRead(*self._of_module(source), dim, operation) for source in sorted(value.sources)
                     ]
+                    self.record.ratios |= {
+                        Ratio(self._of_module(ratio.dividend), self._of_module(ratio.divisor)): None
+                        for ratio in value.ratios
+                    }
+
+    def _of_module(self, source: Source) -> Source:
+        """A field of a config is local in the module that reads it."""
+        return source[0] or self.record.module, *source[1:]
 
 
 def _limits(leaf: Any) -> list[_Watched]:

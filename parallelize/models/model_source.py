@@ -26,6 +26,7 @@ from torch import nn
 
 from parallelize.errors import ModelError, Problem
 from parallelize.models.known_sizes import KNOWN
+from parallelize.models.model_dtype import in_dtype
 from parallelize.models.transformers_models import config_of_file, config_of_type, maker_of
 
 
@@ -63,7 +64,7 @@ class ModelSource:
                     model = self.make(self.config)
             finally:
                 torch.set_default_dtype(default_dtype)
-        return model.to(dtype).train()
+        return in_dtype(model, dtype).train()
 
     def inputs(self, model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
         """Keyword arguments of a training step, drawn from torch's generator. `targets` among them is for the loss.

@@ -98,7 +98,12 @@ def plan_of(module: Any, plan: Any) -> Plan:
     Raises: PlanError.
     """
     if plan is None or plan == "auto":
-        chosen, reason = _chosen_or_derived(module) if plan == "auto" else choose_plan(module)
+        try:
+            chosen, reason = choose_plan(module)
+        except PlanError as error:
+            if plan is None or not _has_no_plan(error):
+                raise
+            return import_module(_AUTO).derived_plan(module)
         log.info("plan %s, chosen by %s", chosen.name, reason)
         if chosen.source == "base_model_tp_plan":
             log.warning("no shipped plan for %s: using %s", type(module).__name__, reason)
@@ -119,13 +124,8 @@ def plan_of(module: Any, plan: Any) -> Plan:
     )
 
 
-def _chosen_or_derived(module: Any) -> tuple[Plan, str]:
-    try:
-        return choose_plan(module)
-    except PlanError as error:
-        if error.slugs not in (("no-plan-for-model",), ("untranslatable-plan",)):
-            raise
-    return import_module(_AUTO).derived_plan(module)
+def _has_no_plan(error: PlanError) -> bool:
+    return error.slugs in (("no-plan-for-model",), ("untranslatable-plan",))
 
 
 def plan_or_none(module: Any, plan: Any) -> Plan | None:
@@ -135,6 +135,6 @@ def plan_or_none(module: Any, plan: Any) -> Plan | None:
     try:
         return plan_of(module, plan)
     except PlanError as error:
-        if plan is None and error.slugs in (("no-plan-for-model",), ("untranslatable-plan",)):
+        if plan is None and _has_no_plan(error):
             return None
         raise

@@ -54,6 +54,19 @@ def _siblings(name: str, modules: dict[str, ModuleRow], trait: str) -> list[Modu
     ]
 
 
+def _sums_in_a_list(name: str, modules: dict[str, ModuleRow]) -> bool:
+    """Whether a list beside a module, such as `to_out`, has a row linear."""
+    parent = name.rpartition(".")[0]
+    return any(
+        row.contract.traits.sums_output and other.rpartition(".")[2].isdigit() and _grandparent(other) == parent
+        for other, row in modules.items()
+    )
+
+
+def _grandparent(name: str) -> str:
+    return ".".join(name.split(".")[:-2])
+
+
 def _weight(name: str, model: ModelFacts, parameters: dict[str, ParameterRow]) -> ParameterRow | None:
     return parameters.get(model.owners.get(f"{name}.weight", ""))
 
@@ -139,7 +152,8 @@ def _replicated_among_shards(
             "`replicate(gradient=partial)` for local heads or features, `replicate(gradient=full)` for full activations"
         )
         yield Problem("unclear-gradient", what, row.rule.where, fix=fix)
-    if gradient == "partial" and not inside and not sharded_siblings:
+    is_among_shards = sharded_siblings or (_siblings(name, modules, "splits_output") and _sums_in_a_list(name, modules))
+    if gradient == "partial" and not inside and not is_among_shards:
         what = f"{generic(name)} runs on full activations, so its gradient is full, and its sum over tp is tp times too large"
         fix = "`sequence` for a norm that sequence parallelism shards, `replicate` otherwise"
         yield Problem("partial-without-shards", what, row.rule.where, fix=fix)

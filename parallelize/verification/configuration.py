@@ -16,6 +16,7 @@ from torch import nn
 
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
+from parallelize.models.model_dtype import in_dtype
 from parallelize.models.model_source import ModelSource, read_model, source_of
 from parallelize.pipeline.schedules import Schedule, build_schedule
 from parallelize.plan.choose import plan_or_none, shipped_plan_of
@@ -204,7 +205,7 @@ def _configurations_of(request: Request, device: str, even: bool) -> list[Config
     plan = plan_of_styles(model, request.plan) if is_styles(request.plan) else plan_or_none(model, request.plan)
     if plan is not None and plan.kept:  # PyTorch's styles, applied as they are
         plan = None
-    model = model.to(DTYPES[request.options.dtype or "float64"])
+    model = in_dtype(model, DTYPES[request.options.dtype or "float64"])
     perturb(model, request.seed)
     disable_dropout(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -149,3 +149,21 @@ def test_a_norm_with_another_formula_is_not_taken_for_rms():
     with pytest.raises(ModelError) as error:
         check_rms_norm(tiny_model("gemma2").model.norm, "n")
     assert error.value.slugs == ("not-rms-norm",)
+
+
+@pytest.mark.parametrize("query", ["colwise(heads)", "replicate"])
+def test_a_row_linear_in_a_list_sums_over_the_shards_beside_it(query):
+    """`to_out.0` is beside the norm as `to_out` would be, so that the norm's gradient may be partial."""
+    model = nn.Module()
+    model.to_q, model.norm, model.to_out = nn.Linear(8, 12), nn.LayerNorm(3), nn.ModuleList([nn.Linear(12, 8)])
+    is_sharded = query != "replicate"
+    rules = {"to_q": query, "norm": "replicate(gradient=partial)"}
+    rules["to_out.0"] = "rowwise(heads)" if is_sharded else "replicate"
+    text = "".join(f"  {name}: {style}\n" for name, style in rules.items())
+    head = "schema_version: 1\n" + ("sizes: {heads: 4}\n" if is_sharded else "")
+    plan = parse_plan(f"{head}tensor_parallel:\n{text}", "p.yaml")
+    if is_sharded:
+        resolve(plan, describe(model), MeshSpec(tp=2))
+    else:
+        with pytest.raises(ParallelizeError, match="partial-without-shards"):
+            resolve(plan, describe(model), MeshSpec(tp=2))

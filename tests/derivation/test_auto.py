@@ -1,0 +1,53 @@
+"""`plan="auto"`: a model that no plan is for trains as the unsharded one, by one plan on all ranks."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from parallelize import parallelize_module
+from parallelize.derivation import auto
+from parallelize.errors import ModelError
+from parallelize.plan.choose import plan_of
+from tests.derivation import auto_jobs as jobs
+from tests.derivation.own_models import TinyGpt
+from tests.support.models import tiny_model
+from tests.support.refused import Block, refused, small_mesh
+
+
+@pytest.mark.parametrize("maker", ["own_model", pytest.param("own_type", marks=pytest.mark.sweep)])
+def test_a_model_without_a_plan_trains_as_the_unsharded_one(maker, two_processes):
+    first, second = two_processes.run(jobs.trained, maker)
+    for result in (first, second):
+        assert result["output"] < 1e-12 and result["gradients"] < 1e-12
+        assert result["names"][0] == result["names"][1] and result["generator"]
+    assert first["sharded"] == second["sharded"] and len(first["sharded"]) > 5
+    assert len(first["lines"]) == 1 and "proven on tp=2" in first["lines"][0] and second["lines"] == []
+
+
+def test_nothing_is_derived_where_nothing_is_sharded(two_processes):
+    two_processes.run(jobs.on_data_ranks)
+
+
+def test_a_model_with_a_plan_keeps_it(monkeypatch):
+    monkeypatch.setattr(auto, "derived_plan", lambda model: pytest.fail("it was derived"))
+    assert plan_of(tiny_model("llama"), "auto").name == "llama"
+
+
+def test_the_plan_of_a_plain_module(caplog):
+    model, before = TinyGpt(), torch.get_rng_state()
+    with caplog.at_level(logging.INFO, "parallelize"):
+        plan = plan_of(model, "auto")
+    assert plan.classes == ("TinyGpt",) and plan.region is not None
+    assert torch.equal(torch.get_rng_state(), before)
+    (notice,) = (record.getMessage() for record in caplog.records)
+    assert notice.startswith("plan TinyGpt, derived from TinyGpt: proven on tp=2")
+
+
+def test_a_model_that_cannot_be_derived_is_left_alone():
+    model = Block()
+    with small_mesh(tp=2) as mesh, refused(ModelError, "unknown-inputs", "Block"):
+        parallelize_module(model, mesh, "auto")
+    assert type(model.up.weight.data) is torch.Tensor

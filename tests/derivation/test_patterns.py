@@ -1,0 +1,175 @@
+"""Names as patterns: what they match is what had the style, and the file is one that a person would write."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallelize.derivation.patterns import braces, nested, pattern_rules
+from parallelize.derivation.plan_text import Heading, Sections, plan_text
+from parallelize.plan.pattern import alternatives, matches
+from parallelize.plan.plan_file import parse_plan
+
+pytestmark = pytest.mark.torch_free
+
+NAMES = [
+    "embed",
+    *(
+        f"layers.{i}{name}"
+        for i in range(3)
+        for name in ("", ".norm", ".attn", ".attn.q_proj", ".attn.k_proj", ".attn.o_proj")
+    ),
+    *(f"layers.{i}.mlp.{j}" for i in range(3) for j in range(3)),
+    "head",
+]
+
+
+def styles_of(*words, style="colwise"):
+    return {name: style for name in NAMES if name.endswith(words)}
+
+
+@pytest.mark.parametrize(
+    ("styles", "expected"),
+    [
+        (styles_of("embed"), {"embed": "colwise"}),
+        (styles_of("_proj"), {"layers.*.attn.{q,k,o}_proj": "colwise"}),
+        (
+            styles_of("q_proj", "k_proj") | styles_of("o_proj", style="rowwise"),
+            {"layers.*.attn.{q,k}_proj": "colwise", "layers.*.attn.o_proj": "rowwise"},
+        ),
+        ({"layers.0.norm": "sequence", "layers.2.norm": "sequence"}, {"layers.{0,2}.norm": "sequence"}),
+        ({"layers.1.norm": "sequence"}, {"layers.1.norm": "sequence"}),
+        (
+            {f"layers.{i}.mlp.1": "rowwise" for i in range(3)},
+            {"layers.*.mlp.1": "rowwise"},
+        ),  # all layers, one of a list
+        (
+            {"layers.0.mlp.0": "colwise", "layers.1.mlp.1": "colwise"},
+            {"layers.0.mlp.0": "colwise", "layers.1.mlp.1": "colwise"},
+        ),
+        (styles_of("embed", "head"), {"embed": "colwise", "head": "colwise"}),  # whose key would need quotes
+        (styles_of("norm", "attn", style="gather"), {"layers.*.norm": "gather", "layers.*.attn": "gather"}),
+    ],
+)
+def test_rules_of_names(styles, expected):
+    assert pattern_rules(styles, NAMES) == expected
+
+
+@settings(max_examples=150)
+@given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["colwise", "rowwise", "gather"]), max_size=12))
+def test_patterns_match_what_had_the_style_and_nothing_else(styles):
+    rules = pattern_rules(styles, NAMES)
+    matched = {name: [style for pattern, style in rules.items() if matches(pattern, name)] for name in NAMES}
+    assert {name: found for name, found in matched.items() if found} == {
+        name: [style] for name, style in styles.items()
+    }
+    assert all(any(matches(part, name) for name in NAMES) for pattern in rules for part in alternatives(pattern))
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["up"], "up"),
+        (["q_proj", "k_proj"], "{q,k}_proj"),
+        (["norm1", "norm2"], "norm{1,2}"),
+        (["ln_1", "ln_2"], "ln_{1,2}"),
+        (["w1", "w3"], "w{1,3}"),
+        (["query", "key", "value"], "{query,key,value}"),
+        (["up", "up_proj"], "{up,up_proj}"),
+    ],
+)
+def test_braces(names, expected):
+    assert braces(names) == expected
+    assert sorted(alternatives(expected)) == sorted(names)
+
+
+@settings(max_examples=150)
+@given(st.sets(st.from_regex(r"[a-c]{1,2}(_[a-c1-2]{1,2}){0,2}", fullmatch=True), min_size=1, max_size=4))
+def test_braces_expand_to_the_names(names):
+    assert sorted(alternatives(braces(sorted(names)))) == sorted(names)
+
+
+def test_rules_of_a_layer_stand_together():
+    rules = {"embed": "a", "layers.*.attn.q": "b", "layers.*.norm": "c", "head": "d", "blocks.{0,2}.x": "e"}
+    assert nested(rules) == {
+        "embed": "a",
+        "layers.*": {"attn.q": "b", "norm": "c"},
+        "head": "d",
+        "blocks.{0,2}.x": "e",  # alone
+    }
+
+
+def test_a_layer_with_a_style_of_its_own_has_no_rules_below():
+    rules = {"layers.*": "sequence", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    assert nested(rules) == rules
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------------
+
+
+def text_of(styles, **sections):
+    values = dict(sizes={}, replicated_below_tp=[], local={}, whole={}) | sections
+    return plan_text(Heading(("derived",), class_name="Model"), Sections(styles, **values), NAMES)
+
+
+def test_a_file():
+    styles = styles_of("q_proj", "k_proj", style="colwise(heads)") | styles_of("o_proj", style="rowwise(heads)")
+    styles |= styles_of("norm", style="sequence")
+    text = text_of(
+        styles,
+        sizes={"heads": "n_heads", "kv_heads": 2},
+        replicated_below_tp=["kv_heads"],
+        local={f"layers.{i}.attn": {"n": "heads", "m": "heads"} for i in range(3)},
+        whole={f"layers.{i}.mlp.{j}": f"softmax in layers.{i}" for i in range(3) for j in range(2)}
+        | {"head": "an output"},
+        region={"layers": "layers", "leave": "head"},
+    )
+    assert (
+        text
+        == """\
+# derived
+schema_version: 1
+classes: Model
+sizes:
+  heads: n_heads
+  kv_heads: {from: 2, below_tp: replicate}
+sequence_parallel: {layers: layers, leave: head}
+tensor_parallel:
+  layers.*:
+    norm: sequence
+    attn.{q,k}_proj: colwise(heads)
+    attn.o_proj: rowwise(heads)
+  # whole: layers.*.mlp.*: softmax in layers.*
+  # whole: head: an output
+  "**": replicate
+local:
+  layers.*.attn: {m: heads, n: heads}
+"""
+    )
+
+
+@settings(max_examples=80)
+@given(
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["colwise", "rowwise", "sequence", "gather"]), max_size=12)
+)
+def test_each_file_can_be_read(styles):
+    plan = parse_plan(text_of(styles), "derived", name="derived")
+    read = {
+        name: rule.style.word
+        for name in NAMES
+        for rule in plan.rules
+        if matches(rule.pattern, name) and rule.pattern != "**"
+    }
+    assert read == styles
+
+
+def test_a_file_of_a_type_says_so():
+    text = plan_text(
+        Heading((), model_type="opt", base="model"), Sections(styles_of("embed"), {}, [], {}, {}, default=""), NAMES
+    )
+    assert text == "schema_version: 1\nmodel_type: opt\nbase: model\ntensor_parallel:\n  embed: colwise\n"
+
+
+def test_a_check_that_is_turned_off_is_named():
+    assert "\nallow: reads-sequence  # the forward" in text_of(styles_of("embed"), allow="reads-sequence")

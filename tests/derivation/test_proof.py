@@ -1,0 +1,136 @@
+"""A wrong plan is not proven, whatever made it wrong, and so it is not handed over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize import derive_plan
+from parallelize.derivation import derive, operations
+from parallelize.derivation.draft import Drafting
+from parallelize.derivation.proof import projected, provable, prove
+from parallelize.dims.classes import Classes
+from parallelize.errors import ModelError
+from parallelize.models.model_source import source_of
+from parallelize.plan.plan_file import parse_plan
+from tests.derivation import own_models as models
+from tests.derivation.test_derived_plans import PLANS
+from tests.support.refused import refused
+
+
+def proof_of(text, model=None, inputs=models.ids):
+    model = model or models.TinyGpt()
+    return prove(provable(source_of(model), model, inputs()), parse_plan(text, "a test", name="test"), 2)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "named"),
+    [
+        ("colwise(heads + heads + heads)", "colwise(heads)", "attn cuts the output of transformer.h.*.attn.c_attn"),
+        ("colwise(heads + heads + heads)", "colwise", "units-do-not-meet: transformer.h.*.attn.c_attn"),
+        ("n_embd: heads, n_head: heads", "n_embd: heads", "wrong-shape"),
+        ("n_embd: heads, n_head: heads", "n_head: heads", "transformer.h.0.attn"),
+        ("mlp.down: rowwise", "mlp.down: replicate", "mlp"),
+        ("norm{1,2}: sequence", "norm{1,2}: replicate", "norm"),
+    ],
+)
+def test_mistakes_are_found(right, wrong, named):
+    text = PLANS["TinyGpt"]
+    assert right in text
+    proof = proof_of(text.replace(right, wrong))
+    assert not proof.ok and named in str(proof)
+
+
+def test_a_right_plan_is_proven():
+    proof = proof_of(PLANS["TinyGpt"])
+    assert proof.ok and "plain, sequence parallel" in str(proof) and proof.slugs == ()
+
+
+def test_each_element_of_each_output_counts():
+    a, b = torch.randn(2, 3, requires_grad=True), torch.randn(4, requires_grad=True)
+    projected({"a": a, "more": (b, torch.arange(3))}, None).backward()
+    assert (a.grad != 0).sum() == 5 and (b.grad != 0).sum() == 3  # all but the first, whose weight is sin(0)
+    assert len({*a.grad.flatten().tolist()}) == 6
+
+
+# -- what is derived by a broken rule ------------------------------------------------------------------------------------------
+
+
+class Softmaxed(nn.Module):
+    """Nothing can be sharded in the first pair: a softmax needs its features."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(*sizes) for sizes in ((8, 22), (22, 8), (8, 12), (12, 8)))
+
+    def forward(self, x):
+        x = x + self.b(self.a(x).softmax(-1))
+        return x + self.d(self.c(x).relu())
+
+
+def softmaxed():
+    return {"x": torch.randn(2, 5, 8)}
+
+
+def test_a_rule_that_forgets_a_dim(monkeypatch):
+    monkeypatch.setitem(operations.RULES, "_softmax", operations._same)
+    derived = derive_plan(Softmaxed(), softmaxed())
+    assert {rule.pattern: str(rule.style) for rule in derived.plan.rules} == {
+        "c": "colwise",
+        "d": "rowwise",
+        "**": "replicate",
+    }
+    assert derived.whole == {"a": "the proof failed with it sharded", "b": "the proof failed with a sharded"}
+    assert derived.proof.ok and derived.share < 0.5
+
+
+def test_nothing_that_is_wrong_is_handed_over(monkeypatch):
+    """If every draft is wrong, there is no plan."""
+    monkeypatch.setitem(operations.RULES, "_softmax", operations._same)
+    model = Softmaxed()
+    model.c, model.d = nn.Linear(8, 8), nn.Identity()
+    with refused(ModelError, "nothing-to-shard", "Softmaxed", "the proof failed"):
+        derive_plan(model, softmaxed())
+
+
+def test_a_missing_check_of_full_activations(monkeypatch):
+    """The gradient of what is read beside shards is a part of it on each rank: outputs are equal, gradients are not."""
+
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(8, 1), nn.Linear(8, 12), nn.Linear(12, 8)
+
+        def forward(self, x):
+            return self.down(self.up(x) * self.gate(x))
+
+    monkeypatch.setattr(Classes, "_read_beside", lambda self, candidate: "")
+    monkeypatch.setattr(derive, "MAX_ROUNDS", 1)
+    with refused(ModelError, "nothing-to-shard"):
+        derive_plan(Gate(), softmaxed())
+
+
+def test_a_gradient_that_is_partial_and_not_said_to_be(monkeypatch):
+    monkeypatch.setattr(Classes, "_partial", lambda self, factors: set())
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return self.down(self.up(x) * self.scale)
+
+    with refused(ModelError, "nothing-to-shard"):
+        derive_plan(Scaled(), softmaxed())
+
+
+def test_chunks_that_are_taken_for_one(monkeypatch):
+    monkeypatch.setattr(Drafting, "_units", lambda self, candidate, place, has_units: "")
+    derived = derive_plan(models.TinyGpt(), models.ids())
+    rules = {rule.pattern: str(rule.style) for rule in derived.plan.rules}
+    assert rules["transformer.h.*.mlp.up"] == "colwise" and not any("c_attn" in pattern for pattern in rules)
+    assert derived.whole["transformer.h.0.attn.c_attn"] == "the proof failed with it sharded"
+    assert derived.whole["transformer.h.0.attn.c_proj"] == "the proof failed with transformer.h.0.attn.c_attn sharded"

@@ -1,0 +1,109 @@
+"""Where activations may be sequence shards: the layers, the module after which they are full again, and the blocks that gather."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize.derivation.region_search import find_region
+from parallelize.dims.trace import record_forward
+from tests.derivation.own_models import Mlp
+
+WIDTH = 12
+SHARDED = {"layers.0.mlp.up": "colwise", "layers.0.mlp.down": "rowwise"}
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp(WIDTH, 20)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Layers(nn.Module):
+    """`count` layers and a norm; `between` stands before each layer but the first."""
+
+    def __init__(self, count=2, layer=Layer, between=lambda x: x):
+        super().__init__()
+        self.enter, self.norm, self.between = nn.Linear(6, WIDTH), nn.LayerNorm(WIDTH), between
+        self.layers = nn.ModuleList([layer() for _ in range(count)])
+
+    def forward(self, x):
+        x = self.enter(x)
+        for index, layer in enumerate(self.layers):
+            x = layer(self.between(x) if index else x)
+        return self.norm(x)
+
+
+def region_of(model, styles=SHARDED):
+    return find_region(record_forward(model, (torch.randn(2, 7, 6),)), model, styles)
+
+
+def test_layers_and_the_norm_after_them():
+    region = region_of(Layers())
+    assert region.section == {"layers": "layers", "leave": "norm"}
+    assert region.styles == {
+        "layers.0.mlp": "gather",
+        "layers.0.norm": "sequence",
+        "layers.1.norm": "sequence",
+        "layers.1.mlp.up": "sequence",  # not in SHARDED: it works on each token
+        "layers.1.mlp.down": "sequence",
+        "norm": "sequence",
+    }
+
+
+def test_without_a_norm_after_them_the_region_ends_with_the_layers():
+    model = Layers()
+    model.norm = nn.Linear(WIDTH, WIDTH)  # which is no norm, and works on full activations
+    assert region_of(model).section == {"layers": "layers"}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: Layers(count=1),
+        lambda: Layers(between=lambda x: x[:, :-1]),  # fewer tokens
+        lambda: Layers(layer=lambda: nn.Linear(WIDTH, WIDTH), between=lambda x: x.flatten(0, 1)),
+    ],
+    ids=["one layer", "other lengths", "two dims"],
+)
+def test_models_without_a_region(model):
+    assert region_of(model()) is None
+
+
+def test_an_encoder_and_a_decoder_have_none():
+    model = nn.Sequential(Layers(), nn.Linear(WIDTH, 6), Layers())
+    assert region_of(model, {}) is None
+
+
+def test_an_input_by_keyword_is_named():
+    class Keyword(Layer):
+        def forward(self, x):
+            return x + self.mlp(scale=1, x=self.norm(x))
+
+    class Scaled(Mlp):
+        def forward(self, scale, x):
+            return super().forward(x)
+
+    model = Layers(layer=Keyword)
+    for layer in model.layers:
+        layer.mlp = Scaled(WIDTH, 20)
+    assert region_of(model).styles["layers.0.mlp"] == "gather(x)"
+
+
+def test_linears_of_flattened_tokens():
+    """A linear that is called on [tokens, width] takes and returns tokens of all sequences."""
+
+    class Flat(Mlp):
+        def forward(self, x):
+            return super().forward(x.flatten(0, 1)).view(x.shape)
+
+    model = Layers()
+    for layer in model.layers:
+        layer.mlp = Flat(WIDTH, 20)
+    styles = region_of(model, {"layers.0.mlp.up": "colwise(heads)", "layers.0.mlp.down": "rowwise"}).styles
+    assert styles["layers.0.mlp.up"] == "colwise(heads, input=tokens)"
+    assert styles["layers.0.mlp.down"] == "rowwise(output=tokens)" and "layers.0.mlp" not in styles

@@ -43,7 +43,7 @@ def draw() -> str:
         body += _draw_linear(classes, LAYER + name, _style(derived.plan, LAYER + name), colors, _TOP + number * _ROW)
     hidden = classes.parts_of(classes.record.parameters[f"{LAYER}{LINEARS[0]}.weight"][1])[0][0]
     entries = [(color, f"one axis of {factor.size}: rank 0 dark, rank 1 pale") for factor, color in colors.items()]
-    entries.append(("c6 pale3", f"full on each rank: {classes.blocked[hidden]}"))
+    entries.append(("c6 pale3", f"full on each rank: {classes.blocked[hidden].reason}"))
     keys, bottom = legend(entries, _NAME, _WIDTH, _TOP + len(LINEARS) * _ROW + 6)
     svg = picture(TITLE, _WIDTH, bottom + 8, [*body, *keys])
     head, _, rest = svg.partition(">")

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from parallelize import derive_plan
-from parallelize.derivation import derive, operations
+from parallelize.derivation import derive
 from parallelize.derivation.draft import Drafting
 from parallelize.derivation.proof import projected, provable, prove
+from parallelize.dims import operations
 from parallelize.dims.classes import Classes
 from parallelize.errors import ModelError
 from parallelize.models.model_source import source_of

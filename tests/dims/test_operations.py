@@ -166,7 +166,7 @@ def test_a_matmul_knows_its_weight(function, weights, expected):
 
 def test_rows_of_a_table_are_looked_up():
     result = recorded(lambda w, i: F.embedding(i, w), "v=4 h=6", IDS, weights=1)
-    assert [(size_of(dim), name) for dim, name in result.record.lookups] == [(4, "weights.0")]
+    assert [(size_of(lookup.dim), lookup.table) for lookup in result.record.lookups] == [(4, "weights.0")]
 
 
 def test_slices_say_where_they_are():

@@ -61,7 +61,7 @@ def test_every_element_is_stored_and_round_trips(chunks, ranks):
         index
         for r in range(ranks)
         for start, stop in layout.owned[r]
-        if len(layout.holders((start, stop))) > 1
+        if len(layout.holders(r, (start, stop))) > 1
         for index in range(start, stop)
     }
     assert shared == {index for index in range(size) if copies[index] > 1}

@@ -134,7 +134,8 @@ def layout_text(layout: Layout, partial: bool) -> str:
     """The layout of a parameter over tp, in words."""
     if layout.dim is None:
         return "replicated, gradient summed" if partial else "replicated"
-    text = f"dim {layout.dim}"
+    dims = layout.sharded_dims
+    text = f"dim {dims[0]}" if len(dims) == 1 else "dims " + " and ".join(map(str, dims))
     num_chunks = max(len(owned) for owned in layout.owned)
     if num_chunks > 1:
         text += f", {num_chunks} chunks"

@@ -59,7 +59,7 @@ def check(model, axes, options, per_rank=2, length=7):
         optimizer, rows = parallel.optimizer(torch.optim.SGD, lr=0.05), rows_of(mesh, axes, count)
         for (ids, labels), (expected_loss, expected_gradients, expected_norm) in zip(batches, expected, strict=True):
             loss = parallel.step(ids[rows], targets=labels[rows])
-            gradients = {name: full_value(local, name, p.grad) for name, p in local.named_parameters()}
+            gradients = {name: full_value(local, name, p.grad).clone() for name, p in local.named_parameters()}
             norm = parallel.clip_grad_norm_(LARGEST_NORM)
             assert abs(loss - expected_loss) <= 1e-12 * expected_loss
             error, name = worst(gradients, {name: expected_gradients[name] for name in gradients})

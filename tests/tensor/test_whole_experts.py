@@ -51,7 +51,7 @@ def test_families(family, tp, ep, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("tp", "sizes"), [(2, {"etp": 2}), (4, {"ep": 2, "etp": 2}), (4, {"etp": 2})], ids=str)
 @pytest.mark.parametrize(
-    "family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe", "nemotron_h", "jamba"]
+    "family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe", "nemotron_h", "jamba", "gemma4_text"]
 )
 def test_families_with_experts_that_are_split_too(family, tp, sizes, mode):
     """With biases, interleaved, transposed and without a gate. The last sizes leave two copies of each expert."""
@@ -120,7 +120,7 @@ def test_an_etp_that_does_not_fold_is_refused_with_what_does(options, text):
             {"etp": 2},
             "dim 1 of .*gate_up_proj is 74, which etp 2 does not divide",
         ),
-        ("gemma4_text", {}, {"etp": 2}, "has parameters that stacked experts do not have|"),
+        ("llama4_text", {}, {"etp": 2}, "experts-not-divisible: .* sends every token to every expert"),
         ("llama", {}, {"etp": 2}, "etp is 2, and no rule is `experts`"),
     ],
 )
@@ -130,6 +130,11 @@ def test_experts_that_cannot_be_split_over_etp_are_refused(family, sizes, option
     model = tiny_model(family, **sizes)
     with pytest.raises(PlanError, match=text):
         resolve(choose_plan(model)[0], describe(model), MeshSpec(tp=8), Options(**options))
+
+
+def test_other_parameters_of_experts_that_are_split_are_refused():
+    with pytest.raises(PlanError, match=r"experts-not-splittable: experts has parameters that .* do not have: scale"):
+        resolve(PLAN, describe(Mixture(extra=True)), MeshSpec(tp=2), Options(etp=2))
 
 
 def test_a_choice_that_does_not_exist_is_an_error_on_every_rank():

@@ -136,23 +136,16 @@ def _empty(module: nn.Module, unit: str) -> None:
     parent_name, _, key = unit.rpartition(".")
     parent = module.get_submodule(parent_name)
     if key in parent._parameters:
-        parent.__dict__[key] = _filled(0, parent._parameters.pop(key))  # which a forward reads
+        # a forward that reads it gets zeros of its shape, which take the memory of one element
+        absent: Any = parent._parameters.pop(key)
+        zeros = torch.zeros((), dtype=absent.dtype, device=_not_meta(absent.device))
+        parent.__dict__[key] = zeros.expand(absent.shape)
         return
-    absent = module.get_submodule(unit)
-    for name, parameter in absent._parameters.items():
-        if parameter is not None and parameter.is_floating_point():
-            # a forward may read its device or dtype; one that reads its values computes NaN, which is an error of the step
-            absent.__dict__[name] = _filled(float("nan"), parameter)
-    for inner in absent.modules():
+    for inner in module.get_submodule(unit).modules():
         for name in inner._parameters:
             inner._parameters[name] = None
         for name in inner._buffers:
             inner._buffers[name] = None
-
-
-def _filled(value: float, like: Any) -> torch.Tensor:
-    """A tensor like a parameter, which takes the memory of one element."""
-    return torch.full((), value, dtype=like.dtype, device=_not_meta(like.device)).expand(like.shape)
 
 
 def _not_meta(device: torch.device) -> torch.device:

@@ -50,7 +50,7 @@ from parallelize.context.context_parallel import apply_context, check_context, o
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.model_facts import ModelFacts
-from parallelize.plan.options import STANDARD, Options, wrong_ep
+from parallelize.plan.options import STANDARD, Options, wrong_folding
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
@@ -92,6 +92,7 @@ def parallelize_module(
     overlap: str | None = None,
     ulysses: int | None = None,
     ep: int | None = None,
+    etp: int | None = None,
     weights_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     check_replicated: bool | None = None,
@@ -115,6 +116,7 @@ def parallelize_module(
         ulysses: where the mesh has an axis `cp`: see `context_parallel`, which is then applied too. Overrides the plan's default.
         ep: ranks over which whole experts of a mixture are divided, folded over the mesh's dp, cp and tp: a multiple or a
             divisor of tp. 1: each expert is split over `tp`.
+        etp: ranks over which each of these experts is split; ep x etp ranks have all experts together.
         weights_dtype, device: of the stored parameters. Default: as they are.
         check_replicated: compare over `tp`, by digest. True: now, the parameters that all ranks store in full, and the inputs
             at each forward. None: those of these parameters that are not broadcast: all, if src_data_rank is None, else those
@@ -136,14 +138,14 @@ def parallelize_module(
         fix = 'parallelize_module(model, build_mesh("cuda", tp=8), plan), after init_process_group'
         raise MeshError(Problem("no-mesh", what, fix=fix))
     switches: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
-    switches |= {"fuse_loss": fuse_loss, "overlap": overlap, "ulysses": ulysses, "ep": ep}
+    switches |= {"fuse_loss": fuse_loss, "overlap": overlap, "ulysses": ulysses, "ep": ep, "etp": etp}
 
     def decide() -> ResolvedPlan:
         spec = mesh_spec(mesh)
         axes = MeshSpec([*spec.only("cp").axes, ("tp", tp_mesh(mesh).size())])
         plan = plan_of_styles(module, parallelize_plan, strict=False)
         resolved = resolve(plan, facts_of(module), axes, Options(**switches), earlier=resolution_of(module))
-        if wrong := list(wrong_ep(resolved.options.ep, spec if "tp" in spec.names else axes)):
+        if wrong := list(wrong_folding(resolved.options, spec if "tp" in spec.names else axes)):
             raise MeshError(*wrong)
         return resolved
 
@@ -354,7 +356,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     group = Group(tp.get_group())
     # of all pipeline stages, also of one without experts: every rank creates the groups
     folds = any(row.axis == "ep" for row in agreed.resolved.parameters.values())
-    folded = fold_mesh(mesh, plan.options.ep) if folds else None
+    folded = fold_mesh(mesh, plan.options.expert_ranks) if folds else None
     sharder = Sharder(storage.src_data_rank, storage.weights_dtype, storage.device)
     sharder.shard(module, plan, partial(axis_of_layout, tp=tp, folded=folded))
     pending_reductions = PendingReductions()

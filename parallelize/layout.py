@@ -55,6 +55,7 @@ class Layout:
         num_ranks: the number of ranks of the axis.
         dim: the sharded dim; None: every rank stores the full tensor.
         owned: for each rank, the intervals of the full dim that it stores, in memory order.
+        rows: for each rank, the interval of dim 0 of which it stores these intervals, where `dim` is another; empty: all of it.
         chunks: what `owned` was computed from, to compute it for another number of ranks.
     """
 
@@ -62,6 +63,7 @@ class Layout:
     num_ranks: int
     dim: int | None = None
     owned: tuple[tuple[Interval, ...], ...] = ()
+    rows: tuple[Interval, ...] = ()
     chunks: tuple[Chunk, ...] = field(default=(), compare=False)
 
     def local_size(self, rank: int) -> int:
@@ -73,7 +75,12 @@ class Layout:
         """The shape of the local tensor that `rank` computes with."""
         if self.dim is None:
             return self.shape
-        return self._with_dim(self.local_size(rank))
+        return self._with_dim(self.local_size(rank), rank)
+
+    @property
+    def sharded_dims(self) -> tuple[int, ...]:
+        """The dims along which ranks store different elements."""
+        return () if self.dim is None else (0, self.dim) if self.rows else (self.dim,)
 
     def slices(self, rank: int) -> tuple[SlicePair, ...]:
         """The pairs of local and full slices of `rank`, in memory order. Empty if the rank stores nothing."""
@@ -83,13 +90,16 @@ class Layout:
         pairs, offset = [], 0
         for start, stop in self.owned[rank]:
             local_stop = offset + stop - start
-            pairs.append(SlicePair(self._slices_of(offset, local_stop), self._slices_of(start, stop)))
+            first, last = self.rows[rank] if self.rows else (0, self.shape[0])
+            local = self._slices_of(offset, local_stop, (0, last - first))
+            pairs.append(SlicePair(local, self._slices_of(start, stop, (first, last))))
             offset = local_stop
         return tuple(pairs)
 
-    def holders(self, interval: Interval) -> tuple[int, ...]:
-        """The ranks that store exactly this `interval` of the full dim."""
-        return tuple(rank for rank, owned in enumerate(self.owned) if interval in owned)
+    def holders(self, rank: int, interval: Interval) -> tuple[int, ...]:
+        """The ranks that store the elements of this `interval` of the full dim, which `rank` stores."""
+        alike = (other for other in range(self.num_ranks) if not self.rows or self.rows[other] == self.rows[rank])
+        return tuple(other for other in alike if interval in self.owned[other])
 
     def shared(self, rank: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
         """The intervals that `rank` and other ranks store: (local start, local stop, ranks).
@@ -100,7 +110,7 @@ class Layout:
             return ()
         intervals, offset = [], 0
         for start, stop in self.owned[rank]:
-            ranks, local_stop = self.holders((start, stop)), offset + stop - start
+            ranks, local_stop = self.holders(rank, (start, stop)), offset + stop - start
             if len(ranks) > 1:
                 intervals.append((offset, local_stop, ranks))
             offset = local_stop
@@ -123,12 +133,27 @@ class Layout:
             return self.shape
         return self._with_dim(self.stored_local_size * self.num_ranks)
 
-    def _with_dim(self, size: int) -> tuple[int, ...]:
-        assert self.dim is not None
-        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+    def stored_local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the local tensor that `rank` stores, with its padding."""
+        if self.dim is None or self.is_canonical:
+            return self.local_shape(rank)
+        return self._with_dim(self.stored_local_size, rank)
 
-    def _slices_of(self, start: int, stop: int) -> tuple[slice, ...]:
-        return tuple(slice(start, stop) if dim == self.dim else slice(0, size) for dim, size in enumerate(self.shape))
+    def _with_dim(self, size: int, rank: int = 0) -> tuple[int, ...]:
+        """The shape with another size of `dim`, and of dim 0 what `rank` stores."""
+        shape = list(self.shape)
+        if self.rows:
+            shape[0] = self.rows[rank][1] - self.rows[rank][0]
+        assert self.dim is not None
+        shape[self.dim] = size
+        return tuple(shape)
+
+    def _slices_of(self, start: int, stop: int, rows: Interval) -> tuple[slice, ...]:
+        slices = [slice(0, size) for size in self.shape]
+        slices[0] = slice(*rows)
+        assert self.dim is not None
+        slices[self.dim] = slice(start, stop)
+        return tuple(slices)
 
 
 def replicated(shape: Sequence[int], num_ranks: int) -> Layout:
@@ -140,14 +165,25 @@ def chunked(shape: Sequence[int], dim: int, num_ranks: int) -> Layout:
     """Contiguous shards as `torch.chunk` splits: ceil(size / ranks) each, the last ones smaller or empty."""
     size = shape[dim]
     owned = tuple(filled(even_interval(size, num_ranks, rank)) for rank in range(num_ranks))
-    return Layout(tuple(shape), num_ranks, dim, owned, (Chunk(size),))
+    return Layout(tuple(shape), num_ranks, dim, owned, chunks=(Chunk(size),))
 
 
 def repeated(shape: Sequence[int], dim: int, num_ranks: int, num_shards: int) -> Layout:
     """`num_shards` balanced shards, each stored by every `num_shards`-th rank."""
     size = shape[dim]
     owned = tuple(filled(balanced_interval(size, num_shards, rank % num_shards)) for rank in range(num_ranks))
-    return Layout(tuple(shape), num_ranks, dim, owned, (Chunk(size),))
+    return Layout(tuple(shape), num_ranks, dim, owned, chunks=(Chunk(size),))
+
+
+def tiled(inner: Layout, num_ranks: int, num_rows: int) -> Layout:
+    """Dim 0 in `num_rows` equal intervals, each split as `inner` splits another dim. Rows change fastest with the rank.
+
+    The tiles are stored by every `num_rows * inner.num_ranks`-th rank.
+    """
+    size, ranks = inner.shape[0], range(num_ranks)
+    rows = tuple(balanced_interval(size, num_rows, rank % num_rows) for rank in ranks)
+    owned = tuple(inner.owned[rank // num_rows % inner.num_ranks] for rank in ranks)
+    return Layout(inner.shape, num_ranks, inner.dim, owned, rows, inner.chunks)
 
 
 def packed(shape: Sequence[int], dim: int, num_ranks: int, chunks: Sequence[Chunk]) -> Layout:
@@ -164,7 +200,7 @@ def packed(shape: Sequence[int], dim: int, num_ranks: int, chunks: Sequence[Chun
             intervals += filled((offset + start, offset + stop))
             offset += chunk.size
         owned.append(tuple(intervals))
-    return Layout(tuple(shape), num_ranks, dim, tuple(owned), tuple(chunks))
+    return Layout(tuple(shape), num_ranks, dim, tuple(owned), chunks=tuple(chunks))
 
 
 def even_interval(size: int, num_ranks: int, rank: int) -> Interval:

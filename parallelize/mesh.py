@@ -19,7 +19,7 @@ AXES = ("pp", "dp_replicate", "dp", "dp_shard", "cp", "ep", "tp")
 SAMPLE_AXES = ("dp_replicate", "dp", "dp_shard")  # ranks along these axes get different samples; slowest first
 DATA_AXES = (*SAMPLE_AXES, "cp")  # ranks along these get different tokens: along cp, of the same samples
 FOLDED_AXES = ("dp", "dp_shard", "cp", "tp")  # whose ranks experts are divided over; slowest first
-EXPERT_AXES = ("edp", "ep")  # of the folded mesh: copies of an expert, and experts
+EXPERT_AXES = ("edp", "ep")  # of the folded mesh: copies of all experts, and the ranks of a copy: ep x etp of them
 
 
 @dataclass(frozen=True, init=False)
@@ -155,13 +155,13 @@ class MeshSpec:
         return ",".join(f"{name}={size}" for name, size in self.axes)
 
 
-def possible_ep(spec: MeshSpec) -> list[int]:
-    """The numbers of ranks over which whole experts can be divided.
+def possible_expert_ranks(spec: MeshSpec) -> list[int]:
+    """The numbers of ranks, ep x etp, over which the experts can be divided.
 
     Each divides the ranks of dp x cp x tp, and is a multiple or a divisor of tp, so that no group of tp is cut unevenly.
     """
     ranks, tp = spec.ranks(*FOLDED_AXES), spec.ranks("tp")
-    return [ep for ep in range(1, ranks + 1) if ranks % ep == 0 and (ep % tp == 0 or tp % ep == 0)]
+    return [n for n in range(1, ranks + 1) if ranks % n == 0 and (n % tp == 0 or tp % n == 0)]
 
 
 def folding_order(spec: MeshSpec) -> list[str]:
@@ -170,20 +170,22 @@ def folding_order(spec: MeshSpec) -> list[str]:
     return [*outer, *(name for name in FOLDED_AXES if name in spec.names)]
 
 
-def folded(spec: MeshSpec, ep: int) -> MeshSpec:
-    """The same ranks as experts see them: pp, dp_replicate, edp, ep, where edp x ep = dp x cp x tp.
+def folded(spec: MeshSpec, expert_ranks: int) -> MeshSpec:
+    """The same ranks as experts see them: pp, dp_replicate, edp, ep, where edp x expert_ranks = dp x cp x tp.
+
+    expert_ranks: those that have one copy of all experts together, ep x etp; the size of the axis `ep`.
 
     Source: Liu et al., MoE Parallel Folding, arXiv:2504.14960.
     """
     outer = [(name, spec.size(name)) for name in ("pp", "dp_replicate") if name in spec.names]
-    return MeshSpec([*outer, ("edp", spec.ranks(*FOLDED_AXES) // ep), ("ep", ep)])
+    return MeshSpec([*outer, ("edp", spec.ranks(*FOLDED_AXES) // expert_ranks), ("ep", expert_ranks)])
 
 
-def folded_coordinates(spec: MeshSpec, ep: int, coordinates: Mapping[str, int]) -> dict[str, int]:
+def folded_coordinates(spec: MeshSpec, expert_ranks: int, coordinates: Mapping[str, int]) -> dict[str, int]:
     """Coordinates in the folded mesh of a rank at these coordinates."""
     order = folding_order(spec)
     ordered = MeshSpec([(name, spec.size(name)) for name in order])
-    return folded(spec, ep).coordinates(ordered.rank(**{name: coordinates[name] for name in order}))
+    return folded(spec, expert_ranks).coordinates(ordered.rank(**{name: coordinates[name] for name in order}))
 
 
 def axis_order(spec: MeshSpec, zero: int) -> list[Problem]:

@@ -105,7 +105,7 @@ def parallelize_model(
     with agree_on(mesh) as agreed:
         chosen = with_cuts(_plan(module, spec, plan), cuts)
         complete = requested.complete(chosen.options if chosen is not None else None)
-        if complete.ep > 1 and "tp" not in spec.names:  # experts have rules of the plan, which are over tp
+        if complete.expert_ranks > 1 and "tp" not in spec.names:  # experts have rules of the plan, which are over tp
             spec = MeshSpec([*spec.axes, ("tp", 1)])
         _check(module, spec, complete, initialize)
         resolved = resolve(chosen, describe(module), spec, complete, costs=costs, assignment=assignment)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parallelize import Layout, ShapeError, ShardInfo
 from parallelize.applied.layout_tensor.stored_order import store
-from parallelize.layout import Chunk, chunked, packed, replicated
+from parallelize.layout import Chunk, chunked, packed, replicated, tiled
 
 
 def test_a_tensor_over_ranks_0_and_3():
@@ -61,10 +61,26 @@ def test_every_element_is_stored_and_round_trips(chunks, ranks):
         index
         for r in range(ranks)
         for start, stop in layout.owned[r]
-        if len(layout.holders((start, stop))) > 1
+        if len(layout.holders(r, (start, stop))) > 1
         for index in range(start, stop)
     }
     assert shared == {index for index in range(size) if copies[index] > 1}
+
+
+def test_tiles_of_two_dims_round_trip():
+    """Two intervals of rows, which change fastest, of a packed dim over three ranks; each tile on two of twelve ranks."""
+    layout = tiled(packed((4, 12, 5), 1, 3, [Chunk(6), Chunk(6)]), 12, 2)
+    full = torch.arange(4 * 12 * 5).view(4, 12, 5)
+    restored = torch.full_like(full, -1)
+    for rank in range(12):
+        local = store(full, layout, rank)
+        assert local.shape == layout.local_shape(rank) == layout.stored_local_shape(rank) == (2, 4, 5)
+        for pair in layout.slices(rank):
+            assert torch.equal(local[pair.local], full[pair.full])
+            restored[pair.full] = local[pair.local]
+        assert layout.shared(rank) == ((0, 2, (rank % 6, rank % 6 + 6)), (2, 4, (rank % 6, rank % 6 + 6)))
+    assert torch.equal(restored, full) and not layout.is_canonical and layout.sharded_dims == (0, 1)
+    assert layout.rows[1] == (2, 4) and layout.owned[2] == ((2, 4), (8, 10))
 
 
 def test_replicated_heads_list_the_ranks_that_store_them():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallelize import MeshError, MeshSpec
-from parallelize.mesh import folded, folded_coordinates, possible_ep
+from parallelize.mesh import folded, folded_coordinates, possible_expert_ranks
 
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
@@ -73,7 +73,7 @@ def test_parse_and_print():
 def test_experts_fold_over_the_ranks_of_a_pipeline_stage():
     spec = MeshSpec(pp=2, dp=2, cp=2, tp=2)
     assert str(folded(spec, 4)) == "pp=2,edp=2,ep=4"
-    assert possible_ep(spec) == [1, 2, 4, 8]
+    assert possible_expert_ranks(spec) == [1, 2, 4, 8]
     for rank in range(spec.world_size):  # axes in the folding's order: ranks stay, and groups of ep are consecutive
         coordinates = folded_coordinates(spec, 4, spec.coordinates(rank))
         assert (coordinates["pp"], coordinates["edp"], coordinates["ep"]) == (rank // 8, rank % 8 // 4, rank % 4)
@@ -87,4 +87,4 @@ def test_experts_fold_in_the_order_of_axes_wherever_the_mesh_has_them():
         "edp": 0,
         "ep": 1,
     }
-    assert possible_ep(MeshSpec(dp=3, tp=4)) == [1, 2, 4, 12]
+    assert possible_expert_ranks(MeshSpec(dp=3, tp=4)) == [1, 2, 4, 12]

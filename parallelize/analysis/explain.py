@@ -27,7 +27,7 @@ from parallelize.analysis.show.explanation import (
     WorstRouting,
 )
 from parallelize.analysis.subject import Subject, check
-from parallelize.applied.report import layout_text
+from parallelize.applied.report import row_text
 from parallelize.errors import ModelError
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource, source_of
@@ -185,7 +185,7 @@ def _parameter_line(resolved: ResolvedPlan, row: ParameterRow, stages: tuple[int
         line,
         style=str(row.rule.style),
         rule=os.path.basename(row.rule.where),
-        lies=layout_text(row.layout, row.partial) + (", over ep" if row.axis == "ep" else ""),
+        lies=row_text(row),
         dim=row.layout.dim,
         owned=row.layout.owned[:MAX_DRAWN_RANKS],
     )

@@ -20,7 +20,7 @@ from parallelize.analysis.cost.setting import Setting, check_setting, make_setti
 from parallelize.analysis.measure import measure_memory, measure_time, model_flops
 from parallelize.analysis.subject import Subject, check
 from parallelize.errors import ModelError, ParallelizeError, Problem
-from parallelize.mesh import MeshSpec, possible_ep
+from parallelize.mesh import MeshSpec, possible_expert_ranks
 
 USABLE_MEMORY = 0.92  # fraction that a step may use; the rest is for the CUDA context, NCCL and fragmentation
 _TOO_LARGE = f"the peak is above {USABLE_MEMORY:.0%} of the memory"
@@ -152,7 +152,7 @@ def fit(
     for mesh in meshes(gpus, machine.node_ranks, max(layers, 1)):
         tell(str(mesh))
         known = _Known()
-        foldings = _foldings(mesh, experts, machine.node_ranks)
+        foldings = _foldings(mesh, experts, base.etp, machine.node_ranks)
         for setting in candidates(replace(base, mesh=mesh), global_batch, rejections.add, fixed, foldings):
             tried += 1
             reason = known.reason_against(setting)
@@ -219,11 +219,12 @@ def _num_experts(subject: Subject, setting: Setting) -> int:
     return next((next(iter(module.shapes.values()))[0] for module in modules if module.kind == "experts"), 0)
 
 
-def _foldings(mesh: MeshSpec, experts: int, node_ranks: int) -> tuple[int, ...]:
-    """Values of `ep` that are tried: 1, the largest within a node, the largest of all. Each divides the experts."""
-    possible = [ep for ep in possible_ep(mesh) if experts and experts % ep == 0]
-    within = [ep for ep in possible if ep <= node_ranks]
-    return tuple(sorted({1, *within[-1:], *possible[-1:]}))
+def _foldings(mesh: MeshSpec, experts: int, etp: int, node_ranks: int) -> tuple[int, ...]:
+    """Values of `ep` that are tried: the smallest, the largest within a node, the largest of all. Each divides the experts."""
+    folding = [ranks // etp for ranks in possible_expert_ranks(mesh) if ranks % etp == 0]
+    possible = [ep for ep in folding if ep == 1 or (experts and experts % ep == 0)]
+    within = [ep for ep in possible if ep * etp <= node_ranks]
+    return tuple(sorted({*possible[:1], *within[-1:], *possible[-1:]}))
 
 
 def candidates(

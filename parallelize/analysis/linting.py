@@ -209,6 +209,7 @@ def run_forwards(subject: Subject, setting: Setting, attention: str = "") -> tup
             "sequence_parallel": setting.sequence_parallel,
             "loss_parallel": setting.loss_parallel,
             "ep": setting.ep,
+            "etp": setting.etp,
         }
         try:
             parallelize_module(model, mesh, subject.plan_for(setting), overlap="off", **modes)

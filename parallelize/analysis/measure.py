@@ -57,6 +57,7 @@ def model_flops(subject: Subject, setting: Setting) -> float:
         num_microbatches=1,
         ulysses=1,
         ep=1,
+        etp=1,
     )
     step = subject.rank_step(unsharded, unsharded.pipeline(), 0)
     forward = sum(segment.flops for segment in step.segments(0, later=True).forward)

@@ -154,7 +154,7 @@ class Subject:
         source, sequence = self.source, setting.sequence
         model = source.build("meta", dtype=getattr(torch, setting.weights_dtype))
         axes = [(axis, size) for axis, size in setting.mesh.axes if axis == "tp" or (axis == "cp" and size > 1)]
-        if setting.folds and (dp := setting.ep // gcd(setting.ep, setting.size("cp", "tp"))) > 1:
+        if setting.folds and (dp := setting.expert_ranks // gcd(setting.expert_ranks, setting.size("cp", "tp"))) > 1:
             axes = [("dp", dp), *axes]  # as many as experts are divided over
         batch = RecordedBatch(
             lambda module, size: source.inputs(module, size, sequence),

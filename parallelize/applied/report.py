@@ -50,7 +50,7 @@ def describe_plan(module: nn.Module) -> str:
         rank = record.group_for(row).rank if record is not None else 0
         shape, local = row.layout.shape, row.layout.local_shape(rank)
         name = " = ".join(generic(name) for name in row.fact.names)
-        cells = (name, "-" if row.plain else str(row.rule.style), _shape(shape), _shape(local), _over_tp(row))
+        cells = (name, "-" if row.plain else str(row.rule.style), _shape(shape), _shape(local), row_text(row))
         counts[cells] = counts.get(cells, 0) + 1
         full_total += math.prod(shape)
         local_total += math.prod(local)
@@ -130,11 +130,12 @@ def _communication(resolved: ResolvedPlan) -> list[str]:
     return ["", *table(("forward", "backward", "where"), rows)]
 
 
-def layout_text(layout: Layout, partial: bool) -> str:
+def _layout_text(layout: Layout, partial: bool) -> str:
     """The layout of a parameter over tp, in words."""
     if layout.dim is None:
         return "replicated, gradient summed" if partial else "replicated"
-    text = f"dim {layout.dim}"
+    dims = layout.sharded_dims
+    text = f"dim {dims[0]}" if len(dims) == 1 else "dims " + " and ".join(map(str, dims))
     num_chunks = max(len(owned) for owned in layout.owned)
     if num_chunks > 1:
         text += f", {num_chunks} chunks"
@@ -143,9 +144,10 @@ def layout_text(layout: Layout, partial: bool) -> str:
     return text
 
 
-def _over_tp(row: ParameterRow) -> str:
-    over = ", over ep" if row.axis == "ep" else ""
-    return "plain" if row.plain else layout_text(row.layout, row.partial) + over
+def row_text(row: ParameterRow) -> str:
+    """The layout of a parameter over `tp`, or over the ranks that experts are folded over, in words."""
+    over = (", over ep and etp" if row.layout.rows else ", over ep") if row.axis == "ep" else ""
+    return "plain" if row.plain else _layout_text(row.layout, row.partial) + over
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -308,14 +308,14 @@ def tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     )
 
 
-def fold_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
+def fold_mesh(mesh: DeviceMesh, expert_ranks: int) -> DeviceMesh:
     """The mesh of the same ranks as experts see them, with the axes edp and ep instead of dp, cp and tp: see `mesh.folded`.
 
     Call it on every rank of the mesh. Cost: the creation of process groups.
     """
     spec = mesh_spec(mesh)
     order = [spec.names.index(name) for name in folding_order(spec)]
-    expert_spec = folded(spec, ep)
+    expert_spec = folded(spec, expert_ranks)
     ranks = mesh.mesh.permute(order).reshape(expert_spec.sizes)
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=expert_spec.names)
 

@@ -22,6 +22,7 @@ from parallelize import _torch_private as private
 from parallelize.applied.records import Cut
 from parallelize.comm.handshake import digest
 from parallelize.errors import ModelError, Problem
+from parallelize.pipeline.absent_parameters import AbsentParameters
 from parallelize.pipeline.payload import Nested, StageHeader
 from parallelize.tensor.region import Region
 from parallelize.zero.router_loss import receive_router_sums, router_sums_to_send
@@ -92,6 +93,7 @@ class StageRunner:
         self.units = cut.stages.units
         self.modules: dict[str, nn.Module] = {}
         self.current: _RunningForward | None = None
+        self.absent = AbsentParameters(module, cut)
         self._last_user = {source: cut.stages.stage_of_unit(target) for source, target in cut.stages.cuts.skips}
         for index, unit in enumerate(self.units):
             if unit in cut.facts.aliases:
@@ -126,7 +128,8 @@ class StageRunner:
         try:
             receive_router_sums(self.module, content.get("router"))
             torch.set_grad_enabled(now.grad and first == 0)  # code before the first unit runs on NaN
-            result = self.module(*args, **kwargs)
+            with self.absent.shown(self.device):
+                result = self.module(*args, **kwargs)
             if not now.entered and stage:
                 raise self._order(first, "is never called")
             if now.end is None and stop < len(self.units):

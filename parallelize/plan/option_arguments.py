@@ -22,6 +22,11 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "overlap": {"choices": OVERLAPS, "help": "collectives overlapped with matmuls" + _BY_PLAN.format("off")},
     "ulysses": {"type": int, "metavar": "N", "help": "ranks of cp that exchange heads; the rest forms a ring"},
     "ep": {"type": int, "metavar": "N", "help": "ranks over which whole experts are divided, folded over dp x cp x tp"},
+    "etp": {
+        "type": int,
+        "metavar": "N",
+        "help": "ranks over which each expert is split; experts are on ep x etp ranks",
+    },
     "recompute": {"choices": RECOMPUTE, "help": "activations computed again in backward" + _BY_PLAN.format("off")},
     "recompute_every": {"type": int, "metavar": "N", "help": "of the units, only every N-th"},
     "recompute_save": {"nargs": "+", "metavar": "KIND", "help": "what selective recompute saves"},

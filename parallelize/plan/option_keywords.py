@@ -23,6 +23,7 @@ class OptionKeywords(TypedDict, total=False):
     overlap: str | None
     ulysses: int | None
     ep: int | None
+    etp: int | None
     recompute: str | None
     recompute_every: int | None
     recompute_save: str | Sequence[str] | None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from parallelize.errors import ModelError, Problem, did_you_mean
-from parallelize.mesh import AXES, FOLDED_AXES, MeshSpec, axis_order, possible_ep
+from parallelize.mesh import AXES, FOLDED_AXES, MeshSpec, axis_order, possible_expert_ranks
 from parallelize.styles.contract import OVERLAPS
 
 AnyOptions = TypeVar("AnyOptions", bound="Options")
@@ -38,6 +38,7 @@ class Options:
         ulysses: ranks of `cp` that exchange heads, where the rest forms a ring: see `context_parallel`.
         ep: ranks over which whole experts of a mixture are divided, folded over dp x cp x tp: a divisor of their number that
             is a multiple or a divisor of tp. 1: each expert is split over `tp`.
+        etp: ranks over which each of these experts is split. The experts are on ep x etp ranks, a multiple or a divisor of tp.
         recompute: "off", "selective" or "full": see `recompute`; so recompute_every and recompute_save.
         dtype: of compute, a name or a torch dtype; default: that of the weights. Where it is narrower than they are, the
             optimizer keeps float32 copies, and gradients are summed in float32.
@@ -60,6 +61,7 @@ class Options:
     overlap: str = _BY_PLAN
     ulysses: int = _BY_PLAN
     ep: int = _BY_PLAN
+    etp: int = _BY_PLAN
     recompute: str = _BY_PLAN
     recompute_every: int = _BY_PLAN
     recompute_save: tuple[str, ...] | None = None
@@ -95,6 +97,11 @@ class Options:
         """Whether compute is narrower than the values that the optimizer steps."""
         return self.dtype in ("bfloat16", "float16")
 
+    @property
+    def expert_ranks(self) -> int:
+        """The ranks that have one copy of all experts together. 1: experts are split over `tp`, as all else is."""
+        return (self.ep or 1) * (self.etp or 1)
+
     def microbatches(self, mesh: MeshSpec) -> int:
         """Microbatches of a step on a mesh."""
         pp = mesh.ranks("pp")
@@ -107,11 +114,11 @@ class Options:
 
 NAMES = tuple(field.name for field in fields(Options))
 _DTYPES = ("dtype", "reduce_dtype")
-_COUNTS = ("num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep")
-ROW_OPTIONS = ("sequence_parallel", "loss_parallel", "fuse_loss", "ep")
+_COUNTS = ("num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep", "etp")
+ROW_OPTIONS = ("sequence_parallel", "loss_parallel", "fuse_loss", "ep", "etp")
 """Options that decide contracts and layouts over `tp`."""
 FLAGS = ("defer", "sequence_parallel", "loss_parallel", "fuse_loss")
-NUMBERS = ("zero", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep", "compare_every")
+NUMBERS = ("zero", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep", "etp", "compare_every")
 
 
 def options_of(options: Options | None, keywords: Mapping[str, Any]) -> Options:
@@ -187,7 +194,7 @@ def _wrong_on_mesh(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
         )
     if mesh.ranks("cp") % options.ulysses and mesh.ranks("cp") > 1:
         yield wrong_ulysses(options.ulysses, mesh.ranks("cp"))
-    yield from wrong_ep(options.ep, mesh)
+    yield from wrong_folding(options, mesh)
 
 
 def wrong_ulysses(ulysses: int, cp: int) -> Problem:
@@ -197,13 +204,19 @@ def wrong_ulysses(ulysses: int, cp: int) -> Problem:
     )
 
 
-def wrong_ep(ep: int, mesh: MeshSpec) -> Iterator[Problem]:
-    """The problem of an ep that does not fold over a mesh."""
-    possible = possible_ep(mesh)
-    if ep not in possible:
-        axes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in FOLDED_AXES if axis in mesh.names) or "one rank"
-        what = f"ep is {ep}, and experts cannot be divided so over {axes}"
-        yield Problem("bad-ep", what, fix="ep=" + ", ".join(map(str, possible)))
+def wrong_folding(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
+    """The problem of an ep and etp that do not fold over a mesh."""
+    ep, etp, possible = options.ep, options.etp, possible_expert_ranks(mesh)
+    if options.expert_ranks in possible:
+        return
+    axes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in FOLDED_AXES if axis in mesh.names) or "one rank"
+    sizes = f"ep is {ep}" if etp == 1 else f"ep is {ep}, etp {etp}"
+    fix = "ep=" + ", ".join(map(str, possible))
+    if etp > 1:
+        fix = f"ep x etp = {', '.join(map(str, possible))}"
+        if with_etp := [n // etp for n in possible if n % etp == 0]:
+            fix += f": with etp={etp}, ep={', '.join(map(str, with_etp))}"
+    yield Problem("bad-ep", f"{sizes}, and experts cannot be divided so over {axes}", fix=fix)
 
 
 STANDARD = Options(
@@ -216,6 +229,7 @@ STANDARD = Options(
     overlap="off",
     ulysses=1,
     ep=1,
+    etp=1,
     recompute="off",
     recompute_every=1,
     compare_every=100,

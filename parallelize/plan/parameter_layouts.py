@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from parallelize.errors import Problem
-from parallelize.layout import Chunk, Layout, chunked, local_units, packed, repeated, replicated
+from parallelize.layout import Chunk, Layout, chunked, local_units, packed, repeated, replicated, tiled
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.schema import Plan, Rule
@@ -41,15 +41,14 @@ class LayoutMaker:
 
     def axis(self, use: Use) -> str:
         """The axis that a layout is over: `ep` where experts are divided over more ranks than those of `tp`."""
-        return "ep" if use.by_expert and self.plan.options.ep > self.tp_size else "tp"
+        return "ep" if use.by_expert and self.plan.options.expert_ranks > self.tp_size else "tp"
 
     def layout(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[Layout | None, Problem | None]:
         """(the layout, None), or (None, the reason why there is none)."""
         if use.dim is None:
             return replicated(fact.shape, self.tp_size), None
         if use.by_expert:
-            ep = self.plan.options.ep
-            return repeated(fact.shape, use.dim, max(self.tp_size, ep), ep), None
+            return self._of_experts(fact, use, use.dim, rule)
         if use.dim >= len(fact.shape):
             what = f"{generic(fact.fqn)} has shape {list(fact.shape)}, no dim {use.dim}"
             return None, Problem("bad-dim", what, rule.where)
@@ -58,6 +57,20 @@ class LayoutMaker:
             return layout, self._split_heads(fact, layout, rule) if self.plan.unclaimed != "leave" else None
         chunks, problem = self._chunks(fact, use, rule)
         return (None, problem) if problem else (packed(fact.shape, use.dim, self.tp_size, chunks), None)
+
+    def _of_experts(self, fact: ParameterFacts, use: Use, dim: int, rule: Rule) -> tuple[Layout | None, Problem | None]:
+        """Whole experts along dim 0, or, where `dim` is another one, experts of which each is split along it."""
+        options = self.plan.options
+        num_ranks = max(self.tp_size, options.expert_ranks)
+        if dim == 0:
+            return repeated(fact.shape, 0, num_ranks, options.ep), None
+        parts, width = use.chunks * use.adjacent, fact.shape[dim]
+        if width % (parts * options.etp):
+            what = f"dim {dim} of {generic(fact.fqn)} is {width}, which etp {options.etp} does not divide"
+            rows = (("weight", f"{list(fact.shape)}, of which {parts} x {options.etp} must divide dim {dim}"),)
+            return None, Problem("bad-ep", what, rule.where, rows, "a smaller etp")
+        chunks = [Chunk(width // use.chunks, adjacent=use.adjacent)] * use.chunks
+        return tiled(packed(fact.shape, dim, options.etp, chunks), num_ranks, options.ep), None
 
     def _chunks(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[list[Chunk], Problem | None]:
         assert use.dim is not None

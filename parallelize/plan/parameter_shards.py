@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from parallelize.layout import even_interval
+from parallelize.layout import Layout, even_interval
 from parallelize.mesh import MeshSpec, folded
 from parallelize.plan.model_facts import ParameterFacts
 from parallelize.plan.resolved import ResolvedPlan
@@ -40,6 +40,17 @@ def splits_of(zero: int, mesh: MeshSpec, *, scalar: bool = False, ep: int = 1) -
     return Splits(ranks if zero == 3 else 1, ranks if zero >= 2 else 1, ranks if zero >= 1 else 1)
 
 
+def expert_zero_dim(layout: Layout, ranks: int) -> int:
+    """The dim of a folded expert parameter that ZeRO 3 splits over `ranks` of `edp`.
+
+    Another one than those along which the ranks of `ep` store different elements: so an interval of the full tensor stays one, and
+    few experts on each rank are split evenly too. 0 where `ranks` divides none, as `fully_shard` requires of others than dim 0.
+    """
+    shape = layout.stored_local_shape(0)
+    dims = (dim for dim in range(1, len(shape)) if dim not in layout.sharded_dims and shape[dim] % ranks == 0)
+    return next(dims, 0)
+
+
 @dataclass(frozen=True)
 class ParameterShard:
     """One parameter on one rank.
@@ -53,6 +64,7 @@ class ParameterShard:
         tied_ranks: the pp ranks that sum its gradient, where it is tied across ranks; else empty.
         zero_unit: of ZeRO 3: the module that it is gathered with.
         axis: that its layout is over: "tp", or "ep" of experts that are folded over data axes.
+        zero_dim: whose slices are the rows that ZeRO splits.
     """
 
     name: str
@@ -66,6 +78,7 @@ class ParameterShard:
     tied_ranks: tuple[int, ...]
     zero_unit: str
     axis: str = "tp"
+    zero_dim: int = 0
 
     @property
     def numel(self) -> int:
@@ -73,13 +86,13 @@ class ParameterShard:
 
     @property
     def rows(self) -> int:
-        """The size of dim 0, which ZeRO splits; 1 for a scalar."""
-        return self.shape[0] if self.shape else 1
+        """The size of the dim that ZeRO splits; 1 for a scalar."""
+        return self.shape[self.zero_dim] if self.shape else 1
 
     @property
     def width(self) -> int:
         """Elements of a row."""
-        return prod(self.shape[1:])
+        return prod(size for dim, size in enumerate(self.shape) if dim != self.zero_dim)
 
     def padded_numel(self, ranks: int) -> int:
         """Elements of one data rank's rows, of `ranks`, rounded up to full rows."""
@@ -118,7 +131,8 @@ def _shard(
     row = resolved.parameters[fact.fqn]
     local_stages = {stage_of[name] for name in names}
     tied = next((tied_ranks[name] for name in names if name in tied_ranks), ())
-    ep = row.layout.num_ranks if row.axis == "ep" else 1
+    folds, zero = row.axis == "ep", resolved.options.zero
+    splits = splits_of(zero, resolved.mesh, scalar=not fact.shape, ep=row.layout.num_ranks if folds else 1)
     return ParameterShard(
         names[0],
         names,
@@ -126,11 +140,12 @@ def _shard(
         trained=fact.requires_grad,
         stage=max(local_stages),
         late=row.is_summed or len(local_stages) > 1,
-        splits=splits_of(resolved.options.zero, resolved.mesh, scalar=not fact.shape, ep=ep),
+        splits=splits,
         pending=row.pending(ranks["tp"]),
         tied_ranks=tied if len(tied) > 1 else (),
         zero_unit=resolved.zero_unit_of(names[0]),
         axis=row.axis,
+        zero_dim=expert_zero_dim(row.layout, splits.parameter) if folds and zero == 3 else 0,
     )
 
 

@@ -62,7 +62,7 @@ class ParameterRow:
         if self.partial:
             return ((tuple(range(layout.num_ranks)), prod(layout.shape)),)
         assert layout.dim is not None
-        width = prod(layout.shape) // max(layout.shape[layout.dim], 1)
+        width = prod(layout.local_shape(rank)) // max(layout.local_size(rank), 1)
         return tuple((ranks, (stop - start) * width) for start, stop, ranks in layout.shared(rank))
 
 

@@ -215,7 +215,8 @@ class _Resolver:
                 loss_parallel=self.plan.options.loss_parallel,
                 fuse_loss=self.plan.options.fuse_loss,
                 input_gathered=any(parent in gathered for parent in _parents(name)),
-                whole_experts=self.plan.options.ep > 1,
+                sends_tokens=self.plan.options.expert_ranks > 1,
+                etp=self.plan.options.etp,
             )
             if context.sequence_parallel and not context.input_gathered:
                 self._check_replicated_in_region(name, rule)
@@ -246,17 +247,22 @@ class _Resolver:
                 self.problems.append(Problem("no-vocabulary-output", what, self.plan.source, fix=fix))
 
     def _check_experts(self, modules: dict[str, ModuleRow]) -> None:
-        """Whole experts over `ep`: there are some, and enough for every rank."""
-        ep = self.plan.options.ep
+        """Experts over `ep` and `etp`: there are some, and enough for every rank."""
+        ep, etp = self.plan.options.ep, self.plan.options.etp
         rows = [row for row in modules.values() if row.contract.computes_experts]
-        if ep > 1 and not rows:
-            fix = "ep=1, or a plan with the style `experts`"
-            self.problems.append(Problem("bad-ep", f"ep is {ep}, and no rule is `experts`", self.plan.source, fix=fix))
+        if self.plan.options.expert_ranks > 1 and not rows:
+            name, size = ("ep", ep) if ep > 1 else ("etp", etp)
+            what, fix = f"{name} is {size}, and no rule is `experts`", f"{name}=1, or a plan with the style `experts`"
+            self.problems.append(Problem("bad-ep", what, self.plan.source, fix=fix))
         for row in rows if ep > 1 else ():
             count = next(iter(self.model.modules[row.fqn].shapes.values()))[0]
             if count < ep:
                 what = f"{count} experts of {generic(row.fqn)} leave none for some of {ep} ranks"
                 self.problems.append(Problem("bad-ep", what, row.rule.where, fix="a smaller ep"))
+            elif etp > 1 and count % ep:
+                what = f"{count} experts of {generic(row.fqn)}, each split over etp {etp}, are not divisible by ep {ep}"
+                fix = "ep=" + ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+                self.problems.append(Problem("bad-ep", what, row.rule.where, fix=fix))
 
     def _check_region(self, region: RegionRow | None, modules: dict[str, ModuleRow]) -> None:
         """The modules at the region's boundaries must have no conversion of their own there."""

@@ -5,6 +5,8 @@ Torch-free.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parallelize.errors import ModelError, Problem
 from parallelize.styles.contract import OVERLAPS, Contract, Conversion, Traits, Use
 from parallelize.styles.style import ModuleFacts, Style, StyleContext, StyleText, register_style
@@ -108,8 +110,8 @@ def _experts(style: StyleText, module: ModuleFacts, context: StyleContext) -> Co
     if style.options.get("tokens") == "all":
         return _dense_experts(module, context)
     _check_kind(style, module, "experts")
-    if context.whole_experts:
-        return _whole_experts(module, context.sequence_parallel)
+    if context.sends_tokens:
+        return _divided_experts(module, context)
     enter = Conversion.GATHER_SEQUENCE if context.sequence_parallel else Conversion.COPY
     leave = Conversion.SCATTER_SEQUENCE if context.sequence_parallel else Conversion.REDUCE
     return Contract("experts", enter, leave, sequence_dim=0, uses=_split_experts(module), compute="experts")
@@ -117,11 +119,11 @@ def _experts(style: StyleText, module: ModuleFacts, context: StyleContext) -> Co
 
 def _dense_experts(module: ModuleFacts, context: StyleContext) -> Contract:
     """Every expert gets every token, scaled before: [experts x tokens, hidden], with weights [experts, in, out], gate before up."""
-    if context.whole_experts:
+    if context.sends_tokens:
         what = (
             f"{module.fqn} sends every token to every expert, so that no rank would have fewer rows with whole experts"
         )
-        raise ModelError(Problem("experts-not-divisible", what, fix="ep=1: each expert is split over tp"))
+        raise ModelError(Problem("experts-not-divisible", what, fix="ep=1, etp=1: each expert is split over tp"))
     shapes = [module.shapes.get(name, ()) for name in _DENSE]
     if module.shapes.keys() != _DENSE.keys() or [len(shape) for shape in shapes] != [3, 3]:
         what = f"{module.fqn} does not have gate_up_proj [experts, hidden, 2 x inner] and down_proj [experts, inner, hidden]"
@@ -134,20 +136,31 @@ def _dense_experts(module: ModuleFacts, context: StyleContext) -> Contract:
 _DENSE = {"gate_up_proj": Use(2, chunks=2), "down_proj": Use(1)}
 
 
-def _whole_experts(module: ModuleFacts, sequence_parallel: bool) -> Contract:
-    """What is stacked is divided along its first dim; each rank sees a part of the gradient of anything else.
+def _divided_experts(module: ModuleFacts, context: StyleContext) -> Contract:
+    """Experts divided over `ep` along the first dim, whole ones or each split over `etp`.
 
     Each rank sends its own tokens. Where all ranks of `tp` have the same tokens, each takes a part of them.
     """
-    count = module.shapes["down_proj"][0] if "down_proj" in module.shapes else 0
-    stacked = Use(0, by_expert=True)
-    uses = {name: stacked if shape[0] == count else Use(partial=True) for name, shape in module.shapes.items()}
-    enter, leave = (Conversion.NONE, Conversion.NONE) if sequence_parallel else _BY_TOKENS
+    uses = _whole_experts(module) if context.etp == 1 else _split_divided_experts(module)
+    enter, leave = (Conversion.NONE, Conversion.NONE) if context.sequence_parallel else _BY_TOKENS
     local = {"num_experts": "down_proj"}
     return Contract("experts", enter, leave, sequence_dim=0, uses=uses, compute="whole experts", local_attributes=local)
 
 
 _BY_TOKENS = (Conversion.SPLIT_TOKENS, Conversion.GATHER_TOKENS)
+
+
+def _whole_experts(module: ModuleFacts) -> dict[str, Use]:
+    """What is stacked is divided along its first dim; each rank sees a part of the gradient of anything else."""
+    count = module.shapes["down_proj"][0] if "down_proj" in module.shapes else 0
+    stacked = Use(0, by_expert=True)
+    return {name: stacked if shape[0] == count else Use(partial=True) for name, shape in module.shapes.items()}
+
+
+def _split_divided_experts(module: ModuleFacts) -> dict[str, Use]:
+    """As `_split_experts`; the second bias is split over the output's width, of which each rank adds its part."""
+    uses = _split_experts(module) | ({"down_proj_bias": Use(1)} if "down_proj_bias" in module.shapes else {})
+    return {name: replace(use, by_expert=True) for name, use in uses.items()}
 
 
 def _split_experts(module: ModuleFacts) -> dict[str, Use]:
@@ -158,7 +171,9 @@ def _split_experts(module: ModuleFacts) -> dict[str, Use]:
     flags = module.flags
     if flags["has_post_expert_norm"]:
         what = f"{module.fqn} normalizes the output of each expert, which no rank has where experts are split inside"
-        raise ModelError(Problem("experts-not-splittable", what, fix="ep=N, the size of tp, or `replicate` for it"))
+        raise ModelError(
+            Problem("experts-not-splittable", what, fix="ep=N, the size of tp, with etp=1; or `replicate` for it")
+        )
     out_dim, in_dim = (2, 1) if flags["is_transposed"] else (1, 2)
     chunks, adjacent = (1, 1) if not flags["has_gate"] else (2, 1) if flags["is_concatenated"] else (1, 2)
     first = "gate_up_proj" if flags["has_gate"] else "up_proj"

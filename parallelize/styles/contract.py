@@ -70,7 +70,8 @@ class Use:
         chunks: number of equal chunks, each sharded by itself, where no unit is named.
         adjacent: elements along `dim` that stay together, such as 2 for the pairs of an interleaved gate and up projection.
         partial: replicated, with a gradient that each rank has only in part.
-        by_expert: divided over the ranks of `ep`, rather than over those of `tp`.
+        by_expert: stacked experts, divided over the ranks of `ep` along dim 0, rather than over those of `tp`. Where `dim` is another
+            one, each expert is split along it over the ranks of `etp`.
     """
 
     dim: int | None = None

@@ -46,14 +46,16 @@ class StyleContext:
         sequence_parallel: the mode is on, and the module is inside the region.
         loss_parallel, fuse_loss: the modes of the plan.
         input_gathered: a module that contains this one has a `gather` rule.
-        whole_experts: each rank has whole experts, rather than a part of each.
+        sends_tokens: tokens go to the ranks of their experts, rather than each rank having a part of all experts.
+        etp: ranks over which each of these experts is split.
     """
 
     sequence_parallel: bool = False
     loss_parallel: bool = False
     fuse_loss: bool = False
     input_gathered: bool = False
-    whole_experts: bool = False
+    sends_tokens: bool = False
+    etp: int = 1
 
 
 @dataclass(frozen=True)

@@ -237,10 +237,10 @@ class Installer:
         experts, options = self._parameter(row.fqn, "down_proj").layout.shape[0], self.resolved.options
         group = self.experts
         if group is None:  # consecutive ranks of tp
-            first = self.group.rank // options.ep * options.ep
-            group = self._subgroup(tuple(range(first, first + options.ep)))
+            first = self.group.rank // options.expert_ranks * options.expert_ranks
+            group = self._subgroup(tuple(range(first, first + options.expert_ranks)))
         same = self.group if row.contract.enter is Conversion.SPLIT_TOKENS and self.group.size > 1 else None
-        return ExpertRanks(row.fqn, group, experts, 1 if options.overlap == "off" else EXPERT_CHUNKS, same)
+        return ExpertRanks(row.fqn, group, options.etp, experts, 1 if options.overlap == "off" else EXPERT_CHUNKS, same)
 
     def _choice_conversion(self, contract: Contract) -> Callable:
         """The conversion of choices and their weights as those of tokens, which they follow along their first dim."""
@@ -310,7 +310,8 @@ class Installer:
         row = self.resolved.modules.get(fqn)
         for attribute, key in (row.contract.local_attributes if row else {}).items():
             parameter = self._parameter(fqn, key)
-            values[attribute] = parameter.layout.local_size(self._rank(parameter))
+            layout = parameter.layout
+            values[attribute] = layout.local_shape(self._rank(parameter))[layout.sharded_dims[0]]
         on_config = {key.partition(".")[2]: value for key, value in values.items() if key.startswith("config.")}
         if on_config:
             module.config = LocalConfig(module.config, on_config)

@@ -1,9 +1,12 @@
-"""Whole experts of a mixture on each rank of `ep`: the style `experts` with `ep`.
+"""Whole experts of a mixture on each rank of `ep`, or a part of them over `etp`: the style `experts` with these options.
 
     tokens [N, hidden], choices [N, k], weights [N, k] of this rank
     sent to the ranks that have their experts, one row for each rank          (ops/experts)
     stock forward of the pairs of a row and one expert of this rank (k = 1)   -> [pairs, hidden], added up by row
     sent back, and added up by token -> the output [N, hidden]
+
+Of experts split over `etp`, a row goes to every rank that has a part of its expert, and the partial results are added up by token
+with all others: nothing else is sent for them.
 
 Where all ranks of `tp` have the same tokens, each takes a part of them, and the outputs are gathered.
 
@@ -14,9 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from parallelize.comm.groups import Group
@@ -25,7 +30,7 @@ from parallelize.ops import replay_cache
 from parallelize.ops.experts.call_form import CallForm
 from parallelize.ops.experts.routes import Routes, indices_of, routes_of
 from parallelize.ops.experts.transfers import Transfers, arrive, collect, dispatch, give_back
-from parallelize.tensor.planned_forward import Planned, on_local_parameters
+from parallelize.tensor.planned_forward import Conversion, on_local_parameters
 from parallelize.tensor.split_experts import input_names
 
 T = torch.Tensor
@@ -37,7 +42,8 @@ class ExpertRanks:
 
     Attributes:
         fqn: the name of the experts.
-        group: the ranks of `ep`.
+        group: the ranks that have all experts together: of `etp` and `ep`, which changes fastest.
+        etp: the ranks that have a part of each expert.
         num_experts: on all ranks together.
         num_chunks: parts of the tokens, of which one travels while another is computed.
         same_tokens: the ranks of `tp` where they have the same tokens; None where each rank has its own.
@@ -45,9 +51,18 @@ class ExpertRanks:
 
     fqn: str
     group: Group
+    etp: int
     num_experts: int
     num_chunks: int
     same_tokens: Group | None
+
+    @property
+    def biases(self) -> dict[str, Conversion]:
+        """What the stock forward reads instead of a bias that `etp` splits over the output's width."""
+        if self.etp == 1:
+            return {}
+        part = self.group.rank // (self.group.size // self.etp)
+        return {"down_proj_bias": partial(_in_its_place, before=part, after=self.etp - 1 - part)}
 
 
 def whole_experts(module: nn.Module, ranks: ExpertRanks) -> Callable:
@@ -71,29 +86,31 @@ def _exchanged(self: Any, ranks: ExpertRanks, tokens: T, choices: T, weights: T)
 
     def find_routes() -> Routes:
         form = CallForm.of(ranks.fqn, tokens, weights)
-        return routes_of(choices, ranks.num_experts, ranks.group, ranks.num_chunks, ranks.fqn, form)
+        return routes_of(choices, ranks.num_experts, ranks.group, ranks.num_chunks, ranks.fqn, form, ranks.etp)
 
     # a replay sends the same rows, even where a near tie of the router falls otherwise
     routes = replay_cache.remembered("routes", find_routes)
     transfers = Transfers(routes, ranks.group, tokens, weights)
-    planned, returned = self._applied.planned, []
+    planned, biases, returned = self._applied.planned, ranks.biases, []
+
+    def compute(*inputs: T) -> T:
+        return on_local_parameters(self, planned, inputs, {}, biases)
+
     for n, ticket in enumerate(dispatch(tokens, weights, transfers)):
-        results = _computed(self, planned, routes, n, *arrive(ticket, transfers, n))
+        results = _computed(compute, routes, n, *arrive(ticket, transfers, n))
         returned.append(give_back(results, transfers, n))
     return collect(tuple(returned), transfers)
 
 
-def _computed(self: Any, planned: Planned, routes: Routes, n: int, tokens: T, weights: T, choices: T) -> T:
+def _computed(compute: Callable[..., T], routes: Routes, n: int, tokens: T, weights: T, choices: T) -> T:
     """The results of received rows: the sum over their choices of this rank's experts. [rows, hidden]."""
     first, stop = routes.experts
     num_pairs = routes.chunks[n].pairs
     if not num_pairs:  # one pair that counts nothing, so that parameters, rows and weights get gradients of zeros
-        inputs = tokens.new_zeros(1, tokens.shape[1]), choices.new_zeros(1, 1).long(), weights.new_zeros(1, 1)
-        out = on_local_parameters(self, planned, inputs, {})
+        out = compute(tokens.new_zeros(1, tokens.shape[1]), choices.new_zeros(1, 1).long(), weights.new_zeros(1, 1))
         return tokens + (out.sum() + weights.sum()) * 0
     rows, slots, experts = _pairs(choices, first, stop, num_pairs)
-    inputs = tokens.index_select(0, rows), experts[:, None], weights[rows, slots][:, None]
-    out = on_local_parameters(self, planned, inputs, {})
+    out = compute(tokens.index_select(0, rows), experts[:, None], weights[rows, slots][:, None])
     # in the dtype of tokens on every rank, also under autocast, where a rank without pairs has no other
     return tokens.new_zeros(tokens.shape).index_add(0, rows, out.to(tokens.dtype))
 
@@ -105,3 +122,9 @@ def _pairs(choices: T, first: int, stop: int, count: int) -> tuple[T, T, T]:
         return pairs % len(choices), pairs % choices.shape[1], pairs % (stop - first)
     rows, slots = indices_of((choices >= first) & (choices < stop), count)
     return rows, slots, choices[rows, slots].long() - first
+
+
+def _in_its_place(bias: T, before: int, after: int) -> T:
+    """A part of a bias, [experts, hidden / parts], with zeros for the parts before and after it: [experts, hidden]."""
+    width = bias.shape[1]
+    return F.pad(bias, (before * width, after * width))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from parallelize import _torch_private as private
 from parallelize.applied.fsdp_shards import restore_layouts
-from parallelize.applied.records import applied, cut_of, mark_parameter, record_of
+from parallelize.applied.records import applied, cut_of, mark_parameter, record_of, require_record
 from parallelize.applied.sharding import shared_of_parameters
 from parallelize.comm.groups import axis_group, mesh_spec
 from parallelize.errors import ModelError, Problem
+from parallelize.plan.parameter_shards import expert_zero_dim
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
 from parallelize.zero.data_options import DataOptions
@@ -130,8 +131,12 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
         if any(True for _ in unit.parameters()) or unit is module:
             # a deferred head is needed after its forward has ended
             reshard = options.reshard_after_forward and name not in deferring
-            ranks = ranks_of.experts if name in folded else ranks_of.dense
-            fully_shard(unit, mesh=ranks.fsdp_mesh, mp_policy=options.mixed_precision, reshard_after_forward=reshard)
+            ranks = ranks_of.dense
+            keywords: dict[str, Any] = {"mp_policy": options.mixed_precision, "reshard_after_forward": reshard}
+            if name in folded:
+                ranks = ranks_of.experts
+                keywords["shard_placement_fn"] = _expert_placements(module, name)
+            fully_shard(unit, mesh=ranks.fsdp_mesh, **keywords)
     fsdp_units: list[Any] = [unit for unit in [*units, module] if isinstance(unit, FSDPModule)]
     for name in deferring:
         unit = module.get_submodule(name)
@@ -177,6 +182,19 @@ def _folded_experts(module: nn.Module) -> list[str]:
             what = f"{row.fqn} is beside experts that are folded over data axes, and not one for each of them"
             raise ModelError(Problem("experts-not-shardable", what, fix="zero=2, or ep=1"))
     return names
+
+
+def _expert_placements(module: nn.Module, name: str) -> Callable[[Any], Shard]:
+    """How `fully_shard` splits the parameters of folded experts: see `expert_zero_dim`."""
+    record = require_record(module)
+    assert record.folded is not None
+    ranks = mesh_spec(record.folded).size("edp")
+    parameters = module.get_submodule(name).named_parameters(recurse=False)
+    dims = {
+        id(parameter): expert_zero_dim(record.resolved.parameters[f"{name}.{key}"].layout, ranks)
+        for key, parameter in parameters
+    }
+    return lambda parameter: Shard(dims[id(parameter)])
 
 
 def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:

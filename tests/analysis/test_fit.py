@@ -55,7 +55,8 @@ def test_foldings_of_experts_are_tried():
     options = {"zero": 0, "schedule": "1f1b", "recompute": "off", "num_microbatches": 4}
     machine = load_machine("h100-sxm")
     over_data = [mesh for mesh in meshes(GPUS, machine.node_ranks, 2) if mesh.ranks("dp") == 4]
-    assert over_data and searched._foldings(over_data[0], 8, machine.node_ranks) == (1, 4)
+    assert over_data and searched._foldings(over_data[0], 8, 1, machine.node_ranks) == (1, 4)
+    assert searched._foldings(over_data[0], 8, 2, machine.node_ranks) == (1, 2)
     peaks = {
         ep: searched._try(
             of,

@@ -253,6 +253,8 @@ class Misordered(nn.Module):
         if self.how == "order":
             return self.layers[2](self.layers[3](h))
         h = self.layers[3](self.layers[2](h * 1.0))
+        if self.how == "reads":
+            h = h.to(self.layers[0].weight.dtype) + self.layers[0].weight.sum()
         return h + first.sum() if self.how == "uses" else h
 
 

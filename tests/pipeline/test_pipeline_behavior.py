@@ -81,7 +81,9 @@ def test_mistakes_are_named_before_anything_changes(two_processes, which):
     assert all(MISTAKES[which] in slugs for slugs in two_processes.run(jobs.mistakes, which))
 
 
-@pytest.mark.parametrize(("how", "slug"), [("order", "unit-order"), ("uses", "absent-module-used")])
+@pytest.mark.parametrize(
+    ("how", "slug"), [("order", "unit-order"), *((how, "absent-module-used") for how in ("uses", "reads"))]
+)
 def test_a_forward_that_uses_absent_modules_otherwise_is_refused(two_processes, how, slug):
     for error, row in two_processes.run(jobs.misread, how):
         assert error == "stage-failed" and slug in row, row

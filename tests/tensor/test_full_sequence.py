@@ -128,9 +128,10 @@ def test_generation(family):
 
 
 @pytest.mark.variants(every=5)
-@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "jamba", "lfm2_moe", "minimax"])
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "jamba", "lfm2_moe", "minimax", "llama4_text"])
 def test_in_a_pipeline_recomputed(family):
-    """On pp x tp under sequence parallelism. The caches of `transformers` do not know of layers that are on other stages."""
+    """On pp x tp under sequence parallelism. The caches of `transformers` do not know of layers that are on other stages. Llama 4
+    reads the device of its embedding's weight on every stage."""
     model = tiny_model(family, torch.float64)
     ids, labels = tiny_batch(batch=4)
     models = [copy.deepcopy(model) for _ in range(4)]

@@ -47,6 +47,17 @@ def test_families(family, tp, ep, mode):
     check(tiny_model(family, torch.float64), {**MODES[mode], "ep": ep}, tp, torch.float64)
 
 
+@pytest.mark.variants(every=13)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("tp", "sizes"), [(2, {"etp": 2}), (4, {"ep": 2, "etp": 2}), (4, {"etp": 2})], ids=str)
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe", "nemotron_h", "jamba", "gemma4_text"]
+)
+def test_families_with_experts_that_are_split_too(family, tp, sizes, mode):
+    """With biases, interleaved, transposed and without a gate. The last sizes leave two copies of each expert."""
+    check(tiny_model(family, torch.float64), {**MODES[mode], **sizes}, tp, torch.float64)
+
+
 @pytest.mark.variants(every=3)
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("mode", MODES)
@@ -83,6 +94,47 @@ def test_a_folding_that_is_impossible_is_refused_with_those_that_are_not(ep):
     with pytest.raises(MeshError, match=rf"bad-ep: ep is {ep}, and experts .* over tp 4[\s\S]*ep=1, 2, 4"):
         run_ranks(4, lambda rank: parallelize_module(tiny_model("mixtral"), build_mesh("cpu", tp=4), ep=ep))
     assert not hasattr(model, "_applied")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"ep": 3, "etp": 2}, r"ep is 3, etp 2, .*\s+fix  ep x etp = 1, 2, 4: with etp=2, ep=1, 2"),
+        ({"etp": 3}, r"ep is 1, etp 3, .*\s+fix  ep x etp = 1, 2, 4$"),
+    ],
+)
+def test_an_etp_that_does_not_fold_is_refused_with_what_does(options, text):
+    problems = Options(**options).complete().check_on(MeshSpec(dp=2, tp=2))
+    assert [problem.slug for problem in problems] == ["bad-ep"]
+    with pytest.raises(ModelError, match=text):
+        raise ModelError(*problems)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "options", "text"),
+    [
+        ("mixtral", {}, {"ep": 4, "etp": 2}, "6 experts of .*each split over etp 2, are not divisible by ep 4"),
+        (
+            "mixtral",
+            {"intermediate_size": 37},
+            {"etp": 2},
+            "dim 1 of .*gate_up_proj is 74, which etp 2 does not divide",
+        ),
+        ("llama4_text", {}, {"etp": 2}, "experts-not-divisible: .* sends every token to every expert"),
+        ("llama", {}, {"etp": 2}, "etp is 2, and no rule is `experts`"),
+    ],
+)
+def test_experts_that_cannot_be_split_over_etp_are_refused(family, sizes, options, text):
+    from parallelize.plan.choose import choose_plan
+
+    model = tiny_model(family, **sizes)
+    with pytest.raises(PlanError, match=text):
+        resolve(choose_plan(model)[0], describe(model), MeshSpec(tp=8), Options(**options))
+
+
+def test_other_parameters_of_experts_that_are_split_are_refused():
+    with pytest.raises(PlanError, match=r"experts-not-splittable: experts has parameters that .* do not have: scale"):
+        resolve(PLAN, describe(Mixture(extra=True)), MeshSpec(tp=2), Options(etp=2))
 
 
 def test_a_choice_that_does_not_exist_is_an_error_on_every_rank():

@@ -95,6 +95,8 @@ FOLDED = [
     ({"dp_replicate": 2, "dp": 2}, {"ep": 2, "zero": 3}),
     ({"pp": 2, "dp": 2}, {"ep": 2, "zero": 2, "schedule": "zbv"}),
     ({"pp": 2, "dp": 2}, {"ep": 2, "zero": 3, "schedule": "1f1b", "num_microbatches": 4, "recompute": "full"}),
+    ({"pp": 2, "dp": 2}, {"etp": 2, "zero": 2, "schedule": "zbv"}),
+    ({"pp": 2, "tp": 2}, {"etp": 2, "schedule": "1f1b", "num_microbatches": 4, **MODE}),
     ({"dp": 2, "cp": 2}, {"ep": 4, "zero": 2}),
     ({"dp": 2, "cp": 2}, {"ep": 2, "zero": 3}),
     ({"cp": 4}, {"ep": 2}),

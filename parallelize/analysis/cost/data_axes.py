@@ -47,7 +47,7 @@ class DataView:
 def view_of(shard: ParameterShard, setting: Setting) -> DataView:
     """The data axes of a parameter."""
     if shard.axis == "ep":
-        mesh = folded(setting.mesh, setting.ep)
+        mesh = folded(setting.mesh, setting.expert_ranks)
         return DataView(setting, mesh, tuple(axis for axis in ("dp_replicate", "edp") if mesh.ranks(axis) > 1), "edp")
     return DataView(setting, setting.mesh, setting.data_axes, setting.shard_axis)
 

@@ -230,7 +230,7 @@ def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
     if setting.zero == 3:
         sizes = {unit: _gathered_numel(group, setting) for unit, group in zero_groups(shards).items()}
         outside = sizes.pop("", 0)
-        return (outside + sum(sorted(sizes.values())[-2:])) * setting.compute_bytes + deferred
+        return (outside + sum(sorted(sizes.values())[-2:]) + _reordered(shards)) * setting.compute_bytes + deferred
     return 0
 
 
@@ -238,6 +238,11 @@ def _gathered_numel(group: Sequence[ParameterShard], setting: Setting) -> int:
     """Elements of an FSDP unit that is gathered; with one rank it is never sharded."""
     ranks = view_of(group[0], setting).ranks
     return sum(shard.padded_numel(ranks) for shard in group) * ranks if ranks > 1 else 0
+
+
+def _reordered(shards: Sequence[ParameterShard]) -> int:
+    """Elements of the largest parameter that is split along another dim than the first: what is gathered is put in order by a copy."""
+    return max((shard.numel for shard in shards if shard.zero_dim and shard.splits.parameter > 1), default=0)
 
 
 def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting) -> int:

@@ -47,7 +47,7 @@ class Setting(Options):
 
     def complete(self, defaults: Options | None = None) -> Setting:
         setting = super().complete(defaults)
-        if setting.ep > 1 and "tp" not in setting.mesh.names:  # as `parallelize_model` does
+        if setting.expert_ranks > 1 and "tp" not in setting.mesh.names:  # as `parallelize_model` does
             setting = replace(setting, mesh=MeshSpec([*setting.mesh.axes, ("tp", 1)]))
         return setting if setting.batch is not None else replace(setting, batch=setting.step_microbatches)
 
@@ -68,11 +68,11 @@ class Setting(Options):
     @property
     def folds(self) -> bool:
         """Whether experts are divided over more ranks than those of tp."""
-        return self.ep is not None and self.ep > self.size("tp")
+        return self.expert_ranks > self.size("tp")
 
     def mesh_of(self, axis: str) -> MeshSpec:
         """The mesh that has an axis, or a product of axes: experts have one of their own."""
-        return folded(self.mesh, self.ep) if set(axis.split("*")) & set(EXPERT_AXES) else self.mesh
+        return folded(self.mesh, self.expert_ranks) if set(axis.split("*")) & set(EXPERT_AXES) else self.mesh
 
     def group_name(self, axes: Sequence[str]) -> str:
         """The name of a group along several axes: "dp*tp", without axes of size 1; "world" if it contains all ranks."""
@@ -130,7 +130,7 @@ class Setting(Options):
             words.append(f"schedule={self.schedule}")
         words.append(f"microbatches={self.step_microbatches}")
         words += [name for name in ("sequence_parallel", "loss_parallel", "fuse_loss") if getattr(self, name)]
-        words += [f"ep={self.ep}"] if self.ep not in (None, 1) else []
+        words += [f"{name}={size}" for name in ("ep", "etp") if (size := getattr(self, name)) not in (None, 1)]
         if self.recompute != "off":
             words.append(f"recompute={self.recompute}")
         return " ".join(

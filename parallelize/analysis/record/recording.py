@@ -63,6 +63,7 @@ RECORDED_OPTIONS = (
     "dtype",
     "ulysses",
     "ep",
+    "etp",
 )
 """Options that change what a rank does with a microbatch; overlap changes only when."""
 NUM_MICROBATCHES = 2  # the first allocates gradients, the second adds to them

@@ -102,9 +102,9 @@ def _operands(args: Any, kwargs: Any) -> list[tuple[int, torch.Tensor]]:
 
 
 def _is_broadcast(operand: torch.Tensor, like: Any) -> bool:
-    """Whether an operand is the same for all elements along the sharded dim, and has no more dims."""
-    dim = operand.ndim - (like.ndim - like.tp_layout.dim)
-    return operand.ndim <= like.ndim and (dim < 0 or operand.shape[dim] == 1)
+    """Whether an operand is the same for all elements along the sharded dims, and has no more dims."""
+    dims = [operand.ndim - like.ndim + dim for dim in like.tp_layout.sharded_dims]
+    return operand.ndim <= like.ndim and all(dim < 0 or operand.shape[dim] == 1 for dim in dims)
 
 
 def _on_shards(cls: Any, func: Any, args: Any, kwargs: Any, likes: dict[int, Any]) -> Any:

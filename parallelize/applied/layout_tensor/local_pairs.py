@@ -17,24 +17,17 @@ def local_pairs(tensor: Any, layout: Layout, tp_rank: int) -> list[tuple[SlicePa
 
     Returns: (pair, whether this rank is the first along tp that stores these elements).
     """
-    shape = [(0, size) for size in _stored_shape(layout, tp_rank)]
+    shape = [(0, size) for size in layout.stored_local_shape(tp_rank)]
     window = local_window(tensor, shape, skip=layout_axis(tensor.device_mesh))
     pairs = zip(layout.slices(tp_rank), _is_first_holder(layout, tp_rank), strict=True)
     inside = ((_intersection(pair, window), is_first) for pair, is_first in pairs)
     return [(pair, is_first) for pair, is_first in inside if pair is not None]
 
 
-def _stored_shape(layout: Layout, tp_rank: int) -> list[int]:
-    shape = list(layout.local_shape(tp_rank))
-    if layout.dim is not None and not layout.is_canonical:
-        shape[layout.dim] = layout.stored_local_size
-    return shape
-
-
 def _is_first_holder(layout: Layout, tp_rank: int) -> list[bool]:
     if layout.dim is None:
         return [True]
-    return [layout.holders(interval)[0] == tp_rank for interval in layout.owned[tp_rank]]
+    return [layout.holders(tp_rank, interval)[0] == tp_rank for interval in layout.owned[tp_rank]]
 
 
 def layout_axis(mesh: Any) -> int:

@@ -72,13 +72,6 @@ def _without_data_axes(stored: Any, layout: Layout, group: Group) -> torch.Tenso
         dim = private.shard_dim(placement)
         if axis != layout_number and dim is not None:
             data = Group(mesh.get_group(axis))
-            size = _size_on_tp_rank(layout, dim, group.rank)
+            size = layout.stored_local_shape(group.rank)[dim]
             local = gather_dim(pad_to(local, dim, -(-size // data.size)).contiguous(), data, dim, size)
     return local
-
-
-def _size_on_tp_rank(layout: Layout, dim: int, tp_rank: int) -> int:
-    """The size of a dim of the shard that data axes shard further."""
-    if dim != layout.dim:
-        return layout.shape[dim]
-    return layout.local_size(tp_rank) if layout.is_canonical else layout.stored_local_size

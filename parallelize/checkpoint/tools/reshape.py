@@ -288,7 +288,7 @@ def _boxes(layout: Layout, tp_rank: int, data_rank: int, num_data: int) -> Itera
     start, stop = even_interval(local[0], num_data, data_rank) if local else (0, 1)
     owned = layout.owned[tp_rank] if layout.dim is not None else ((0, 0),)
     for pair, interval in zip(layout.slices(tp_rank), owned, strict=True):
-        if layout.dim is not None and layout.holders(interval)[0] != tp_rank:
+        if layout.dim is not None and layout.holders(tp_rank, interval)[0] != tp_rank:
             continue
         box = box_of(pair.full)
         if box:

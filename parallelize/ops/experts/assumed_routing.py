@@ -27,19 +27,21 @@ class AssumedRouting:
     def __exit__(self, *error: object) -> None:
         _current.routing, self._outer = self._outer, None
 
-    def sizes(self, tokens: int, k: int, num_local: int, num_ranks: int) -> tuple[list[int], list[int], int]:
+    def sizes(self, tokens: int, k: int, num_local: int, ep: int, etp: int = 1) -> tuple[list[int], list[int], int]:
         """(rows sent by rank, rows received by rank, pairs of a received row and an expert of this rank).
 
         Args:
             tokens: of each rank of the group. num_local: the number of experts of this rank, the first of the group.
+            ep, etp: ranks that divide the experts, and that have a part of each; every one of them gets the rows of an expert.
         """
         if self.to_one_rank:  # what a token chooses beyond the experts of this rank is spread over the others
-            chosen, others = min(k, num_local), num_ranks - 1
-            sent = [tokens, *[-(-tokens * min(k - chosen, others) // others)] * others]
-            received, pairs = [tokens] * num_ranks, tokens * chosen * num_ranks
+            chosen, others = min(k, num_local), ep - 1
+            sent = [tokens, *[-(-tokens * min(k - chosen, others) // max(others, 1))] * others]
+            received, pairs = [tokens] * ep, tokens * chosen * ep
         else:  # a token goes to as many ranks as it can
-            sent = [-(-tokens * min(k, num_ranks) // num_ranks)] * num_ranks
+            sent = [-(-tokens * min(k, ep) // ep)] * ep
             received, pairs = sent, tokens * k
+        sent, received, pairs = sent * etp, received * etp, pairs * etp
         self.most_rows, self.most_choices = max(self.most_rows, sum(received)), max(self.most_choices, pairs)
         return sent, received, pairs
 

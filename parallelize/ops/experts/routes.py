@@ -45,7 +45,9 @@ class Routes:
     experts: tuple[int, int]
 
 
-def routes_of(choices: T, num_experts: int, group: Group, num_chunks: int, where: str, form: CallForm) -> Routes:
+def routes_of(
+    choices: T, num_experts: int, group: Group, num_chunks: int, where: str, form: CallForm, etp: int = 1
+) -> Routes:
     """The routes of this rank's tokens, and what it receives. A collective.
 
     Args:
@@ -53,21 +55,25 @@ def routes_of(choices: T, num_experts: int, group: Group, num_chunks: int, where
         num_chunks: the same on every rank.
         where: the name of the experts, for messages.
         form: of this call on this rank.
+        etp: ranks that have a part of each expert. All of them get its tokens, and their results are added up by token.
 
     Raises: on every rank of the group, ModelError `experts-differ` where their forms differ, `bad-choice` where one of them has
         choices outside of [0, num_experts).
     """
-    experts = balanced_interval(num_experts, group.size, group.rank)
+    ep = group.size // etp  # changes fastest with the rank
+    experts = balanced_interval(num_experts, ep, group.rank % ep)
     intervals = [even_interval(len(choices), num_chunks, n) for n in range(num_chunks)]
     if choices.is_meta:
         sizes = [2 * num_chunks + 1 + FIELDS] * group.size
         group.all_to_all(choices.new_empty(sum(sizes), dtype=torch.int64), sizes, sizes)
         num_local = experts[1] - experts[0]
-        return Routes(choices, tuple(_assumed_chunk(choices[a:b], a, num_local, group) for a, b in intervals), experts)
+        chunks = [_assumed_chunk(choices[a:b], a, num_local, (ep, etp)) for a, b in intervals]
+        return Routes(choices, tuple(chunks), experts)
     wrong = (choices < 0) | (choices >= num_experts)
-    owners = _owners(choices, num_experts, group.size)
-    counts = torch.zeros(len(choices), group.size, dtype=torch.int64, device=choices.device)
-    counts.scatter_add_(1, owners, torch.ones_like(owners))  # choices by destination
+    owners = _owners(choices, num_experts, ep)
+    counts = torch.zeros(len(choices), ep, dtype=torch.int64, device=choices.device)
+    counts.scatter_add_(1, owners, torch.ones_like(owners))
+    counts = counts.repeat(1, etp)  # choices by destination
     goes = counts > 0
     sums = [part for a, b in intervals for part in (goes[a:b].sum(0), counts[a:b].sum(0))]
     sent = torch.stack([*sums, wrong.sum().expand(group.size)], 1)  # [ranks, 2 per chunk, and wrong choices]
@@ -97,10 +103,10 @@ def indices_of(mask: T, count: int) -> tuple[T, T]:
     return found[:, 0], found[:, 1]
 
 
-def _assumed_chunk(choices: T, start: int, num_local: int, group: Group) -> TokenChunk:
-    """Of tokens without values, from `start` on. num_local: of the experts of this rank."""
+def _assumed_chunk(choices: T, start: int, num_local: int, ranks: tuple[int, int]) -> TokenChunk:
+    """Of tokens without values, from `start` on. num_local: of the experts of this rank. ranks: ep and etp."""
     tokens, k = choices.shape
-    sent, received, pairs = assumed_routing().sizes(tokens, k, num_local, group.size)
+    sent, received, pairs = assumed_routing().sizes(tokens, k, num_local, *ranks)
     rows = torch.arange(sum(sent), device=choices.device) % max(tokens, 1) + start
     return TokenChunk(rows, sent, received, pairs)
 

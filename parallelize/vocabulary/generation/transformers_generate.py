@@ -64,8 +64,8 @@ def refuse_split(module: nn.Module) -> None:
         raise ModelError(Problem("generate-over-cp", what, fix=fix))
     record = record_of(module)
     if record is not None and record.folded is not None:
-        what = f"the experts of {type(module).__name__} are divided over {record.resolved.options.ep} ranks, of which some have other sequences"
-        fix = "save a checkpoint, and generate on a mesh where ep is at most tp: any mesh can load it"
+        what = f"the experts of {type(module).__name__} are divided over {record.resolved.options.expert_ranks} ranks, of which some have other sequences"
+        fix = "save a checkpoint, and generate on a mesh where ep x etp is at most tp: any mesh can load it"
         raise ModelError(Problem("generate-over-ep", what, fix=fix))
 
 

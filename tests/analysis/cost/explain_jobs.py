@@ -182,7 +182,7 @@ def _dense_axis(setting: Setting, axis: str, ranks: int) -> str:
     """An axis of the mesh of experts by the axes of the mesh that its ranks differ along."""
     if axis not in EXPERT_AXES:
         return axis
-    expert_mesh = folded(setting.mesh, setting.ep)
+    expert_mesh = folded(setting.mesh, setting.expert_ranks)
     members = [setting.mesh.coordinates(rank) for rank in expert_mesh.group_of(0, axis)]
     axes = [name for name in setting.mesh.names if len({coordinates[name] for coordinates in members}) > 1]
     return "world" if len(axes) > 1 and ranks == setting.mesh.world_size else "*".join(axes)

@@ -102,3 +102,18 @@ def test_over_cp(two_processes, options):
 def test_experts_that_get_all_tokens_or_as_many_as_others(two_processes, to_one_rank, options):
     model = {"num_local_experts": 8, "num_hidden_layers": 3}
     check(two_processes, "mixtral", {"dp": 2}, {"ep": 2, **options}, batch=4, model=model, to_one_rank=to_one_rank)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"etp": 2}], ids=str)
+def test_copies_of_experts_that_zero_3_splits(four_processes, sizes):
+    """Along another dim than the first, of which `fully_shard` makes a copy as it gathers it."""
+    model = {"num_local_experts": 8, "num_hidden_layers": 3}
+    check(four_processes, "mixtral", {"dp": 4}, {**sizes, "zero": 3}, batch=4, model=model)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("options", [{"zero": 0}, {"zero": 2, "recompute": "full"}], ids=str)
+def test_experts_that_are_split_over_etp(two_processes, options):
+    model = {"num_local_experts": 8, "num_hidden_layers": 3}
+    check(two_processes, "mixtral", {"dp": 2}, {"etp": 2, **options}, batch=4, model=model)

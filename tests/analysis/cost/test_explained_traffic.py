@@ -101,6 +101,11 @@ def test_over_cp(two_processes, four_processes, sizes, options):
         ({"dp_replicate": 2, "dp": 2}, {"ep": 2, "zero": 2, "num_microbatches": 2}),
         ({"dp_replicate": 2, "dp": 2}, {"ep": 2, "zero": 3}),
         ({"pp": 2, "dp": 2}, {"ep": 2, "zero": 0, "num_microbatches": 2}),
+        ({"dp": 4}, {"ep": 2, "etp": 2, "zero": 1}),
+        ({"dp": 4}, {"etp": 2, "zero": 2, "num_microbatches": 2}),
+        ({"dp": 4}, {"etp": 2, "zero": 3}),
+        ({"dp": 2, "tp": 2}, {"ep": 2, "etp": 2, "zero": 1, "sequence_parallel": True}),
+        ({"tp": 4}, {"etp": 2}),
     ],
     ids=str,
 )
@@ -135,6 +140,7 @@ def test_what_the_load_balancing_loss_sends(four_processes, sizes, options):
         ({"dp": 2, "tp": 2}, {"ep": 4, "zero": 2, "sequence_parallel": True, "recompute": "full"}),
         ({"dp": 4}, {"ep": 2, "zero": 3, "num_microbatches": 2}),
         ({"pp": 2, "dp": 2}, {"ep": 2, "zero": 0, "num_microbatches": 2}),
+        ({"dp": 4}, {"ep": 2, "etp": 2, "zero": 1}),
     ],
     ids=str,
 )

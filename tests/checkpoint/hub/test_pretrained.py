@@ -51,6 +51,7 @@ def test_loading_and_saving_gives_the_same_folder(four_processes, sources, tmp_p
         ({"pp": 2, "dp": 2}, {}),
         ({"dp": 4}, {"zero": 3, "ep": 2}),
         ({"dp": 2, "tp": 2}, {"zero": 1, "ep": 4}),
+        ({"dp": 4}, {"zero": 2, "ep": 2, "etp": 2}),
         ({"pp": 2, "dp": 2}, {"zero": 0, "ep": 2}),
     ],
 )

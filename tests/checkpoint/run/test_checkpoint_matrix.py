@@ -86,6 +86,9 @@ MIXTURES: dict[str, tuple[dict, dict]] = {
     "tp4-ep2": ({"tp": 4}, {"ep": 2}),
     "dp2-tp2-ep4-zero1": ({"dp": 2, "tp": 2}, {"zero": 1, "ep": 4}),
     "dp2-tp2-zero3": ({"dp": 2, "tp": 2}, {"zero": 3}),
+    "dp4-ep2-etp2-zero0": ({"dp": 4}, {"zero": 0, "ep": 2, "etp": 2}),
+    "dp4-etp2-zero3": ({"dp": 4}, {"zero": 3, "etp": 2}),
+    "dp2-tp2-etp2-zero1": ({"dp": 2, "tp": 2}, {"zero": 1, "etp": 2}),
     "pp2-dp2-ep2-zero1": ({"pp": 2, "dp": 2}, {"zero": 1, "ep": 2}),
 }
 

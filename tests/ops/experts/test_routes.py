@@ -44,10 +44,24 @@ def test_each_token_goes_once_to_each_rank_of_its_experts(ranks, experts, num_ch
         assert sum(chunk.pairs for chunk in route.chunks) == pairs
 
 
-def test_tokens_without_values_are_divided_evenly():
+def test_every_part_of_an_expert_gets_its_tokens():
+    choices = torch.tensor([[0, 1], [3, 4], [2, 5]])
+
     def body(rank):
         group = Group(build_mesh("cpu", ep=4).get_group())
-        return routes_of(torch.zeros(8, 2, dtype=torch.int64, device="meta"), 8, group, 1, "experts", FORM)
+        return routes_of(choices, 6, group, 1, "experts", FORM, 2)
+
+    for rank, route in enumerate(run_ranks(4, body)):
+        assert route.experts == ((0, 3), (3, 6))[rank % 2]
+        assert route.chunks[0].sent == [2, 2, 2, 2] and route.chunks[0].rows.tolist() == [0, 2, 1, 2] * 2
+        assert route.chunks[0].received == [2] * 4 and route.chunks[0].pairs == 12
+
+
+@pytest.mark.parametrize(("etp", "rows", "pairs"), [(1, 4, 16), (2, 8, 32), (4, 8, 64)])
+def test_tokens_without_values_are_divided_evenly(etp, rows, pairs):
+    def body(rank):
+        group = Group(build_mesh("cpu", ep=4).get_group())
+        return routes_of(torch.zeros(8, 2, dtype=torch.int64, device="meta"), 8, group, 1, "experts", FORM, etp)
 
     chunk = run_ranks(4, body)[0].chunks[0]
-    assert (chunk.sent, chunk.received, chunk.pairs) == ([4] * 4, [4] * 4, 16)
+    assert (chunk.sent, chunk.received, chunk.pairs) == ([rows] * 4, [rows] * 4, pairs)

@@ -278,6 +278,8 @@ def checked(request: Request) -> Request:
 
 def _plan_options(request: Request) -> Options | None:
     """The `defaults:` of the plan that the model will get."""
+    if request.plan == "auto":  # a derived plan has no defaults
+        return None
     if request.plan is not None:
         plan = plan_or_none(None, request.plan)
     else:

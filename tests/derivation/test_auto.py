@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from parallelize import parallelize_module
+from parallelize import parallelize_module, verify
 from parallelize.derivation import auto
 from parallelize.errors import ModelError
 from parallelize.plan.choose import plan_of
@@ -51,3 +51,8 @@ def test_a_model_that_cannot_be_derived_is_left_alone():
     with small_mesh(tp=2) as mesh, refused(ModelError, "unknown-inputs", "Block"):
         parallelize_module(model, mesh, "auto")
     assert type(model.up.weight.data) is torch.Tensor
+
+
+@pytest.mark.sweep
+def test_a_derived_plan_can_be_verified_by_its_name():
+    assert verify("bloom", "auto", "tp=2", sequence_parallel=False, loss_parallel=False).ok

@@ -68,7 +68,7 @@ class PlanCheck:
             if cut:
                 yield self._problem("divided-units", name, cut, row)
                 continue
-            self.shards[name] = Shard(row, tuple(chunk[0] for chunk in chunks))
+            self.shards[name] = Shard(row, tuple(chunk[0] for chunk in _divided(chunks, row)))
 
     def _computed(self) -> Iterator[tuple[str, ParameterRow]]:
         """Parameters under each name by which a module reads them, where no style computes with them in a way of its own."""
@@ -234,6 +234,16 @@ def _is_full(row: ParameterRow) -> bool:
     """Whether each rank stores all of it, as the only key/value head."""
     assert row.layout.dim is not None
     return all(row.layout.local_size(rank) == row.layout.shape[row.layout.dim] for rank in range(row.layout.num_ranks))
+
+
+def _divided(chunks: list[tuple[Factor, ...]], row: ParameterRow) -> Iterator[tuple[Factor, ...]]:
+    """The chunks of which ranks have different parts: the only key/value head is full on each."""
+    start = 0
+    for chunk in chunks:
+        stop = start + size_of(chunk)
+        if not all(any(low <= start and stop <= high for low, high in owned) for owned in row.layout.owned):
+            yield chunk
+        start = stop
 
 
 def _sentence(blocked: Blocked) -> str:

@@ -59,10 +59,10 @@ def find_region(record: Record, model: nn.Module, styles: Mapping[str, str]) -> 
 
 def _is_chain(name: str, module: nn.ModuleList, calls: Mapping[str, HiddenCall]) -> bool:
     """Whether each of the modules is called on the shape that the one before it returned."""
-    found = [calls.get(f"{name}.{index}") for index in range(len(module))]
-    if len(found) < 2 or any(call is None or call.out != call.shape for call in found):
+    chain = [calls.get(f"{name}.{index}") for index in range(len(module))]
+    if len(chain) < 2 or any(call is None or call.out != call.shape for call in chain):
         return False
-    return len({call.shape for call in found if call is not None}) == 1
+    return len({call.shape for call in chain if call is not None}) == 1
 
 
 def _after(layers: str, modules: Mapping[str, nn.Module], calls: Mapping[str, HiddenCall]) -> str:

@@ -124,9 +124,9 @@ class Classes:
                 parts = self.parts_of(dim)
                 for factor in {factor for part in parts for factor in part}:
                     places[factor].append(Place(name, index, parts))
-        found = [ShardableFactor(factor, where) for factor, where in places.items() if factor not in self.blocked]
+        unblocked = [ShardableFactor(factor, where) for factor, where in places.items() if factor not in self.blocked]
         usable = []
-        for candidate in found:
+        for candidate in unblocked:
             reason = self._misplaced(candidate)
             if reason:
                 self.blocked[candidate.factor] = Blocked(reason)

@@ -42,14 +42,14 @@ class PlanCheck:
     def problems(self) -> list[Problem]:
         """All mistakes, each once for all layers that have it."""
         self.shards: dict[str, Shard] = {}
-        found = [
+        problems = [
             *self._splits(),
             *self._mixed(),
             *self._left_full(),
             *self._entries(),
             *self._gradients(),
         ]
-        return list({(problem.slug, problem.what): problem for problem in found}.values())
+        return list({(problem.slug, problem.what): problem for problem in problems}.values())
 
     # -- which factors are sharded -----------------------------------------------------------------------------------------
 

@@ -116,9 +116,9 @@ def _named_modules(record: Record, model: nn.Module) -> Iterator[None]:
 
 def _call_of(name: str, module: nn.Module, args: tuple, kwargs: dict) -> HiddenCall | None:
     names = list(inspect.signature(module.forward).parameters)
-    given = [*((index, names[index] if index < len(names) else "", value) for index, value in enumerate(args))]
-    given += [(names.index(key) if key in names else -1, key, value) for key, value in kwargs.items()]
-    for position, key, value in given:
+    passed = [*((index, names[index] if index < len(names) else "", value) for index, value in enumerate(args))]
+    passed += [(names.index(key) if key in names else -1, key, value) for key, value in kwargs.items()]
+    for position, key, value in passed:
         if isinstance(value, T) and value.ndim == 3 and value.is_floating_point():
             return HiddenCall(name, (position, key), tuple(value.shape), private.storage_address(value))
     return None

@@ -1,0 +1,84 @@
+"""Rules of operations that sum over a dim of two tensors: matmuls, attention, convolutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from parallelize import _torch_private as private
+from parallelize.dims.factors import Dim, regroup, size_of
+from parallelize.dims.record import Contraction, Record
+
+T = torch.Tensor
+
+
+def _contract(record: Record, a: Dim, b: Dim, tensors: tuple[T, ...], name: str) -> None:
+    dim = record.tie(a, b, name)
+    names = [weight for tensor in tensors for weight in record.weights(tensor)]
+    if dim:
+        record.contractions.append(Contraction(dim, names[0] if len(names) == 1 else "", record.module))
+
+
+def mm_rule(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
+    """mm, and addmm with a bias."""
+    bias, (a, b) = (args[0], args[1:3]) if name in ("addmm", "addmv") else (None, args[:2])
+    x, y = record.dims(a), record.dims(b)
+    _contract(record, x[-1], y[0], (a, b), name)
+    dims = [*x[:-1], *y[1:]]
+    if isinstance(bias, T):
+        for index, dim in enumerate(reversed(record.dims(bias)), 1):
+            dims[-index] = record.tie(dims[-index], dim, name)
+    record.set(out, dims)
+
+
+def bmm_rule(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
+    a, b = args[1:3] if name == "baddbmm" else args[:2]
+    x, y = record.dims(a), record.dims(b)
+    _contract(record, x[2], y[1], (a, b), name)
+    dims = [record.tie(x[0], y[0], name), x[1], y[2]]
+    if name == "baddbmm":
+        for index, dim in enumerate(reversed(record.dims(args[0])), 1):
+            dims[-index] = record.tie(dims[-index], dim, name)
+    record.set(out, dims)
+
+
+def attention_rule(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> None:
+    """[batch, heads, queries, width] x [batch, key/value heads, keys, width]."""
+    q, k, v = (record.dims(tensor) for tensor in args[:3])
+    mask = kwargs.get("attn_mask", kwargs.get("attn_bias"))
+    batch = record.tie(record.tie(q[0], k[0], name), v[0], name)
+    heads = _tie_heads(record, q[1], record.tie(k[1], v[1], name))
+    record.mix([record.tie(q[3], k[3], name), record.tie(k[2], v[2], name)], "attention over it")
+    result = [batch, heads, q[2], v[3]]
+    if isinstance(mask, T):
+        for index, dim in enumerate(reversed(record.dims(mask)), 1):
+            record.tie((batch, heads, q[2], k[2])[-index], dim, name)
+    for index, tensor in enumerate(leaf for leaf in private.tree_leaves(out) if isinstance(leaf, T)):
+        if index == 0:
+            record.set(tensor, result)
+        else:
+            record.set(tensor, result[:3]) if tensor.ndim == 3 else record.fresh(tensor)
+
+
+def _tie_heads(record: Record, heads: Dim, kv_heads: Dim) -> Dim:
+    if size_of(heads) == size_of(kv_heads) or not kv_heads:
+        return record.tie(heads, kv_heads, "attention")
+    grouped = regroup(heads, [size_of(kv_heads), size_of(heads) // size_of(kv_heads)])
+    if grouped is None:
+        record.mix((heads, kv_heads), "attention of head counts that do not divide")
+        return heads
+    record.tie(grouped[0], kv_heads, "attention")
+    record.repeats.append(grouped[1])
+    return heads
+
+
+def convolution_rule(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
+    x, weight = record.dims(args[0]), record.dims(args[1])
+    record.mix([*x[1:], *weight], "a convolution")
+    if isinstance(args[2], T):
+        record.mix(record.dims(args[2]), "a convolution")
+    record.fresh(out)
+    dims = record.dims(out)
+    record.mix(dims[1:], "a convolution")
+    record.set(out, [x[0], *dims[1:]])

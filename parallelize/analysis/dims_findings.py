@@ -15,14 +15,21 @@ from parallelize.errors import Problem
 from parallelize.plan.resolved import ResolvedPlan
 
 
-def dims_problems(model: nn.Module, inputs: Mapping[str, Any], resolved: ResolvedPlan) -> Iterator[Problem]:
-    """Operations that need all of what the plan shards, and parameters that it shards differently from what they meet.
+def dims_findings(model: nn.Module, inputs: Mapping[str, Any], resolved: ResolvedPlan) -> Iterator[tuple[str, Problem]]:
+    """(severity, problem): operations that need all of what the plan shards, and parameters that meet others than it shards.
 
     Args:
         model: on the meta device; layers that equal others may be left out. inputs: keyword arguments of its forward.
         resolved: the plan over `tp`, without sequence parallelism.
     """
     inputs = {name: value for name, value in inputs.items() if name != "targets"}
-    with forwards_on_meta(model):
-        classes = Classes(record_forward(model, inputs), model)
-    yield from PlanCheck(classes, resolved).problems()
+    try:
+        with forwards_on_meta(model):
+            classes = Classes(record_forward(model, inputs), model)
+        problems = PlanCheck(classes, resolved).problems()
+    except Exception as error:  # a forward may do what cannot be followed: what else was checked stands
+        reason = (str(error).splitlines() or [""])[0]
+        what = f"the dims of the forward cannot be followed ({type(error).__name__}: {reason})"
+        yield "warning", Problem("cannot-run-forward", what, fix="check by `parallelize verify`")
+        return
+    yield from (("error", problem) for problem in problems)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from parallelize.analysis.cost.setting import Setting, check_setting, make_setting
-from parallelize.analysis.dims_findings import dims_problems
+from parallelize.analysis.dims_findings import dims_findings
 from parallelize.analysis.record.fake_world import fake_mesh
 from parallelize.analysis.record.layer_dedup import drop_represented, layer_classes
 from parallelize.analysis.record.shapes import CallShapes, ForwardShapes, Shape, forward_shapes
@@ -185,9 +185,11 @@ def _forward_findings(subject: Subject, setting: Setting, resolved: ResolvedPlan
             yield Finding("error", _failed(other))
             return
     mistakes = [*_misread(forwards), *_output_is_a_shard(forwards), *_not_reduced(forwards)]
-    if not mistakes and not setting.sequence_parallel and setting.ep == 1:
-        mistakes = [*dims_problems(*_built(subject, setting), resolved)]
     yield from (Finding("error", problem) for problem in mistakes)
+    if not mistakes and not setting.sequence_parallel and setting.ep == 1:
+        yield from (
+            Finding(severity, problem) for severity, problem in dims_findings(*_built(subject, setting), resolved)
+        )
     yield from (Finding("warning", problem) for problem in _never_called(forwards))
 
 

@@ -254,3 +254,14 @@ def test_autocast_by_the_device_of_a_tensor():
     plan = {"embed": "replicate", "up": "colwise", "down": "rowwise"}
     assert lint(AutocastInside(), plan, "tp=2") == []
     assert slugs(lint(AutocastInside(), plan | {"down": "replicate"}, "tp=2"))
+
+
+def test_a_forward_that_cannot_be_followed_is_a_warning(monkeypatch):
+    def fail(model, inputs):
+        raise KeyError("no rule")
+
+    monkeypatch.setattr("parallelize.analysis.dims_findings.record_forward", fail)
+    warnings = [
+        finding for finding in lint(tiny("llama"), None, "tp=2") if "cannot be followed" in finding.problem.what
+    ]
+    assert [(finding.severity, finding.problem.slug) for finding in warnings] == [("warning", "cannot-run-forward")]

@@ -5,6 +5,7 @@ Does not import torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -89,11 +90,18 @@ def contains(shape: Sequence[int], box: Box) -> bool:
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes of one tensor that share elements; None if no two do."""
-    ordered = sorted(boxes)
+    """Two boxes of one tensor that share elements; None if no two do.
+
+    Boxes are compared with those that begin before they end along one dim: along the one with the most intervals, so that few are.
+    """
+    dims = len(boxes[0]) if boxes else 0
+    if not dims:  # scalars: all boxes are the same
+        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
+    dim = max(range(dims), key=lambda dim: len({box[dim] for box in boxes}))
+    ordered = sorted(boxes, key=lambda box: box[dim])
     for index, first in enumerate(ordered):
-        for second in ordered[index + 1 :]:
-            if second and first and second[0][0] >= first[0][1]:
+        for second in itertools.islice(ordered, index + 1, None):
+            if second[dim][0] >= first[dim][1]:
                 break
             if intersection(first, second) is not None:
                 return first, second

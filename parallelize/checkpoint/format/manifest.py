@@ -89,7 +89,9 @@ class Manifest:
                     saved.name: [
                         saved.dtype,
                         list(saved.shape),
-                        [[numbers[part.file], part.key, *map(list, part.box)] for part in saved.slices],
+                        [
+                            (numbers[part.file], part.key, *part.box) for part in saved.slices
+                        ],  # tuples: not followed by gc
                         saved.about,
                     ]
                     for saved in self.tensors.values()

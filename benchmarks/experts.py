@@ -19,7 +19,6 @@ Then one block alone, forward and backward, interleaved: by hand in plain functi
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.expert_block import measure_blocks
+from benchmarks.record import write_record
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import balanced_routing, build_mesh, destroy_groups, parallelize_module, shard_data
 
@@ -188,8 +188,7 @@ def main() -> None:
     result = measure(options)
     if dist.get_rank() == 0:
         show(result)
-        if path:
-            path.write_text(json.dumps({"torch": torch.__version__, **result}, indent=1) + "\n")
+        write_record(path, result)
     destroy_groups()
 
 

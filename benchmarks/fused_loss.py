@@ -11,7 +11,6 @@ sharded is the same matmul with the loss on sharded logits (`loss_parallel`).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.memory import peak_bytes
+from benchmarks.record import write_record
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import build_mesh, cross_entropy, destroy_groups, linear_cross_entropy
 from parallelize.comm.groups import Group
@@ -33,7 +33,6 @@ from parallelize.vocabulary.logits.sharded_logits import mark
 
 VOCABULARY = 32768
 LARGER = ((4096, 1024, "float32"), (8192, 2048, "bfloat16"), (16384, 4096, "bfloat16"))
-RESULTS = Path(__file__).parent / "results"
 
 
 def variants(
@@ -140,6 +139,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--resident", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -160,8 +160,7 @@ def main() -> None:
     if tp == 1 or dist.get_rank() == 0:
         for result in results:
             show(result)
-        name = "fused_loss.json" if tp == 1 else f"fused_loss_tp{tp}.json"
-        (RESULTS / name).write_text(json.dumps(results, indent=1) + "\n")
+        write_record(args.json, results)
     if tp > 1:
         destroy_groups()
 

@@ -15,7 +15,6 @@ same, decoding is greedy, and the number of new tokens is fixed. Contenders are 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
 import warnings
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.record import write_record
 from benchmarks.timing import Times, interleaved, join, medians_ms, ratio
 from parallelize import build_mesh, destroy_groups, generate, parallelize_module
 
@@ -136,10 +136,9 @@ def main() -> None:
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
-    if args.json is not None and dist.get_rank() == 0:
-        setting = {"torch": torch.__version__, "ranks": dist.get_world_size()}
-        setting |= {name: getattr(args, name) for name in sizes}
-        args.json.write_text(json.dumps(setting | results, indent=1) + "\n")
+    if dist.get_rank() == 0:
+        setting = {"ranks": dist.get_world_size()} | {name: getattr(args, name) for name in sizes}
+        write_record(args.json, setting | results)
     destroy_groups()
 
 

@@ -11,7 +11,6 @@ a round, with a 95% interval of the median.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import warnings
@@ -27,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import parallel as stock
 
 from benchmarks import llama
+from benchmarks.record import write_record
 from benchmarks.timing import interleaved, ratio
 from parallelize import clip_grad_norm_, destroy_groups, local_optimizer, parallelize_module
 
@@ -164,9 +164,8 @@ def main() -> None:
         results.append(result)
         if dist.get_rank() == 0:
             show(result)
-    if options.json and dist.get_rank() == 0:
-        setting = {"group": "gloo" if real else "fake", "torch": torch.__version__, "tp": TP}
-        options.json.write_text(json.dumps({**setting, "results": results}, indent=1) + "\n")
+    if dist.get_rank() == 0:
+        write_record(options.json, {"group": "gloo" if real else "fake", "tp": TP, "results": results})
     destroy_groups()
 
 

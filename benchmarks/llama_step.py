@@ -9,7 +9,6 @@ The plan and PyTorch's dict say the same; all variants are checked to give the s
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module as stock_parallelize
 
 from benchmarks import llama
+from benchmarks.record import write_record
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import destroy_groups, overlap_report, parallelize_module
 
@@ -101,8 +101,8 @@ def main() -> None:
         results.append(measure(hidden, options.layers, options.length, options.rounds))
         if dist.get_rank() == 0:
             show(results[-1])
-    if options.json and dist.get_rank() == 0:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1) + "\n")
+    if dist.get_rank() == 0:
+        write_record(options.json, {"results": results})
     destroy_groups()
 
 

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from benchmarks.record import write_record
 from benchmarks.timing import join, ratio
 from parallelize import build_mesh, destroy_groups, load_pretrained, parallelize_module, shard_info
 from parallelize.checkpoint.hub.pretrained import Loaded
@@ -221,8 +222,7 @@ def main() -> None:
         quiet()
         write_source(args, Path(folder))
         results = measure(args, Path(folder))
-    if args.json is not None:
-        args.json.write_text(json.dumps({"torch": torch.__version__, "ranks": RANKS} | results, indent=1) + "\n")
+    write_record(args.json, {"ranks": RANKS} | results)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ sequence on each rank. Memory is the peak of the storages that a step allocates,
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.memory import peak_bytes
+from benchmarks.record import write_record
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import build_mesh, destroy_groups, parallelize_model
 
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--link", default="loopback", help="how the link is called in the results")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     join(600.0)
     reason = pytorch_failure(args)
@@ -159,9 +159,7 @@ def main() -> None:
         print("PyTorch's context_parallel: " + (reason or "runs here, but not for a stock model's forward"))
         results = {"ranks": dist.get_world_size(), "link": args.link, "pytorch": reason, "rows": rows}
         config = {name: getattr(args, name) for name in ("hidden", "layers", "heads", "kv_heads", "rounds")}
-        args.out.mkdir(parents=True, exist_ok=True)
-        path = args.out / f"long_context_{dist.get_world_size()}_{args.link}.json"
-        path.write_text(json.dumps({"model": config, **results}, indent=1) + "\n")
+        write_record(args.json, {"model": config, **results})
     dist.barrier()
     destroy_groups()
 

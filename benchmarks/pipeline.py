@@ -10,7 +10,6 @@ microbatches by both runtimes in one process group, interleaved; the ratio of st
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch.autograd import Function
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from benchmarks.record import write_record
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import Pipeline, build_mesh, cut_pipeline, destroy_groups, simulate
 from parallelize.pipeline.schedule_chart import draw
@@ -233,9 +233,7 @@ def main() -> None:
                     f"{result['schedule']:<24} ours {result['ours']:7.1f} ms  PyTorch {result['pytorch']:7.1f} ms  "
                     f"ratio {r['median']:.3f} [{r['low']:.3f}, {r['high']:.3f}]"
                 )
-        if args.json is not None:
-            facts = {"torch": torch.__version__, "ranks": world, "microbatches": args.microbatches, "results": results}
-            args.json.write_text(json.dumps(facts, indent=1) + "\n")
+        write_record(args.json, {"ranks": world, "microbatches": args.microbatches, "results": results})
     destroy_groups()
 
 

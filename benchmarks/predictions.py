@@ -13,13 +13,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from benchmarks.record import write_record
 
 BF16 = ["--dtype", "bfloat16", "--zero", "1", "--sequence-parallel", "--loss-parallel", "--sequence", "8192"]
 INTERLEAVED = ["--schedule", "interleaved_1f1b", "--stages-per-rank", "7"]
@@ -62,7 +63,7 @@ def run(command: list[str]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "predictions.json")
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in COMMANDS}
     for _ in range(args.rounds):
@@ -81,9 +82,7 @@ def main() -> None:
             "peak_mb": memory,
         }
         print(f"{name:<{width}}  {seconds:7.2f}  {limit or '-':>5}  {memory:7.0f}")
-    args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written: {args.out}")
+    write_record(args.json, results)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import llama
+from benchmarks.record import write_record
 from benchmarks.timing import interleaved, join, ratio
 from parallelize import Options, build_mesh, destroy_groups, parallelize_model
 from parallelize.plan.options import STANDARD
@@ -99,7 +100,6 @@ def main() -> None:
     setting = {name: getattr(options, name) for name in ("axis", "hidden", "batch", "length", "rounds")}
     result: dict[str, Any] = {
         **setting,
-        "torch": torch.__version__,
         "step_ms": {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()},
         "compared/not compared": ratio(times, "compared", "not compared"),
         "compared/no message": ratio(times, "compared", "no message"),
@@ -111,8 +111,7 @@ def main() -> None:
     result["share_of_replicas"] = more / result["step_ms"]["compared"] / STANDARD.compare_every
     if dist.get_rank() == 0:
         print(json.dumps(result, indent=1))
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_record(options.json, result)
     destroy_groups()
 
 

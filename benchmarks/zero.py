@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.llama import Llama
+from benchmarks.record import write_record
 from benchmarks.timing import interleaved, join, medians_ms, ratio
 from parallelize import build_mesh, build_optimizer, bytes_per_rank, destroy_groups, shard_data
 
@@ -214,13 +214,8 @@ def main() -> None:
             destroy_groups()
             return
         results = table(args) if args.table else times(args)
-    if args.json is not None and (args.memory or dist.get_rank() == 0):
-        args.json.write_text(
-            json.dumps(
-                {"torch": torch.__version__, "ranks": RANKS or dist.get_world_size(), "results": results}, indent=1
-            )
-            + "\n"
-        )
+    if args.memory or dist.get_rank() == 0:
+        write_record(args.json, {"ranks": RANKS or dist.get_world_size(), "results": results})
     if dist.is_initialized():
         destroy_groups()
 

@@ -151,11 +151,10 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
             unit.set_all_reduce_hook(partial(dist.all_reduce, group=cp_group))
     restore_layouts(module)
     module.register_forward_pre_hook(_refuse_gradient_hooks, prepend=True)  # before parameters are gathered
+    managed = [name for name, unit in zip(names, units, strict=True) if isinstance(unit, FSDPModule)]
     for name, owner in module.named_modules():
         if owner._parameters:
-            unit = module.get_submodule(
-                _unit_of(name, [n for n in names if isinstance(module.get_submodule(n), FSDPModule)])
-            )
+            unit = module.get_submodule(_unit_of(name, managed))
             owner.register_load_state_dict_pre_hook(partial(_shard_what_is_loaded, unit))
     for name, mark in marks.items():
         mark_parameter(module.get_parameter(name), shared=mark)

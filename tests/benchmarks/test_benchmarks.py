@@ -41,7 +41,7 @@ def test_collective_matmul(tmp_path):
         *("--json", str(out), "--plot", str(plot)),
     )
     assert done.returncode == 0, done.stderr
-    results = json.loads(out.read_text())
+    results = json.loads(out.read_text())["result"]
     assert len(results["results"]) == 6 and results["profile"]["flops"] > 0
     for result in results["results"]:
         assert result["limit_ms"] > 0 and {"link", "compute", "sync", "chunked/2", "auto"} <= set(result["ms"])
@@ -54,7 +54,7 @@ def test_experts_equal_those_of_transformers_and_send_less(tmp_path):
     small = ("--hidden", "256", "--width", "16", "--experts", "16", "--layers", "1", "--length", "64", "--rounds", "2")
     done = two_ranks("benchmarks.experts", *small, "--balanced", "--json", str(out))
     assert done.returncode == 0, done.stderr
-    results = json.loads(out.read_text())
+    results = json.loads(out.read_text())["result"]
     assert set(results["ms"]) == {"transformers", "ours", "overlapped"}
     assert results["bytes ours/transformers"] < 0.27
     assert {"block by hand", "block by us"} <= set(results["block ms"])
@@ -79,7 +79,7 @@ def test_a_training_step_is_the_same_in_every_variant(tmp_path):
         *("--json", str(out)),
     )
     assert done.returncode == 0, done.stderr
-    assert set(json.loads(out.read_text())["results"][0]["ms"]) == {"stock", "sync", "chunked", "auto"}
+    assert set(json.loads(out.read_text())["result"]["results"][0]["ms"]) == {"stock", "sync", "chunked", "auto"}
 
 
 @pytest.mark.sweep
@@ -163,7 +163,7 @@ def test_checkpoints_are_timed_against_their_peers(tmp_path):
     sizes = ("--hidden", "64", "--layers", "1", "--vocab", "64", "--rounds", "2", "--folder", str(tmp_path))
     done = two_ranks("benchmarks.checkpoint", *sizes, "--json", str(out))
     assert done.returncode == 0, done.stderr
-    results = json.loads(out.read_text())
+    results = json.loads(out.read_text())["result"]
     assert {"ours", "pytorch", "safetensors"} <= set(results["save"]["ms"])
     assert {"ours, checked", "ours, unchecked", "pytorch"} <= set(results["load"]["ms"])
     assert {"shared", "own node", "other node"} <= set(results["nodes"]["ms"])
@@ -192,5 +192,5 @@ def test_generation_gives_the_same_tokens_in_every_variant(tmp_path):
     sizes = ("--hidden", "64", "--layers", "1", "--vocab", "201", "--new", "6", "--rounds", "2")
     done = two_ranks("benchmarks.generate", *sizes, "--json", str(out))
     assert done.returncode == 0, done.stderr
-    results = json.loads(out.read_text())
+    results = json.loads(out.read_text())["result"]
     assert {"stock loop", "ours"} <= set(results["tokens_per_s"]) and "ours / stock loop" in results["ratios"]

@@ -134,7 +134,8 @@ def _is_shared(layer: str, model: ModelFacts) -> bool:
 
     if layer not in model.objects:
         return True
-    tied = any(len({inside(name) for name in fact.names}) > 1 for fact in model.parameters.values())
+    several = (fact.names for fact in model.parameters.values() if len(fact.names) > 1)
+    tied = any(len({inside(name) for name in names}) > 1 for names in several)
     return tied or any(inside(alias) != inside(first) for alias, first in model.aliases.items() if alias != first)
 
 

@@ -1,0 +1,236 @@
+"""What docs/measurements.md says of speed and memory: each claim, and where its figure is in the records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Figures = Callable[[Any], list[Any]]
+"""The numbers of a claim in the result of a record, in the order of its text; a ratio with an interval is a dict."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One row of a table.
+
+    Attributes:
+        section: the table. text: what was compared; several figures are separated by `/` in it, as in `measured`.
+        record: the name of the run. figures: from its result.
+        unit: after the figures. faster: ratios are written as "1.5 times faster", above 1 where this package takes less time.
+    """
+
+    section: str
+    text: str
+    record: str
+    figures: Figures
+    unit: str = "times"
+
+
+STEP, WEIGHTS, CHECKS = "step", "weights", "checks"
+_BLOCKS = ("TP, nested", "TP + SP, nested", "TP, flat", "TP + SP, flat")
+
+
+def _steps(top: str, bottom: str) -> Figures:
+    return lambda result: [result["results"][0][f"step {top}/{bottom}, {block}"] for block in _BLOCKS]
+
+
+def _each(key: str) -> Figures:
+    return lambda result: [row[key] for row in result["results"]]
+
+
+def _matmul(op: str, figure: Callable[[Any], Any]) -> Figures:
+    """Of the forward, and of forward and backward, of the square shape."""
+
+    def figures(result: Any) -> list[Any]:
+        rows = {row["op"]: row for row in result["results"] if row["rows, inner, outs"] == [2048] * 3}
+        return [figure(rows[name]) for name in (op, f"{op} forward+backward")]
+
+    return figures
+
+
+def _of_limit(row: Any) -> float:
+    """Time of the automatic algorithm over the larger of communication and compute."""
+    return row["ms"]["auto"] / row["limit_ms"]
+
+
+def _longest(kinds: tuple[str, ...], key: str) -> Figures:
+    def figures(result: Any) -> list[Any]:
+        length = max(row["length"] for row in result["rows"])
+        return [row[key] for kind in kinds for row in result["rows"] if row["kind"] == kind and row["length"] == length]
+
+    return figures
+
+
+def _seconds(*names: str) -> Figures:
+    return lambda result: [result[name]["seconds"] for name in names]
+
+
+CLAIMS = (
+    Claim(
+        STEP,
+        "host time of a step against hand-written Megatron style, hidden 64, by plan: TP, nested blocks / TP + SP, nested / TP, flat / TP + SP, flat",
+        "host_overhead_fake",
+        _steps("plan", "hand"),
+    ),
+    Claim(STEP, "the same by PyTorch's dict of styles", "host_overhead_fake", _steps("dict", "hand")),
+    Claim(
+        STEP,
+        "host time of PyTorch's `parallelize_module` against hand-written, the same four forms",
+        "host_overhead_fake",
+        _steps("stock", "hand"),
+    ),
+    Claim(
+        STEP,
+        "step on two gloo processes, hidden 256, against hand-written, by plan, the same four forms",
+        "host_overhead_gloo_step",
+        _steps("plan", "hand"),
+    ),
+    Claim(
+        STEP,
+        "AdamW step against plain tensors, hidden 64: fused / foreach / loop",
+        "host_overhead_fake",
+        lambda result: [result["results"][0][f"AdamW {kind}, ours/hand"] for kind in ("fused", "foreach", "loop")],
+    ),
+    Claim(
+        STEP,
+        "gradient clipping against plain tensors: foreach / loop",
+        "host_overhead_fake",
+        lambda result: [result["results"][0][f"clipping {kind}, ours/hand"] for kind in ("foreach", "loop")],
+    ),
+    Claim(
+        STEP,
+        "`all_gather_linear` [2048 x 2048] at 1 Gbit/s, two ranks, our own synchronous version over it: forward / forward and backward",
+        "collective_matmul_1gbit",
+        _matmul("all_gather_linear", lambda row: row["sync/chunked"]),
+    ),
+    Claim(
+        STEP,
+        "its time over the larger of communication and compute: forward / forward and backward",
+        "collective_matmul_1gbit",
+        _matmul("all_gather_linear", _of_limit),
+    ),
+    Claim(
+        STEP,
+        "`linear_reduce_scatter`, time over the larger of communication and compute: forward / forward and backward",
+        "collective_matmul_1gbit",
+        _matmul("linear_reduce_scatter", _of_limit),
+    ),
+    Claim(
+        STEP,
+        "training step of a Llama-like model at 1 Gbit/s, PyTorch's TP + SP over ours: hidden 256 / 512",
+        "llama_step_1gbit",
+        _each("stock/auto"),
+    ),
+    Claim(
+        STEP,
+        "step of a Qwen3-MoE with folded experts, `transformers`' expert parallelism over ours: loopback, `ep` 2",
+        "experts_2_loopback",
+        lambda result: [result["transformers/ours"]],
+    ),
+    Claim(
+        STEP,
+        "the same at 1 Gbit/s, `ep` 2: in one exchange / in chunks",
+        "experts_2_1gbit",
+        lambda result: [result["transformers/ours"], result["transformers/overlapped"]],
+    ),
+    Claim(
+        STEP,
+        "bytes of its all-to-alls over theirs, `ep` 2",
+        "experts_2_loopback",
+        lambda result: [result["bytes ours/transformers"]],
+    ),
+    Claim(
+        STEP,
+        "bytes of its all-to-alls over theirs, `ep` 4",
+        "experts_4_loopback",
+        lambda result: [result["bytes ours/transformers"]],
+    ),
+    Claim(STEP, "bubble of seven schedules on four ranks over their arithmetic", "pipeline_bubble", _each("ratio")),
+    Claim(STEP, "step of seven schedules over PyTorch's pipelining by hand, two ranks", "pipeline", _each("ratio")),
+    Claim(
+        STEP,
+        "step over PyTorch's on two ranks: ZeRO 0 against DDP / ZeRO 1 against ZeroRedundancyOptimizer / ZeRO 2 against `fully_shard` that keeps parameters / ZeRO 3 against `fully_shard`",
+        "zero",
+        _each("ratio"),
+    ),
+    Claim(STEP, "peak memory of the same", "zero_memory", _each("ratio")),
+    Claim(
+        STEP,
+        "attention over `cp`=2, 8,192 tokens, time of the full sequence on one rank: Ulysses / ring",
+        "long_context_2_loopback",
+        _longest(("ulysses", "ring"), "times_of_none"),
+    ),
+    Claim(
+        STEP,
+        "its peak memory, over half of that of one rank: Ulysses / ring",
+        "long_context_2_loopback",
+        _longest(("ulysses", "ring"), "against_1_over_cp"),
+    ),
+    Claim(
+        STEP,
+        "head and loss in chunks over separate head and loss, vocabulary 32,768, 2,048 tokens: time / peak memory",
+        "fused_loss",
+        lambda result: [result[0]["time_ratio"]["fused"], result[0]["memory_ratio"]["fused"]],
+    ),
+    Claim(
+        STEP,
+        "tokens/s over `transformers`' tensor parallelism, two ranks: `transformers`' `generate` on a planned model / `parallelize.generate`",
+        "generate",
+        lambda result: [result["ratios"][f"{name} / transformers"] for name in ("stock loop", "ours")],
+    ),
+    *(
+        Claim(
+            STEP,
+            f"share of a step that the comparison of inputs takes, over {axis}",
+            f"step_check_{axis}",
+            lambda result: [100 * result["share_of_the_check"]],
+            "%",
+        )
+        for axis in ("tp", "dp")
+    ),
+    Claim(
+        WEIGHTS,
+        "a save, hashed, over plain flushed safetensors / PyTorch's distributed checkpoint",
+        "checkpoint",
+        lambda result: [result["save"]["ratios"][f"ours / {name}"] for name in ("safetensors", "pytorch")],
+    ),
+    Claim(
+        WEIGHTS,
+        "a load, every hash compared / unchecked, over PyTorch's, which compares nothing",
+        "checkpoint",
+        lambda result: [result["load"]["ratios"][f"ours, {name} / pytorch"] for name in ("checked", "unchecked")],
+    ),
+    Claim(
+        WEIGHTS,
+        "pretrained weights into tp shards over `transformers`' own loading: until the call returns / until every weight was written to once (theirs are mapped, ours are copies)",
+        "load",
+        lambda result: [result[moment]["ratios"]["ours / transformers"] for moment in ("returns", "written")],
+    ),
+    Claim(
+        CHECKS,
+        "`explain` of 8B on 64 ranks / 70B on 1,024 / 405B on 16,384",
+        "predictions",
+        _seconds(
+            "explain llama-3-8b, 64 ranks", "explain llama-3-70b, 1,024 ranks", "explain llama-3.1-405b, 16,384 ranks"
+        ),
+        "s",
+    ),
+    Claim(CHECKS, "`verify` of a small Llama on tp 8", "predictions", _seconds("verify llama, tp=8, three modes"), "s"),
+    Claim(
+        CHECKS,
+        "`lint` of a plan file alone / against Llama 3 8B on tp 8",
+        "predictions",
+        _seconds("lint llama.yaml", "lint llama.yaml against llama-3-8b, tp=8"),
+        "s",
+    ),
+    Claim(CHECKS, "`fit` of Llama 3 8B on 8 GPUs", "predictions", _seconds("fit llama-3-8b on 8 GPUs"), "s"),
+    Claim(
+        CHECKS,
+        "`parallelize_model` on meta, Llama 3.1 405B over 16,384 ranks, imports and the model's construction included",
+        "scale",
+        lambda result: [result["405b"]["total_s"]],
+        "s",
+    ),
+    Claim(CHECKS, "its peak memory", "scale", lambda result: [result["405b"]["peak_gb"]], "GB"),
+)

@@ -1,0 +1,154 @@
+"""Every benchmark, one after the other; each writes `benchmarks/results/NAME.json`.
+
+    make bench                                   # short forms, then the tables of docs/measurements.md
+    python -m benchmarks.suite --full            # more rounds and sizes, as the documents quote them
+    python -m benchmarks.suite --only zero load  # some of them
+    python -m benchmarks.suite --list
+
+Short forms take under 15 minutes together on two cores. Runs over a slow link need Linux, root, `ip` and `tc`; without these they
+are left out, and named at the end. Exit status: 1 if a run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.record import RESULTS
+from benchmarks.slow_link import EmulationError, check
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of a benchmark.
+
+    Attributes:
+        name: of its record. script: the module in `benchmarks/`.
+        short: arguments of the short form. full: of the full form.
+        ranks: processes that torchrun starts; 0: one process, without torchrun.
+        rate: of the emulated link between the ranks, as `tc` writes it; empty: loopback.
+    """
+
+    name: str
+    script: str
+    short: str = ""
+    full: str = ""
+    ranks: int = 0
+    rate: str = ""
+
+    def command(self, full: bool, folder: Path) -> list[str]:
+        arguments = [*(self.full if full else self.short).split(), "--json", str(folder / f"{self.name}.json")]
+        if self.rate:
+            link = ["-m", "benchmarks.slow_link", "--ranks", str(self.ranks), "--rate", self.rate, "--"]
+            return [sys.executable, *link, "-m", f"benchmarks.{self.script}", *arguments]
+        if self.ranks:
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+            return [sys.executable, *torchrun, "-m", f"benchmarks.{self.script}", *arguments]
+        return [sys.executable, "-m", f"benchmarks.{self.script}", *arguments]
+
+
+RUNS = (
+    Run("host_overhead_fake", "host_overhead", "--hidden 64 --rounds 30", "--hidden 64"),
+    Run(
+        "host_overhead_gloo_step",
+        "host_overhead",
+        "--step-only --hidden 256 --rounds 20",
+        "--step-only --hidden 256",
+        2,
+    ),
+    Run(
+        "collective_matmul_1gbit",
+        "collective_matmul",
+        "--square --rounds 7 --chunks 8 --ops all_gather_linear linear_reduce_scatter",
+        "",
+        2,
+        "1gbit",
+    ),
+    Run("llama_step_1gbit", "llama_step", "--hidden 256 512 --rounds 5", "", 2, "1gbit"),
+    Run("experts_2_loopback", "experts", "--rounds 5", "--rounds 16", 2),
+    Run("experts_2_1gbit", "experts", "--rounds 5", "--rounds 16", 2, "1gbit"),
+    Run("experts_4_loopback", "experts", "--rounds 3", "--rounds 8", 4),
+    Run("pipeline", "pipeline", "--rounds 7", "", 2),
+    Run("pipeline_bubble", "pipeline", "--bubble --ms 60", "--bubble", 4),
+    Run("zero", "zero", "--rounds 7", "", 2),
+    Run("zero_memory", "zero", "--memory --repeats 1", "--memory"),
+    Run("zero_table", "zero", "--table", "--table", 4),
+    Run("long_context_2_loopback", "long_context", "--lengths 8192 --rounds 3", "", 2),
+    Run("fused_loss", "fused_loss", "--rounds 3"),
+    Run("generate", "generate", "--rounds 5", "--rounds 15", 2),
+    Run("step_check_tp", "step_check", "--axis tp --rounds 25", "--axis tp", 2),
+    Run("step_check_dp", "step_check", "--axis dp --rounds 25", "--axis dp", 2),
+    Run("checkpoint", "checkpoint", "--rounds 5", "", 2),
+    Run("load", "load", "--rounds 3"),
+    Run("predictions", "predictions", "--rounds 1", "--rounds 3"),
+    Run("scale", "scale", "--rounds 1", "--rounds 3"),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[run.name for run in RUNS])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the records")
+    parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
+    options = parser.parse_args(arguments)
+    chosen = [run for run in RUNS if not options.only or run.name in options.only]
+    if options.list:
+        for run in chosen:
+            print(" ".join(run.command(options.full, options.results)))
+        return 0
+    return _run_all(chosen, options.full, options.results)
+
+
+def _run_all(runs: list[Run], full: bool, folder: Path) -> int:
+    """Run each, print a line for each, and say at the end what failed and what was left out."""
+    no_link = _why_no_link()
+    failed: list[str] = []
+    began = time.monotonic()
+    for run in runs:
+        if run.rate and no_link:
+            print(f"{run.name:<26} left out: {no_link}", flush=True)
+            continue
+        seconds, error = _run(run, full, folder)
+        print(f"{run.name:<26} {seconds:6.1f} s  {'failed' if error else 'ok'}", flush=True)
+        if error:
+            failed.append(run.name)
+            print(error, file=sys.stderr, flush=True)
+    print(
+        f"{time.monotonic() - began:.0f} s; results in {folder}; `python -m benchmarks.measurements` writes the tables"
+    )
+    return 1 if failed else 0
+
+
+def _run(run: Run, full: bool, folder: Path) -> tuple[float, str]:
+    """(seconds, the end of its error output; empty: it succeeded)."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            run.command(full, folder), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return time.monotonic() - began, f"still running after {TIMEOUT_S:.0f} s"
+    error = "\n".join(done.stderr.splitlines()[-15:]) or f"exit status {done.returncode}"
+    return time.monotonic() - began, error if done.returncode else ""
+
+
+def _why_no_link() -> str:
+    try:
+        check()
+    except EmulationError as reason:
+        return str(reason)
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -190,6 +190,18 @@ CLAIMS = (
         for axis in ("tp", "dp")
     ),
     Claim(
+        STEP,
+        "step with AdamW at tp 1, where nothing is sent, over the bare module's, on the device of the record",
+        "one_gpu",
+        lambda result: [result["step planned/bare"]],
+    ),
+    Claim(
+        STEP,
+        "its peak memory over what `explain` predicts",
+        "one_gpu",
+        lambda result: [result["memory"]["measured/predicted"]],
+    ),
+    Claim(
         WEIGHTS,
         "a save, hashed, over plain flushed safetensors / PyTorch's distributed checkpoint",
         "checkpoint",

@@ -1,0 +1,252 @@
+"""What one GPU can tell: a planned step against the bare module, MFU, memory against its prediction, loads and saves, generation.
+
+    python -m benchmarks.one_gpu                     # a Llama 3 8B of as many layers as fit, bfloat16
+    python -m benchmarks.one_gpu --device cpu        # a small one, to try the script
+
+Of tp 1 a plan sends nothing, so that its step may cost no more than the bare module's: what remains is host time. Communication
+between GPUs, and everything that is made of it, cannot be tried with one.
+
+| figure | |
+|---|---|
+| step | forward, backward and AdamW step, planned at tp 1 over the bare module, in turns; losses are compared first |
+| mfu | the model's operations (6 for each parameter and token, and attention's) over `--peak-tflops`, planned and bare |
+| memory | the allocator's peak of a planned step over what `explain` predicts of it |
+| load, save | `load_pretrained` onto the device and `Checkpointer.save`, in GB/s, files in the page cache; raw reads beside it |
+| generate | greedy tokens/s of `transformers`' `generate` on the planned and on the bare model; tokens are compared |
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.memory import peak_bytes
+from benchmarks.record import write_record
+from benchmarks.timing import interleaved, ratio
+from parallelize import (
+    Checkpointer,
+    build_mesh,
+    build_on_meta,
+    destroy_groups,
+    explain,
+    load_pretrained,
+    parallelize_module,
+)
+
+SMALL = dict(hidden=256, layers=2, vocab=1024, batch=2, length=128, new=8, rounds=3)
+LARGE = dict(hidden=4096, layers=8, vocab=32000, batch=1, length=4096, new=64, rounds=10)
+
+
+def config_of(args: argparse.Namespace) -> Any:
+    """Llama 3 8B's ratios at another hidden width."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 7 // 2,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 32 if args.hidden < 4096 else args.hidden // 128,
+        num_key_value_heads=args.hidden // 128 if args.hidden < 4096 else args.hidden // 512,
+        vocab_size=args.vocab,
+        max_position_embeddings=8192,
+        initializer_range=0.2 if args.device == "cpu" else 0.02,
+    )
+
+
+class Contenders:
+    """The same weights twice: bare, and planned at tp 1."""
+
+    def __init__(self, args: argparse.Namespace):
+        from transformers import LlamaForCausalLM
+
+        self.args, self.config = args, config_of(args)
+        self.device = torch.device(args.device)
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.mesh = build_mesh(self.device.type, tp=1)
+        torch.manual_seed(0)
+        with self.device:
+            self.bare = LlamaForCausalLM(self.config).to(self.dtype)
+            planned = LlamaForCausalLM(self.config).to(self.dtype)
+        planned.load_state_dict(self.bare.state_dict())
+        self.planned = parallelize_module(planned, self.mesh, "llama")
+        shape = (args.batch, args.length)
+        self.ids = torch.randint(0, args.vocab, shape, generator=torch.Generator().manual_seed(1)).to(self.device)
+
+    def step_of(self, model: Any) -> Callable[[], float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=self.device.type == "cuda")
+
+        def step() -> float:
+            loss = model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(loss.detach())  # waits for the device
+
+        return step
+
+
+def measure(args: argparse.Namespace, predicted: int) -> dict[str, Any]:
+    contenders = Contenders(args)
+    steps = {name: contenders.step_of(getattr(contenders, name)) for name in ("planned", "bare")}
+    losses = {name: step() for name, step in steps.items()}
+    if abs(losses["planned"] - losses["bare"]) > 1e-3 * abs(losses["bare"]):
+        raise SystemExit(f"losses differ: {losses}")
+    times = interleaved(steps, args.rounds, before=lambda: _wait(contenders.device))
+    result: dict[str, Any] = {
+        "setting": {name: getattr(args, name) for name in SMALL}
+        | {"device": args.device, "dtype": str(contenders.dtype)},
+        "step_ms": {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()},
+        "step planned/bare": ratio(times, "planned", "bare"),
+    }
+    if args.peak_tflops:
+        flops = step_flops(contenders.config, args.batch, args.length)
+        result["mfu"] = {name: flops / (ms / 1e3) / (args.peak_tflops * 1e12) for name, ms in result["step_ms"].items()}
+    result["generate"] = generation(contenders)
+    result["files"] = files(contenders)
+    contenders.bare = None
+    measured = peak_of(contenders, steps.pop("planned"), steps)
+    result["memory"] = {"measured": measured, "predicted": predicted, "measured/predicted": measured / predicted}
+    return result
+
+
+def step_flops(config: Any, batch: int, length: int) -> float:
+    """Floating-point operations of a training step: three times the forward's matmuls, causal attention counted as half."""
+    hidden, kv = config.hidden_size, config.hidden_size * config.num_key_value_heads // config.num_attention_heads
+    weights = config.num_hidden_layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * config.intermediate_size)
+    weights += hidden * config.vocab_size
+    attention = config.num_hidden_layers * 4 * hidden * length / 2
+    return 3 * batch * length * (2 * weights + attention)
+
+
+def peak_of(contenders: Contenders, step: Callable[[], object], other_steps: dict[str, Any]) -> int:
+    """The peak bytes of a planned step, with weights and optimizer state.
+
+    A GPU's allocator says it, once the other model is gone; of the CPU stored bytes are added to what a step allocates.
+    """
+    other_steps.clear()
+    if contenders.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated()
+    stored = sum(parameter.to_local().nbytes for parameter in contenders.planned.parameters())
+    return 3 * stored + peak_bytes(step)  # weights, and the two moments of AdamW
+
+
+def predicted_peak(args: argparse.Namespace) -> int:
+    """What `explain` predicts, in bytes. Before there is a process group."""
+    from transformers import LlamaForCausalLM
+
+    options: dict[str, Any] = {"weights_dtype": "bfloat16"} if args.device == "cuda" else {}
+    predicted = explain(
+        lambda: LlamaForCausalLM(config_of(args)), "llama", "tp=1", batch=args.batch, sequence=args.length, **options
+    )
+    return predicted.ranks[0].memory.peak
+
+
+def generation(contenders: Contenders) -> dict[str, Any]:
+    """Greedy tokens per second of `transformers`' loop."""
+    args = contenders.args
+    prompt = contenders.ids[:, :32]
+    keywords = dict(max_new_tokens=args.new, min_new_tokens=args.new, do_sample=False, pad_token_id=0)
+    models = {"planned": contenders.planned, "bare": contenders.bare}
+    work = {name: lambda model=model: model.generate(prompt, **keywords) for name, model in models.items()}
+    if not torch.equal(work["planned"](), work["bare"]()):
+        raise SystemExit("the planned model generates other tokens than the bare one")
+    times = interleaved(work, max(2, args.rounds // 2), before=lambda: _wait(contenders.device))
+    tokens = args.batch * args.new
+    return {
+        "tokens_per_s": {name: tokens / statistics.median(seconds) for name, seconds in times.items()},
+        "bare/planned": ratio(times, "bare", "planned"),
+    }
+
+
+def files(contenders: Contenders) -> dict[str, float]:
+    """GB/s of a load onto the device, of a save, and of reading the files' bytes alone."""
+    from transformers import LlamaForCausalLM
+
+    with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:
+        source = Path(folder) / "source"
+        contenders.bare.save_pretrained(source)
+        size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+        reads = _seconds(lambda: [path.read_bytes() for path in source.glob("*.safetensors")], contenders.device)
+
+        def load() -> None:
+            model = build_on_meta(LlamaForCausalLM, contenders.config).to(contenders.dtype)
+            load_pretrained(parallelize_module(model, contenders.mesh, "llama"), source, device=contenders.device)
+
+        load()
+        loads = _seconds(load, contenders.device)
+        with Checkpointer(Path(folder) / "run", contenders.planned) as checkpoints:
+            checkpoints.save(1)
+            saves = _seconds(lambda: checkpoints.save(2), contenders.device)
+    return {"read_gb_s": size / reads / 1e9, "load_gb_s": size / loads / 1e9, "save_gb_s": size / saves / 1e9}
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    _wait(device)
+    began = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - began
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def show(result: dict[str, Any]) -> None:
+    for name, value in result.items():
+        print(f"{name}: {value}", flush=True)
+
+
+def start(device: str) -> None:
+    """A process group of this process alone."""
+    environment = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29533",
+    }
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    for name in SMALL:
+        parser.add_argument(f"--{name}", type=int, help=f"default: {LARGE[name]} on a GPU, {SMALL[name]} on the CPU")
+    parser.add_argument("--peak-tflops", type=float, help="of the device, for MFU: 989 of an H100 or H200 in bfloat16")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no GPU is here; --device cpu tries the script")
+    for name, value in (LARGE if args.device == "cuda" else SMALL).items():
+        setattr(args, name, getattr(args, name) or value)
+    predicted = predicted_peak(args)
+    start(args.device)
+    result = measure(args, predicted)
+    show(result)
+    write_record(args.json, result)
+    destroy_groups()
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from parallelize.errors import PlanError, Problem
 from parallelize.mesh import MeshSpec
+from parallelize.plan.adapters import for_adapters, peft_prefix, renamed
 from parallelize.plan.attention_kinds import attention_kinds
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
@@ -54,7 +55,7 @@ def resolve(
             `unmatched-attention`, `unknown-parameter`, `tie-shapes-differ`, `tie-layouts-differ`.
         ModelError: `unmatched-unit`, `no-recompute-units`.
     """
-    plan = for_base_model(plan or NO_PLAN, model).with_options(options)
+    plan = for_model(plan or NO_PLAN, model).with_options(options)
     rows = _tensor_rows(plan, model, mesh, earlier)
     stages, ranks = _stages(plan, model, mesh, costs, assignment, stage_ranks, earlier)
     resolved = ResolvedPlan(
@@ -120,39 +121,42 @@ def _stages(
         return None, ranks
 
 
-def for_base_model(plan: Plan, model: ModelFacts) -> Plan:
+def for_model(plan: Plan, model: ModelFacts) -> Plan:
+    """The plan for this very model: without its head, wrapped by PEFT, with adapters.
+
+    Raises: PlanError `unplanned-adapter`.
+    """
+    prefix = peft_prefix(model)
+    plan = _for_base_model(plan, model, prefix)
+    if prefix and plan.unclaimed != "leave":
+        plan = renamed(plan, lambda name: name if name.startswith(prefix) else prefix + name)
+    return for_adapters(plan, model)
+
+
+def _for_base_model(plan: Plan, model: ModelFacts, prefix: str = "") -> Plan:
     """The plan for a model without its head: rules of the base model lose their prefix, all others are dropped."""
-    if not plan.base or plan.base in model.aliases:
+    if not plan.base or prefix + plan.base in model.aliases:
         return plan
-    prefix = plan.base + "."
+    base = plan.base + "."
 
-    def strip(name: str) -> str:
-        return name.removeprefix(prefix)
+    def is_inside(*names: str) -> bool:
+        return all(name.startswith(base) for name in names)
 
-    def of_base(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(strip(name) for name in names if name.startswith(prefix))
-
-    region = plan.region and replace(plan.region, layers=strip(plan.region.layers), leave=strip(plan.region.leave))
+    ties = (replace(tie, members=tuple(filter(is_inside, tie.members))) for tie in plan.ties)
     cuts = plan.cuts and replace(
         plan.cuts,
-        layers=strip(plan.cuts.layers),
-        first=of_base(plan.cuts.first),
-        last=of_base(plan.cuts.last),
-        every=of_base(plan.cuts.every),
-        skips=tuple((strip(source), strip(target)) for source, target in plan.cuts.skips),
+        first=tuple(filter(is_inside, plan.cuts.first)),
+        last=tuple(filter(is_inside, plan.cuts.last)),
+        every=tuple(filter(is_inside, plan.cuts.every)),
     )
-    return replace(
+    inside = replace(
         plan,
         cuts=cuts,
-        ties=tuple(replace(tie, members=of_base(tie.members)) for tie in plan.ties if len(of_base(tie.members)) > 1),
-        zero_units=of_base(plan.zero_units),
-        recompute_units=of_base(plan.recompute_units),
-        attention=tuple((strip(name), kind) for name, kind in plan.attention if name.startswith(prefix)),
-        rules=tuple(
-            replace(rule, pattern=strip(rule.pattern)) for rule in plan.rules if rule.pattern.startswith(prefix)
-        ),
-        local=tuple(
-            replace(item, pattern=strip(item.pattern)) for item in plan.local if item.pattern.startswith(prefix)
-        ),
-        region=region,
+        ties=tuple(tie for tie in ties if len(tie.members) > 1),
+        zero_units=tuple(filter(is_inside, plan.zero_units)),
+        recompute_units=tuple(filter(is_inside, plan.recompute_units)),
+        attention=tuple(item for item in plan.attention if is_inside(item[0])),
+        rules=tuple(rule for rule in plan.rules if is_inside(rule.pattern)),
+        local=tuple(item for item in plan.local if is_inside(item.pattern)),
     )
+    return renamed(inside, lambda name: name.removeprefix(base))

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from parallelize.errors import Problem
+from parallelize.plan.adapters import layer_name
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.rows import ModuleRow, ParameterRow
@@ -53,20 +54,20 @@ class _Relatives:
         self.children: dict[str, list[ModuleRow]] = defaultdict(list)
         self.grandchildren: dict[str, list[ModuleRow]] = defaultdict(list)
         for name, row in modules.items():
-            parent = name.rpartition(".")[0]
+            parent = layer_name(name).rpartition(".")[0]
             self.children[parent].append(row)
             if parent:
                 self.grandchildren[parent.rpartition(".")[0]].append(row)
 
     def siblings(self, name: str, trait: str) -> list[ModuleRow]:
         """Rows of modules with the same parent whose style has this trait."""
-        rows = self.children.get(name.rpartition(".")[0], ())
+        rows = self.children.get(layer_name(name).rpartition(".")[0], ())
         return [row for row in rows if getattr(row.contract.traits, trait)]
 
     def has_row_linear_in_a_list(self, name: str) -> bool:
         """Whether a list beside a module, such as `to_out`, has a row linear."""
-        rows = self.grandchildren.get(name.rpartition(".")[0], ())
-        return any(row.contract.traits.sums_output and row.fqn.rpartition(".")[2].isdigit() for row in rows)
+        rows = self.grandchildren.get(layer_name(name).rpartition(".")[0], ())
+        return any(row.contract.traits.sums_output and layer_name(row.fqn).rpartition(".")[2].isdigit() for row in rows)
 
 
 def _ancestors(name: str) -> Iterator[str]:
@@ -217,7 +218,7 @@ def _dim_size(row: ModuleRow, model: ModelFacts, dim: int) -> int:
 
 def _counts_not_local(name: str, row: ModuleRow, plan: Plan, model: ModelFacts) -> Iterator[Problem]:
     """The parent of a sharded projection stores the full count, which its forward most likely reads."""
-    parent = name.rpartition(".")[0]
+    parent = layer_name(name).rpartition(".")[0]
     parent_module = model.objects.get(model.aliases.get(parent, parent))
     local = {item.attribute for item in plan.local}
     for unit in row.rule.style.unit if row.contract.traits.splits_output else ():

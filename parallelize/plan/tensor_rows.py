@@ -35,7 +35,7 @@ def tensor_rows(plan: Plan, model: ModelFacts, tp_size: int) -> TensorRows:
     """Match every rule, assign a rule to every parameter, and make all layouts.
 
     Args:
-        plan: for this model (`for_base_model`), with complete options.
+        plan: for this model (`for_model`), with complete options.
         model: names, shapes and ties, of a model on any device.
         tp_size: ranks of the axis `tp`.
 
@@ -152,7 +152,8 @@ class _Resolver:
     def _names_of(self, rule: Rule) -> Iterator[str]:
         names = [*self.model.aliases, *self.model.owners]
         for pattern in alternatives(rule.pattern):
-            matching = [name for name in names if matches(pattern, name)]
+            is_name = pattern in self.model.aliases or pattern in self.model.owners
+            matching = [pattern] if is_name else [name for name in names if matches(pattern, name)]
             if not matching and not rule.optional:
                 self._unmatched(rule, pattern, names)
             yield from matching

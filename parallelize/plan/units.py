@@ -25,7 +25,7 @@ def zero_units(
     """The units of ZeRO 3: those that match `patterns`, else the plan's `zero: {units: ...}`, else the layers.
 
     Args:
-        plan: for this model (`for_base_model`).
+        plan: for this model (`for_model`).
         patterns: the caller's choice; None: the plan's.
         layers: fqn of the layers where pipeline stages were cut; default: as the plan names it.
 
@@ -49,7 +49,7 @@ def recompute_units(plan: Plan, model: ModelFacts, patterns: Sequence[str] | Non
     """The modules that run again in backward: those that match `patterns`, else the plan's `recompute:`, else the layers.
 
     Args:
-        plan: for this model (`for_base_model`).
+        plan: for this model (`for_model`).
         patterns: the caller's choice; None: the plan's.
 
     Returns: fqns, in the model's order.

@@ -33,7 +33,7 @@ from parallelize.errors import ModelError, PlanError, Problem, did_you_mean
 from parallelize.ops.replay_cache import in_recompute, remembered, replay_key
 from parallelize.plan.options import Options
 from parallelize.plan.plan_file import load_plan
-from parallelize.plan.resolve import for_base_model
+from parallelize.plan.resolve import for_model
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.plan.units import recompute_units
@@ -92,7 +92,7 @@ def recompute(
         earlier, facts = resolution_so_far(model), facts_of(model)
         chosen = load_plan(plan) if isinstance(plan, str) else plan
         names = recompute_units(
-            earlier.plan if chosen is None else for_base_model(chosen, facts),
+            earlier.plan if chosen is None else for_model(chosen, facts),
             facts,
             [units] if isinstance(units, str) else units,
         )

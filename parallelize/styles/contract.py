@@ -96,6 +96,7 @@ class Traits:
         looks_up: its rows are sharded over the vocabulary, and looked up by id.
         for_parameters: a rule may give it to a bare parameter, as well as to a module.
         sees_full: what is inside runs on full activations, also where sequence parallelism splits those around it.
+        wraps: it calls a layer, and adapters beside it, for which it does the conversions of the layer.
     """
 
     splits_output: bool = False
@@ -107,6 +108,7 @@ class Traits:
     looks_up: bool = False
     for_parameters: bool = False
     sees_full: bool = False
+    wraps: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,11 @@ class Contract:
         """Whether the plan decides what the inside of the module computes, rather than the module's own code."""
         shards = self.traits.sums_output or self.traits.splits_output
         return shards or self.compute != "stock" or self.forward_factory is not None
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is a column or row linear."""
+        return self.traits.splits_output or self.traits.sums_output
 
     @property
     def adds_bias_after_sum(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from parallelize.errors import ModelError, Problem
+from parallelize.plan.adapters import adapted_layers
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ResolvedPlan
@@ -48,19 +49,21 @@ class ChildRead(NamedTuple):
 
 def foreign_readers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Problem]:
     """Modules whose code reads parameters of other modules, where it would meet DTensors."""
+    adapted = {*adapted_layers(model)}
     for fqn, module in model.objects.items():
         if isinstance(module, nn.MultiheadAttention) and _shards_parts(resolved, model, fqn):
             what = f"the rules of {fqn} shard a part of an nn.MultiheadAttention, which computes with all of its parts"
             fix = f"`multihead(heads)` for {fqn} and `rowwise(heads)` for its out_proj, or `replicate` for both"
             yield Problem(SLUG, what, fix=fix)
-        if isinstance(module, (nn.ParameterList, nn.ParameterDict)) and list(module.parameters()):
+        is_container = isinstance(module, (nn.ParameterList, nn.ParameterDict)) and fqn.rpartition(".")[0] not in adapted
+        if is_container and list(module.parameters()):
             what = f"{fqn} is a {type(module).__name__}, whose parameters are read from outside of it"
             yield Problem(SLUG, what, fix=FIX)
     if SLUG in resolved.plan.allow:
         return
     read: dict[ChildRead, str] = {}
     for fqn in model.objects:
-        for item, name in _reads_in(model, fqn):
+        for item, name in _reads_in(model, fqn) if fqn not in adapted else ():
             if resolved.parameters[name].layout.dim is not None:
                 read.setdefault(item, fqn)
     for item, fqn in read.items():

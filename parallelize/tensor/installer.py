@@ -17,10 +17,13 @@ from parallelize.comm.input_check import InputCheck
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.plan.adapters import BASE
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ModuleRow, ParameterRow
 from parallelize.styles.contract import Contract, Conversion
+from parallelize.styles.style import ModuleFacts
+from parallelize.tensor.adapted_layers import adapted_forward, bias_of_first_rank, deferred_with_adapter
 from parallelize.tensor.child_reads import children_read
 from parallelize.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
 from parallelize.tensor.embedding import vocabulary_embedding
@@ -87,7 +90,7 @@ class Installer:
         self.dtensor_conversions: SharedConversions = {}
 
     def run(self) -> None:
-        for fqn, facts in self.model.modules.items():
+        for fqn, facts in self._inside_first():
             row = self.resolved.modules.get(fqn)
             slots = tuple(self._slot(fqn, key) for key in facts.shapes if not self._parameter(fqn, key).plain)
             read = children_read(self.resolved, self.model, fqn)
@@ -179,6 +182,8 @@ class Installer:
             )
         if contract.sends_tokens:
             return whole_experts(module, self._expert_ranks(row))
+        if contract.traits.wraps:
+            return self._adapted(module, row)
         if self.group.size == 1:
             return _of_children(module, read)
         forwards: dict[str, Callable[[], Callable | None]] = {
@@ -188,10 +193,26 @@ class Installer:
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
             "experts": lambda: split_experts(module, self.group, self._choice_conversion(contract)),
             "dense experts": lambda: dense_experts if contract.enter is Conversion.GATHER_SEQUENCE else None,
+            "bias of first rank": lambda: bias_of_first_rank(self.group),
         }
         if contract.forward_factory is not None:
             return contract.forward_factory(module, self.group)
         return forwards[contract.compute]() if contract.compute in forwards else _of_children(module, read)
+
+    def _inside_first(self) -> list[tuple[str, ModuleFacts]]:
+        """The modules, with those that call an adapted layer after what they call."""
+        rows = self.resolved.modules
+        return sorted(
+            self.model.modules.items(), key=lambda item: item[0] in rows and rows[item[0]].contract.traits.wraps
+        )
+
+    def _adapted(self, module: nn.Module, row: ModuleRow) -> Callable:
+        """The forward of a module that calls a layer and its adapters."""
+        contract = self.resolved.modules[f"{row.fqn}.{BASE}"].contract
+        if contract.defers_logits:
+            raise deferred_with_adapter(row.fqn)
+        is_split = self.group.size > 1 and contract.is_linear
+        return adapted_forward(module, self.group, converts=is_split, sums=is_split and contract.traits.sums_output)
 
     def _input_conversion(self, row: ModuleRow) -> Callable | None:
         if row.contract.dtensors:

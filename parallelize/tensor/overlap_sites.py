@@ -20,6 +20,7 @@ from parallelize.errors import ModelError, Problem
 from parallelize.ops.matmul import symmetric_memory as symmetric
 from parallelize.ops.matmul.linear_gradients import DeferredGradients
 from parallelize.ops.matmul.overlapped_linear import algorithm_of, decide
+from parallelize.plan.adapters import is_adapted
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.styles.contract import Conversion
@@ -51,7 +52,7 @@ def planned_call_sites(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Pl
     for fqn, row in resolved.modules.items():
         contract = row.contract
         requested = contract.overlap or resolved.plan.options.overlap
-        if requested == "off" or contract.defers_logits:
+        if requested == "off" or contract.defers_logits or is_adapted(fqn):
             continue
         if contract.traits.sums_output and contract.leave in _ROW_OPS and is_plain_linear(model.objects[fqn]):
             yield PlannedCallSite(fqn, _ROW_OPS[contract.leave], requested)
@@ -77,9 +78,10 @@ def _has_siblings(fqn: str, resolved: ResolvedPlan) -> bool:
     )
 
 
-def _consumers(block: str, resolved: ResolvedPlan, model: ModelFacts) -> Iterator[str]:
-    """The column linears whose nearest gathered ancestor is this block."""
+def _consumers(block: str, resolved: ResolvedPlan, model: ModelFacts) -> list[str]:
+    """The column linears whose nearest gathered ancestor is this block; none where adapters read the same input."""
     blocks = {fqn for fqn, row in resolved.modules.items() if row.contract.traits.shares_input}
+    consumers = []
     for fqn, row in resolved.modules.items():
         if (
             not row.contract.traits.splits_output
@@ -91,7 +93,8 @@ def _consumers(block: str, resolved: ResolvedPlan, model: ModelFacts) -> Iterato
         while ancestor and (ancestor == fqn or ancestor not in blocks):
             ancestor = ancestor.rpartition(".")[0]
         if ancestor == block and is_plain_linear(model.objects[fqn]):
-            yield fqn
+            consumers.append(fqn)
+    return [] if any(map(is_adapted, consumers)) else consumers
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -44,15 +44,20 @@ class Planned:
             `SharedInput`. `plain` is then the forward without overlap, and `index` the module's index among those that
             share an input.
         shows_local: forwards of parents that run now and read its parameters, for which its attributes stay local tensors.
+        alone: of a layer with adapters, its forward outside of the module that calls them. is_inside: that module runs now.
+        bias_scale: of a row linear whose output an adapter scales before the reduction: 1 on the rank that adds its bias, else 0.
     """
 
     __slots__ = (
+        "alone",
         "argument",
         "bias",
         "bias_group",
+        "bias_scale",
         "enter",
         "hide_bias",
         "index",
+        "is_inside",
         "leave",
         "max_inputs",
         "overlap",
@@ -78,6 +83,9 @@ class Planned:
         self.plain: Callable = _stock
         self.index = 0
         self.shows_local = 0
+        self.alone: Callable | None = None
+        self.bias_scale: float | None = None
+        self.is_inside = False
 
     def run_stock(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if self.stock is None:
@@ -191,7 +199,7 @@ def _rowwise_linear(self: Any, input: torch.Tensor) -> torch.Tensor:
     if planned.enter is not None:
         input = planned.enter(input)
     out = planned.leave(F.linear(input, planned.weight.local(parameters)))
-    return out if planned.bias is None else _add_bias(planned, out, planned.bias.local(parameters))
+    return out if planned.bias is None else add_bias(planned, out, planned.bias.local(parameters))
 
 
 def _entered(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -261,12 +269,12 @@ def reading_children(children: tuple[str, ...]) -> Callable:
                 planned = module._applied.planned
                 planned.shows_local -= 1
                 if not planned.shows_local:
-                    _hide_local(module.__dict__, planned)
+                    hide_local(module.__dict__, planned)
 
     return forward
 
 
-def _hide_local(attributes: dict[str, Any], planned: Planned) -> None:
+def hide_local(attributes: dict[str, Any], planned: Planned) -> None:
     for slot in planned.slots:
         attributes.pop(slot.key, None)
 
@@ -290,7 +298,7 @@ def on_local_parameters(
         return planned.run_stock(self, args, kwargs)
     finally:
         if not planned.shows_local:
-            _hide_local(attributes, planned)
+            hide_local(attributes, planned)
 
 
 def _traced(self: Any, planned: Planned, args: tuple, kwargs: dict, converted: Mapping[str, Conversion] = _NONE) -> Any:
@@ -336,10 +344,10 @@ def _rowwise_stock(self: Any, *args: Any, **kwargs: Any) -> Any:
         attributes.pop("weight", None)
         attributes.pop("bias", None)
     del weight
-    return out if bias is None else _add_bias(planned, out, bias)
+    return out if bias is None else add_bias(planned, out, bias)
 
 
-def _add_bias(planned: Planned, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def add_bias(planned: Planned, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """In the dtype of the matmul, as a linear under autocast does."""
     group = planned.bias_group
     if group is not None and out.shape[-1] != bias.shape[0]:

@@ -37,7 +37,7 @@ from parallelize.errors import MeshError, ModelError, Problem, short_list
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.parameter_shards import shards_of
-from parallelize.plan.resolve import for_base_model
+from parallelize.plan.resolve import for_model
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.units import zero_units
 from parallelize.zero.data_options import DataOptions
@@ -152,7 +152,7 @@ def _units(module: nn.Module, earlier: ResolvedPlan, patterns: Sequence[str] | N
     """The units of ZeRO 3 by the caller's patterns, the applied plan, or that of the model's type."""
     plan, facts = earlier.plan, facts_of(module)
     if not plan.rules:
-        plan = for_base_model(plan_or_none(module, None) or plan, facts)
+        plan = for_model(plan_or_none(module, None) or plan, facts)
     return zero_units(plan, facts, patterns=patterns, layers=earlier.cut_layers)
 
 

@@ -19,6 +19,7 @@ from parallelize.applied.stored_slices import data_rank
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import Layout
 from parallelize.mesh import DATA_AXES
+from parallelize.plan.adapters import is_adapted, layer_name
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.randomness.dropout.call_sites import (
     ColumnOutput,
@@ -30,7 +31,7 @@ from parallelize.randomness.dropout.call_sites import (
     scoped_forward,
     unsupported_modules,
 )
-from parallelize.randomness.dropout.global_index import no_global_mask
+from parallelize.randomness.dropout.global_index import ActivationLayout, columns_of, no_global_mask
 from parallelize.randomness.dropout.position import Clock
 from parallelize.styles.contract import Conversion
 
@@ -68,6 +69,7 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
             mark_applied(inner, dropout=ModuleDropout(sites, fqn, inner.__dict__.get("forward"), rates_of(inner)))
             inner.__dict__["forward"] = MethodType(scoped_forward, inner)
     if record is not None and sites.size > 1:
+        sites.layouts |= _before_adapters(module, record)
         for fqn, columns in _layout_changes(record):
             module.get_submodule(fqn).register_forward_hook(partial(_set_last, sites, columns))
     module.register_forward_pre_hook(partial(_begin, sites), with_kwargs=True)
@@ -127,9 +129,24 @@ def _layout_changes(record: PlanRecord) -> Iterator[tuple[str, ColumnOutput | No
             if not partial_sums:
                 unsharded.append(fqn)
     for fqn, layout in sharded.items():
-        siblings = [other for name, other in sharded.items() if name.rpartition(".")[0] == fqn.rpartition(".")[0]]
+        parent = layer_name(fqn).rpartition(".")[0]
+        siblings = [other for name, other in sharded.items() if layer_name(name).rpartition(".")[0] == parent]
         yield fqn, ColumnOutput(layout, max(sibling.local_size(record.group.rank) for sibling in siblings))
     yield from ((fqn, None) for fqn in unsharded)
+
+
+def _before_adapters(module: nn.Module, record: PlanRecord) -> dict[str, ActivationLayout]:
+    """The layouts of what adapters drop of: the input of the linear beside them, after its conversion."""
+    group, layouts = record.group, {}
+    for name, row in record.resolved.modules.items():
+        wrapper = layer_name(name)
+        if not is_adapted(name) or not row.contract.is_linear or f"{wrapper}.lora_dropout" not in record.resolved.facts.modules:
+            continue
+        weight = record.resolved.parameters[f"{name}.weight"].layout
+        local = columns_of(weight, group.rank, weight.local_size(group.rank)) if row.contract.traits.sums_output else None
+        for adapter in module.get_submodule(f"{wrapper}.lora_dropout")._modules:
+            layouts[f"{wrapper}.lora_dropout.{adapter}"] = local or ActivationLayout("full")
+    return layouts
 
 
 def drops(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from parallelize.applied.records import facts_of, record_of
 from parallelize.plan.choose import plan_of, plan_or_none
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
-from parallelize.plan.resolve import for_base_model
+from parallelize.plan.resolve import for_model
 from parallelize.plan.schema import Cuts, KeptStyle, Plan, Rule
 from parallelize.plan.units import layers_of
 from parallelize.styles import pytorch  # noqa: F401, so that its words are known
@@ -79,7 +79,7 @@ class _Lowering:
     def _own_sections(self) -> Plan:
         """What the model's own plan says about axes other than `tp`, where this is the model that it is for."""
         own = plan_or_none(self.module, None)
-        own = for_base_model(own, self.facts) if own is not None else None
+        own = for_model(own, self.facts) if own is not None else None
         if own is None or layers_of(own) not in self.facts.aliases:
             return Plan("", ())
         cuts = own.cuts

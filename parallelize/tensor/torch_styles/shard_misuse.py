@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from parallelize.errors import ModelError, Problem, short_list
+from parallelize.plan.adapters import BASE, layer_name
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ResolvedPlan
@@ -87,7 +88,7 @@ def _blocks(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[_Block]:
     if resolved.mesh.ranks("tp") == 1:
         return
     columns, rows = linears_of(resolved, model)
-    for fqn in dict.fromkeys(name.rpartition(".")[0] for name in columns):
+    for fqn in dict.fromkeys(layer_name(name).rpartition(".")[0] for name in columns):
         block = model.objects.get(fqn)
         if block is None or "forward" in block.__dict__:
             continue
@@ -113,7 +114,8 @@ def _in_order(block: nn.Module, columns: frozenset[str], rows: frozenset[str]) -
 
 
 def _children_of(parent: str, names: list[str]) -> Iterator[str]:
-    yield from (name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == parent)
+    layers = map(layer_name, names)
+    yield from (name.rpartition(".")[2] for name in layers if name.rpartition(".")[0] == parent)
 
 
 def linears_of(resolved: ResolvedPlan, model: ModelFacts) -> tuple[list[str], list[str]]:
@@ -137,7 +139,7 @@ def linears_of(resolved: ResolvedPlan, model: ModelFacts) -> tuple[list[str], li
 
 def _is_packed(resolved: ResolvedPlan, column: str) -> bool:
     """Whether the rule of a column linear shards its parts, each by itself."""
-    row = resolved.modules.get(column)
+    row = resolved.modules.get(f"{column}.{BASE}") or resolved.modules.get(column)
     return row is not None and (row.rule.style.chunks > 1 or len(row.rule.style.unit) > 1)
 
 

@@ -1,0 +1,255 @@
+"""A plan for a model with adapters of PEFT: names get PEFT's prefix, and the rule of a layer becomes those of its parts.
+
+PEFT replaces a layer by a module that has the layer as `base_layer`, beside its adapters, or as `original_module`, beside trained
+copies. Plans name the layers of the stock model: what is inside is planned by their styles (`styles/adapters.py`).
+
+Torch-free: adapters are recognized by the modules that PEFT gives a layer, and PEFT is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from parallelize.errors import PlanError, Problem
+from parallelize.plan.model_facts import ModelFacts
+from parallelize.plan.pattern import alternatives, generic, is_default, matches
+from parallelize.plan.schema import Plan, Rule
+from parallelize.styles.adapters import adapter_styles
+from parallelize.styles.style import StyleText
+
+BASE, ORIGINAL, COPIES = "base_layer", "original_module", "modules_to_save"
+
+_PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B", "ia3_l")
+_WITHOUT_PARAMETERS = ("lora_dropout",)
+
+
+def adapted_layers(model: ModelFacts) -> tuple[str, ...]:
+    """The names of the modules that call a layer and its adapters."""
+    return tuple(name for name in model.modules if f"{name}.{BASE}" in model.modules)
+
+
+def copied_layers(model: ModelFacts) -> tuple[str, ...]:
+    """The names of the modules that call one of several copies of a layer (`modules_to_save`)."""
+    names = (name for name in model.modules if f"{name}.{ORIGINAL}" in model.modules)
+    return tuple(name for name in names if f"{name}.{COPIES}" in model.modules)
+
+
+def is_adapted(name: str) -> bool:
+    """Whether a module is the layer beside adapters."""
+    return name.endswith(f".{BASE}")
+
+
+def layer_name(name: str) -> str:
+    """The name in the stock model of a layer that has adapters, or trained copies."""
+    owner = name.removesuffix(f".{BASE}").removesuffix(f".{ORIGINAL}")
+    return owner.rpartition(f".{COPIES}.")[0] or owner
+
+
+def peft_prefix(model: ModelFacts) -> str:
+    """What stands before the names of the stock model, with a dot; empty where PEFT does not wrap it."""
+    name, module = "", model.root
+    while type(module).__module__.partition(".")[0] == "peft":
+        child = next((key for key in ("base_model", "model") if f"{name}{key}" in model.modules), "")
+        if not child:
+            return ""
+        module, name = model.objects[f"{name}{child}"], f"{name}{child}."
+    return name
+
+
+def for_adapters(plan: Plan, model: ModelFacts) -> Plan:
+    """The plan for a model with adapters; the same plan where it has none.
+
+    Args:
+        plan: for the stock model, with the prefix of PEFT (`renamed`).
+
+    Raises: PlanError `unplanned-adapter`.
+    """
+    if plan.unclaimed == "leave" or any(rule.style.traits.wraps for rule in plan.rules):
+        return plan  # a dict of style objects names each module itself; or the plan is for adapters already
+    adapted, copied = adapted_layers(model), copied_layers(model)
+    if not adapted and not copied:
+        return plan
+    rules = _Rules(model, adapted, copied)
+    made = tuple(new for rule in plan.rules for new in rules.of(rule))
+    if problems := [*rules.problems, *rules.unplanned()]:
+        raise PlanError(*problems)
+    ties = tuple(replace(tie, members=tuple(map(rules.parameter, tie.members))) for tie in plan.ties)
+    return replace(plan, rules=(*made, *rules.of_prompts()), ties=ties)
+
+
+def renamed(plan: Plan, rename: Callable[[str], str]) -> Plan:
+    """The plan with every name and pattern replaced; what becomes empty stays empty."""
+
+    def each(names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(rename(name) for name in names)
+
+    cuts, region = plan.cuts, plan.region
+    return replace(
+        plan,
+        rules=tuple(replace(rule, pattern=rename(rule.pattern)) for rule in plan.rules),
+        local=tuple(replace(item, pattern=rename(item.pattern)) for item in plan.local),
+        ties=tuple(replace(tie, members=each(tie.members)) for tie in plan.ties),
+        zero_units=each(plan.zero_units),
+        recompute_units=each(plan.recompute_units),
+        attention=tuple((rename(pattern), kind) for pattern, kind in plan.attention),
+        region=region and replace(region, layers=rename(region.layers), leave=region.leave and rename(region.leave)),
+        cuts=cuts
+        and replace(
+            cuts,
+            layers=rename(cuts.layers),
+            first=each(cuts.first),
+            last=each(cuts.last),
+            every=each(cuts.every),
+            skips=tuple((rename(source), rename(target)) for source, target in cuts.skips),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Matched:
+    """The names of the layers that a pattern matches: with adapters, with copies, and stock ones."""
+
+    adapted: tuple[str, ...]
+    copied: tuple[str, ...]
+    stock: tuple[str, ...]
+
+
+class _Rules:
+    """Makes the rules of the parts of layers, and collects problems on the way."""
+
+    def __init__(self, model: ModelFacts, adapted: Sequence[str], copied: Sequence[str]):
+        self.model, self.adapted, self.copied = model, dict.fromkeys(adapted), dict.fromkeys(copied)
+        self.problems: list[Problem] = []
+        self.planned: set[str] = set()
+
+    def of(self, rule: Rule) -> Iterator[Rule]:
+        """The rules in the place of one."""
+        if is_default(rule.pattern):
+            yield rule
+            return
+        for pattern in alternatives(rule.pattern):
+            yield from self._of_pattern(replace(rule, pattern=pattern))
+
+    def _of_pattern(self, rule: Rule) -> Iterator[Rule]:
+        matched = self._match(rule.pattern)
+        if not matched.adapted and not matched.copied:
+            yield from self._of_parameter(rule)
+            return
+        pattern_stands = not matched.stock and len({*map(self._structure, (*matched.adapted, *matched.copied))}) == 1
+        if pattern_stands:
+            layers, is_copied = [(rule.pattern, (*matched.adapted, *matched.copied)[0])], bool(matched.copied)
+            yield from self._copies(rule, rule.pattern) if is_copied else self._parts(rule, *layers[0])
+        else:
+            for name in matched.adapted:
+                yield from self._parts(rule, name, name)
+            for name in matched.copied:
+                yield from self._copies(rule, name)
+            yield from (replace(rule, pattern=name) for name in matched.stock)
+        self.planned |= {*matched.adapted, *matched.copied}
+
+    def _match(self, pattern: str) -> _Matched:
+        names = [name for name in self.model.aliases if matches(pattern, name)]
+        stock = tuple(name for name in names if name not in self.adapted and name not in self.copied)
+        return _Matched(
+            tuple(name for name in names if name in self.adapted),
+            tuple(name for name in names if name in self.copied),
+            stock,
+        )
+
+    def _structure(self, name: str) -> tuple:
+        """What the rules of a layer depend on besides its style."""
+        children = tuple(key for key in _PARTS if self._has(name, key))
+        return name in self.copied, children, self._scales_input(name), self._kind(name)
+
+    def _kind(self, name: str) -> str:
+        base = self.model.modules.get(f"{name}.{BASE}")
+        return base.kind if base is not None else ""
+
+    def _has(self, name: str, key: str) -> bool:
+        return any(True for _ in self.model.objects[f"{name}.{key}"].parameters()) if self._child(name, key) else False
+
+    def _child(self, name: str, key: str) -> bool:
+        return f"{name}.{key}" in self.model.objects
+
+    def _scales_input(self, name: str) -> bool:
+        return bool(getattr(self.model.objects[name], "is_feedforward", False))
+
+    # -- one layer, by its name or by the pattern of all that are alike -----------------------------------------------
+
+    def _parts(self, rule: Rule, pattern: str, name: str) -> Iterator[Rule]:
+        """name: of the first of the layers that `pattern` stands for."""
+        styles = adapter_styles(rule.style, scales_input=self._scales_input(name))
+        unknown = self._unknown_parts(name)
+        if styles is None or unknown:
+            self._refuse(name, unknown[0] if unknown else f"beside a layer that is `{rule.style}`")
+            return
+        yield replace(rule, pattern=pattern, style=StyleText("adapted"))
+        yield replace(rule, pattern=f"{pattern}.{BASE}", style=styles.base)
+        parts = [(key, styles.modules, f"{pattern}.{key}.*") for key in styles.modules]
+        parts += [(key, styles.parameters, f"{pattern}.{key}.*") for key in styles.parameters]
+        planned = {key for key, _, _ in parts}
+        for key in _PARTS:
+            if self._has(name, key) and key not in planned:
+                self._refuse(name, f"{key}, beside a layer that is `{rule.style}`")
+        yield from (replace(rule, pattern=where, style=of[key]) for key, of, where in parts if self._has(name, key))
+
+    def _unknown_parts(self, name: str) -> list[str]:
+        """Children with parameters, beside the layer, that are no adapters that a plan can serve."""
+        children = self.model.objects[name].named_children()
+        known = (BASE, *_PARTS, *_WITHOUT_PARAMETERS)
+        return [key for key, child in children if key not in known and any(True for _ in child.parameters())]
+
+    def _refuse(self, name: str, what: str) -> None:
+        kind = type(self.model.objects[name])
+        self.problems.append(
+            Problem(
+                "unplanned-adapter",
+                f"no plan serves an adapter of {generic(name)}: {what}",
+                rows=(("adapter", f"{kind.__module__}.{kind.__name__}"),),
+                fix="LoRA, DoRA or IA3 on linears and embeddings with rules of their own; or merge the adapter before the plan",
+            )
+        )
+
+    def _copies(self, rule: Rule, pattern: str) -> Iterator[Rule]:
+        yield replace(rule, pattern=f"{pattern}.{ORIGINAL}")
+        yield replace(rule, pattern=f"{pattern}.{COPIES}.*", optional=True)
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def _of_parameter(self, rule: Rule) -> Iterator[Rule]:
+        """A rule that names no adapted layer: it may name a parameter of one, or a module inside of a copied one."""
+        owner, _, key = rule.pattern.rpartition(".")
+        names_modules = any(matches(rule.pattern, name) for name in self.model.aliases)
+        matched = self._match(owner) if owner and not names_modules else _Matched((), (), ())
+        if matched.adapted or matched.copied:
+            names = [name for name in self.model.owners if matches(rule.pattern, name)]
+            yield from (replace(rule, pattern=name) for name in names)
+            yield from (replace(rule, pattern=f"{name}.{BASE}.{key}") for name in matched.adapted)
+            for name in matched.copied:
+                yield from self._copies(replace(rule, pattern=f"{name}.{ORIGINAL}.{key}"), name)
+            return
+        yield rule
+
+    def parameter(self, name: str) -> str:
+        """The name of a parameter of the stock model in the model with adapters."""
+        owner, _, key = name.rpartition(".")
+        if owner in self.adapted:
+            return f"{owner}.{BASE}.{key}"
+        return f"{owner}.{ORIGINAL}.{key}" if owner in self.copied else name
+
+    def of_prompts(self) -> Iterator[Rule]:
+        """Learned prompts are full on every rank, outside of the model that PEFT wraps."""
+        names = [name for name in self.model.modules if name.partition(".")[0] == "prompt_encoder"]
+        full = StyleText("replicate")
+        yield from (Rule(name, full, "PEFT") for name in names if self.model.modules[name].shapes)
+
+    def unplanned(self) -> Iterator[Problem]:
+        """Layers with adapters that no rule names."""
+        for name in self.adapted:
+            if name not in self.planned and not self.problems and self._trains(name):
+                self._refuse(name, "the plan has no rule for the layer")
+                yield from self.problems
+
+    def _trains(self, name: str) -> bool:
+        return any(self._has(name, key) for key in _PARTS)

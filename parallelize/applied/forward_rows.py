@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 
 from parallelize.applied.records import applied, record_of
 from parallelize.applied.step_results import expected
+from parallelize.applied.wrapped_models import forward_signature
 from parallelize.comm.groups import Group
 from parallelize.errors import Problem, ShapeError
 from parallelize.layout import Interval
@@ -102,6 +102,6 @@ def forward_rows(module: nn.Module, arguments: dict[str, Any]) -> ForwardRows:
 
 def call_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of a root by name; those of `**kwargs` too."""
-    bound = inspect.signature(type(module).forward).bind_partial(None, *args, **kwargs)
+    bound = forward_signature(module).bind_partial(None, *args, **kwargs)
     extra = next((p.name for p in bound.signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
     return {**bound.arguments, **bound.arguments.get(extra, {})}

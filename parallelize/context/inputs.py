@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize import _torch_private as private
+from parallelize.applied.wrapped_models import forward_signature, stock_model
 from parallelize.context.forward_state import Context
 from parallelize.context.sequence_shards import SequenceLayout
 from parallelize.errors import ModelError, Problem, ShapeError
@@ -38,14 +39,13 @@ class ContextInputs:
     """
 
     def __init__(self, root: nn.Module, plan: Plan):
-        self.name, self.signature = type(root).__name__, inspect.signature(type(root).forward)
+        self.name, self.signature = type(root).__name__, forward_signature(root)
         parameters = self.signature.parameters
         self.takes_cache = "use_cache" in parameters
         self.positions = "" if plan.positions == "none" else plan.positions
         self.positions_from = plan.positions_from
-        self.has_masks = is_registered(
-            root
-        )  # other models are called without masks, so packed documents mean nothing there
+        # other models are called without masks, so packed documents mean nothing there
+        self.has_masks = is_registered(stock_model(root))
         self.packs = plan.packing == "positions" and self.has_masks
         self.shifts = getattr(root, "loss_type", None) == "ForCausalLM"
         if self.positions and self.positions not in parameters:

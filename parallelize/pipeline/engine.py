@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.forward_rows import BatchPart
 from parallelize.applied.records import Cut, cut_of, mark_applied, record_of
+from parallelize.applied.wrapped_models import forward_signature
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.context.forward_state import context_of
@@ -102,7 +102,7 @@ class Pipeline:
         compare_every: int = 100,
     ):
         self.module, self.mesh, self.data, self.clock = module, mesh, data, clock
-        self._signature = inspect.signature(type(module).forward)
+        self._signature = forward_signature(module)
         self.steps_done = 0
         self._first_sequence = 0  # of this data rank, in the global batch
         self.whole, self.share_inputs = named_whole(whole), share_inputs

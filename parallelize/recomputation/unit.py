@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from parallelize import _torch_private as private
 from parallelize.applied.records import applied, mark_applied
 from parallelize.applied.step_results import expected
+from parallelize.applied.wrapped_models import stock_model
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.replay_cache import ReplayCache, ResultKey, in_recompute, remembered
 from parallelize.randomness.dropout.call_sites import dropout_scope
@@ -188,6 +189,7 @@ def recompute_units_in(module: nn.Module) -> Iterator[tuple[str, RecomputeUnit]]
 
 def install_on_root(model: nn.Module) -> None:
     """Disable the key/value cache of a model while its units are recomputed."""
+    model = stock_model(model)
     names = list(inspect.signature(type(model).forward).parameters)
     if "use_cache" in names:
         mark_applied(model, recompute_units=tuple(unit for _, unit in recompute_units_in(model)))

@@ -61,7 +61,9 @@ def _of_row(style: StyleText, scales_input: bool) -> AdapterStyles:
         "lora_magnitude_vector": StyleText("partial_adapter"),
     }
     partial = StyleText("replicate", {"gradient": "partial"})
-    return AdapterStyles(style, modules, {"ia3_l": StyleText("shard", {"dim": "1", **by_input}) if scales_input else partial})
+    return AdapterStyles(
+        style, modules, {"ia3_l": StyleText("shard", {"dim": "1", **by_input}) if scales_input else partial}
+    )
 
 
 def _of_replicated(style: StyleText, scales_input: bool) -> AdapterStyles:
@@ -71,9 +73,7 @@ def _of_replicated(style: StyleText, scales_input: bool) -> AdapterStyles:
 def _of_embedding(style: StyleText, scales_input: bool) -> AdapterStyles:
     """Its output is full on every rank, and so are the adapters."""
     full = StyleText("replicate")
-    return AdapterStyles(
-        style, {"lora_magnitude_vector": full}, {"lora_embedding_A": full, "lora_embedding_B": full}
-    )
+    return AdapterStyles(style, {"lora_magnitude_vector": full}, {"lora_embedding_A": full, "lora_embedding_B": full})
 
 
 _BY_WORD: dict[str, Callable[[StyleText, bool], AdapterStyles]] = {

@@ -55,7 +55,9 @@ def foreign_readers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Probl
             what = f"the rules of {fqn} shard a part of an nn.MultiheadAttention, which computes with all of its parts"
             fix = f"`multihead(heads)` for {fqn} and `rowwise(heads)` for its out_proj, or `replicate` for both"
             yield Problem(SLUG, what, fix=fix)
-        is_container = isinstance(module, (nn.ParameterList, nn.ParameterDict)) and fqn.rpartition(".")[0] not in adapted
+        is_container = (
+            isinstance(module, (nn.ParameterList, nn.ParameterDict)) and fqn.rpartition(".")[0] not in adapted
+        )
         if is_container and list(module.parameters()):
             what = f"{fqn} is a {type(module).__name__}, whose parameters are read from outside of it"
             yield Problem(SLUG, what, fix=FIX)

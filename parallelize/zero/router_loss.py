@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.applied.forward_rows import ForwardRows, call_arguments, forward_rows
 from parallelize.applied.records import applied, mark_applied
 from parallelize.applied.step_results import expected
+from parallelize.applied.wrapped_models import stock_model
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
@@ -56,6 +57,7 @@ def share_router_loss(module: nn.Module, mesh: DeviceMesh | None = None) -> None
     Args:
         mesh: its data axes are summed over. None: those of an earlier call.
     """
+    module = stock_model(module)
     modeling = _modeling_file(module)
     if modeling is None or _REQUEST not in inspect.signature(type(module).forward).parameters:
         return

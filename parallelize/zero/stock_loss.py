@@ -14,12 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.records import applied
+from parallelize.applied.wrapped_models import stock_model
 from parallelize.errors import ModelError, Problem
 from parallelize.vocabulary.loss.losses import valid_tokens
 
 
 def count_over_data_ranks(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let the loss of a model of `transformers`, in calls that build a graph, be divided by the count of all data ranks."""
+    module = stock_model(module)
     parameters = inspect.signature(type(module).forward).parameters
     if "labels" in parameters and hasattr(module, "loss_function"):
         module.register_forward_pre_hook(_Counts(type(module), mesh), with_kwargs=True)

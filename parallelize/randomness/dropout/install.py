@@ -140,10 +140,16 @@ def _before_adapters(module: nn.Module, record: PlanRecord) -> dict[str, Activat
     group, layouts = record.group, {}
     for name, row in record.resolved.modules.items():
         wrapper = layer_name(name)
-        if not is_adapted(name) or not row.contract.is_linear or f"{wrapper}.lora_dropout" not in record.resolved.facts.modules:
+        if (
+            not is_adapted(name)
+            or not row.contract.is_linear
+            or f"{wrapper}.lora_dropout" not in record.resolved.facts.modules
+        ):
             continue
         weight = record.resolved.parameters[f"{name}.weight"].layout
-        local = columns_of(weight, group.rank, weight.local_size(group.rank)) if row.contract.traits.sums_output else None
+        local = (
+            columns_of(weight, group.rank, weight.local_size(group.rank)) if row.contract.traits.sums_output else None
+        )
         for adapter in module.get_submodule(f"{wrapper}.lora_dropout")._modules:
             layouts[f"{wrapper}.lora_dropout.{adapter}"] = local or ActivationLayout("full")
     return layouts

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallelize.applied.wrapped_models import forward_signature
 from parallelize.errors import ModelError, Problem, ShapeError
 from parallelize.ops.random.counter import key
 from parallelize.ops.vocabulary.vocabulary_shard import check_ids
@@ -116,8 +116,7 @@ def _check_model(model: nn.Module) -> set[str]:
             f"{type(model).__name__} is in training mode: dropout would be active, and some models disable their cache"
         )
         raise ModelError(Problem("training-mode", what, fix="model.eval()"))
-    stock: Any = type(getattr(model, "_orig_mod", model))  # compiled or not
-    parameters = set(inspect.signature(stock.forward).parameters)
+    parameters = set(forward_signature(getattr(model, "_orig_mod", model)).parameters)  # compiled or not
     missing = {"input_ids", "past_key_values", "use_cache", "attention_mask"} - parameters
     if missing:
         what = f"{type(model).__name__}.forward takes no {', '.join(sorted(missing))}"

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize.applied.early_optimizers import refuse_early_optimizers
 from parallelize.applied.gradient_guard import NOT_REDUCED, guard_gradients
 from parallelize.applied.gradient_inputs import refuse_gradient_inputs
 from parallelize.applied.meta_buffers import guard_buffers
@@ -59,6 +60,7 @@ from parallelize.styles.contract import Conversion
 from parallelize.tensor.child_reads import foreign_readers
 from parallelize.tensor.embedding import check_embedding
 from parallelize.tensor.installer import Installer
+from parallelize.tensor.later_adapters import plan_later_adapters
 from parallelize.tensor.multihead_attention import check_multihead
 from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
 from parallelize.tensor.planned_forward import argument_of
@@ -72,7 +74,6 @@ from parallelize.tensor.torch_styles.watched_forwards import watch_first_forward
 from parallelize.tensor.ulysses_attention import check_ulysses
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 from parallelize.vocabulary.loss.fuse_loss import wrong_heads
-from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.other_optimizers import watch_optimizers
 from parallelize.zero.replicas import compare_weights
 from parallelize.zero.router_loss import share_router_loss
@@ -385,6 +386,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     guard_initializers(module)
     guard_stock_methods(module)
     count_optimizer_writes()
+    plan_later_adapters(module)
     guard_partial_values()
     refuse_gradient_inputs()
     refuse_wrappers(module)

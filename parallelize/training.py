@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.applied.early_optimizers import refuse_early_optimizers
 from parallelize.applied.offloaded_models import refuse_offloaded
 from parallelize.applied.other_wrappers import refuse_wrapped
 from parallelize.applied.records import cut_of
@@ -44,7 +45,6 @@ from parallelize.tensor.torch_styles.dicts import is_styles
 from parallelize.tensor.torch_styles.lowering import plan_of_styles
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
 from parallelize.zero.data_options import DataOptions
-from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.replicas import compare_data_ranks
 from parallelize.zero.router_loss import refuse_router_loss
 from parallelize.zero.shard_data import apply_data_axes, data_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -198,6 +199,17 @@ class Installer:
         if contract.forward_factory is not None:
             return contract.forward_factory(module, self.group)
         return forwards[contract.compute]() if contract.compute in forwards else _of_children(module, read)
+
+    def run_added(self) -> None:
+        """Install what was added to a planned model: `model` has the facts of these modules alone."""
+        for fqn, facts in self._inside_first():
+            module, row = self.model.objects[fqn], self.resolved.modules.get(fqn)
+            slots = tuple(self._slot(fqn, key) for key in facts.shapes)
+            earlier = installed(module)
+            if earlier is None:
+                self._install(module, slots, row, ())
+            elif row is not None and row.contract.traits.wraps:  # with one more adapter
+                module.__dict__["forward"] = MethodType(self._adapted(module, row), module)
 
     def _inside_first(self) -> list[tuple[str, ModuleFacts]]:
         """The modules, with those that call an adapted layer after what they call."""

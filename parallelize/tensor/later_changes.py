@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from parallelize import _torch_private as private
 
-_callbacks: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
+_callbacks: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
 
 def when_changed(root: nn.Module, callback: Callable[[], None]) -> None:
@@ -27,7 +27,16 @@ def when_changed(root: nn.Module, callback: Callable[[], None]) -> None:
     """
     _install()
     for module in root.modules():
-        _callbacks[module] = callback
+        callbacks = _callbacks.setdefault(module, [])
+        if not any(_is_same(callback, other) for other in callbacks):
+            callbacks.append(callback)
+
+
+def _is_same(callback: Any, other: Any) -> bool:
+    """Whether two callbacks are one function of the same objects."""
+    if isinstance(callback, partial) and isinstance(other, partial):
+        return callback.func == other.func and callback.args == other.args
+    return callback is other
 
 
 def is_of_packages(hook: Any) -> bool:
@@ -47,8 +56,7 @@ def _install() -> None:
 def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if torch.compiler.is_compiling():
         return  # as by `layers[:n]`; a graph that read the dictionary would depend on all models of the process
-    callback = _callbacks.get(parent)
-    if callback is not None and child is not None:
+    for callback in _callbacks.get(parent, ()) if child is not None else ():
         callback()
 
 
@@ -57,8 +65,7 @@ def _registering(stock: Callable[..., Any]) -> Callable[..., Any]:
         handle = stock(self, hook, **options)
         if torch.compiler.is_compiling():
             return handle
-        callback = _callbacks.get(self)
-        if callback is not None and not is_of_packages(hook):
+        for callback in _callbacks.get(self, ()) if not is_of_packages(hook) else ():
             callback()
         return handle
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.applied.early_optimizers import refuse_early_optimizers
 from parallelize.applied.gradient_guard import guard_gradients
 from parallelize.applied.offloaded_models import refuse_offloaded
 from parallelize.applied.other_wrappers import refuse_wrapped, refuse_wrappers
@@ -42,7 +43,6 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.units import zero_units
 from parallelize.zero.data_options import DataOptions
 from parallelize.zero.data_ranks import DataRanks, DataRanksOf
-from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.fsdp import FsdpEngine, apply_fsdp
 from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
 from parallelize.zero.other_optimizers import refuse_steps, watch_optimizers

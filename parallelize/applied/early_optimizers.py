@@ -1,4 +1,6 @@
-"""Refuses optimizers that were built before the model's parameters are replaced: their steps would change nothing.
+"""Optimizers that were built before parameters of the model are replaced: their steps would change nothing.
+
+They are refused, or given the new parameters where no step can have been taken.
 
 To find them, every object of the process is inspected, which takes tenths of a second. An optimizer references each of its
 parameters, so the search is needed only if something other than the model's modules references a parameter.
@@ -9,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -38,6 +40,28 @@ def refuse_early_optimizers(module: nn.Module, replaced: Iterable[str] | None = 
         what = f"a parameter of this model is already in an optimizer ({type(optimizer).__name__}), which could not step it"
         fix = "build the optimizer afterwards, from the model that is returned"
         raise ModelError(Problem("early-optimizer", what, fix=fix))
+
+
+def give_new_parameters(replaced: Mapping[int, tuple[Any, Any]]) -> None:
+    """Let optimizers that have parameters of the model step those that take their places.
+
+    Args:
+        replaced: id of a parameter -> (the parameter, the new one), of which none was stepped yet.
+    """
+    groups = {id(group): group for old, _ in replaced.values() for group in _groups_with(old)}
+    for group in groups.values():
+        group["params"] = [replaced[id(p)][1] if id(p) in replaced else p for p in group["params"]]
+
+
+def _groups_with(parameter: Any) -> Iterator[dict[str, Any]]:
+    """The parameter groups of optimizers that contain a parameter."""
+    for holder in gc.get_referrers(parameter):
+        if type(holder) is list:
+            yield from (group for group in gc.get_referrers(holder) if _is_group(group, holder))
+
+
+def _is_group(holder: Any, parameters: list[Any]) -> bool:
+    return type(holder) is dict and holder.get("params") is parameters
 
 
 def _referenced_elsewhere(module: nn.Module) -> bool:

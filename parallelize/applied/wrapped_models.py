@@ -1,0 +1,39 @@
+"""Models that PEFT wraps: the stock model inside, and how the wrapper is called.
+
+PEFT is not imported: its wrappers are recognized by their package.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+
+def stock_model(module: nn.Module) -> nn.Module:
+    """The model inside PEFT's wrappers; the module itself where there are none."""
+    while type(module).__module__.partition(".")[0] == "peft":
+        inner = module._modules.get("base_model") or module._modules.get("model")
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
+def forward_signature(module: nn.Module) -> inspect.Signature:
+    """The signature of a module's own forward, with `self`; that of a wrapper takes what the stock model takes, by name."""
+    own = inspect.signature(type(module).forward)
+    stock = stock_model(module)
+    if stock is module:
+        return own
+    inner = inspect.signature(type(stock).forward)
+    named = {name: p for name, p in own.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if len(named) == 1:  # (self, *args, **kwargs)
+        return inner
+    kinds: Any = inspect.Parameter
+    more = [p for name, p in inner.parameters.items() if name not in named and p.kind is not kinds.VAR_POSITIONAL]
+    by_name = [p if p.kind is kinds.VAR_KEYWORD else p.replace(kind=kinds.KEYWORD_ONLY) for p in more]
+    last = [p for p in own.parameters.values() if p.kind is kinds.VAR_KEYWORD]
+    accepts_any = any(p.kind is kinds.VAR_KEYWORD for p in by_name)
+    return own.replace(parameters=[*named.values(), *by_name, *([] if accepts_any else last)])

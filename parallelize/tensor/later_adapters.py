@@ -1,0 +1,191 @@
+"""Adapters that PEFT adds to a model after its plan: they are sharded as the rules of their layers say, before the next forward.
+
+Where ranks are not seeded alike, PEFT initializes adapters to other values on each rank, of which the first rank's count. Optimizers
+that were built before that forward are given the new parameters.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from parallelize.applied.early_optimizers import give_new_parameters
+from parallelize.applied.records import PlanRecord, applied, axis_of_layout, cut_of, mark_applied, record_of
+from parallelize.applied.sharding import Sharder
+from parallelize.errors import ModelError, Problem
+from parallelize.plan.adapters import BASE, COPIES, adapted_layers, for_adapters, layer_name
+from parallelize.plan.model_facts import ModelFacts, describe
+from parallelize.plan.pattern import alternatives, matches
+from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.rows import ParameterRow
+from parallelize.plan.schema import Plan, Rule
+from parallelize.plan.tensor_rows import TensorRows, tensor_rows
+from parallelize.tensor.installer import Installer
+from parallelize.tensor.later_changes import when_changed
+from parallelize.tensor.planned_forward import installed
+
+
+def plan_later_adapters(model: nn.Module) -> None:
+    """Plan adapters that are added to a planned model from now on, before its next forward."""
+    show_full_sizes()
+    when_changed(model, partial(_changed, weakref.ref(model)))
+
+
+def show_full_sizes() -> None:
+    """Let PEFT, where it is imported, make adapters of planned linears in their full sizes. It takes those of shards (PEFT 0.17 on)."""
+    layers: Any = sys.modules.get("peft.tuners.lora.layer")
+    stock = getattr(layers, "_get_in_out_features", None)
+    if stock is None or isinstance(stock, _FullSizes):
+        return
+    layers._get_in_out_features = _FullSizes(stock)
+
+
+class _FullSizes:
+    """PEFT's function that returns the input and output features of a layer."""
+
+    def __init__(self, stock: Callable[[nn.Module], Any]):
+        self.stock = stock
+
+    def __call__(self, module: nn.Module) -> Any:
+        if type(module) is nn.Linear and installed(module) is not None:
+            return module.in_features, module.out_features
+        return self.stock(module)
+
+
+def _changed(root: weakref.ref[nn.Module]) -> None:
+    model = root()
+    if model is not None and not any(hook is _before_forward for hook in model._forward_pre_hooks.values()):
+        model.register_forward_pre_hook(_before_forward, prepend=True)
+
+
+def _before_forward(model: nn.Module, _: Any) -> None:
+    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _before_forward]:
+        del model._forward_pre_hooks[key]
+    record = record_of(model)
+    if record is None or record.group.size == 1:
+        return
+    facts = describe(model)
+    added = _added_parameters(facts)
+    if not added:
+        return
+    plan_later_adapters(model)  # the modules of adapters may get others
+    _refuse(model, record, facts)
+    _check_sizes(facts)
+    _plan(model, record, facts, added)
+
+
+def _added_parameters(facts: ModelFacts) -> dict[str, nn.Parameter]:
+    """Plain parameters of adapted layers and their adapters, by first name; copies (`modules_to_save`) are DTensors already."""
+    layers = adapted_layers(facts)
+    inside = {name for layer in layers for name in _names_inside(facts, layer)}
+    parameters = {name: facts.root.get_parameter(name) for name in facts.parameters if name in inside}
+    return {name: parameter for name, parameter in parameters.items() if not isinstance(parameter, DTensor)}
+
+
+def _names_inside(facts: ModelFacts, layer: str) -> Iterator[str]:
+    yield from (f"{layer}.{key}" for key, _ in facts.objects[layer].named_parameters())
+
+
+def _refuse(model: nn.Module, record: PlanRecord, facts: ModelFacts) -> None:
+    """Refuse what PEFT can only be asked for before the plan."""
+    overlapped = [name for name in adapted_layers(facts) if _overlaps(facts.objects[f"{name}.{BASE}"])]
+    reasons = {
+        "the model is cut into pipeline stages": cut_of(model) is not None,
+        "its parameters are sharded over data axes": applied(model).data is not None,
+        f"the collective of {overlapped[0] if overlapped else ''} overlaps with its matmul": bool(overlapped),
+        "its plan is a dict of style objects": record.resolved.plan.unclaimed == "leave",
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            what = f"adapters were added after the plan, and {reason}"
+            fix = "get_peft_model(model, config) first, then the plan"
+            raise ModelError(Problem("added-parameter", what, fix=fix))
+
+
+def _check_sizes(facts: ModelFacts) -> None:
+    """Refuse LoRA of the sizes of shards."""
+    for name in adapted_layers(facts):
+        base, layer = facts.objects[f"{name}.{BASE}"], facts.objects[name]
+        sizes = (
+            [
+                (base.in_features, getattr(layer, "in_features", 0)),
+                (base.out_features, getattr(layer, "out_features", 0)),
+            ]
+            if type(base) is nn.Linear
+            else []
+        )
+        if any(full != actual for full, actual in sizes):
+            what = f"the adapter of {name} has the sizes {sizes[0][1]} and {sizes[1][1]} of a shard, and the layer has {sizes[0][0]} and {sizes[1][0]}"
+            raise ModelError(
+                Problem("added-parameter", what, fix="import peft before parallelize_module, or add adapters before it")
+            )
+
+
+def _overlaps(base: nn.Module) -> bool:
+    planned = installed(base)
+    return planned is not None and planned.overlap is not None
+
+
+def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, added: Mapping[str, nn.Parameter]) -> None:
+    plan, rows = _rows(record, facts, added)
+    resolved = _renamed(record.resolved, plan, facts, rows)
+    new = replace(resolved, modules=rows.modules, parameters=rows.parameters, region=None, attributes={})
+    Sharder(0, None, None).shard(model, new, partial(axis_of_layout, tp=record.tp, folded=record.folded))
+    give_new_parameters({id(old): (old, model.get_parameter(name)) for name, old in added.items()})
+    part = replace(facts, modules={name: facts.modules[name] for name in _modules_of(facts, rows)})
+    Installer(record.tp, record.group, part, resolved, record.pending_reductions).run_added()
+    mark_applied(model, plan=replace(record, resolved=resolved), resolved=resolved)
+
+
+def _rows(record: PlanRecord, facts: ModelFacts, added: Mapping[str, Any]) -> tuple[Plan, TensorRows]:
+    """(the plan with its adapters, the rows of what was added)."""
+    stock = record.resolved.plan
+    plan = stock if any(rule.style.traits.wraps for rule in stock.rules) else for_adapters(stock, facts)
+    owners = {name.rpartition(".")[0] for name in added}
+    new = {*added, *owners, *(name for name in adapted_layers(facts) if not _is_wrapped(facts, name))}
+    rules = tuple(rule for rule in plan.rules if _names_any(rule, new))
+    options = replace(stock.options, loss_parallel=False, fuse_loss=False, ep=1, etp=1)
+    used = {unit for rule in rules for unit in rule.style.unit}
+    sizes = {name: size for name, size in stock.sizes.items() if name in used}
+    part = replace(plan, rules=rules, sizes=sizes, options=options, local=(), ties=(), unclaimed="replicate")
+    parameters = {name: facts.parameters[name] for name in added}
+    names = {name: fact.fqn for fact in parameters.values() for name in fact.names}
+    return plan, tensor_rows(part, replace(facts, parameters=parameters, owners=names), record.group.size)
+
+
+def _is_wrapped(facts: ModelFacts, name: str) -> bool:
+    return installed(facts.objects[name]) is not None
+
+
+def _names_any(rule: Rule, names: set[str]) -> bool:
+    return any(matches(pattern, name) for pattern in alternatives(rule.pattern) for name in names)
+
+
+def _modules_of(facts: ModelFacts, rows: TensorRows) -> dict[str, None]:
+    owners = (fqn.rpartition(".")[0] for fqn in rows.parameters)
+    return dict.fromkeys([*rows.modules, *owners])
+
+
+def _renamed(resolved: ResolvedPlan, plan: Plan, facts: ModelFacts, rows: TensorRows) -> ResolvedPlan:
+    """The resolved plan under the names of now: a layer with adapters is its wrapper's `base_layer`."""
+    by_layer = {layer_name(name): name for name in facts.modules if name.endswith(f".{BASE}") and COPIES not in name}
+
+    def of_module(name: str) -> str:
+        return by_layer.get(name, name)
+
+    def of_parameter(row: ParameterRow) -> ParameterRow:
+        owners = ((name.rpartition(".")[0], name.rpartition(".")[2]) for name in row.fact.names)
+        return replace(row, fact=replace(row.fact, names=tuple(f"{of_module(owner)}.{key}" for owner, key in owners)))
+
+    modules = {of_module(name): replace(row, fqn=of_module(name)) for name, row in resolved.modules.items()}
+    parameters = {row.fqn: row for row in map(of_parameter, resolved.parameters.values())}
+    return replace(
+        resolved, plan=plan, facts=facts, modules=modules | rows.modules, parameters=parameters | rows.parameters
+    )

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
 from parallelize.applied.early_optimizers import refuse_early_optimizers
+from parallelize.applied.data_assignments import follow_data_assignments
 from parallelize.applied.gradient_guard import NOT_REDUCED, guard_gradients
 from parallelize.applied.gradient_inputs import refuse_gradient_inputs
 from parallelize.applied.meta_buffers import guard_buffers
@@ -386,6 +387,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     guard_initializers(module)
     guard_stock_methods(module)
     count_optimizer_writes()
+    follow_data_assignments()
     plan_later_adapters(module)
     guard_partial_values()
     refuse_gradient_inputs()

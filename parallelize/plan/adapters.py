@@ -40,9 +40,16 @@ def is_adapted(name: str) -> bool:
     return name.endswith(f".{BASE}")
 
 
+def is_adapter_parameter(name: str) -> bool:
+    """Whether a parameter was added by PEFT, rather than being one of the stock model."""
+    return not {*_PARTS, COPIES, "prompt_encoder"}.isdisjoint(name.split("."))
+
+
 def layer_name(name: str) -> str:
     """The name in the stock model of a layer that has adapters, or trained copies."""
-    owner = name.removesuffix(f".{BASE}").removesuffix(f".{ORIGINAL}")
+    owner = name.removesuffix(f".{ORIGINAL}")
+    while is_adapted(owner):
+        owner = owner.removesuffix(f".{BASE}")
     return owner.rpartition(f".{COPIES}.")[0] or owner
 
 
@@ -136,17 +143,18 @@ class _Rules:
         if not matched.adapted and not matched.copied:
             yield from self._of_parameter(rule)
             return
-        pattern_stands = not matched.stock and len({*map(self._structure, (*matched.adapted, *matched.copied))}) == 1
-        if pattern_stands:
-            layers, is_copied = [(rule.pattern, (*matched.adapted, *matched.copied)[0])], bool(matched.copied)
-            yield from self._copies(rule, rule.pattern) if is_copied else self._parts(rule, *layers[0])
-        else:
-            for name in matched.adapted:
-                yield from self._parts(rule, name, name)
-            for name in matched.copied:
-                yield from self._copies(rule, name)
-            yield from (replace(rule, pattern=name) for name in matched.stock)
-        self.planned |= {*matched.adapted, *matched.copied}
+        layers = (*matched.adapted, *matched.copied)
+        self.planned |= {*layers}
+        if not matched.stock and len({*map(self._structure, layers)}) == 1:  # the pattern stands for all of them
+            yield from self._of_layer(rule, rule.pattern, layers[0])
+            return
+        for name in layers:
+            yield from self._of_layer(rule, name, name)
+        yield from (replace(rule, pattern=name) for name in matched.stock)
+
+    def _of_layer(self, rule: Rule, pattern: str, name: str) -> Iterator[Rule]:
+        """name: of the first of the layers that `pattern` stands for."""
+        return self._copies(rule, pattern) if name in self.copied else self._parts(rule, pattern, name)
 
     def _match(self, pattern: str) -> _Matched:
         names = [name for name in self.model.aliases if matches(pattern, name)]
@@ -160,17 +168,12 @@ class _Rules:
     def _structure(self, name: str) -> tuple:
         """What the rules of a layer depend on besides its style."""
         children = tuple(key for key in _PARTS if self._has(name, key))
-        return name in self.copied, children, self._scales_input(name), self._kind(name)
-
-    def _kind(self, name: str) -> str:
-        base = self.model.modules.get(f"{name}.{BASE}")
-        return base.kind if base is not None else ""
+        inner = self._structure(f"{name}.{BASE}") if f"{name}.{BASE}" in self.adapted else ()
+        return name in self.copied, children, self._scales_input(name), inner
 
     def _has(self, name: str, key: str) -> bool:
-        return any(True for _ in self.model.objects[f"{name}.{key}"].parameters()) if self._child(name, key) else False
-
-    def _child(self, name: str, key: str) -> bool:
-        return f"{name}.{key}" in self.model.objects
+        child = self.model.objects.get(f"{name}.{key}")
+        return child is not None and any(True for _ in child.parameters())
 
     def _scales_input(self, name: str) -> bool:
         return bool(getattr(self.model.objects[name], "is_feedforward", False))
@@ -178,14 +181,16 @@ class _Rules:
     # -- one layer, by its name or by the pattern of all that are alike -----------------------------------------------
 
     def _parts(self, rule: Rule, pattern: str, name: str) -> Iterator[Rule]:
-        """name: of the first of the layers that `pattern` stands for."""
         styles = adapter_styles(rule.style, scales_input=self._scales_input(name))
         unknown = self._unknown_parts(name)
         if styles is None or unknown:
             self._refuse(name, unknown[0] if unknown else f"beside a layer that is `{rule.style}`")
             return
         yield replace(rule, pattern=pattern, style=StyleText("adapted"))
-        yield replace(rule, pattern=f"{pattern}.{BASE}", style=styles.base)
+        if f"{name}.{BASE}" in self.adapted:  # one inside of the other, each for one parameter
+            yield from self._parts(rule, f"{pattern}.{BASE}", f"{name}.{BASE}")
+        else:
+            yield replace(rule, pattern=f"{pattern}.{BASE}", style=styles.base)
         parts = [(key, styles.modules, f"{pattern}.{key}.*") for key in styles.modules]
         parts += [(key, styles.parameters, f"{pattern}.{key}.*") for key in styles.parameters]
         planned = {key for key, _, _ in parts}
@@ -247,7 +252,7 @@ class _Rules:
     def unplanned(self) -> Iterator[Problem]:
         """Layers with adapters that no rule names."""
         for name in self.adapted:
-            if name not in self.planned and not self.problems and self._trains(name):
+            if layer_name(name) not in self.planned and not self.problems and self._trains(name):
                 self._refuse(name, "the plan has no rule for the layer")
                 yield from self.problems
 

@@ -70,6 +70,11 @@ def _of_replicated(style: StyleText, scales_input: bool) -> AdapterStyles:
     return AdapterStyles(style, dict.fromkeys(("lora_A", "lora_B", "lora_magnitude_vector"), style))
 
 
+def _of_experts(style: StyleText, scales_input: bool) -> AdapterStyles:
+    """The weights of adapters are full on every rank, which uses those of the parts that it stores."""
+    return AdapterStyles(style, dict.fromkeys(("lora_A", "lora_B"), StyleText("partial_adapter")))
+
+
 def _of_embedding(style: StyleText, scales_input: bool) -> AdapterStyles:
     """Its output is full on every rank, and so are the adapters."""
     full = StyleText("replicate")
@@ -82,6 +87,7 @@ _BY_WORD: dict[str, Callable[[StyleText, bool], AdapterStyles]] = {
     "sequence": _of_replicated,
     "replicate": _of_replicated,
     "embedding": _of_embedding,
+    "experts": _of_experts,
     "embedding_colwise": _of_embedding,
 }
 

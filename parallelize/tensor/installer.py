@@ -24,6 +24,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ModuleRow, ParameterRow
 from parallelize.styles.contract import Contract, Conversion
 from parallelize.styles.style import ModuleFacts
+from parallelize.tensor.adapted_experts import adapted_experts
 from parallelize.tensor.adapted_layers import adapted_forward, bias_of_first_rank, deferred_with_adapter
 from parallelize.tensor.child_reads import children_read
 from parallelize.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
@@ -214,13 +215,21 @@ class Installer:
     def _inside_first(self) -> list[tuple[str, ModuleFacts]]:
         """The modules, with those that call an adapted layer after what they call."""
         rows = self.resolved.modules
-        return sorted(
-            self.model.modules.items(), key=lambda item: item[0] in rows and rows[item[0]].contract.traits.wraps
-        )
+
+        def depth(name: str) -> int:
+            return name.count(".") if name in rows and rows[name].contract.traits.wraps else 1000
+
+        return sorted(self.model.modules.items(), key=lambda item: -depth(item[0]))
 
     def _adapted(self, module: nn.Module, row: ModuleRow) -> Callable:
         """The forward of a module that calls a layer and its adapters."""
-        contract = self.resolved.modules[f"{row.fqn}.{BASE}"].contract
+        layer = f"{row.fqn}.{BASE}"
+        while self.resolved.modules[layer].contract.traits.wraps:
+            layer = f"{layer}.{BASE}"
+        contract = self.resolved.modules[layer].contract
+        if contract.computes_experts:
+            parameter = self._parameter(layer, getattr(module, "parameter_name", ""))
+            return adapted_experts(module, self.model.objects[layer], parameter.layout, self._rank(parameter))
         if contract.defers_logits:
             raise deferred_with_adapter(row.fqn)
         is_split = self.group.size > 1 and contract.is_linear

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from parallelize.applied.early_optimizers import give_new_parameters
 from parallelize.applied.records import PlanRecord, applied, axis_of_layout, cut_of, mark_applied, record_of
 from parallelize.applied.sharding import Sharder
+from parallelize.applied.state_dict import install_state_hooks
 from parallelize.errors import ModelError, Problem
 from parallelize.plan.adapters import BASE, COPIES, adapted_layers, for_adapters, layer_name
 from parallelize.plan.model_facts import ModelFacts, describe
@@ -142,6 +143,7 @@ def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, added: Mappin
     part = replace(facts, modules={name: facts.modules[name] for name in _modules_of(facts, rows)})
     Installer(record.tp, record.group, part, resolved, record.pending_reductions).run_added()
     mark_applied(model, plan=replace(record, resolved=resolved), resolved=resolved)
+    install_state_hooks(model)
 
 
 def _rows(record: PlanRecord, facts: ModelFacts, added: Mapping[str, Any]) -> tuple[Plan, TensorRows]:

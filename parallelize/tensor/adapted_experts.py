@@ -1,0 +1,81 @@
+"""LoRA on the stacked weights of experts (PEFT's `target_parameters`): each rank adds its part of s B A to the part that it stores.
+
+PEFT registers a parametrization for each forward, which would compute with DTensors. Here its module computes the same weights on
+shards: A [experts x r, in] and B [out, r x experts] are full on every rank, which has a part of their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.layout import Layout
+from parallelize.tensor.planned_forward import Planned, on_local_parameters
+
+T = torch.Tensor
+
+
+def adapted_experts(module: Any, experts: nn.Module, layout: Layout, rank: int) -> Callable:
+    """The forward of PEFT's module around the experts, or around another such module of them.
+
+    Args:
+        experts: the planned module that has the parameter.
+        layout: of that parameter. rank: this rank's index on the axis of the layout.
+    """
+    names = _names_to(experts, module)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> T:
+        adapters = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or self.merged or not adapters:
+            return on_local_parameters(self, self._applied.planned, args, kwargs)
+        inner = self.get_submodule(names)
+        planned: Planned = inner._applied.planned
+        key, earlier = self.parameter_name, planned.effective
+        weight = earlier[key] if key in earlier else _stored(planned, key).local(inner._parameters)
+        for name in adapters:
+            weight = weight + _delta(self, name, layout, rank).to(weight.dtype)
+        planned.effective = {**earlier, key: weight}
+        try:
+            return self.base_layer(*args, **kwargs)
+        finally:
+            planned.effective = earlier
+
+    return forward
+
+
+def _names_to(experts: nn.Module, module: nn.Module) -> str:
+    """The path from PEFT's module to the experts."""
+    return next(name for name, inner in module.named_modules() if inner is experts)
+
+
+def _stored(planned: Planned, key: str) -> Any:
+    return next(slot for slot in planned.slots if slot.key == key)
+
+
+def _delta(module: Any, adapter: str, layout: Layout, rank: int) -> T:
+    """This rank's part of s B A, in the shape of its part of the weight."""
+    down, up = (_local_weight(getattr(module, key)[adapter]) for key in ("lora_A", "lora_B"))
+    by_expert = down.view(module.num_experts, -1, down.shape[-1])  # [experts, r, in]
+    up = up.view(up.shape[0], -1, module.num_experts)  # [out, r, experts]
+    is_transposed = not module._did_swap_in_out_features  # stored as [experts, in, out]
+    empty = (slice(0, 0),) * 3
+    full = [pair.full for pair in layout.slices(rank)] or [empty]
+    parts = [_block(by_expert, up, part, is_transposed) for part in full]
+    delta = parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim or 0)
+    if delta.shape != (shape := layout.local_shape(rank)):
+        delta = delta.sum() + delta.new_zeros(shape)  # nothing is stored here: a gradient of zeros
+    return delta * module.scaling[adapter]
+
+
+def _block(down: T, up: T, part: tuple[slice, ...], is_transposed: bool) -> T:
+    experts, second, third = part
+    out, inputs = (third, second) if is_transposed else (second, third)
+    equation = "ore,eri->eio" if is_transposed else "ore,eri->eoi"
+    return torch.einsum(equation, up[out, :, experts], down[experts, :, inputs])
+
+
+def _local_weight(linear: Any) -> T:
+    return linear._applied.planned.weight.local(linear._parameters)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from parallelize.applied.sharding import shard_info as shard_info
     from parallelize.applied.tied_names import tied_names as tied_names
     from parallelize.apply import parallelize_module as parallelize_module
+    from parallelize.checkpoint.hub.adapter_folder import save_adapter as save_adapter
     from parallelize.checkpoint.hub.export import save_pretrained as save_pretrained
     from parallelize.checkpoint.hub.pretrained import load_pretrained as load_pretrained
     from parallelize.checkpoint.run.checkpointer import Checkpointer as Checkpointer

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
-from parallelize.applied.early_optimizers import refuse_early_optimizers
 from parallelize.applied.data_assignments import follow_data_assignments
+from parallelize.applied.early_optimizers import refuse_early_optimizers
 from parallelize.applied.gradient_guard import NOT_REDUCED, guard_gradients
 from parallelize.applied.gradient_inputs import refuse_gradient_inputs
 from parallelize.applied.meta_buffers import guard_buffers

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -42,15 +42,24 @@ def refuse_early_optimizers(module: nn.Module, replaced: Iterable[str] | None = 
         raise ModelError(Problem("early-optimizer", what, fix=fix))
 
 
-def give_new_parameters(replaced: Mapping[int, tuple[Any, Any]]) -> None:
+def give_new_parameters(replaced: Sequence[tuple[Any, Any]]) -> None:
     """Let optimizers that have parameters of the model step those that take their places.
 
     Args:
-        replaced: id of a parameter -> (the parameter, the new one), of which none was stepped yet.
+        replaced: (parameter, new one) of each, of which none was stepped yet. Nothing else refers to a parameter, but what uses it.
     """
-    groups = {id(group): group for old, _ in replaced.values() for group in _groups_with(old)}
-    for group in groups.values():
-        group["params"] = [replaced[id(p)][1] if id(p) in replaced else p for p in group["params"]]
+    new_of = {id(old): new for old, new in replaced}
+    done: set[int] = set()
+    for old, _ in replaced:
+        if id(old) in done or sys.getrefcount(old) <= _IN_LOOP:
+            continue
+        for group in _groups_with(old):  # inspects every object of the process, once for each group
+            done |= {id(parameter) for parameter in group["params"]}
+            group["params"] = [new_of.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+_IN_LOOP = 3
+"""References to a parameter above: of its pair, of the variable, and of the call."""
 
 
 def _groups_with(parameter: Any) -> Iterator[dict[str, Any]]:

@@ -134,12 +134,12 @@ def _overlaps(base: nn.Module) -> bool:
     return planned is not None and planned.overlap is not None
 
 
-def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, added: Mapping[str, nn.Parameter]) -> None:
+def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, added: dict[str, nn.Parameter]) -> None:
     plan, rows = _rows(record, facts, added)
     resolved = _renamed(record.resolved, plan, facts, rows)
     new = replace(resolved, modules=rows.modules, parameters=rows.parameters, region=None, attributes={})
     Sharder(0, None, None).shard(model, new, partial(axis_of_layout, tp=record.tp, folded=record.folded))
-    give_new_parameters({id(old): (old, model.get_parameter(name)) for name, old in added.items()})
+    give_new_parameters([(added.pop(name), model.get_parameter(name)) for name in list(added)])
     part = replace(facts, modules={name: facts.modules[name] for name in _modules_of(facts, rows)})
     Installer(record.tp, record.group, part, resolved, record.pending_reductions).run_added()
     mark_applied(model, plan=replace(record, resolved=resolved), resolved=resolved)

@@ -108,6 +108,8 @@ def _check(root: Any, folder: Path, state: Mapping[str, T]) -> None:
         with safe_open(file, "pt") as tensors:
             written += len(list(tensors.keys()))
     if written < len(state):
-        what = f"PEFT wrote {written} of {len(state)} tensors: it misses those of modules that other pipeline stages have"
+        what = (
+            f"PEFT wrote {written} of {len(state)} tensors: it misses those of modules that other pipeline stages have"
+        )
         fix = "a mesh without pp, or adapters without modules_to_save on the last stage"
         raise CheckpointError(Problem("unsavable-adapter", what, fix=fix))

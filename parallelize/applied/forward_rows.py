@@ -14,10 +14,10 @@ from torch import nn
 
 from parallelize.applied.records import applied, record_of
 from parallelize.applied.step_results import expected
-from parallelize.applied.wrapped_models import forward_signature
 from parallelize.comm.groups import Group
 from parallelize.errors import Problem, ShapeError
 from parallelize.layout import Interval
+from parallelize.models.wrapped_models import forward_signature
 
 T = torch.Tensor
 

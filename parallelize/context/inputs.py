@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize import _torch_private as private
-from parallelize.applied.wrapped_models import forward_signature, stock_model
 from parallelize.context.forward_state import Context
 from parallelize.context.sequence_shards import SequenceLayout
 from parallelize.errors import ModelError, Problem, ShapeError
+from parallelize.models.wrapped_models import forward_signature, stock_model
 from parallelize.plan.schema import Plan
 from parallelize.vocabulary.loss.losses import valid_tokens
 

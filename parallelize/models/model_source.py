@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import json
 import os
 import sys
@@ -28,6 +27,7 @@ from parallelize.errors import ModelError, Problem
 from parallelize.models.known_sizes import KNOWN
 from parallelize.models.model_dtype import in_dtype
 from parallelize.models.transformers_models import config_of_file, config_of_type, maker_of
+from parallelize.models.wrapped_models import forward_signature
 
 
 @dataclass(frozen=True)
@@ -205,5 +205,5 @@ def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any
 
 
 def _name_of_ids(model: nn.Module) -> str:
-    names = list(inspect.signature(model.forward).parameters)
+    names = list(forward_signature(model).parameters)[1:]
     return "input_ids" if "input_ids" in names or not names else names[0]

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.forward_rows import BatchPart
 from parallelize.applied.records import Cut, cut_of, mark_applied, record_of
-from parallelize.applied.wrapped_models import forward_signature
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.context.forward_state import context_of
@@ -21,6 +20,7 @@ from parallelize.context.inputs import length_of
 from parallelize.context.local_sequences import local_targets
 from parallelize.errors import HandshakeError, ModelError, ParallelizeError, Problem
 from parallelize.mesh import DATA_AXES
+from parallelize.models.wrapped_models import forward_signature
 from parallelize.pipeline import failure
 from parallelize.pipeline.microbatch_inputs import (
     MicrobatchInputs,

@@ -22,6 +22,7 @@ BASE, ORIGINAL, COPIES = "base_layer", "original_module", "modules_to_save"
 
 _PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B", "ia3_l")
 _WITHOUT_PARAMETERS = ("lora_dropout",)
+_PROMPTS = "prompt_encoder"
 
 
 def adapted_layers(model: ModelFacts) -> tuple[str, ...]:
@@ -42,7 +43,7 @@ def is_adapted(name: str) -> bool:
 
 def is_adapter_parameter(name: str) -> bool:
     """Whether a parameter was added by PEFT, rather than being one of the stock model."""
-    return not {*_PARTS, COPIES, "prompt_encoder"}.isdisjoint(name.split("."))
+    return not {*_PARTS, COPIES, _PROMPTS}.isdisjoint(name.split("."))
 
 
 def layer_name(name: str) -> str:
@@ -75,9 +76,9 @@ def for_adapters(plan: Plan, model: ModelFacts) -> Plan:
     if plan.unclaimed == "leave" or any(rule.style.traits.wraps for rule in plan.rules):
         return plan  # a dict of style objects names each module itself; or the plan is for adapters already
     adapted, copied = adapted_layers(model), copied_layers(model)
-    if not adapted and not copied:
-        return plan
     rules = _Rules(model, adapted, copied)
+    if not adapted and not copied:
+        return replace(plan, rules=(*plan.rules, *rules.of_prompts()))
     made = tuple(new for rule in plan.rules for new in rules.of(rule))
     if problems := [*rules.problems, *rules.unplanned()]:
         raise PlanError(*problems)
@@ -245,7 +246,7 @@ class _Rules:
 
     def of_prompts(self) -> Iterator[Rule]:
         """Learned prompts are full on every rank, outside of the model that PEFT wraps."""
-        names = [name for name in self.model.modules if name.partition(".")[0] == "prompt_encoder"]
+        names = [name for name in self.model.modules if name.partition(".")[0] == _PROMPTS]
         full = StyleText("replicate")
         yield from (Rule(name, full, "PEFT") for name in names if self.model.modules[name].shapes)
 

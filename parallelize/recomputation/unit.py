@@ -32,8 +32,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from parallelize import _torch_private as private
 from parallelize.applied.records import applied, mark_applied
 from parallelize.applied.step_results import expected
-from parallelize.applied.wrapped_models import stock_model
 from parallelize.errors import ModelError, Problem
+from parallelize.models.wrapped_models import stock_model
 from parallelize.ops.replay_cache import ReplayCache, ResultKey, in_recompute, remembered
 from parallelize.randomness.dropout.call_sites import dropout_scope
 from parallelize.recomputation.saving import SavePolicy, traced_ops

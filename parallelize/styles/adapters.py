@@ -42,8 +42,12 @@ def adapter_styles(style: StyleText, *, scales_input: bool = False) -> AdapterSt
     return None if make is None else make(style, scales_input)
 
 
+def _options(style: StyleText, *names: str) -> dict[str, str]:
+    return {name: style.options[name] for name in names if name in style.options}
+
+
 def _of_column(style: StyleText, scales_input: bool) -> AdapterStyles:
-    by_output = {key: style.options[key] for key in ("unit", "chunks") if key in style.options}
+    by_output = _options(style, "unit", "chunks")
     modules = {
         "lora_A": StyleText("partial_adapter"),
         "lora_B": StyleText("column_adapter", by_output),
@@ -54,7 +58,7 @@ def _of_column(style: StyleText, scales_input: bool) -> AdapterStyles:
 
 
 def _of_row(style: StyleText, scales_input: bool) -> AdapterStyles:
-    by_input = {key: style.options[key] for key in ("unit",) if key in style.options}
+    by_input = _options(style, "unit")
     modules = {
         "lora_A": StyleText("row_adapter", by_input),
         "lora_B": StyleText("partial_adapter"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from parallelize.errors import ModelError, Problem
 from parallelize.models.model_source import ModelSource
+from parallelize.models.wrapped_models import forward_signature
 from parallelize.verification.user_errors import blaming
 
 IGNORED = -100  # the target that cross entropy ignores
@@ -84,7 +84,7 @@ def _pad(model: nn.Module, inputs: dict, targets: Any, rows: int, length: int) -
 
     Every fourth row is padded on the left, which shifts the positions that some models count from the mask.
     """
-    if "attention_mask" not in inspect.signature(type(model).forward).parameters:
+    if "attention_mask" not in forward_signature(model).parameters:
         return inputs, targets
     mask = torch.ones(rows, length, dtype=torch.int64)
     for row in range(0, rows, 2):

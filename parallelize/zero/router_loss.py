@@ -31,9 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.applied.forward_rows import ForwardRows, call_arguments, forward_rows
 from parallelize.applied.records import applied, mark_applied
 from parallelize.applied.step_results import expected
-from parallelize.applied.wrapped_models import stock_model
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
+from parallelize.models.wrapped_models import stock_model
 from parallelize.ops import collectives as ops
 from parallelize.ops.replay_cache import in_recompute
 from parallelize.zero.replicas import data_group

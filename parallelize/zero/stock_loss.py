@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.records import applied
-from parallelize.applied.wrapped_models import stock_model
 from parallelize.errors import ModelError, Problem
+from parallelize.models.wrapped_models import stock_model
 from parallelize.vocabulary.loss.losses import valid_tokens
 
 

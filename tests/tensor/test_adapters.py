@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from parallelize import build_mesh, parallelize_module
+from parallelize import build_mesh, full_gradients, parallelize_module
 from parallelize.errors import ParallelizeError
 from tests.support.models import tiny_batch
 from tests.support.parity import compare, planned_run, reference_run, worst
@@ -144,6 +144,39 @@ def test_other_kinds_of_adapters_are_refused_by_name():
     model = peft.get_peft_model(tiny_model("llama"), peft.LoHaConfig(target_modules=["q_proj"], r=2))
     error = refused(model)
     assert "unplanned-adapter" in error.slugs and "hada_w1_a" in str(error) and "loha" in str(error)
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=["tensor", "sequence"])
+def test_learned_prompts(options):
+    import peft
+
+    from tests.support.models import tiny_model
+
+    prompts = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16)
+    model = peft.get_peft_model(tiny_model("llama", torch.float64), prompts).double()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    ids, labels = DATA[0]
+
+    def gradients(model, of) -> dict[str, torch.Tensor]:
+        out = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, -ids.shape[1] :]
+        torch.nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten()).backward()
+        return of(model)
+
+    def body(rank):
+        return gradients(parallelize_module(models[rank], build_mesh("cpu", tp=2), **options), full_gradients)
+
+    expected = gradients(model, lambda model: {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    for actual in run_ranks(2, body):
+        assert worst(actual, expected)[0] < 1e-12
+
+
+def test_prefixes_of_all_heads_are_refused():
+    import peft
+
+    from tests.support.models import tiny_model
+
+    prefixes = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    assert refused(peft.get_peft_model(tiny_model("llama"), prefixes)).slugs == ("unplanned-adapter",)
 
 
 def test_an_adapter_on_a_head_whose_logits_are_deferred_is_refused():

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -94,15 +95,13 @@ def _gathered(root: nn.Module, on_mesh: ModelOnMesh, sync: RankSync) -> dict[str
 def _adapted_embeddings(root: Any) -> Iterator[int]:
     """The ids of the weights of embeddings and heads with adapters, which PEFT saves beside them."""
     for get in ("get_input_embeddings", "get_output_embeddings"):
-        layer = getattr(root, get)() if hasattr(root, get) else None
+        layer: Any = getattr(root, get)() if hasattr(root, get) else None
         if hasattr(layer, BASE):
             yield from map(id, layer.parameters())
 
 
 def _check(root: Any, folder: Path, state: Mapping[str, T]) -> None:
     """PEFT finds what it saves in the modules of this rank, which may be a part of a pipeline."""
-    from safetensors import safe_open
-
     written = 0
     for file in folder.rglob("adapter_model.safetensors"):
         with safe_open(file, "pt") as tensors:

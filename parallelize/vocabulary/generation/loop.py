@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.applied.wrapped_models import forward_signature
 from parallelize.errors import ModelError, Problem, ShapeError
+from parallelize.models.wrapped_models import forward_signature
 from parallelize.ops.random.counter import key
 from parallelize.ops.vocabulary.vocabulary_shard import check_ids
 from parallelize.vocabulary.generation.transformers_generate import refuse_split

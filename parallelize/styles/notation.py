@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from parallelize.errors import PlanError, Problem, did_you_mean
-from parallelize.styles import adapters, builtin  # noqa: F401, so that their words are known
+from parallelize.styles import adapter_styles, builtin  # noqa: F401, so that their words are known
 from parallelize.styles.style import STYLES, StyleText
 
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\(([^()]*)\))?\s*\Z")

@@ -16,7 +16,7 @@ from parallelize.plan.attention_kinds import attention_kinds
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.schema import Plan
+from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.stage_ranks import ranks_of_stages
 from parallelize.plan.stages import Assignment, Costs, Stages, cut_stages
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
@@ -121,7 +121,7 @@ def _stages(
 
 
 def for_base_model(plan: Plan, model: ModelFacts) -> Plan:
-    """The plan for a model without its head: rules of the base model lose their prefix, all others are dropped."""
+    """The plan for a model without its head: rules of the base model lose their prefix, all others but the default are dropped."""
     if not plan.base or plan.base in model.aliases:
         return plan
     prefix = plan.base + "."
@@ -148,11 +148,14 @@ def for_base_model(plan: Plan, model: ModelFacts) -> Plan:
         zero_units=of_base(plan.zero_units),
         recompute_units=of_base(plan.recompute_units),
         attention=tuple((strip(name), kind) for name, kind in plan.attention if name.startswith(prefix)),
-        rules=tuple(
-            replace(rule, pattern=strip(rule.pattern)) for rule in plan.rules if rule.pattern.startswith(prefix)
-        ),
+        rules=tuple(_of_base(rule, prefix) for rule in plan.rules if rule.pattern.startswith((prefix, "**"))),
         local=tuple(
             replace(item, pattern=strip(item.pattern)) for item in plan.local if item.pattern.startswith(prefix)
         ),
         region=region,
     )
+
+
+def _of_base(rule: Rule, prefix: str) -> Rule:
+    """A rule without the prefix. The default of the whole model may have nothing to claim in its base model."""
+    return replace(rule, pattern=rule.pattern.removeprefix(prefix), optional=rule.optional or rule.pattern == "**")

@@ -19,7 +19,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -85,25 +85,27 @@ def _translated(source: ModelSource, model: Any) -> Row:
         plan = choose_plan(model)[0]
     except PlanError as error:
         return {"kind": "refused", "reason": error.slugs[0]}
-    return _proven(source, plan, "translated")
+    return _proven(source, plan, "translated", TP[:1])
 
 
 def _derived(source: ModelSource, otherwise: Row) -> Row:
     """The row of a derived plan; `otherwise` where there is none and the model's own is right."""
     try:
-        plan = derive_plan(source).plan
+        derived = derive_plan(source)
     except ParallelizeError as error:
         refused = {"kind": "refused", "reason": f"{error.slugs[0]}: {_reason(error)}"}
         return otherwise if otherwise["kind"] == "translated" else refused
-    row = _proven(source, plan, "derived")
-    is_better = row["kind"] == "derived" and row["layers"] >= otherwise.get("layers", 0)
-    return row if is_better or otherwise["kind"] != "translated" else otherwise
+    known = {str(TP[0]): derived.proof.error} if derived.proof else {}
+    row = _proven(source, derived.plan, "derived", TP[1:], known)
+    if row["kind"] == "derived" and row["layers"] >= otherwise.get("layers", 0):
+        return row
+    return row if otherwise["kind"] != "translated" else _proven(source, choose_plan(derived.model)[0], "translated")
 
 
-def _proven(source: ModelSource, plan: Plan, kind: str) -> Row:
-    """The errors of a plan, and its shares; where a proof fails, the reason."""
-    row: Row = {"kind": kind, "errors": {}, "sequence": plan.region is not None}
-    for tp in TP:
+def _proven(source: ModelSource, plan: Plan, kind: str, tps: Sequence[int] = TP, known: Row | None = None) -> Row:
+    """The errors of a plan on so many ranks, beside those that are known, and its shares; where a proof fails, the reason."""
+    row: Row = {"kind": kind, "errors": dict(known or {}), "sequence": plan.region is not None}
+    for tp in tps:
         try:
             proof = prove_small(source, plan, tp)
         except ParallelizeError as error:
@@ -145,7 +147,8 @@ def _reason(error: ParallelizeError) -> str:
 
 def _short(reason: str) -> str:
     """The beginning of a reason, which may quote any text."""
-    return " ".join(reason.split())[:100].rpartition(" ")[0]
+    words = " ".join(reason.split())
+    return words if len(words) <= 100 else words[:100].rpartition(" ")[0]
 
 
 def _first_line(error: Exception) -> str:
@@ -156,7 +159,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _child(model_type: str, sender: Connection, timeout: int) -> None:
-    os.nice(1)
+    os.nice(2)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (timeout, timeout))
     torch.set_num_threads(1)
@@ -184,13 +187,17 @@ def run_types(types: Iterable[str], workers: int, timeout: int) -> Iterable[Row]
             process.start()
             sender.close()
             running[receiver] = (process, model_type, time.monotonic())
-        for receiver in wait(list(running), timeout=1.0):
+        for receiver in _ready(list(running)):
             process, model_type, began = running.pop(receiver)
             row = _received(receiver, process, model_type, timeout)
             yield row | {"seconds": round(time.monotonic() - began, 1)}
         for process, _, began in running.values():
             if time.monotonic() - began > _WAIT * timeout:
                 process.kill()
+
+
+def _ready(receivers: list[Any]) -> list[Any]:
+    return wait(receivers, timeout=1.0)
 
 
 def _received(receiver: Any, process: Any, model_type: str, timeout: int) -> Row:

@@ -225,11 +225,8 @@ def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None
 
 def _share(model: nn.Module, draft: Draft) -> float:
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    sharded = sum(
-        size
-        for name, size in elements.items()
-        if "replicate" not in draft.styles.get(name, draft.styles.get(name.rpartition(".")[0], "replicate"))
-    )
+    styles = {name: draft.styles.get(name, draft.styles.get(name.rpartition(".")[0], "replicate")) for name in elements}
+    sharded = sum(size for name, size in elements.items() if not styles[name].startswith(("replicate", "sequence")))
     return sharded / max(1, sum(elements.values()))
 
 

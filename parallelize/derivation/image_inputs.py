@@ -37,12 +37,13 @@ def images_in_text(model: nn.Module) -> dict[str, Any]:
     with torch.no_grad():
         features = model.get_image_features(**images)  # type: ignore[operator]
     count = sum(_rows(tensor) for tensor in _tensors(features)) // BATCH
-    text = getattr(model.config, "text_config", None) or model.config
+    config: Any = model.config
+    text = getattr(config, "text_config", None) or config
     ids = torch.randint(3, int(text.vocab_size) // 2, (BATCH, LENGTH + count))
     ids[:, 2 : 2 + count] = _image_token(model) or 0
     inputs = {"input_ids": ids, **images, "use_cache": False}
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-        inputs["mm_token_type_ids"] = (ids == _image_token(model)).long()
+        inputs["mm_token_type_ids"] = ids.eq(_image_token(model) or 0).long()
     return inputs
 
 
@@ -58,7 +59,7 @@ def _images(model: nn.Module) -> dict[str, Any]:
         pixels = image(model.config)
         sizes = torch.tensor([pixels.shape[2:]] * BATCH)
         return {"pixel_values": pixels, **({"image_sizes": sizes} if "image_sizes" in names else {})}
-    vision = model.config.vision_config
+    vision: Any = getattr(model.config, "vision_config", None)
     channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3
     size = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
     rows = torch.randn(BATCH * _GRID**2, size)

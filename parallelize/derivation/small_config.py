@@ -86,7 +86,7 @@ def _with_small_parts(small: Any, real: Any, tp: int) -> Any:
         part = getattr(small, name, None)
         if part is not None and hasattr(part, "to_dict"):
             setattr(small, name, _small(_grouped(part, tp) or part, part, tp))
-    text = getattr(small, "text_config", None)
+    text: Any = getattr(small, "text_config", None)
     if type(getattr(text, "vocab_size", None)) is int:
         _set_tokens(small, text.vocab_size)
     if type(getattr(text, "hidden_size", None)) is int:

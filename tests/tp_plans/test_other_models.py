@@ -12,7 +12,7 @@ from benchmarks.record import read_record
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "other-models.md"
 ROWS = {row["type"]: row for row in read_record(NAME)["result"]}
-QUICK = "gpt_bigcode"
+QUICK = "bloom"
 """Of which the attention is left whole."""
 
 

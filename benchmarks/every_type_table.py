@@ -29,11 +29,12 @@ def summary(rows: list[Row]) -> str:
     """How many types a plan serves, and how much of their layers it shards."""
     proven = [row for row in rows if is_proven(row)]
     half = [row for row in proven if row["layers"] >= 0.5]
+    wrong = [row["type"] for row in rows if row["kind"] == "wrong" or "DIFFERS" in str(row)]
     partly = len([row for row in rows if "errors" in row and row not in proven])
     return (
         f"{len(rows)} types were tried. {len(proven)} have a plan that is right on 2 and on 4 ranks, of which {len(half)} shard at least "
         f"half of the parameters of layers. {partly} are right on 2 ranks and refused on 4. The others are refused before anything "
-        "runs, or were not measured. None is wrong."
+        f"runs, or were not measured. {'Wrong: ' + ', '.join(wrong) if wrong else 'None is wrong'}."
     )
 
 

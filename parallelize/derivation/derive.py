@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,22 +16,18 @@ from parallelize.derivation.example_inputs import inputs_of
 from parallelize.derivation.plan_text import Heading, Sections, plan_text
 from parallelize.derivation.proof import Proof, provable, prove
 from parallelize.derivation.region_search import find_region
-from parallelize.derivation.small_config import small_configs
+from parallelize.derivation.small_model import check_subject, explained, small_model
 from parallelize.dims.classes import Choice, Classes
 from parallelize.dims.record import Record
 from parallelize.dims.trace import record_forward
-from parallelize.errors import MeshError, ModelError, ParallelizeError, Problem
+from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.models.model_source import ModelSource, source_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import ALLOWED, Plan
-from parallelize.verification.scale import disable_dropout
 
 log = logging.getLogger("parallelize")
-
-MAX_PARAMETERS = 200_000_000
-"""A module of more parameters is not run on this machine: derive from a config, or from a function with smaller sizes."""
 
 _LOGITS = ("vocabulary", "full", "")
 """How a head returns its logits, the best first; empty: head and table are left whole."""
@@ -93,10 +88,10 @@ def derive_plan(
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        source, subject = _small(source_of(model, overrides), tp)
-        _check_subject(subject)
+        source, subject = small_model(source_of(model, overrides), tp)
+        check_subject(subject)
         inputs = inputs_of(source, subject) if example_inputs is None else example_inputs
-        with _explained(subject, inputs):
+        with explained(subject, inputs):
             source = provable(source, subject, inputs)
             tell("recording one forward")
             record = record_forward(subject, inputs)
@@ -184,67 +179,6 @@ class _Derivation:
         self.banned |= suspects
 
 
-def _small(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
-    """A small version of the model: of a config with other sizes, the first that the model accepts."""
-    if source.config is None:
-        return source, _built(source)
-    reason: Exception | None = None
-    for config in small_configs(source.config, tp):
-        small = source.with_config(config)
-        try:
-            model = _built(small)
-            _check_subject(model)
-            record_forward(model, inputs_of(small, model))
-            return small, model
-        except Exception as error:  # a class may refuse the sizes with any error
-            reason = reason or error
-            log.debug("%s does not run with smaller sizes: %s", source.text, error)
-    what = f"no small version of {source.text} runs: {type(reason).__name__}: {str(reason).partition(chr(10))[0]}"
-    fix = "a function that returns a small model: package.module:function; and --inputs where its forward takes other inputs"
-    raise ModelError(Problem("untraceable-model", what, fix=fix)) from reason
-
-
-def _built(source: ModelSource) -> nn.Module:
-    """The model as it is trained, where PyTorch's modules have no fused forwards, but without dropout."""
-    model = source.build("cpu").train()
-    disable_dropout(model)
-    return model
-
-
-def _check_subject(model: nn.Module) -> None:
-    """Whether a model's forward can be run here."""
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    if elements > MAX_PARAMETERS:
-        what = f"{type(model).__name__} has {elements:,} parameters, and its forward is run on this machine"
-        fix = "give its config, or a function that returns the model with smaller sizes"
-        raise ModelError(Problem("too-large-to-run", what, fix=fix))
-    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu"}
-    if devices:
-        what = f"{type(model).__name__} is on the device {min(devices)}, and its forward is run on the CPU"
-        fix = "give its config, or a function that returns the model on the CPU"
-        raise ModelError(Problem("untraceable-model", what, fix=fix))
-
-
-@contextmanager
-def _explained(model: nn.Module, inputs: Any) -> Iterator[None]:
-    """Name what a model's forward raises, which may be anything."""
-    try:
-        yield
-    except ParallelizeError:
-        raise
-    except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
-        what = f"the forward of {type(model).__name__} failed: {type(error).__name__}: {reason}"
-        fix = "give inputs: example_inputs=, or --inputs module:function, which returns keyword arguments"
-        rows = (("inputs", _shapes(inputs)),)
-        raise ModelError(Problem("untraceable-model", what, rows=rows, fix=fix)) from error
-
-
-def _shapes(inputs: Mapping[str, Any] | tuple[Any, ...]) -> str:
-    named = inputs.items() if isinstance(inputs, Mapping) else ((f"#{i}", value) for i, value in enumerate(inputs, 1))
-    return ", ".join(f"{name} {list(v.shape) if isinstance(v, torch.Tensor) else v}" for name, v in named)
-
-
 def _fields(model: nn.Module) -> dict[str, int]:
     """The counts of a config, by the names by which a plan reads them: its fields, and the fields of its parts."""
     fields = _counts(describe(model).config)
@@ -291,11 +225,8 @@ def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None
 
 def _share(model: nn.Module, draft: Draft) -> float:
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    sharded = sum(
-        size
-        for name, size in elements.items()
-        if "replicate" not in draft.styles.get(name, draft.styles.get(name.rpartition(".")[0], "replicate"))
-    )
+    styles = {name: draft.styles.get(name, draft.styles.get(name.rpartition(".")[0], "replicate")) for name in elements}
+    sharded = sum(size for name, size in elements.items() if not styles[name].startswith(("replicate", "sequence")))
     return sharded / max(1, sum(elements.values()))
 
 

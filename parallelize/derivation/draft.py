@@ -11,6 +11,7 @@ from torch import nn
 from parallelize.dims.classes import Choice, Classes, Place, ShardableFactor, output_dim
 from parallelize.dims.factors import Factor, leaves, size_of
 from parallelize.plan.model_facts import describe
+from parallelize.plan.pattern import generic
 
 _HEAD_FIELDS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads")
 
@@ -71,6 +72,7 @@ class Drafting:
         self._shard_multihead()
         if self.logits:
             self._shard_vocabulary()
+        self._spread_local()
         for name in self.choice.partial:
             module = name.rpartition(".")[0]
             self.draft.styles.setdefault(module, "replicate(gradient=partial)")
@@ -196,6 +198,23 @@ class Drafting:
         kv_heads = candidate.factor.size
         return f"{self._size_name(kv_heads * size_of(run))}/{self._size_name(kv_heads)}"
 
+    def _spread_local(self) -> None:
+        """Attributes that some layers read, in all layers of the same styles: other inputs, and larger models, read them too."""
+        first: dict[tuple[str, str], str] = {}
+        for name, sizes in self.draft.local.items():
+            for attribute in sizes:
+                first.setdefault((generic(name), attribute), name)
+        for (pattern, attribute), donor in first.items():
+            value = vars(self.classes.modules[donor]).get(attribute)
+            for name, module in self.classes.modules.items():
+                alike = generic(name) == pattern and self._inside(name) == self._inside(donor)
+                if alike and type(value) is int and vars(module).get(attribute) == value:
+                    self.draft.local.setdefault(name, {}).setdefault(attribute, self.draft.local[donor][attribute])
+
+    def _inside(self, name: str) -> dict[str, str]:
+        """The styles of what is in a module, by the rest of its name."""
+        return {key[len(name) :]: style for key, style in self.draft.styles.items() if key.startswith(name + ".")}
+
     def _is_ratio(self, candidate: ShardableFactor, run: tuple[Factor, ...]) -> bool:
         """Whether a run of factors is the number of query heads for each key/value head of this factor."""
         if any(factor not in self.classes.repeats for factor in run):
@@ -236,7 +255,9 @@ class Drafting:
         }
         if not tables:
             return
-        largest = max(tables, key=lambda name: (self.classes.modules[name].num_embeddings, name))
+        vocabulary = self.fields.get("vocab_size")
+        sizes = {name: self.classes.modules[name].num_embeddings for name in tables}
+        largest = max(tables, key=lambda name: (sizes[name] == vocabulary, sizes[name], name))
         rows = self.classes.modules[largest].num_embeddings
         table = self.classes.modules[largest].weight
         for name, module in self.classes.modules.items():

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.derivation.image_inputs import BATCH, LENGTH, has_images, image, images_in_text
 from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.models.model_source import ModelSource
 
-BATCH, LENGTH = 2, 11
 T = torch.Tensor
 
 
@@ -43,13 +43,15 @@ def _by_config(model: nn.Module) -> dict[str, Any]:
     config, name = getattr(model, "config", None), getattr(model, "main_input_name", "input_ids")
     if config is None:
         return {}
+    parameters = inspect.signature(model.forward).parameters
+    if has_images(model):
+        return images_in_text(model)
+    if name == "pixel_values" and "input_ids" not in parameters:
+        return {"pixel_values": image(config)}
+    if "pixel_values" in parameters and hasattr(config, "projection_dim"):  # a text and a vision tower
+        return {"input_ids": _ids(config.text_config, LENGTH), "pixel_values": image(config)}
     if name == "pixel_values":
-        return {"pixel_values": _image(config)}
-    if "pixel_values" in inspect.signature(model.forward).parameters and hasattr(config, "projection_dim"):
-        return {
-            "input_ids": _ids(config.text_config, LENGTH),
-            "pixel_values": _image(config),
-        }  # a text and a vision tower
+        return {"pixel_values": image(config)}
     if name in ("input_features", "input_values"):
         bins = getattr(config, "num_mel_bins", 80)
         frames = 2 * int(getattr(config, "max_source_positions", 32))
@@ -68,12 +70,6 @@ def _decoder_ids(config: Any) -> dict[str, Any]:
 
 def _ids(config: Any, length: int) -> T:
     return torch.randint(3, int(config.vocab_size), (BATCH, length))  # 0 to 2 are padding, beginning and end in most
-
-
-def _image(config: Any) -> T:
-    size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", 32)
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return torch.randn(BATCH, int(getattr(config, "num_channels", 3)), int(height), int(width))
 
 
 def floating_outputs(output: Any) -> list[T]:

@@ -20,6 +20,9 @@ _EXPERTS = 6
 _WIDE = 256  # widths above this are scaled
 
 
+_OUTPUTS = ("out_hidden_size", "projection_dim", "output_dim", "output_size", "text_hidden_size")
+"""Fields of towers and projectors whose value may be the width of the text."""
+
 _SIZES = dict(
     vocab_size=67,
     hidden_size=72,
@@ -77,13 +80,39 @@ def _fewer_layers(config: Any) -> Any:
     return small
 
 
-def _with_small_parts(small: Any, tp: int) -> Any:
+def _with_small_parts(small: Any, real: Any, tp: int) -> Any:
     """The configs of parts, such as a text model and a vision tower, small too."""
     for name in getattr(small, "sub_configs", None) or {}:
         part = getattr(small, name, None)
         if part is not None and hasattr(part, "to_dict"):
             setattr(small, name, _small(_grouped(part, tp) or part, part, tp))
+    text: Any = getattr(small, "text_config", None)
+    if type(getattr(text, "vocab_size", None)) is int:
+        _set_tokens(small, text.vocab_size)
+    if type(getattr(text, "hidden_size", None)) is int:
+        _set_outputs(small, real, text.hidden_size)
     return small
+
+
+def _set_outputs(small: Any, real: Any, width: int) -> None:
+    """The width that a tower or a projector returns is that of the text, where it is so in the real config."""
+    for name, part in (("", small), *((name, getattr(small, name, None)) for name in small.sub_configs)):
+        before = getattr(real, name, None) if name else real
+        if part is None or before is None:
+            continue
+        if "embed_dim" in vars(part) and "hidden_size" in vars(part):  # whose output is `hidden_size`
+            part.hidden_size = width
+        for field in _OUTPUTS:
+            if vars(before).get(field) == real.text_config.hidden_size:
+                setattr(part, field, width)
+
+
+def _set_tokens(small: Any, vocabulary: int) -> None:
+    """Tokens that stand for images and the like, which a small vocabulary does not have: its last ones."""
+    free = iter(range(vocabulary - 1, vocabulary // 2, -1))
+    for name, value in list(vars(small).items()):
+        if name.endswith(("token_id", "token_index")) and type(value) is int and value >= vocabulary:
+            setattr(small, name, next(free))
 
 
 def _fixed(config: Any, latent: bool) -> Any:
@@ -119,7 +148,9 @@ def _grouped(config: Any, tp: int) -> Any:
         new = 4 * tp
     else:
         return None
-    setattr(grouped, heads_field, new)
+    for name, value in fields.items():  # those of an encoder and of a decoder
+        if name == heads_field or (name.endswith("attention_heads") and value == heads):
+            setattr(grouped, name, new)
     if hidden % heads == 0:
         setattr(grouped, hidden_field, new * (hidden // heads))
     return grouped
@@ -143,10 +174,14 @@ def _small(config: Any, real: Any, tp: int) -> Any:
             setattr(small, name, heads[1])
         elif name.endswith("layers") and value > _MAX_LAYERS:
             setattr(small, name, _MAX_LAYERS)
+        elif name.endswith("_vocab_size") and value == vars(config).get("vocab_size"):  # of a decoder
+            setattr(small, name, small.vocab_size)
         elif name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") and value > _EXPERTS:
             setattr(small, name, _EXPERTS)
         elif name.endswith(("ffn_dim", "d_ff", "intermediate_size")) and value > _WIDE:
             setattr(small, name, 8 * tp * 3)
+        elif name == "embed_dim" and value > _WIDE:  # of a tower, whose `hidden_size` is that of its output
+            setattr(small, name, (heads[1] or 4 * tp) * 16)
         elif name == "rotary_dim" and hidden[1] and heads[1]:
             setattr(small, name, min(value, hidden[1] // heads[1] // 2 * 2))
         elif name == "image_size" and value > 64:
@@ -154,4 +189,4 @@ def _small(config: Any, real: Any, tp: int) -> Any:
             setattr(small, name, 2 * patch if type(patch) is int and patch > 4 else 64)
         elif name in ("mamba_n_heads", "num_heads", "mamba_num_heads", "time_step_rank") and value > _WIDE // 4:
             setattr(small, name, 4 * tp)
-    return _with_small_parts(small, tp)
+    return _with_small_parts(small, real, tp)

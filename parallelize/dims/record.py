@@ -145,6 +145,7 @@ class Record:
         self._weights: Any = WeakIdKeyDictionary()
         self._learned: Any = WeakIdKeyDictionary()
         self._ids: Any = WeakIdKeyDictionary()
+        self._constant: Any = WeakIdKeyDictionary()
         self.module = ""
 
     # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -177,6 +178,14 @@ class Record:
         self.set(tensor, dims)
         self._weights[tensor], self._learned[tensor] = frozenset((name,)), True
 
+    def mark_constant(self, tensor: T) -> None:
+        """A buffer, which depends on no input."""
+        self._constant[tensor] = True
+
+    def is_constant(self, tensor: T) -> bool:
+        """Whether a tensor was made of buffers and numbers alone."""
+        return bool(self._constant.get(tensor))
+
     def mark_ids(self, tensor: T) -> None:
         """Integers that are an input of the model."""
         self._ids[tensor] = True
@@ -187,7 +196,10 @@ class Record:
     def note(self, inputs: list[T], outputs: list[T], operation: str, linear: bool) -> None:
         """Record how results depend on parameters."""
         weights: frozenset[str] = frozenset().union(*(self.weights(x) for x in inputs))
-        alone = bool(inputs) and all(self.weights(x) for x in inputs)
+        alone = bool(weights) and all(self.weights(x) or self.is_constant(x) for x in inputs)
+        if all(self.is_constant(x) for x in inputs):
+            for out in outputs:
+                self.mark_constant(out)
         learned = any(self.depends(x) for x in inputs)
         if any(self.are_ids(x) for x in inputs):
             for out in outputs:

@@ -70,6 +70,7 @@ def _name_parameters(record: Record, model: nn.Module) -> None:
         record.parameters[name] = record.dims(parameter)
     for name, buffer in model.named_buffers():
         _fix(record, buffer, f"the buffer {name}")
+        record.mark_constant(buffer)
 
 
 def _recorder(record: Record) -> Any:

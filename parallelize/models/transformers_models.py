@@ -143,7 +143,8 @@ def _class_of(config: Any, text: str) -> Any:
     encoder = type(config) in masked._model_mapping and not getattr(config, "is_decoder", False)
     both = (transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq)
     first = both if getattr(config, "is_encoder_decoder", False) else ((masked,) if encoder else ())
-    for auto in (*first, causal, masked, *both, transformers.AutoModelForImageClassification, transformers.AutoModel):
+    images = (transformers.AutoModelForImageTextToText, transformers.AutoModelForImageClassification)
+    for auto in (*first, causal, masked, *both, *images, transformers.AutoModel):
         if type(config) in auto._model_mapping:
             classes = auto._model_mapping[type(config)]
             return classes[0] if isinstance(classes, (tuple, list)) else classes

@@ -134,6 +134,7 @@ class _Rules:
     def of(self, rule: Rule) -> Iterator[Rule]:
         """The rules in the place of one."""
         if is_default(rule.pattern):
+            self.planned |= {name for name in self.adapted if matches(rule.pattern, name)}
             yield rule
             return
         for pattern in alternatives(rule.pattern):

@@ -17,7 +17,7 @@ from parallelize.plan.attention_kinds import attention_kinds
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.schema import Plan
+from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.stage_ranks import ranks_of_stages
 from parallelize.plan.stages import Assignment, Costs, Stages, cut_stages
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
@@ -134,7 +134,7 @@ def for_model(plan: Plan, model: ModelFacts) -> Plan:
 
 
 def _for_base_model(plan: Plan, model: ModelFacts, prefix: str = "") -> Plan:
-    """The plan for a model without its head: rules of the base model lose their prefix, all others are dropped."""
+    """The plan for a model without its head: rules of the base model lose their prefix, all others but the default are dropped."""
     if not plan.base or prefix + plan.base in model.aliases:
         return plan
     base = plan.base + "."
@@ -156,7 +156,15 @@ def _for_base_model(plan: Plan, model: ModelFacts, prefix: str = "") -> Plan:
         zero_units=tuple(filter(is_inside, plan.zero_units)),
         recompute_units=tuple(filter(is_inside, plan.recompute_units)),
         attention=tuple(item for item in plan.attention if is_inside(item[0])),
-        rules=tuple(rule for rule in plan.rules if is_inside(rule.pattern)),
+        rules=tuple(map(_of_base, (rule for rule in plan.rules if is_inside(rule.pattern) or rule.pattern == _ALL))),
         local=tuple(item for item in plan.local if is_inside(item.pattern)),
     )
     return renamed(inside, lambda name: name.removeprefix(base))
+
+
+_ALL = "**"
+
+
+def _of_base(rule: Rule) -> Rule:
+    """The default of the whole model may have nothing to claim in its base model."""
+    return replace(rule, optional=rule.optional or rule.pattern == _ALL)

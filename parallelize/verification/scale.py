@@ -150,7 +150,9 @@ def _scale_positions(config: Any, real: Any, head_width: int, tp: int) -> None:
     if isinstance(rope, dict):
         pairs = int(head_width * (_field_of(config, _PARTIAL)[1] or rope.get("partial_rotary_factor") or 1)) // 2
         for key, value in rope.items():
-            if isinstance(value, (list, tuple)) and len(value) > pairs:
+            if key == "mrope_section":  # pairs for time, height and width
+                rope[key] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+            elif isinstance(value, (list, tuple)) and len(value) > pairs:
                 rope[key] = list(value)[:pairs]
 
 
@@ -194,17 +196,26 @@ def perturb(model: nn.Module, seed: int) -> None:
 
 
 def without_dropout(config: Any) -> None:
-    """Set dropout rates in the config to zero."""
+    """Set dropout rates in the config to zero, and those of layers and paths that are left out at random."""
     for name, value in list(vars(config).items()):
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+        if isinstance(value, float) and _is_rate(name):
             setattr(config, name, 0.0)
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set dropout rates of modules to zero."""
+    """Set dropout rates of modules to zero, and those of layers and paths that are left out at random."""
     for module in model.modules():
-        if "Dropout" in type(module).__name__ and isinstance(vars(module).get("p"), float):
+        if any(word in type(module).__name__ for word in ("Dropout", "StochasticDepth")) and isinstance(
+            vars(module).get("p"), float
+        ):
             setattr(module, "p", 0.0)  # noqa: B010 - mypy: not every module has `p`
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and "dropout" in name:
+            if isinstance(value, float) and _is_rate(name):
                 setattr(module, name, 0.0)
+
+
+_RATES = ("dropout", "drop_path", "drop_prob", "drop_rate", "layerdrop", "layer_drop")
+
+
+def _is_rate(name: str) -> bool:
+    return any(rate in name for rate in _RATES) or name.endswith("pdrop")

@@ -201,6 +201,30 @@ def grouped_qkv() -> nn.Module:
     return _Decoder([_PreNorm(GroupedQkv(width, 12, 4), Mlp(width, 104), width) for _ in range(2)], width)
 
 
+class LearnedActivation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor([0.3]))
+        self.register_buffer("least", torch.tensor(0.5))
+
+    def forward(self, x: T) -> T:
+        return F.gelu(x) * (self.least + F.softplus(self.alpha))
+
+
+class ActivatedMlp(Mlp):
+    def __init__(self, width: int, inner: int):
+        super().__init__(width, inner)
+        self.act = LearnedActivation()
+
+    def forward(self, x: T) -> T:
+        return self.down(self.act(self.up(x)))
+
+
+def learned_activation() -> nn.Module:
+    width = 32
+    return _Decoder([_PreNorm(SplitAttention(width, 4), ActivatedMlp(width, 72), width) for _ in range(2)], width)
+
+
 class LstmModel(nn.Module):
     def __init__(self, width: int = 24):
         super().__init__()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parallelize import derive_plan
-from parallelize.derivation import derive
+from parallelize.derivation import small_model
 from parallelize.errors import MeshError, ModelError
 from parallelize.terminal.console import ENVIRONMENT
 from tests.support.refused import WIDTH, Block, refused, refused_command
@@ -70,7 +70,7 @@ def test_a_forward_that_fails(function, expected, refusal):
 
 
 def test_a_config_of_which_no_small_model_runs(monkeypatch):
-    monkeypatch.setattr(derive, "record_forward", lambda *_: 1 / 0)
+    monkeypatch.setattr(small_model, "record_forward", lambda *_: 1 / 0)
     with refused(ModelError, "untraceable-model", "no small version of gpt2 runs: ZeroDivisionError: division by zero"):
         derive_plan("gpt2")
 
@@ -83,7 +83,7 @@ def test_a_model_that_has_no_values():
 
 
 def test_a_model_that_is_too_large(monkeypatch):
-    monkeypatch.setattr(derive, "MAX_PARAMETERS", 200)
+    monkeypatch.setattr(small_model, "MAX_PARAMETERS", 200)
     with refused(ModelError, "too-large-to-run", "Block has 212 parameters", "give its config"):
         derive_plan(Block(), inputs())
 

@@ -152,6 +152,104 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Families with experts. `moe_intermediate_size` is the width of one expert, where dense layers have another one."""
 
+SMALL_GQA = {k: v for k, v in GQA.items() if k != "head_dim"}
+ENCODER = {**UNGROUPED, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "type_vocab_size": 2}
+T5 = dict(d_model=48, d_kv=6, d_ff=72, num_layers=2, num_decoder_layers=2, num_heads=8, dropout_rate=0.0)
+T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "decoder_start_token_id": 0}
+BART = dict(d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=8, decoder_attention_heads=4)
+BART |= {"encoder_ffn_dim": 72, "decoder_ffn_dim": 80, "dropout": 0.0, "max_position_embeddings": 64}
+IMAGE = dict(image_size=16, patch_size=4, num_attention_heads=8, intermediate_size=72, hidden_size=48)
+TOWER = {**IMAGE, "num_hidden_layers": 2}
+TEXT = dict(vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
+TEXT |= {"max_position_embeddings": 64, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+TOWERS = {"text_config": TEXT, "vision_config": TOWER, "projection_dim": 20}
+
+SHIPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {**GQA}),
+    "gemma-one-kv-head": ("GemmaConfig", "GemmaForCausalLM", {**GQA, "num_key_value_heads": 1}),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {**SMALL_GQA, "residual_multiplier": 0.7, "logits_scaling": 3.0},
+    ),
+    "helium": ("HeliumConfig", "HeliumForCausalLM", {**GQA}),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {**SMALL_GQA, "no_rope_layers": [1, 0]}),
+    "arcee": ("ArceeConfig", "ArceeForCausalLM", {**GQA}),
+    "jais2": ("Jais2Config", "Jais2ForCausalLM", {**GQA}),
+    "nemotron": ("NemotronConfig", "NemotronForCausalLM", {**GQA}),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", {**SMALL_GQA, "sliding_window": 5}),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {**SMALL_GQA}),
+    "cohere-norms": ("CohereConfig", "CohereForCausalLM", {**SMALL_GQA, "use_qk_norm": True}),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", {**SMALL_GQA, "sliding_window": 5}),
+    "glm": ("GlmConfig", "GlmForCausalLM", {**GQA, "head_dim": 8}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {**GQA, "head_dim": 8}),
+    "olmo": ("OlmoConfig", "OlmoForCausalLM", {**SMALL_GQA, "clip_qkv": 0.5}),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {**SMALL_GQA, "sliding_window": 5}),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {**SMALL_GQA, "use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLmConfig", "StableLmForCausalLM", {**SMALL_GQA, "use_parallel_residual": True}),
+    "phi": ("PhiConfig", "PhiForCausalLM", {**SMALL_GQA, "hidden_size": 64}),
+    "phi-norms": ("PhiConfig", "PhiForCausalLM", {**SMALL_GQA, "hidden_size": 64, "qk_layernorm": True}),
+    "apertus": ("ApertusConfig", "ApertusForCausalLM", {**SMALL_GQA}),
+    "persimmon": ("PersimmonConfig", "PersimmonForCausalLM", {**UNGROUPED, "hidden_size": 64}),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", {"n_head": 8, "n_inner": 72, "rotary_dim": 4, "n_positions": 64}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        "GPTNeoForCausalLM",
+        {"num_heads": 8, "intermediate_size": 72, "window_size": 5, "attention_types": [[["global", "local"], 1]]}
+        | {"max_position_embeddings": 64, "num_layers": 2},
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {**SMALL_GQA, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    ),
+    "roberta": ("RobertaConfig", "RobertaForMaskedLM", ENCODER),
+    "xlm-roberta": ("XLMRobertaConfig", "XLMRobertaForSequenceClassification", ENCODER),
+    "camembert": ("CamembertConfig", "CamembertForMaskedLM", ENCODER),
+    "electra": ("ElectraConfig", "ElectraForMaskedLM", {**ENCODER, "embedding_size": 40}),
+    "distilbert": (
+        "DistilBertConfig",
+        "DistilBertForMaskedLM",
+        {"dim": 48, "n_heads": 8, "hidden_dim": 72, "n_layers": 2},
+    ),
+    "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", {**UNGROUPED, "local_attention": 6}),
+    "deberta-v2": (
+        "DebertaV2Config",
+        "DebertaV2ForMaskedLM",
+        {**ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 16},
+    ),
+    "deberta-v2-shared": (
+        "DebertaV2Config",
+        "DebertaV2ForMaskedLM",
+        {**ENCODER, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "share_att_key": True}
+        | {"position_buckets": 8, "norm_rel_ebd": "layer_norm"},
+    ),
+    "t5": ("T5Config", "T5ForConditionalGeneration", T5),
+    "mt5": ("MT5Config", "MT5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu"}),
+    "umt5": ("UMT5Config", "UMT5ForConditionalGeneration", T5),
+    "bart": ("BartConfig", "BartForConditionalGeneration", BART),
+    "mbart": ("MBartConfig", "MBartForConditionalGeneration", BART),
+    "pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", BART),
+    "marian": ("MarianConfig", "MarianMTModel", {**BART, "decoder_vocab_size": 67}),
+    "whisper": (
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        {**BART, "num_mel_bins": 8, "max_source_positions": 9, "max_target_positions": 24},
+    ),
+    "vit": ("ViTConfig", "ViTForImageClassification", IMAGE),
+    "deit": ("DeiTConfig", "DeiTForImageClassification", IMAGE),
+    "dinov2": ("Dinov2Config", "Dinov2ForImageClassification", {**IMAGE, "mlp_ratio": 2}),
+    "dinov2-gated": ("Dinov2Config", "Dinov2Model", {**IMAGE, "mlp_ratio": 2, "use_swiglu_ffn": True}),
+    "dinov2_with_registers": ("Dinov2WithRegistersConfig", "Dinov2WithRegistersModel", {**IMAGE, "mlp_ratio": 2}),
+    "clip": ("CLIPConfig", "CLIPModel", TOWERS),
+    "siglip": (
+        "SiglipConfig",
+        "SiglipModel",
+        {**TOWERS, "text_config": {**TEXT, "hidden_size": 48, "projection_size": 48}},
+    ),
+}
+"""Further families with a shipped plan, and variants of them, each proven by one test (tests/tp_plans/test_shipped_plans.py)."""
+
 FAMILIES |= {name: MIXTURES[name] for name in ("mixtral", "deepseek_v3", "gpt_oss")}
 
 
@@ -172,6 +270,21 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
     if dtype == torch.float64:
         keep_float64(model)
     return model
+
+
+def shipped_source(family: str) -> Any:
+    """The source of a tiny model of `SHIPPED`, with the class that is named there."""
+    import transformers
+
+    from parallelize.models.model_source import ModelSource
+    from parallelize.models.transformers_models import maker_of
+    from parallelize.verification.scale import without_dropout
+
+    config_name, class_name, sizes = SHIPPED[family]
+    config = getattr(transformers, config_name)(**{**COMMON, **sizes})
+    config.architectures = [class_name]
+    without_dropout(config)
+    return ModelSource(family, maker_of(config, family), config)
 
 
 def perturb(model: nn.Module) -> None:

@@ -25,7 +25,27 @@ from parallelize.verification.precision import InFloat64
 from tests.support.models import COMMON, MIXTURES, choose_unevenly, perturb, tiny_batch
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
-from tests.tp_plans.other_models import SIZES
+
+SIZES = dict(
+    vocab_size=67,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=6,
+    intermediate_size=72,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    residual_dropout=0.0,
+    embedding_dropout=0.0,
+)
 
 EXPERTS = dict(
     intermediate_size=96,

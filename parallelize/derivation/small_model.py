@@ -1,0 +1,108 @@
+"""The small model of which a forward is recorded, and on which a plan is proven."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.derivation.example_inputs import inputs_of
+from parallelize.derivation.proof import Proof, provable, prove
+from parallelize.derivation.small_config import small_configs
+from parallelize.dims.trace import record_forward
+from parallelize.errors import ModelError, ParallelizeError, Problem
+from parallelize.models.model_source import ModelSource
+from parallelize.plan.schema import Plan
+from parallelize.verification.scale import disable_dropout
+
+log = logging.getLogger("parallelize")
+
+MAX_PARAMETERS = 200_000_000
+"""A module of more parameters is not run on this machine: derive from a config, or from a function with smaller sizes."""
+
+
+def small_model(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
+    """A small version of the model: of a config with other sizes, the first that the model accepts."""
+    if source.config is None:
+        return source, _built(source)
+    reason: Exception | None = None
+    for config in small_configs(source.config, tp):
+        small = source.with_config(config)
+        try:
+            _check_elements(small.build("meta"))
+            model = _built(small)
+            check_subject(model)
+            record_forward(model, inputs_of(small, model))
+            return small, model
+        except Exception as error:  # a class may refuse the sizes with any error
+            reason = reason or error
+            log.debug("%s does not run with smaller sizes: %s", source.text, error)
+    what = f"no small version of {source.text} runs: {type(reason).__name__}: {_first_line(reason)}"
+    fix = "a function that returns a small model: package.module:function; and --inputs where its forward takes other inputs"
+    raise ModelError(Problem("untraceable-model", what, fix=fix)) from reason
+
+
+def _built(source: ModelSource) -> nn.Module:
+    """The model as it is trained, where PyTorch's modules have no fused forwards, but without dropout."""
+    model = source.build("cpu").train()
+    disable_dropout(model)
+    return model
+
+
+def _check_elements(model: nn.Module) -> None:
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    if elements > MAX_PARAMETERS:
+        what = f"{type(model).__name__} has {elements:,} parameters, and its forward is run on this machine"
+        fix = "give its config, or a function that returns the model with smaller sizes"
+        raise ModelError(Problem("too-large-to-run", what, fix=fix))
+
+
+def check_subject(model: nn.Module) -> None:
+    """Whether a model's forward can be run here."""
+    _check_elements(model)
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu"}
+    if devices:
+        what = f"{type(model).__name__} is on the device {min(devices)}, and its forward is run on the CPU"
+        fix = "give its config, or a function that returns the model on the CPU"
+        raise ModelError(Problem("untraceable-model", what, fix=fix))
+
+
+def _first_line(error: Exception | None) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+@contextmanager
+def explained(model: nn.Module, inputs: Any) -> Iterator[None]:
+    """Name what a model's forward raises, which may be anything."""
+    try:
+        yield
+    except ParallelizeError:
+        raise
+    except Exception as error:
+        what = f"the forward of {type(model).__name__} failed: {type(error).__name__}: {_first_line(error)}"
+        fix = "give inputs: example_inputs=, or --inputs module:function, which returns keyword arguments"
+        rows = (("inputs", _shapes(inputs)),)
+        raise ModelError(Problem("untraceable-model", what, rows=rows, fix=fix)) from error
+
+
+def _shapes(inputs: Mapping[str, Any] | tuple[Any, ...]) -> str:
+    named = inputs.items() if isinstance(inputs, Mapping) else ((f"#{i}", value) for i, value in enumerate(inputs, 1))
+    return ", ".join(f"{name} {list(v.shape) if isinstance(v, torch.Tensor) else v}" for name, v in named)
+
+
+def prove_small(source: ModelSource, plan: Plan | None, tp: int) -> Proof:
+    """Prove a plan on a small version of a model. `plan`: None for the one that `parallelize_module` chooses.
+
+    Raises: ModelError `unknown-inputs`, `untraceable-model`, `too-large-to-run`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        small, subject = small_model(source, tp)
+        inputs = inputs_of(small, subject)
+        with explained(subject, inputs):
+            small = provable(small, subject, inputs)
+        return prove(small, plan, tp)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from parallelize.checkpoint.hub.export import save_pretrained as save_pretrained
     from parallelize.checkpoint.hub.pretrained import load_pretrained as load_pretrained
     from parallelize.checkpoint.run.checkpointer import Checkpointer as Checkpointer
-    from parallelize.checkpoint.run.checkpointer import load_checkpoint as load_checkpoint
+    from parallelize.checkpoint.run.load_checkpoint import load_checkpoint as load_checkpoint
     from parallelize.checkpoint.run.rebuild import Rebuilt as Rebuilt
     from parallelize.checkpoint.run.rebuild import rebuild as rebuild
     from parallelize.comm.groups import axis_group as axis_group

@@ -92,6 +92,7 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
 TYPES_ONLY = {
     "analysis.commands": COMMAND,
     "checkpoint.run.checkpointer": "a type of typing_extensions in older versions of Python",
+    "checkpoint.run.load_checkpoint": "the class that it describes is only named",
     "checkpoint.tools.commands": COMMAND,
     "plan.option_keywords": "dtypes of torch, and a plan file is checked without torch",
     "training": "a type of typing_extensions in older versions of Python",

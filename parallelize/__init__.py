@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from parallelize.errors import DataError as DataError
     from parallelize.errors import GradientError as GradientError
     from parallelize.errors import HandshakeError as HandshakeError
+    from parallelize.errors import LaunchError as LaunchError
     from parallelize.errors import MeshError as MeshError
     from parallelize.errors import ModelError as ModelError
     from parallelize.errors import ParallelizeError as ParallelizeError
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from parallelize.loop.loggers import Logger as Logger
     from parallelize.loop.loggers import Loggers as Loggers
     from parallelize.loop.loggers import TensorBoardLogger as TensorBoardLogger
+    from parallelize.loop.wandb_logger import WandbLogger as WandbLogger
     from parallelize.mesh import MeshSpec as MeshSpec
     from parallelize.ops.matmul.calibrate import calibrate as calibrate
     from parallelize.ops.matmul.collective_matmul import all_gather_linear as all_gather_linear

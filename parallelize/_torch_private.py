@@ -449,3 +449,17 @@ _WORKER: list[bool] = []
 def in_data_worker() -> bool:
     """Whether this process is a data loader's worker, also while its information is hidden."""
     return bool(_WORKER) or torch.utils.data.get_worker_info() is not None
+
+
+def record_memory_history() -> None:
+    """Let the allocator of GPUs note where memory is allocated, for `dump_memory_snapshot` (since 2.1)."""
+    recording = getattr(torch.cuda.memory, "_record_memory_history", None)
+    if recording is not None:
+        recording(max_entries=100_000)
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Write what the allocator of GPUs has, for pytorch.org/memory_viz (since 2.1)."""
+    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
+    if dump is not None:
+        dump(path)

@@ -127,11 +127,6 @@ class RunConfig:
     source: str = "<run>"
     text: str = ""
 
-    @property
-    def device_type(self) -> str:
-        """The device as the file says, before any machine was asked: "" where it says none."""
-        return self.device
-
     def batch_of(self, mesh: MeshSpec) -> int:
         """Rows of a step of one data rank."""
         return self.data.global_batch // mesh.ranks(*SAMPLE_AXES)

@@ -15,14 +15,13 @@ from typing import Any
 
 import yaml
 
-from parallelize.errors import LaunchError, ParallelizeError, PlanError, Problem, did_you_mean
+from parallelize.errors import LaunchError, ParallelizeError, PlanError, Problem
 from parallelize.launch.config.run_config import SCHEMA_VERSION, RunConfig
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.plan.options import FLAGS, NAMES, NUMBERS, Options
 from parallelize.plan.yaml_nodes import Reader, compose
 
 _REAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
-_NOT_IN_FILE = ("source", "text")
 
 
 class RunReader(Reader):
@@ -100,7 +99,7 @@ def parse_run_config(text: str, source: str = "<run>", overrides: Sequence[str] 
 
 def _section(reader: RunReader, node: yaml.Node, cls: Any, what: str) -> dict[str, Any]:
     """The fields of a section that the file has."""
-    by_name = {field.name: field for field in fields(cls) if field.name not in _NOT_IN_FILE}
+    by_name = {field.name: field for field in fields(cls) if field.metadata}
     values = {}
     for name, value_node in reader.known(node, what, set(by_name)).items():
         value = _value(reader, value_node, name, by_name[name].metadata)
@@ -286,11 +285,6 @@ def _check_on_mesh(config: RunConfig, mesh: MeshSpec, wrong: Any) -> None:
     elif microbatch is not None and batch % microbatch:
         what = f"{batch} rows of a data rank are no multiple of {microbatch} rows of a microbatch"
         wrong("data", "indivisible-batch", what, "a divisor: " + ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0))
-
-
-def suggestion(name: str, known: Sequence[str]) -> str:
-    """A fix for a name that is not known."""
-    return did_you_mean(name, known)
 
 
 def _position(problem: Problem) -> tuple[int, ...]:

@@ -69,10 +69,10 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
         return _torchrun(environ)
     if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
         return _srun(environ)
+    is_ray = "RAY_JOB_ID" in environ or "RAY_RAYLET_PID" in environ
     if "PET_NNODES" in environ or ("KUBERNETES_SERVICE_HOST" in environ and "MASTER_ADDR" in environ):
-        return _kubernetes(environ)
+        return _node(environ, "ray" if is_ray else "kubernetes")
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        is_ray = "RAY_JOB_ID" in environ or "RAY_RAYLET_PID" in environ
         return _as_rank(environ, "ray" if is_ray else "torchrun", "RANK and WORLD_SIZE")
     if int(environ.get("SLURM_JOB_NUM_NODES", "1") or 1) > 1:
         what = f"this is the batch script of job {environ.get('SLURM_JOB_ID')} on {environ['SLURM_JOB_NUM_NODES']} nodes"
@@ -136,21 +136,21 @@ def _devices_of_task(environ: Mapping[str, str]) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _kubernetes(environ: Mapping[str, str]) -> Launcher:
-    """A pod of a PyTorchJob or TrainJob: a rank where LOCAL_RANK is set, else what starts the ranks of its node."""
+def _node(environ: Mapping[str, str], kind: str) -> Launcher:
+    """A pod of a PyTorchJob or TrainJob, or a task of Ray: a rank where LOCAL_RANK is set, else what starts those of its node."""
     if "LOCAL_RANK" in environ:
-        return _as_rank(environ, "kubernetes", "LOCAL_RANK in a pod")
+        return _as_rank(environ, kind, "LOCAL_RANK is set")
     prefix = "PET_" if "PET_MASTER_ADDR" in environ else ""
-    _need(environ, "kubernetes", f"{prefix}MASTER_ADDR", f"{prefix}MASTER_PORT")
+    _need(environ, kind, f"{prefix}MASTER_ADDR", f"{prefix}MASTER_PORT")
     nodes = environ.get("PET_NNODES", environ.get("WORLD_SIZE", ""))
     node_rank = environ.get("PET_NODE_RANK", environ.get("RANK", ""))
     if not nodes.isdigit() or not node_rank.isdigit():
-        what = f"a pod of a PyTorchJob or TrainJob needs its rank and their number, here {node_rank!r} of {nodes!r}"
+        what = f"{kind} gave this node the number {node_rank!r} of {nodes!r}"
         raise LaunchError(Problem("bad-environment", what, fix="PET_NODE_RANK and PET_NNODES, or RANK and WORLD_SIZE, as numbers"))
     per_node = environ.get("PET_NPROC_PER_NODE", "")
     return Launcher(
-        "kubernetes",
-        f"pod {node_rank} of {nodes}",
+        kind,
+        f"{'task' if kind == 'ray' else 'pod'} {node_rank} of {nodes}",
         nodes=int(nodes),
         node_rank=int(node_rank),
         ranks_per_node=int(per_node) if per_node.isdigit() else None,

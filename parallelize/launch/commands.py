@@ -27,12 +27,19 @@ save at the next step and end with status 75; a second one ends at once."""
 def add_commands(verbs: Any) -> None:
     """Add `run` to a parser's subparsers."""
     parser = verbs.add_parser(
-        "run", help="train by a recipe in a file", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+        "run",
+        help="train by a recipe in a file",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="the YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as steps=100 or optimizer.lr=3e-4")
-    parser.add_argument("--restarts", type=int, default=0, metavar="N", help="start again after a failure, on a mesh that fits")
-    parser.add_argument("--ranks", type=int, metavar="N", help="ranks of this machine (default: the mesh's, or the GPUs)")
+    parser.add_argument(
+        "--restarts", type=int, default=0, metavar="N", help="start again after a failure, on a mesh that fits"
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="ranks of this machine (default: the mesh's, or the GPUs)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="end after the preflight")
     parser.add_argument("--emit", choices=sorted(EMITTERS), help="print a launch file for the mesh, and start nothing")
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="with --emit (default: 8)")
@@ -46,7 +53,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.schema:
         print(FILE)
         return FINE
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler says nothing of its own, as long as torch is not imported
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "5"
+    )  # the profiler says nothing of its own, as long as torch is not imported
     _check_arguments(options)
     config = read_run_config(options.config, options.overrides)
     if options.emit:

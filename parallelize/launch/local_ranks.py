@@ -7,8 +7,6 @@ import torch
 from parallelize.errors import LaunchError, ParallelizeError, Problem
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.environment.launcher import Launcher
-from parallelize.launch.preflight.mesh_choice import choose_mesh
-from parallelize.launch.preflight.prediction import machine_of, subject_of
 
 
 def count_ranks(config: RunConfig, launcher: Launcher, requested: int | None) -> int:
@@ -25,7 +23,9 @@ def count_ranks(config: RunConfig, launcher: Launcher, requested: int | None) ->
         ranks, rest = divmod(config.mesh.world_size, launcher.nodes)
         if rest:
             what = f"{config.mesh.world_size} ranks of the mesh {config.mesh} do not divide over {launcher.nodes} nodes"
-            raise LaunchError(Problem("uneven-nodes", what, config.source, fix="another mesh, or another number of nodes"))
+            raise LaunchError(
+                Problem("uneven-nodes", what, config.source, fix="another mesh, or another number of nodes")
+            )
     if config.device == "cuda" and ranks > gpus:
         what = f"{ranks} ranks need {ranks} GPUs, and this machine has {gpus}"
         raise LaunchError(Problem("no-gpu", what, config.source, fix="--ranks N, another mesh, or device: cpu"))
@@ -38,6 +38,9 @@ def _on_gpus(config: RunConfig) -> bool:
 
 def fewer_ranks(config: RunConfig, ranks: int) -> int | None:
     """The largest number below `ranks` for which a mesh fits; None where there is none. Cost: a `fit` of each number tried."""
+    from parallelize.launch.preflight.mesh_choice import choose_mesh
+    from parallelize.launch.preflight.prediction import machine_of, subject_of
+
     device = "cuda" if _on_gpus(config) else "cpu"
     subject, machine = subject_of(config), machine_of(config, device)
     for count in range(ranks - 1, 0, -1):

@@ -90,13 +90,17 @@ def run_rank(config: RunConfig, launcher: Launcher, *, other_mesh: bool, dry_run
     this = _Rank(config, launcher, _device(config, launcher))
     try:
         status = _run(this, other_mesh, dry_run)
-    except BaseException as error:  # noqa: B036 (the process ends below, whatever it was)
+    except BaseException as error:
         _end(this, error)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the launcher ends the others as soon as the first rank has ended
     with suppress(RuntimeError):
         dist.barrier()
     destroy_groups()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status != FINE:
+        os._exit(status)  # the command line would let rank 0 print first, which it has
     return status
 
 
@@ -107,7 +111,9 @@ def _device(config: RunConfig, launcher: Launcher) -> str:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(launcher.local_world_size, 1)))
         return "cpu"
     if torch.cuda.device_count() <= launcher.local_rank:
-        what = f"rank {launcher.rank} needs GPU {launcher.local_rank}, and this process sees {torch.cuda.device_count()}"
+        what = (
+            f"rank {launcher.rank} needs GPU {launcher.local_rank}, and this process sees {torch.cuda.device_count()}"
+        )
         raise LaunchError(Problem("no-gpu", what, config.source, fix="device: cpu, or fewer ranks on this node"))
     torch.cuda.set_device(launcher.local_rank)
     private.record_memory_history()
@@ -131,7 +137,9 @@ def _run(this: _Rank, other_mesh: bool, dry_run: bool) -> int:
     mesh = build_mesh(this.device.partition(":")[0], **dict(chosen.mesh.axes))
     this.pp_rank = mesh.get_local_rank("pp") if "pp" in (mesh.mesh_dim_names or ()) else 0
     hosts = {rank: fact["host"] for rank, fact in facts.items()}
-    for link in timed_links(mesh, machine_of(config, this.device), dist.PrefixStore("links", this.store), hosts, LIMIT_S):
+    for link in timed_links(
+        mesh, machine_of(config, this.device), dist.PrefixStore("links", this.store), hosts, LIMIT_S
+    ):
         this.tell(f"link: {link.line()}")
     if dry_run:
         this.tell("dry run: the preflight is done")
@@ -206,7 +214,9 @@ def _choose_here(this: _Rank, facts: Facts, other_mesh: bool) -> ChosenMesh:
     config, subject, machine = this.config, subject_of(this.config), machine_of(this.config, this.device)
     hosts = {rank: fact["host"] for rank, fact in facts.items()}
     names = sorted(set(hosts.values()))
-    this.tell(f"hosts: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}; {facts[0]['device']}; torch {facts[0]['torch']}")
+    this.tell(
+        f"hosts: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}; {facts[0]['device']}; torch {facts[0]['torch']}"
+    )
     chosen = choose_mesh(config, this.launcher.world_size, subject, machine, other=other_mesh or config.mesh is None)
     for line in (*([chosen.why] if chosen.why else []), *(f"warning: {remark}" for remark in remarks(facts))):
         this.tell(line)
@@ -218,7 +228,9 @@ def _choose_here(this: _Rank, facts: Facts, other_mesh: bool) -> ChosenMesh:
         this.tell(f"no prediction: {predicted.why_not}")
         return chosen
     peak = max(parts["peak"] for parts in this.predicted.memory.values())
-    this.tell(f"predicted: peak {peak / 1e6:,.0f} MB of tensors on a rank, {predicted.flops_per_step / 1e9:,.2f} GFLOP a step")
+    this.tell(
+        f"predicted: peak {peak / 1e6:,.0f} MB of tensors on a rank, {predicted.flops_per_step / 1e9:,.2f} GFLOP a step"
+    )
     for warning in placement_warnings(predicted, machine, hosts):
         this.tell(f"warning: {warning}")
     return chosen
@@ -243,11 +255,13 @@ def _init_groups(this: _Rank) -> None:
 
 def _end(this: _Rank, error: BaseException) -> None:
     """Print an error that no other rank has printed, and end the process."""
-    status = status_of(error.problems) if isinstance(error, MISTAKES) else FAILED  # type: ignore[attr-defined]
+    status = status_of(error.problems) if isinstance(error, MISTAKES) else FAILED
     with suppress(Exception):
         if is_out_of_memory(error):
             path = write_memory_report(report_folder(this.config), this.rank, this.device, this.predicted, this.pp_rank)
-            print(f"rank {this.rank}: out of memory; {path} has what was stored and what was predicted", file=sys.stderr)
+            print(
+                f"rank {this.rank}: out of memory; {path} has what was stored and what was predicted", file=sys.stderr
+            )
     text = str(error) if isinstance(error, ParallelizeError) else "".join(traceback.format_exception(error))
     with suppress(Exception):
         if _is_first(this, text):

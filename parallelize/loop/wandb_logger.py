@@ -20,14 +20,18 @@ class WandbLogger(ClosingLogger):
     Raises: ParallelizeError `missing-extra`.
     """
 
-    def __init__(self, project: str, config: Mapping[str, Any] | None = None, run_id: str | None = None, enabled: bool = True):
+    def __init__(
+        self, project: str, config: Mapping[str, Any] | None = None, run_id: str | None = None, enabled: bool = True
+    ):
         self._run: Any = None
         if enabled:
             try:
                 import wandb
             except ImportError as error:
                 raise missing_extra("WandbLogger", "wandb", error) from None
-            self._run = wandb.init(project=project, config=dict(config or {}), id=run_id, resume="allow" if run_id else None)
+            self._run = wandb.init(
+                project=project, config=dict(config or {}), id=run_id, resume="allow" if run_id else None
+            )
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Log the `scalars` of a `step`."""

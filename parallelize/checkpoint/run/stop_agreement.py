@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -80,9 +81,7 @@ class StopAgreement:
     def close(self) -> None:
         """Wait for the last reduction, which all ranks have started, and destroy the group."""
         if self._pending is not None:
-            try:
+            with suppress(RuntimeError):  # a rank is gone, which whoever closes knows
                 self._pending[1].wait()
-            except RuntimeError:
-                pass  # a rank is gone, which whoever closes knows
             self._pending = None
         self._sync.close()

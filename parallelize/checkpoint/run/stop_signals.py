@@ -58,7 +58,9 @@ class StopSignals:
         if not self.received:
             self.at_s, self.received = now, signal.Signals(number).name
         elif now - self.at_s > SAME_REQUEST_S:
-            os.write(2, f"{signal.Signals(number).name} again: this rank ends now; the last checkpoint is intact\n".encode())
+            os.write(
+                2, f"{signal.Signals(number).name} again: this rank ends now; the last checkpoint is intact\n".encode()
+            )
             os._exit(128 + number)
 
     def close(self) -> None:

@@ -42,7 +42,9 @@ class DataSection:
     text: tuple[str, ...] = key("texts", "text files, each of them one document", ())
     jsonl: tuple[str, ...] = key("texts", "files of JSON lines, each line one document", ())
     field: str = key("text", "the key of a line's text", "text")
-    function: str = key("text", "module:function that returns texts, rows (a map-style data set), or an iterable of rows", "")
+    function: str = key(
+        "text", "module:function that returns texts, rows (a map-style data set), or an iterable of rows", ""
+    )
     args: dict[str, Any] = key("free", "keyword arguments of the function", {})
     tokenizer: str = key("text", "a folder that AutoTokenizer reads; without it, bytes are tokens", "")
     cache: str = key("text", "the folder of tokenized files (default: beside the checkpoints)", "")
@@ -86,7 +88,9 @@ class MetricsSection:
     tensorboard: str = key("text", "a folder for TensorBoard", "")
     wandb: str = key("text", "a project of Weights & Biases", "")
     html: str = key("text", "a page with curves, memory and a timeline", "")
-    profile_every: int = key("count", "steps between profiled ones, which give communication and imbalance; 0: none", 50, least=0)
+    profile_every: int = key(
+        "count", "steps between profiled ones, which give communication and imbalance; 0: none", 50, least=0
+    )
     predict: bool = key("flag", "compute memory and operations of a step as `explain` does, for MFU and the page", True)
 
 
@@ -110,7 +114,9 @@ class RunConfig:
     schema_version: int = key("count", "of this format", SCHEMA_VERSION)
     model: ModelSection = key("section", "what is trained", ModelSection(), of=ModelSection)
     data: DataSection = key("section", "what it is trained on", DataSection(), of=DataSection)
-    mesh: MeshSpec | None = key("mesh", "such as dp=2,tp=4; auto: what `fit` chooses for the ranks that there are", None)
+    mesh: MeshSpec | None = key(
+        "mesh", "such as dp=2,tp=4; auto: what `fit` chooses for the ranks that there are", None
+    )
     plan: str = key("text", "a shipped plan's name, or a file (default: the model's)", "")
     options: Options = key("options", "as parallelize_model takes them", Options())
     device: str = key("choice", "what ranks compute on (default: cuda if there is one)", "", choices=("cpu", "cuda"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,12 @@ def _value(reader: RunReader, node: yaml.Node, name: str, metadata: Any) -> Any:
     if kind == "seed_or_text":
         is_number = isinstance(node, yaml.ScalarNode) and node.style is None and node.value.isdigit()
         return reader.number(node, name) if is_number else reader.text(node, name)
-    reads = {"text": reader.text, "texts": reader.texts, "flag": reader.flag, "real": reader.real}
+    reads: dict[str, Callable[[yaml.Node, str], Any]] = {
+        "text": reader.text,
+        "texts": reader.texts,
+        "flag": reader.flag,
+        "real": reader.real,
+    }
     reads |= {"mesh": lambda node, _: _mesh(reader, node), "options": lambda node, _: _options(reader, node)}
     return reads[kind](node, name)
 
@@ -195,7 +200,11 @@ def _override(reader: RunReader, root: yaml.Node, text: str) -> None:
     if not equals or not all(names) or not isinstance(root, yaml.MappingNode):
         raise PlanError(Problem("bad-override", f"cannot read {text!r}", fix="write steps=100 or optimizer.lr=3e-4"))
     source = f"argument {text}"
-    node = compose(value, source) if value else yaml.ScalarNode("tag:yaml.org,2002:str", "", root.start_mark, root.end_mark)
+    node = (
+        compose(value, source)
+        if value
+        else yaml.ScalarNode("tag:yaml.org,2002:str", "", root.start_mark, root.end_mark)
+    )
     parent = root
     for name in names[:-1]:
         parent = _child(reader, parent, name, source)
@@ -284,7 +293,12 @@ def _check_on_mesh(config: RunConfig, mesh: MeshSpec, wrong: Any) -> None:
         wrong("data", "bad-value", "data.microbatch and options.num_microbatches say the same", "give one of them")
     elif microbatch is not None and batch % microbatch:
         what = f"{batch} rows of a data rank are no multiple of {microbatch} rows of a microbatch"
-        wrong("data", "indivisible-batch", what, "a divisor: " + ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0))
+        wrong(
+            "data",
+            "indivisible-batch",
+            what,
+            "a divisor: " + ", ".join(str(n) for n in range(1, batch + 1) if batch % n == 0),
+        )
 
 
 def _position(problem: Problem) -> tuple[int, ...]:

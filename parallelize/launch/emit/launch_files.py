@@ -48,7 +48,12 @@ def torchrun_script(job: Job) -> str:
     numa = ["--numa-binding=node"] if job.gpus else []
     several = job.ranks.nodes > 1
     rendezvous = (
-        ["--rdzv-backend=c10d", f'--rdzv-endpoint="$HEAD:${{PORT:-{_PORT}}}"', f"--rdzv-id={job.name}", '--node-rank="$NODE"']
+        [
+            "--rdzv-backend=c10d",
+            f'--rdzv-endpoint="$HEAD:${{PORT:-{_PORT}}}"',
+            f"--rdzv-id={job.name}",
+            '--node-rank="$NODE"',
+        ]
         if several
         else ["--standalone"]
     )

@@ -31,7 +31,9 @@ def resolve_head(launcher: Launcher, patience_s: float = 0.0) -> str:
             if time.monotonic() >= deadline:
                 what = f"the head node {launcher.head!r} has no address on this machine: {error}"
                 fix = "name a host that every node resolves (MASTER_ADDR); `getent hosts NAME` on each node shows it"
-                raise LaunchError(Problem("head-unresolved", what, (f"{launcher.kind}, {launcher.by}"), fix=fix)) from None
+                raise LaunchError(
+                    Problem("head-unresolved", what, (f"{launcher.kind}, {launcher.by}"), fix=fix)
+                ) from None
         time.sleep(min(_EVERY_S, max(deadline - time.monotonic(), 0.0)))
     address = str(found[0][4][0])
     spans_nodes = launcher.nodes > 1 or launcher.world_size > launcher.local_world_size

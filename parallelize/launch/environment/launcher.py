@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from parallelize.errors import LaunchError, Problem
 from parallelize.launch.environment.host_lists import expand_hosts
@@ -75,7 +76,9 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _as_rank(environ, "ray" if is_ray else "torchrun", "RANK and WORLD_SIZE")
     if int(environ.get("SLURM_JOB_NUM_NODES", "1") or 1) > 1:
-        what = f"this is the batch script of job {environ.get('SLURM_JOB_ID')} on {environ['SLURM_JOB_NUM_NODES']} nodes"
+        what = (
+            f"this is the batch script of job {environ.get('SLURM_JOB_ID')} on {environ['SLURM_JOB_NUM_NODES']} nodes"
+        )
         fix = "srun parallelize run ...; `parallelize run --emit slurm` writes the script"
         raise LaunchError(Problem("not-under-srun", f"{what}, and srun did not start this process", fix=fix))
     return Launcher("alone", "no launcher's variables are set")
@@ -111,14 +114,20 @@ def _srun(environ: Mapping[str, str]) -> Launcher:
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
     job = _number(environ, "SLURM_JOB_ID") if "SLURM_JOB_ID" in environ else 0
     step = environ["SLURM_STEP_ID"]
-    place = {"hosts": hosts, "head": hosts[0], "port": FIRST_PORT + (job * 7 + int(step if step.isdigit() else 0)) % PORTS}
+    place: dict[str, Any] = {
+        "hosts": hosts,
+        "head": hosts[0],
+        "port": FIRST_PORT + (job * 7 + int(step if step.isdigit() else 0)) % PORTS,
+    }
     by = f"job {job}, step {step}, {tasks} tasks on {len(hosts)} nodes"
     per_node = tasks // len(hosts)
     if tasks % len(hosts):
         what = f"{tasks} tasks do not divide over {len(hosts)} nodes"
         raise LaunchError(Problem("bad-environment", what, fix="srun --ntasks-per-node N"))
     if tasks == len(hosts) and (devices := _devices_of_task(environ)) != 1:
-        return Launcher("srun", by, nodes=len(hosts), node_rank=_number(environ, "SLURM_NODEID"), ranks_per_node=devices, **place)
+        return Launcher(
+            "srun", by, nodes=len(hosts), node_rank=_number(environ, "SLURM_NODEID"), ranks_per_node=devices, **place
+        )
     return Launcher(
         "srun",
         by,
@@ -146,7 +155,9 @@ def _node(environ: Mapping[str, str], kind: str) -> Launcher:
     node_rank = environ.get("PET_NODE_RANK", environ.get("RANK", ""))
     if not nodes.isdigit() or not node_rank.isdigit():
         what = f"{kind} gave this node the number {node_rank!r} of {nodes!r}"
-        raise LaunchError(Problem("bad-environment", what, fix="PET_NODE_RANK and PET_NNODES, or RANK and WORLD_SIZE, as numbers"))
+        raise LaunchError(
+            Problem("bad-environment", what, fix="PET_NODE_RANK and PET_NNODES, or RANK and WORLD_SIZE, as numbers")
+        )
     per_node = environ.get("PET_NPROC_PER_NODE", "")
     return Launcher(
         kind,
@@ -169,5 +180,7 @@ def _need(environ: Mapping[str, str], kind: str, *names: str) -> None:
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
     if not text.isdigit():
-        raise LaunchError(Problem("bad-environment", f"{name} is {text!r}, which is no number", fix=f"unset {name}, or correct it"))
+        raise LaunchError(
+            Problem("bad-environment", f"{name} is {text!r}, which is no number", fix=f"unset {name}, or correct it")
+        )
     return int(text)

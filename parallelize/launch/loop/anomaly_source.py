@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,9 @@ class _Suspect:
 def source_of_nonfinite(parallel: ParallelModel, batch: dict[str, Any]) -> str:
     """One line that names module and rank. A collective; call it before gradients are zeroed."""
     gradient = _nonfinite_gradient(parallel.module)  # before the forward, which may leave none
-    weight = next((name for name, parameter in parallel.module.named_parameters() if not _finite(plain_local(parameter))), "")
+    weight = next(
+        (name for name, parameter in parallel.module.named_parameters() if not _finite(plain_local(parameter))), ""
+    )
     first = _first_output(parallel, batch)
     answers = _gathered((first, weight, gradient))
     suspects = [answer[0] for answer in answers if answer[0] is not None]
@@ -78,10 +80,8 @@ def _first_output(parallel: ParallelModel, batch: dict[str, Any]) -> _Suspect | 
     """The first module of this rank whose output is not finite while its inputs are."""
     found: list[tuple[str, bool]] = []
     with _watched(parallel.module, lambda name, clean: found.append((name, clean))):
-        try:
+        with suppress(ParallelizeError):  # of the loss that is not finite, which is known
             parallel.evaluate(**batch)
-        except ParallelizeError:  # the loss that is not finite, which is known
-            pass
     rank = dist.get_rank() if dist.is_initialized() else 0
     names = parallel.mesh.mesh_dim_names or ()
     stage = parallel.mesh.get_local_rank("pp") if "pp" in names else 0
@@ -116,7 +116,11 @@ def _all_finite(values: Any) -> bool:
 
 def _finite(tensor: torch.Tensor) -> bool:
     """Of a tensor without values: it counts as finite."""
-    return tensor.is_meta or math.isfinite(float(tensor.detach().float().abs().sum())) or bool(torch.isfinite(tensor).all())
+    return (
+        tensor.is_meta
+        or math.isfinite(float(tensor.detach().float().abs().sum()))
+        or bool(torch.isfinite(tensor).all())
+    )
 
 
 def _gathered(value: Any) -> list[Any]:

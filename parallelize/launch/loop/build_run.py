@@ -75,7 +75,17 @@ def build_run(config: RunConfig, around: Surroundings, stack: ExitStack) -> Trai
     metrics = _metrics(config, around, num_parameters)
     stack.callback(metrics.close)
     return TrainLoop(
-        config, parallel, data, optimizer, schedule, metrics, stopping, checkpoints, around.device, around.tell, anomalies
+        config,
+        parallel,
+        data,
+        optimizer,
+        schedule,
+        metrics,
+        stopping,
+        checkpoints,
+        around.device,
+        around.tell,
+        anomalies,
     )
 
 
@@ -128,7 +138,9 @@ def note_peaks(loop: TrainLoop, around: Surroundings) -> None:
             predicted = around.predicted.memory_of(stage).get("peak", 0) if around.predicted is not None else 0
             loop.metrics.page.peaks.append((f"rank {rank} (pp rank {stage})", measured, float(predicted)))
         if around.device == "cpu":
-            loop.metrics.page.notes.append("Measured memory on a CPU is that of the process, with Python and its libraries.")
+            loop.metrics.page.notes.append(
+                "Measured memory on a CPU is that of the process, with Python and its libraries."
+            )
 
 
 def report_folder(config: RunConfig) -> Path:

@@ -24,7 +24,11 @@ def object_of(text: str, default_module: str = "") -> Any:
     except ModuleNotFoundError as error:
         if error.name is not None and not (module == error.name or module.startswith(error.name + ".")):
             raise  # the module exists, and imports one that does not
-        raise LaunchError(Problem("no-such-object", f"no module is called {module!r}", fix="package.module:name")) from None
+        raise LaunchError(
+            Problem("no-such-object", f"no module is called {module!r}", fix="package.module:name")
+        ) from None
     except AttributeError:
         names = [known for known in dir(importlib.import_module(module)) if not known.startswith("_")]
-        raise LaunchError(Problem("no-such-object", f"{module} has no {name!r}", fix=did_you_mean(name, names))) from None
+        raise LaunchError(
+            Problem("no-such-object", f"{module} has no {name!r}", fix=did_you_mean(name, names))
+        ) from None

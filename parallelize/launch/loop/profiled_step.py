@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,7 +57,8 @@ class _Groups(TorchDispatchMode):
 
     def __init__(self, axes: dict[str, str]):
         super().__init__()
-        self.axes, self.seen = axes, []
+        self.axes = axes
+        self.seen: list[tuple[str, str]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
@@ -103,9 +103,8 @@ def profiled(module: nn.Module, mesh: DeviceMesh) -> Iterator[ProfiledStep]:
     """Profile what runs inside; the result is filled at the end. Cost: the step takes up to twice as long."""
     result, groups = ProfiledStep(), _Groups(axes_by_group(mesh))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if mesh.device_type == "cuda" else [])]
-    with _named_modules(module), profile(activities=activities) as profiler, groups:
-        with record_function("step"):
-            yield result
+    with _named_modules(module), profile(activities=activities) as profiler, groups, record_function("step"):
+        yield result
     _fill(result, list(profiler.events() or []), groups.seen)
 
 

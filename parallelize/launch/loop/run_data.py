@@ -42,8 +42,12 @@ class RunData:
     def __init__(self, rows: Any, section: DataSection, mesh: Any, device: str, names: set[str] | None):
         self.device, self.names = device, names
         if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
-            batches = GlobalBatches(len(rows), section.global_batch, seed=section.seed, shuffle=section.shuffle, mesh=mesh)
-            generator = torch.Generator().manual_seed(section.seed)  # of workers' seeds: none is drawn from the process's
+            batches = GlobalBatches(
+                len(rows), section.global_batch, seed=section.seed, shuffle=section.shuffle, mesh=mesh
+            )
+            generator = torch.Generator().manual_seed(
+                section.seed
+            )  # of workers' seeds: none is drawn from the process's
             options: dict[str, Any] = dict(num_workers=section.workers, collate_fn=collate_rows, generator=generator)
             self.batches: Any = batches
             self._epoch: Callable[[], Any] = lambda: batches.track(DataLoader(rows, batch_sampler=batches, **options))
@@ -66,7 +70,9 @@ class RunData:
 
     def _moved(self, batch: Mapping[str, Any]) -> Batch:
         known = {name: value for name, value in batch.items() if self.names is None or name in self.names}
-        return {name: value.to(self.device) if isinstance(value, torch.Tensor) else value for name, value in known.items()}
+        return {
+            name: value.to(self.device) if isinstance(value, torch.Tensor) else value for name, value in known.items()
+        }
 
     def restart(self) -> None:
         """Begin again at the position of `batches`, which was loaded."""
@@ -81,7 +87,10 @@ def data_of(config: RunConfig, names: set[str] | None, mesh: Any, device: str, w
 def argument_names(module: nn.Module) -> set[str] | None:
     """Names of a batch that the model takes; None where it takes any. The loss takes `targets` and `labels`."""
     parameters = inspect.signature(module.forward).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()) and "position_ids" in parameters:
+    if (
+        any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        and "position_ids" in parameters
+    ):
         return None
     return {*parameters, "targets", "labels"}
 

@@ -44,7 +44,14 @@ class RunMetrics:
         self._logged = 0
 
     def log(
-        self, step: int, loss: float, norm: float, rate: float, seconds: float, memory: float, profile: ProfiledStep | None
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        rate: float,
+        seconds: float,
+        memory: float,
+        profile: ProfiledStep | None,
     ) -> None:
         """One step's numbers. memory: bytes of the rank with most. profile: of a profiled step, whose time is not typical."""
         if profile is not None:

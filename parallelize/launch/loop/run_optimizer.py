@@ -18,7 +18,9 @@ def optimizer_class(section: OptimizerSection) -> type[Optimizer]:
     """The class that the file names. Raises: LaunchError `no-such-object`, `bad-optimizer`."""
     cls = object_of(section.name, "torch.optim")
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise LaunchError(Problem("bad-optimizer", f"{section.name} is no optimizer", fix="AdamW, SGD, or module:Class"))
+        raise LaunchError(
+            Problem("bad-optimizer", f"{section.name} is no optimizer", fix="AdamW, SGD, or module:Class")
+        )
     return cls
 
 
@@ -41,7 +43,12 @@ class _Factor:
     """Step -> factor of the learning rate: linear warmup, then constant, linear or cosine. Its state is its arguments."""
 
     def __init__(self, section: ScheduleSection, steps: int):
-        self.warmup, self.decay, self.final, self.steps = section.warmup_steps, section.decay, section.final_fraction, steps
+        self.warmup, self.decay, self.final, self.steps = (
+            section.warmup_steps,
+            section.decay,
+            section.final_fraction,
+            steps,
+        )
 
     def __call__(self, step: int) -> float:
         if step < self.warmup:

@@ -54,7 +54,7 @@ class RunPage:
         if self.profiled is not None and self.profiled.spans:
             body.append(f"<h2>A profiled step of rank 0</h2><figure>{timeline(self.profiled)}</figure>")
         head = f'<meta charset="utf-8"/><title>{escape(self.heading)}</title><style>{STYLE}</style>'
-        return f"<!DOCTYPE html>\n<html lang=\"en\"><head>{head}</head><body>{''.join(body)}</body></html>\n"
+        return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>\n'
 
 
 def curve(title: str, points: Sequence[tuple[int, float]]) -> str:

@@ -46,7 +46,9 @@ def bytes_of_files(paths: Sequence[str]) -> Tokens:
     """The bytes of files, each of them one document. Raises: DataError `empty-data`; OSError."""
     sizes = [os.path.getsize(path) for path in paths]
     parts = [
-        torch.from_file(path, shared=False, size=size, dtype=torch.uint8) for path, size in zip(paths, sizes, strict=True) if size
+        torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+        for path, size in zip(paths, sizes, strict=True)
+        if size
     ]
     joined = JoinedTokens(parts)
     if not parts:
@@ -71,7 +73,9 @@ def _text_of_line(line: str, key: str, where: str) -> str:
     text = value.get(key) if isinstance(value, dict) else None
     if not isinstance(text, str):
         keys = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
-        raise DataError(Problem("bad-line", f"no text under {key!r}, but {keys[:100]}", where, fix="data.field names the key"))
+        raise DataError(
+            Problem("bad-line", f"no text under {key!r}, but {keys[:100]}", where, fix="data.field names the key")
+        )
     return text
 
 
@@ -110,7 +114,14 @@ def digest_of_sources(paths: Sequence[str], *settings: str) -> str:
     return hashlib.blake2b(repr((stats, settings)).encode(), digest_size=8).hexdigest()
 
 
-def cached_tokens(folder: Path, digest: str, documents: Callable[[], Iterable[str]], tokenizer: str, writes: bool, wait: Callable[[], None]) -> Tokens:
+def cached_tokens(
+    folder: Path,
+    digest: str,
+    documents: Callable[[], Iterable[str]],
+    tokenizer: str,
+    writes: bool,
+    wait: Callable[[], None],
+) -> Tokens:
     """Tokens from a file, which the ranks with `writes` make where it is missing. All ranks call it.
 
     wait: called on every rank after the file is there.

@@ -85,7 +85,7 @@ class TrainLoop:
         if anomaly is None or anomaly.action in GOES_ON:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        rate = self.schedule.get_last_lr()[0]
+        rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()
         if profile is not None:
             compare_ranks(profile)
@@ -108,7 +108,11 @@ class TrainLoop:
 
     def _answer(self, anomaly: Anomaly, batch: dict[str, Any], step: int) -> int | None:
         """Name the source, and do what the file says. Returns: the step to go back to. Raises: GradientError."""
-        named = source_of_nonfinite(self.parallel, batch) if anomaly.kind == "nonfinite" else largest_gradient(self.parallel)
+        named = (
+            source_of_nonfinite(self.parallel, batch)
+            if anomaly.kind == "nonfinite"
+            else largest_gradient(self.parallel)
+        )
         self.tell(f"{anomaly.what}: {named} ({anomaly.action})")
         if anomaly.action == "stop" or self.anomalies.too_many:
             fix = "anomalies: {nonfinite: skip} leaves such steps out, `rewind` goes back to the last checkpoint"

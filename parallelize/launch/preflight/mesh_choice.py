@@ -78,14 +78,26 @@ def _fitted(config: RunConfig, ranks: int, subject: Subject, machine: Machine) -
             **{name: value for name, value in explicit.items() if value is not None},
         ).best[0]
     except ParallelizeError as error:
+        if _lacks_plan(error) and config.data.global_batch % ranks == 0:
+            mesh = MeshSpec(dp=ranks)
+            options = _with_choices_of(config, config.options, mesh)
+            return ChosenMesh(mesh, options, f"{ranks} ranks: mesh {mesh}, as the model has no plan for other axes")
         what = f"no mesh of {ranks} ranks trains this run: {error.problems[0].what}"
-        raise LaunchError(Problem("no-mesh-fits", what, config.source, error.problems[0].rows, error.problems[0].fix)) from error
+        raise LaunchError(
+            Problem("no-mesh-fits", what, config.source, error.problems[0].rows, error.problems[0].fix)
+        ) from error
     setting = best.setting
     mesh = MeshSpec([(axis, size) for axis, size in setting.mesh.axes if size > 1 or axis == "dp"])
     options = Options(**{name: getattr(setting, name) for name in NAMES if getattr(setting, name) is not None})
     options = _with_choices_of(config, options, mesh)
     was = f"the file's mesh {config.mesh} has {config.mesh.world_size}" if config.mesh is not None else "mesh: auto"
     return ChosenMesh(mesh, options, f"{ranks} ranks: mesh {mesh} by `fit` ({was})")
+
+
+def _lacks_plan(error: ParallelizeError) -> bool:
+    """Whether `fit` has rejected meshes because the model has no plan, so that its data axes alone can be used."""
+    texts = [problem.slug for problem in error.problems] + [text for problem in error.problems for _, text in problem.rows]
+    return any("no-plan-for-model" in text for text in texts)
 
 
 def _with_choices_of(config: RunConfig, options: Options, mesh: MeshSpec) -> Options:

@@ -12,6 +12,7 @@ from parallelize.errors import ParallelizeError
 from parallelize.launch.environment.rank_map import crossing_groups
 from parallelize.launch.preflight.prediction import Predicted
 
+
 def placement_warnings(predicted: Predicted, machine: Machine, host_of: Mapping[int, str]) -> list[str]:
     """One line for each axis whose groups cross nodes."""
     mesh, options = predicted.setting.mesh, predicted.setting
@@ -29,7 +30,9 @@ def placement_warnings(predicted: Predicted, machine: Machine, host_of: Mapping[
 def _cost(predicted: Predicted, machine: Machine, ranks_per_host: int) -> str:
     """How much longer a step takes than with all ranks on one node, by `explain`."""
     try:
-        here = explain_subject(predicted.subject, predicted.setting, replace(machine, node_ranks=ranks_per_host)).time.in_turn_s
+        here = explain_subject(
+            predicted.subject, predicted.setting, replace(machine, node_ranks=ranks_per_host)
+        ).time.in_turn_s
         inside = replace(machine, node_ranks=predicted.setting.mesh.world_size)
         best = explain_subject(predicted.subject, predicted.setting, inside).time.in_turn_s
     except ParallelizeError:

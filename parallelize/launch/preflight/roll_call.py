@@ -89,14 +89,18 @@ def differences(facts: Facts) -> list[Problem]:
         values = values_by_rank(facts, name)
         if len({value for _, value in values}) > 1:
             fix = "install the same versions, and start every rank with the same files"
-            problems.append(Problem("ranks-differ", f"ranks have different values of {name}", rows=ranks_by_value(values), fix=fix))
+            problems.append(
+                Problem("ranks-differ", f"ranks have different values of {name}", rows=ranks_by_value(values), fix=fix)
+            )
     slots: dict[tuple[str, str], list[int]] = {}
     for rank, fact in sorted(facts.items()):
         slots.setdefault((fact["host"], fact["slot"]), []).append(rank)
     for (host, slot), ranks in slots.items():
         if len(ranks) > 1:
             what = f"ranks {short_list(list(map(str, ranks)))} share {slot} of {host}"
-            problems.append(Problem("device-shared", what, fix="one rank a GPU: fewer ranks on this node, or LOCAL_RANK of each"))
+            problems.append(
+                Problem("device-shared", what, fix="one rank a GPU: fewer ranks on this node, or LOCAL_RANK of each")
+            )
     return problems
 
 

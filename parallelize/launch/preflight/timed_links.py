@@ -38,7 +38,9 @@ class TimedLink:
         )
 
 
-def timed_links(mesh: DeviceMesh, machine: Machine, store: Any, hosts: dict[int, str], limit_s: float) -> list[TimedLink]:
+def timed_links(
+    mesh: DeviceMesh, machine: Machine, store: Any, hosts: dict[int, str], limit_s: float
+) -> list[TimedLink]:
     """The bandwidth of each axis with several ranks, the same on every rank. A collective.
 
     Raises: LaunchError `link-silent` with the ranks of a group that have not come to the collective.
@@ -82,9 +84,13 @@ def _silent(axis: str, ranks: list[int], store: Any, hosts: dict[int, str], erro
     absent = [rank for rank in ranks if not store.check([f"link/{axis}/{rank}"])]
     named = [f"{rank} on {hosts.get(rank, 'an unknown host')}" for rank in absent or ranks]
     what = f"an all_reduce along {axis} did not end; " + (
-        f"ranks {short_list(named)} have not come" if absent else f"all of ranks {short_list(named)} have come, so a link is cut"
+        f"ranks {short_list(named)} have not come"
+        if absent
+        else f"all of ranks {short_list(named)} have come, so a link is cut"
     )
-    return LaunchError(Problem("link-silent", what, rows=(("said", str(error).splitlines()[0][:160]),), fix="look at that host"))
+    return LaunchError(
+        Problem("link-silent", what, rows=(("said", str(error).splitlines()[0][:160]),), fix="look at that host")
+    )
 
 
 def _slowest(seconds: float, mesh: DeviceMesh) -> float:

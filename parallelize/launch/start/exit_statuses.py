@@ -16,13 +16,14 @@ class Ended:
 
     Attributes:
         status: of the run, if it is not tried again. again: whether another attempt may succeed.
-        blamed: the rank that failed first, as far as statuses tell; None where no rank did. what: one line.
+        blamed: the rank that failed first, as far as statuses tell; None where no rank did. what: one line. by: its status.
     """
 
     status: int
     again: bool
     blamed: int | None
     what: str
+    by: int = 0
 
 
 def judge(statuses: Mapping[int, int]) -> Ended:
@@ -32,11 +33,13 @@ def judge(statuses: Mapping[int, int]) -> Ended:
     for status in (MISTAKE, ENVIRONMENT, REQUEUE):
         ranks = [rank for rank, ended in statuses.items() if ended == status]
         if ranks:
-            what = "stopped by a signal, and saved" if status == REQUEUE else f"rank {ranks[0]} ended with status {status}"
+            what = (
+                "stopped by a signal, and saved" if status == REQUEUE else f"rank {ranks[0]} ended with status {status}"
+            )
             return Ended(status, False, ranks[0], what)
     # SIGTERM is what the launcher sends to the others; a rank that was killed is to blame before one that lost its peer
     killed = [rank for rank, status in sorted(statuses.items()) if status < 0 and status != -15]
     blamed = killed[0] if killed else min(statuses)
     status = statuses[blamed]
     how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-    return Ended(FAILED, True, blamed, f"rank {blamed} {how}")
+    return Ended(FAILED, True, blamed, f"rank {blamed} {how}", status)

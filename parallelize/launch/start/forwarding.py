@@ -62,7 +62,9 @@ def children() -> list[int]:
     """The process ids of this process's children."""
     if sys.platform == "linux":
         return list(_children_by_proc())
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False, timeout=20).stdout
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False, timeout=20
+    ).stdout
     pairs = [line.split() for line in listed.splitlines()]
     return [int(pid) for pid, parent in pairs if int(parent) == os.getpid()]
 

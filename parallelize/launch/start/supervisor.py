@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.environment.launcher import SUPERVISOR, Launcher
 from parallelize.launch.start.exit_statuses import FAILED, Ended, judge
 from parallelize.launch.start.forwarding import Forwarding, wait_for_end
-from parallelize.terminal.console import FINE
+from parallelize.terminal.console import FINE, REQUEUE
 
 _LAST_CALL_S = 60  # for nodes that come back after a failure
 _BETWEEN_S = 0.5
@@ -61,7 +62,9 @@ def _attempts(started: Supervised, signals: Forwarding) -> int:
     ranks, left, blamed, step = started.ranks, started.restarts, None, _newest_step(started.config)
     while True:
         ended = _attempt(started, ranks, 0)
-        if not ended.again or signals.received or left == 0:
+        if ended.again and signals.received:
+            return _interrupted(started, ended, signals)
+        if not ended.again or left == 0:
             if ended.status == FAILED:
                 started.tell(f"{ended.what}{'; no restarts are left' if started.restarts else ''}")
             return FAILED if ended.again else ended.status
@@ -73,6 +76,17 @@ def _attempts(started: Supervised, signals: Forwarding) -> int:
         where = f"step {newest}" if newest else "the beginning"
         started.tell(f"{ended.what}; starting {ranks} ranks again from {where} ({left} more restarts)")
         time.sleep(_BETWEEN_S)
+
+
+def _interrupted(started: Supervised, ended: Ended, signals: Forwarding) -> int:
+    """The status after a signal that ranks did not answer by a save: they had not begun, or a second one came."""
+    name = signals.received[-1]
+    number = signal.Signals[name].value
+    if ended.by == -number:
+        started.tell(f"{name}: stopped before the first step; nothing is lost, start it again")
+        return REQUEUE
+    started.tell(f"{name}: {ended.what}, without a save; the last checkpoint is intact")
+    return 128 + number
 
 
 def _newest_step(config: RunConfig) -> int:
@@ -107,12 +121,14 @@ def _launch_config(started: Supervised, ranks: int, restarts: int) -> LaunchConf
         min_nodes=1 if restarts else launcher.nodes,
         max_nodes=launcher.nodes,
         nproc_per_node=ranks,
-        run_id=f"parallelize-{launcher.port}" if launcher.nodes > 1 else f"parallelize-{os.getpid()}-{time.monotonic_ns()}",
+        run_id=f"parallelize-{launcher.port}"
+        if launcher.nodes > 1
+        else f"parallelize-{os.getpid()}-{time.monotonic_ns()}",
         rdzv_backend="c10d",
         rdzv_endpoint=f"{launcher.head}:{launcher.port}" if launcher.nodes > 1 else "127.0.0.1:0",
         rdzv_configs=several if launcher.nodes > 1 else {},
         max_restarts=restarts,
         monitor_interval=0.1,
-        **({"local_addr": "127.0.0.1"} if launcher.nodes == 1 else {}),
+        local_addr="127.0.0.1" if launcher.nodes == 1 else None,
         **{name: value for name, value in options.items() if name in known},
     )

@@ -29,6 +29,8 @@ def _parts(text: str) -> Iterator[str]:
     depth, start = 0, 0
     for index, character in enumerate(text):
         depth += (character == "[") - (character == "]")
+        if depth not in (0, 1):
+            raise _wrong(text, "a bracket that does not belong")
         if character == "," and depth == 0:
             yield text[start:index]
             start = index + 1
@@ -40,8 +42,10 @@ def _parts(text: str) -> Iterator[str]:
 
 def _expand(part: str, text: str) -> Iterator[str]:
     match = _BRACKET.fullmatch(part)
-    if match is None:
+    if match is None and part:
         yield part
+        return
+    if match is None:
         return
     before, ranges, after = match.groups()
     for interval in ranges.split(","):
@@ -51,7 +55,7 @@ def _expand(part: str, text: str) -> Iterator[str]:
         if int(last or first) - int(first) > MOST:
             raise _wrong(text, f"more than {MOST} hosts")
         for number in range(int(first), int(last or first) + 1):
-            for rest in _expand(after, text):
+            for rest in _expand(after, text) if after else ("",):
                 yield f"{before}{number:0{len(first)}d}{rest}"
 
 

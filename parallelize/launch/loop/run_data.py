@@ -29,7 +29,7 @@ class RunData:
     """Batches of this data rank, without end.
 
     Args:
-        rows: a map-style data set of rows, or an iterable of them.
+        rows: a map-style data set of rows; or an iterable of them, a function of the epoch that returns one, or a list of these.
         section: what the file of the run says.
         mesh: the mesh of all processes.
         device: where batches are put.
@@ -41,7 +41,7 @@ class RunData:
 
     def __init__(self, rows: Any, section: DataSection, mesh: Any, device: str, names: set[str] | None):
         self.device, self.names = device, names
-        if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
+        if _is_map_style(rows):
             batches = GlobalBatches(
                 len(rows), section.global_batch, seed=section.seed, shuffle=section.shuffle, mesh=mesh
             )
@@ -77,6 +77,12 @@ class RunData:
     def restart(self) -> None:
         """Begin again at the position of `batches`, which was loaded."""
         self._stream = None
+
+
+def _is_map_style(rows: Any) -> bool:
+    """Whether rows have a length and an index. A list of functions is a list of sources that are iterated."""
+    sources = isinstance(rows, list | tuple) and bool(rows) and callable(rows[0])
+    return hasattr(rows, "__getitem__") and hasattr(rows, "__len__") and not sources
 
 
 def data_of(config: RunConfig, names: set[str] | None, mesh: Any, device: str, wait: Callable[[], None]) -> RunData:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +17,7 @@ from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.stopping import Stopping
 from parallelize.errors import GradientError, Problem
 from parallelize.launch.config.run_config import RunConfig
+from parallelize.launch.emit.job import save_time_file
 from parallelize.launch.loop.anomalies import GOES_ON, Anomaly, AnomalyWatch
 from parallelize.launch.loop.anomaly_source import largest_gradient, source_of_nonfinite
 from parallelize.launch.loop.process_memory import used_bytes
@@ -151,8 +153,19 @@ class TrainLoop:
         assert self.checkpoints is not None
         self.checkpoints.save(step)
         self.saved_step = step
-        if self.checkpoints.save_s:
-            self.stopping.compare(self.checkpoints.save_s, "as the last one did")
+        self._note_save_time()
+
+    def _note_save_time(self) -> None:
+        """Of the save before, where it is in the background: for the launch files that `--emit` writes, and a warning."""
+        assert self.checkpoints is not None
+        if not self.checkpoints.save_s:
+            return
+        if warning := self.stopping.compare(self.checkpoints.save_s, "as the last one did"):
+            self.tell(f"warning: {warning}")
+        if is_first_rank():
+            path = save_time_file(self.config)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"save_s": round(self.checkpoints.save_s, 3)}), encoding="utf-8")
 
     def _stop(self, step: int) -> None:
         """All ranks have agreed to stop after this step."""

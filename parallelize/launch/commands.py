@@ -54,7 +54,7 @@ def _run(options: argparse.Namespace) -> int:
         print(FILE)
         return FINE
     os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "5"
+        "KINETO_LOG_LEVEL", "6"
     )  # the profiler says nothing of its own, as long as torch is not imported
     _check_arguments(options)
     config = read_run_config(options.config, options.overrides)

@@ -47,7 +47,12 @@ def test_launch_files_schemas_and_mistakes_need_no_ranks(tmp_path, capsys, monke
     path = write_run(tmp_path)
     assert "srun --kill-on-bad-exit" in emitted(path, capsys, "--emit", "slurm", "--ranks-per-node", "2")
     assert json.loads(Path(emitted(path, capsys, "--schema").strip()).read_text())["type"] == "object"
-    for arguments in (["run"], ["run", "run.yaml", "--restarts", "-1"], ["run", "absent.yaml"], ["run", "run.yaml", "step=1"]):
+    for arguments in (
+        ["run"],
+        ["run", "run.yaml", "--restarts", "-1"],
+        ["run", "absent.yaml"],
+        ["run", "run.yaml", "step=1"],
+    ):
         assert main(arguments) == 2
     assert re.findall(r"(?:^|: )(bad-option|no-such-run|unknown-key):", capsys.readouterr().err, re.M) == [
         "bad-option",
@@ -113,9 +118,22 @@ def test_out_of_memory_leaves_a_report(tmp_path):
 @pytest.mark.sweep
 @marked
 def test_the_same_command_runs_under_torchrun_and_as_tasks_of_srun(tmp_path):
-    path = write_run(tmp_path, steps=3, model=LLAMA, mesh="tp=2", metrics={"html": "page.html", "jsonl": "metrics.jsonl"})
+    path = write_run(
+        tmp_path, steps=3, model=LLAMA, mesh="tp=2", metrics={"html": "page.html", "jsonl": "metrics.jsonl"}
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "parallelize", "run", path.name]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "parallelize",
+        "run",
+        path.name,
+    ]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.startswith("torchrun: 2 ranks, 2 on this node"), done.stderr[-2000:]
     assert "predicted: peak" in done.stdout and "link: tp (2 ranks)" in done.stdout
@@ -123,12 +141,12 @@ def test_the_same_command_runs_under_torchrun_and_as_tasks_of_srun(tmp_path):
     assert "A profiled step of rank 0" in (tmp_path / "page.html").read_text()
     task = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0"}
     task |= {"SLURM_STEP_NODELIST": "localhost"}
-    tasks = [
-        started(path, "steps=5", **task, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)
-    ]
+    tasks = [started(path, "steps=5", **task, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
     with tasks[0] as first, tasks[1] as second:
         assert finish(first, path) == 0 and finish(second, path) == 0, output_of(path)
-    assert "srun: 2 ranks, 2 on this node, head node localhost" in output_of(path) and "resumed at step 3" in output_of(path)
+    assert "srun: 2 ranks, 2 on this node, head node localhost" in output_of(path) and "resumed at step 3" in output_of(
+        path
+    )
 
 
 @pytest.mark.sweep

@@ -6,6 +6,7 @@ A dispatch mode sees each collective with its group, and the profiler times it u
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -21,7 +23,8 @@ from parallelize import _torch_groups as private_groups
 from parallelize._torch_private import TorchDispatchMode
 from parallelize.comm.groups import mesh_spec
 
-_MODULE, _WAITS = "module ", ("recv", "barrier")
+_MODULE = "module "
+_RECEIVES = "recv"  # they are posted before their sender has begun, so that their time is that of the sender
 _TIMED = ("gloo:", "nccl:")
 MOST_SPANS = 4000
 
@@ -31,20 +34,18 @@ class ProfiledStep:
     """What one step of this rank did.
 
     Attributes:
-        by_axis: axis to seconds in its collectives, waiting for others included. busy_s: the step without them.
+        by_axis: axis to seconds in which a collective of it was in flight, waiting for others included, and for receives excluded.
+        busy_s: what this rank computed: the time of its thread on a CPU, of its kernels on a GPU.
         spans: (row, name, start, stop) in seconds: modules by depth, and collectives.
         largest: of each axis, the rank with the most. imbalance: busy time of the slowest rank over the mean, less 1.
     """
 
     step_s: float = 0.0
+    busy_s: float = 0.0
     by_axis: dict[str, float] = field(default_factory=dict)
     spans: list[tuple[str, str, float, float]] = field(default_factory=list)
     largest: dict[str, float] = field(default_factory=dict)
     imbalance: float = 0.0
-
-    @property
-    def busy_s(self) -> float:
-        return max(0.0, self.step_s - sum(self.by_axis.values()))
 
     def scalars(self) -> dict[str, float]:
         """Tagged numbers for the loggers."""
@@ -104,7 +105,9 @@ def profiled(module: nn.Module, mesh: DeviceMesh) -> Iterator[ProfiledStep]:
     result, groups = ProfiledStep(), _Groups(axes_by_group(mesh))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if mesh.device_type == "cuda" else [])]
     with _named_modules(module), profile(activities=activities) as profiler, groups, record_function("step"):
+        began = time.thread_time()
         yield result
+        result.busy_s = time.thread_time() - began
     _fill(result, list(profiler.events() or []), groups.seen)
 
 
@@ -142,16 +145,32 @@ def _fill(result: ProfiledStep, events: list[Any], calls: list[tuple[str, str]])
     result.step_s = step.time_range.elapsed_us() / 1e6 if step is not None else 0.0
     timed = sorted((e for e in events if e.name.startswith(_TIMED)), key=lambda event: event.time_range.start)
     matched = len(timed) == len(calls)
+    intervals: dict[str, list[tuple[float, float]]] = {}
     for number, event in enumerate(timed):
         axis = calls[number][1] if matched else "all"
-        device_us = getattr(event, "device_time_total", 0.0)
-        seconds = (device_us or event.time_range.elapsed_us()) / 1e6
-        result.by_axis[axis] = result.by_axis.get(axis, 0.0) + seconds
         _span(result, axis, event.name, event, began)
+        if _RECEIVES not in event.name:
+            start = event.time_range.start
+            length_us = getattr(event, "device_time_total", 0.0) or event.time_range.elapsed_us()
+            intervals.setdefault(axis, []).append((start, start + length_us))
+    result.by_axis = {axis: covered(pairs) / 1e6 for axis, pairs in intervals.items()}
+    if kernels_us := sum(
+        e.device_time_total for e in events if e.device_type != DeviceType.CPU and "nccl" not in e.name
+    ):
+        result.busy_s = kernels_us / 1e6
     for event in events:
         if event.name.startswith(_MODULE):
             name = event.name.removeprefix(_MODULE)
             _span(result, f"modules {name.count('.')}", name, event, began)
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def _span(result: ProfiledStep, row: str, name: str, event: Any, began: float) -> None:

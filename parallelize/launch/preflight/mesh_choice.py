@@ -96,7 +96,9 @@ def _fitted(config: RunConfig, ranks: int, subject: Subject, machine: Machine) -
 
 def _lacks_plan(error: ParallelizeError) -> bool:
     """Whether `fit` has rejected meshes because the model has no plan, so that its data axes alone can be used."""
-    texts = [problem.slug for problem in error.problems] + [text for problem in error.problems for _, text in problem.rows]
+    texts = [problem.slug for problem in error.problems] + [
+        text for problem in error.problems for _, text in problem.rows
+    ]
     return any("no-plan-for-model" in text for text in texts)
 
 

@@ -75,7 +75,9 @@ threading.Event().wait()  # as in a collective: no Python handler would run in t
 
 @pytest.mark.processes
 def test_a_second_signal_ends_a_process_that_waits_for_ever():
-    with subprocess.Popen([sys.executable, "-c", SECOND], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", SECOND], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGTERM)

@@ -97,7 +97,12 @@ def test_a_file_that_is_not_there_has_a_name(tmp_path):
 def test_the_schema_is_that_of_the_loader():
     assert FILE.read_text() == schema_text()
     jsonschema.Draft202012Validator.check_schema(run_schema())
-    jsonschema.validate(yaml.safe_load(GOOD.replace("overlap: off", 'overlap: "off"').replace("3e-4", "3.0e-4").replace("1e4", "1.0e+4")), run_schema())
+    jsonschema.validate(
+        yaml.safe_load(
+            GOOD.replace("overlap: off", 'overlap: "off"').replace("3e-4", "3.0e-4").replace("1e4", "1.0e+4")
+        ),
+        run_schema(),
+    )
     for wrong in ({"steps": 0}, {"stepz": 1}, {"schedule": {"decay": "cosin"}}, {"options": {"zeros": 1}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, run_schema())

@@ -60,7 +60,14 @@ def test_torchrun(tmp_path):
     checked_by_bash(text)
     command = shlex.split(next(line for line in text.splitlines() if line.startswith("exec torchrun")))
     assert {"--nnodes=1:4", "--nproc-per-node=8", "--numa-binding=node", "--rdzv-backend=c10d"} <= set(command)
-    assert command[command.index("-m") + 1 :] == ["parallelize", "run", "runs/my run.yaml", "steps=10", "--restarts", "3"]
+    assert command[command.index("-m") + 1 :] == [
+        "parallelize",
+        "run",
+        "runs/my run.yaml",
+        "steps=10",
+        "--restarts",
+        "3",
+    ]
     from torch.distributed.run import get_args_parser
 
     read = get_args_parser().parse_args([part.replace("$NODE", "0") for part in command[2:]])

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from parallelize.errors import DataError, LaunchError
-from parallelize.launch.config.run_config import DataSection, RunConfig
+from parallelize.launch.config.run_config import DataSection, OptimizerSection, RunConfig, ScheduleSection
 from parallelize.launch.loop import token_files
 from parallelize.launch.loop.named_objects import object_of
 from parallelize.launch.loop.run_data import RunData, argument_names, data_of
 from parallelize.launch.loop.run_optimizer import _Factor, optimizer_class
-from parallelize.launch.config.run_config import OptimizerSection, ScheduleSection
 
 
 def files(tmp_path, *texts: str) -> list[str]:
@@ -43,7 +42,9 @@ def test_lines_are_tokenized_once_and_found_again(tmp_path):
     assert batch["input_ids"].shape == (1, 2) and {"targets", "position_ids"} <= batch.keys()
 
 
-@pytest.mark.parametrize(("line", "what"), [("{", "no JSON"), ('{"body": 1}', "no text under 'text', but body"), ("3", "int")])
+@pytest.mark.parametrize(
+    ("line", "what"), [("{", "no JSON"), ('{"body": 1}', "no text under 'text', but body"), ("3", "int")]
+)
 def test_a_line_that_is_no_document_is_named(tmp_path, line, what):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"text": "fine"}\n' + line)
@@ -63,7 +64,10 @@ def test_files_without_tokens_are_refused(tmp_path):
 
 
 def rows(count=6):
-    return [{"input_ids": torch.tensor([n, n]), "targets": torch.tensor([n, n]), "other": torch.tensor([0, 0])} for n in range(count)]
+    return [
+        {"input_ids": torch.tensor([n, n]), "targets": torch.tensor([n, n]), "other": torch.tensor([0, 0])}
+        for n in range(count)
+    ]
 
 
 def test_batches_go_on_over_epochs_and_from_a_saved_position():

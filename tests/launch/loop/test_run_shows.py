@@ -13,7 +13,7 @@ from torch import nn
 from parallelize import build_mesh
 from parallelize.launch.loop.memory_report import is_out_of_memory, write_memory_report
 from parallelize.launch.loop.process_memory import used_bytes
-from parallelize.launch.loop.profiled_step import ProfiledStep, compare_ranks, profiled
+from parallelize.launch.loop.profiled_step import ProfiledStep, compare_ranks, covered, profiled
 from parallelize.launch.loop.run_page import RunPage
 from parallelize.launch.preflight.prediction import Summary
 
@@ -27,7 +27,12 @@ def profiled_axes(rank: int) -> tuple[dict[str, float], list[str], float]:
         dist.all_reduce(x, group=mesh.get_group("dp"), async_op=True).wait()
         dist.all_reduce(x)
     compare_ranks(profile)
+    assert 0 < profile.busy_s < profile.step_s
     return profile.largest, [name for _, name, _, _ in profile.spans], profile.imbalance
+
+
+def test_time_in_flight_is_that_of_the_union():
+    assert covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4.0 and covered([]) == 0.0
 
 
 @pytest.mark.xdist_group("ranks")
@@ -42,13 +47,32 @@ def test_collectives_are_timed_by_axis(four_processes):
 def test_the_page_is_a_page(tmp_path):
     page = RunPage("llama <tiny>", notes=["a & b"])
     for step in range(2000):
-        page.log({"loss": 3.0 if step % 500 else math.nan, "tokens_per_s": 100.0 + step, "memory_gib": 0.5, "comm_tp_ms": 1.0}, step)
+        page.log(
+            {
+                "loss": 3.0 if step % 500 else math.nan,
+                "tokens_per_s": 100.0 + step,
+                "memory_gib": 0.5,
+                "comm_tp_ms": 1.0,
+            },
+            step,
+        )
     page.peaks.append(("rank 0", 2e6, 1e6))
-    page.profiled = ProfiledStep(0.1, {"tp": 0.01}, [("modules 0", "model", 0.0, 0.05), ("tp", "gloo:all_reduce", 0.05, 0.06)])
+    page.profiled = ProfiledStep(
+        0.1, {"tp": 0.01}, [("modules 0", "model", 0.0, 0.05), ("tp", "gloo:all_reduce", 0.05, 0.06)]
+    )
     page.write(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     xml.dom.minidom.parseString(text.split("\n", 1)[1])
-    for shown in ("llama &lt;tiny&gt;", "Loss", "Tokens per second", "2 MB", "1 MB", "gloo:all_reduce: 10.000 ms", "NaN", "comm_tp_ms"):
+    for shown in (
+        "llama &lt;tiny&gt;",
+        "Loss",
+        "Tokens per second",
+        "2 MB",
+        "1 MB",
+        "gloo:all_reduce: 10.000 ms",
+        "NaN",
+        "comm_tp_ms",
+    ):
         assert shown in text, shown
     assert len(text) < 2_000_000 and len(list(tmp_path.iterdir())) == 1
 

@@ -6,8 +6,8 @@ import pytest
 
 from parallelize.errors import LaunchError
 from parallelize.launch.config.run_config_file import parse_run_config
-from parallelize.launch.local_ranks import count_ranks, fewer_ranks
 from parallelize.launch.environment.launcher import Launcher
+from parallelize.launch.local_ranks import count_ranks, fewer_ranks
 from parallelize.launch.preflight.mesh_choice import ChosenMesh, choose_mesh
 from parallelize.launch.preflight.placement import placement_warnings
 from parallelize.launch.preflight.prediction import Summary, machine_of, predict, subject_of

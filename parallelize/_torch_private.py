@@ -451,15 +451,6 @@ def in_data_worker() -> bool:
     return bool(_WORKER) or torch.utils.data.get_worker_info() is not None
 
 
-def record_memory_history() -> None:
-    """Let the allocator of GPUs note where memory is allocated, for `dump_memory_snapshot` (since 2.1)."""
-    recording = getattr(torch.cuda.memory, "_record_memory_history", None)
-    if recording is not None:
-        recording(max_entries=100_000)
-
-
-def dump_memory_snapshot(path: str) -> None:
-    """Write what the allocator of GPUs has, for pytorch.org/memory_viz (since 2.1)."""
-    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
-    if dump is not None:
-        dump(path)
+record_memory_history: Callable[..., None] = getattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
+dump_memory_snapshot: Callable[[str], None] = getattr(torch.cuda.memory, "_dump_snapshot", lambda _: None)
+"""A file of what the allocator of GPUs has, for pytorch.org/memory_viz; the other one lets it note where (since 2.1)."""

@@ -25,6 +25,7 @@ from parallelize import _torch_private as private
 from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
 from parallelize.comm.groups import build_mesh, destroy_groups
 from parallelize.errors import (
+    CheckpointError,
     DataError,
     GradientError,
     LaunchError,
@@ -48,12 +49,15 @@ from parallelize.launch.preflight.prediction import Summary, machine_of, predict
 from parallelize.launch.preflight.rank_facts import facts_of_rank
 from parallelize.launch.preflight.roll_call import LIMIT_S, Facts, remarks, roll_call
 from parallelize.launch.preflight.timed_links import timed_links
-from parallelize.launch.start.exit_statuses import FAILED
+from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
 from parallelize.models.model_source import read_model
 from parallelize.terminal.console import FINE, status_of
 
 MISTAKES = (LaunchError, PlanError, MeshError, ModelError, ShapeError, DataError, GradientError)
 """Errors that another attempt would meet again. Others are failures: of a peer, a disk, a device."""
+PASSING = {"rank-lost", "write-failed", "failed", "folder-in-use"}
+"""Errors of checkpoints that another attempt may not meet."""
+_OF_PEERS = ("rank-lost", "peer-lost", "by peer", "Timed out", "ncclRemoteError", "Broken pipe")
 _CHOICE_S = 600  # `fit` and `explain` of a large model, on rank 0
 
 
@@ -116,7 +120,7 @@ def _device(config: RunConfig, launcher: Launcher) -> str:
         )
         raise LaunchError(Problem("no-gpu", what, config.source, fix="device: cpu, or fewer ranks on this node"))
     torch.cuda.set_device(launcher.local_rank)
-    private.record_memory_history()
+    private.record_memory_history(max_entries=100_000)
     return f"cuda:{launcher.local_rank}"
 
 
@@ -182,7 +186,7 @@ def _choose(this: _Rank, facts: Facts, other_mesh: bool) -> ChosenMesh:
         except Exception as error:
             lines = traceback.format_exception_only(error)
             what = f"the mesh could not be chosen: {lines[-1].strip()[:300]}"
-            answer = {"problems": problems_to_json(LaunchError(Problem("choice-failed", what)))}
+            answer = {"problems": problems_to_json(LaunchError(Problem("failed", what)))}
             traceback.print_exc()
         this.store.set("predicted", this.predicted.as_json() if this.predicted is not None else "")
         this.store.set("chosen", json.dumps(answer))
@@ -255,7 +259,7 @@ def _init_groups(this: _Rank) -> None:
 
 def _end(this: _Rank, error: BaseException) -> None:
     """Print an error that no other rank has printed, and end the process."""
-    status = status_of(error.problems) if isinstance(error, MISTAKES) else FAILED
+    status = _status_of(error)
     with suppress(Exception):
         if is_out_of_memory(error):
             path = write_memory_report(report_folder(this.config), this.rank, this.device, this.predicted, this.pp_rank)
@@ -269,6 +273,15 @@ def _end(this: _Rank, error: BaseException) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _status_of(error: BaseException) -> int:
+    """What the launcher is told: a mistake, which another attempt would meet again; a lost peer; or any other failure."""
+    if isinstance(error, MISTAKES):
+        return status_of(error.problems)
+    if isinstance(error, CheckpointError) and not set(error.slugs) & PASSING:
+        return status_of(error.problems)
+    return PEER_LOST if any(text in str(error) for text in _OF_PEERS) else FAILED
 
 
 def _is_first(this: _Rank, text: str) -> bool:

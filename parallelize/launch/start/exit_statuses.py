@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from parallelize.terminal.console import ENVIRONMENT, FINE, MISTAKE, REQUEUE
 
-FAILED = 1
+FAILED, PEER_LOST = 1, 4
+"""A rank that failed by itself, and one that failed because it lost another."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ def judge(statuses: Mapping[int, int]) -> Ended:
             return Ended(status, False, ranks[0], what)
     # SIGTERM is what the launcher sends to the others; a rank that was killed is to blame before one that lost its peer
     killed = [rank for rank, status in sorted(statuses.items()) if status < 0 and status != -15]
-    blamed = killed[0] if killed else min(statuses)
+    failed = [rank for rank, status in sorted(statuses.items()) if status not in (PEER_LOST, -15)]
+    blamed = (killed or failed or sorted(statuses))[0]
     status = statuses[blamed]
     how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
     return Ended(FAILED, True, blamed, f"rank {blamed} {how}", status)

@@ -74,7 +74,7 @@ def test_batches_go_on_over_epochs_and_from_a_saved_position():
     section = DataSection(global_batch=2, seed=1)
     data = RunData(rows(), section, None, "cpu", {"input_ids", "targets"})
     seen = [data.next()["input_ids"][:, 0].tolist() for _ in range(5)]
-    assert sorted(sum(seen[:3], [])) == list(range(6)) and "other" not in data.next()
+    assert sorted(number for batch in seen[:3] for number in batch) == list(range(6)) and "other" not in data.next()
     again = RunData(rows(), section, None, "cpu", None)
     for _ in range(2):
         again.next()

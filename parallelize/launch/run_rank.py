@@ -110,8 +110,8 @@ def run_rank(config: RunConfig, launcher: Launcher, *, other_mesh: bool, dry_run
 
 def _device(config: RunConfig, launcher: Launcher) -> str:
     """Raises: LaunchError `no-gpu`."""
-    wanted = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted == "cpu":
+    device_type = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(launcher.local_world_size, 1)))
         return "cpu"
     if torch.cuda.device_count() <= launcher.local_rank:

@@ -25,7 +25,7 @@ def resolve_head(launcher: Launcher, patience_s: float = 0.0) -> str:
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            found = socket.getaddrinfo(launcher.head, launcher.port or None, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(launcher.head, launcher.port or None, type=socket.SOCK_STREAM)
             break
         except (OSError, UnicodeError) as error:
             if time.monotonic() >= deadline:
@@ -35,7 +35,7 @@ def resolve_head(launcher: Launcher, patience_s: float = 0.0) -> str:
                     Problem("head-unresolved", what, (f"{launcher.kind}, {launcher.by}"), fix=fix)
                 ) from None
         time.sleep(min(_EVERY_S, max(deadline - time.monotonic(), 0.0)))
-    address = str(found[0][4][0])
+    address = str(addresses[0][4][0])
     spans_nodes = launcher.nodes > 1 or launcher.world_size > launcher.local_world_size
     if spans_nodes and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         what = f"the head node {launcher.head!r} is {address}, this machine alone, and the run has several nodes"

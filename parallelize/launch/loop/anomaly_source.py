@@ -78,14 +78,14 @@ def _nonfinite_gradient(module: nn.Module) -> str:
 
 def _first_output(parallel: ParallelModel, batch: dict[str, Any]) -> _Suspect | None:
     """The first module of this rank whose output is not finite while its inputs are."""
-    found: list[tuple[str, bool]] = []
-    watched = _watched(parallel.module, lambda name, clean: found.append((name, clean)))
+    outputs: list[tuple[str, bool]] = []
+    watched = _watched(parallel.module, lambda name, clean: outputs.append((name, clean)))
     with watched, suppress(ParallelizeError):  # of the loss that is not finite, which is known
         parallel.evaluate(**batch)
     rank = dist.get_rank() if dist.is_initialized() else 0
     names = parallel.mesh.mesh_dim_names or ()
     stage = parallel.mesh.get_local_rank("pp") if "pp" in names else 0
-    suspects = [_Suspect(0 if clean else 1, stage, order, rank, name) for order, (name, clean) in enumerate(found)]
+    suspects = [_Suspect(0 if clean else 1, stage, order, rank, name) for order, (name, clean) in enumerate(outputs)]
     return min(suspects, default=None)
 
 

@@ -32,8 +32,8 @@ class JoinedTokens:
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def __getitem__(self, wanted: slice) -> torch.Tensor:
-        first, last, _ = wanted.indices(len(self))
+    def __getitem__(self, interval: slice) -> torch.Tensor:
+        first, last, _ = interval.indices(len(self))
         chunks = [
             part[max(first - start, 0) : max(last - start, 0)]
             for part, start in zip(self.parts, self.starts[:-1], strict=True)

@@ -57,9 +57,8 @@ def test_the_page_is_a_page(tmp_path):
             step,
         )
     page.peaks.append(("rank 0", 2e6, 1e6))
-    page.profiled = ProfiledStep(
-        0.1, {"tp": 0.01}, [("modules 0", "model", 0.0, 0.05), ("tp", "gloo:all_reduce", 0.05, 0.06)]
-    )
+    spans = [("modules 0", "model", 0.0, 0.05), ("tp", "gloo:all_reduce", 0.05, 0.06)]
+    page.profiled = ProfiledStep(step_s=0.1, spans=spans)
     page.write(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     xml.dom.minidom.parseString(text.split("\n", 1)[1])

@@ -58,10 +58,10 @@ def test_the_next_smaller_number_of_ranks_that_fits():
     assert fewer_ranks(config, 4) == 2 and fewer_ranks(config, 1) is None  # 3 do not divide 16 rows
     assert count_ranks(config, Launcher("alone", ""), None) == 4
     assert count_ranks(config, Launcher("kubernetes", "", nodes=2), None) == 2
-    for wanted, nodes, slug in ((None, 3, "uneven-nodes"), (9, 1, "no-gpu")):
+    for requested, nodes, slug in ((None, 3, "uneven-nodes"), (9, 1, "no-gpu")):
         text = RUN.replace("device: cpu", "device: cuda") if slug == "no-gpu" else RUN
         with pytest.raises(LaunchError, match=slug):
-            count_ranks(parse_run_config(text), Launcher("kubernetes", "", nodes=nodes), wanted)
+            count_ranks(parse_run_config(text), Launcher("kubernetes", "", nodes=nodes), requested)
 
 
 def test_a_group_of_tp_across_nodes_is_warned_of_with_its_cost():

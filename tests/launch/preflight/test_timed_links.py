@@ -12,8 +12,8 @@ from parallelize.launch.preflight.timed_links import TimedLink, timed_links
 
 def links(rank: int) -> list[str]:
     mesh = build_mesh("cpu", dp=2, tp=1)
-    found = timed_links(mesh, load_machine("cpu"), dist.HashStore(), {}, 30)
-    return [link.axis for link in found if link.bytes_per_s > 0]
+    timed = timed_links(mesh, load_machine("cpu"), dist.HashStore(), {}, 30)
+    return [link.axis for link in timed if link.bytes_per_s > 0]
 
 
 def silent(rank: int) -> str:

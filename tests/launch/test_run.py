@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from parallelize.cli import main
+from parallelize.launch.environment.head_node import own_address
 from tests.launch.launched import (
     LLAMA,
     ROOT,
@@ -166,3 +168,24 @@ def test_mistakes_are_printed_once_and_end_the_run(tmp_path):
     path = write_run(tmp_path, model={"name": "own_models:absent"}, optimizer={"name": "Adamw"})
     assert run(path, "--restarts", "2") == 2
     assert output_of(path).count("no-such-factory") == 1 == output_of(path).count("no-such-object")
+
+
+@pytest.mark.sweep
+@marked
+def test_two_nodes_find_each_other_by_the_variables_of_a_pod(tmp_path):
+    try:
+        head = own_address("192.0.2.1", 1)  # a documentation address: the route alone is asked for
+    except OSError:
+        pytest.skip("no network but loopback")
+    if head.startswith("127."):
+        pytest.skip("no network but loopback")
+    with socket.socket() as free:
+        free.bind((head, 0))
+        port = str(free.getsockname()[1])
+    path = write_run(tmp_path, steps=2)
+    pod = {"PET_NNODES": "2", "PET_MASTER_ADDR": head, "PET_MASTER_PORT": port, "PET_NPROC_PER_NODE": "1"}
+    nodes = [started(path, **pod, PET_NODE_RANK=str(node)) for node in range(2)]
+    with nodes[0] as first, nodes[1] as second:
+        assert finish(first, path) == 0 and finish(second, path) == 0, output_of(path)
+    assert f"kubernetes: starts 1 ranks on node 0 of 2, head node {head}:{port}" in output_of(path)
+    assert sorted(losses(path)) == [0, 1]

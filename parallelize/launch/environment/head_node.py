@@ -41,3 +41,14 @@ def resolve_head(launcher: Launcher, patience_s: float = 0.0) -> str:
         what = f"the head node {launcher.head!r} is {address}, this machine alone, and the run has several nodes"
         raise LaunchError(Problem("head-is-loopback", what, fix="set MASTER_ADDR to the first node's name or address"))
     return address
+
+
+def own_address(head: str, port: int) -> str:
+    """The address of this machine in the direction of the head node, which other nodes can reach. Nothing is sent.
+
+    Raises: OSError where there is no route.
+    """
+    family, _, _, _, target = socket.getaddrinfo(head, port or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # of a datagram socket: the route is chosen, and no packet leaves
+        return str(probe.getsockname()[0])

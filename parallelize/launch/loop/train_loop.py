@@ -123,6 +123,9 @@ class TrainLoop:
             raise GradientError(Problem(slug, what, rows=(("source", named),), fix=fix))
         if anomaly.action != "rewind" or self.checkpoints is None:
             return None
+        if self.saved_step < 0:
+            self.tell("there is no checkpoint to go back to yet: the step is skipped")
+            return None
         self.optimizer.zero_grad()
         position = self.data.batches.state_dict()
         back = self.checkpoints.resume()
@@ -141,8 +144,9 @@ class TrainLoop:
         self.data.restart()
         if step:
             self.tell(f"resumed at step {step} from {self.config.checkpoints.folder}")
-        warning = self.stopping.compare(self.checkpoints.expected_save_s(), "estimated")
-        if warning:
+        expected_s = self.checkpoints.expected_save_s()
+        self.tell(f"save: about {expected_s:.1f} s (estimate); a signal leaves {self.config.grace_s} s")
+        if warning := self.stopping.compare(expected_s, "estimated"):
             self.tell(f"warning: {warning}")
         return step
 

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from parallelize.checkpoint.format import folders
 from parallelize.errors import CheckpointError
 from parallelize.launch.config.run_config import RunConfig
+from parallelize.launch.environment.head_node import own_address
 from parallelize.launch.environment.launcher import SUPERVISOR, Launcher
 from parallelize.launch.start.exit_statuses import FAILED, Ended, judge
 from parallelize.launch.start.forwarding import Forwarding, wait_for_end
@@ -54,7 +56,10 @@ def supervise(started: Supervised) -> int:
     """Run the ranks of this node until they are done, or may not be tried again. Returns: the exit status."""
     with Forwarding() as signals:
         if started.launcher.nodes > 1:
-            return _attempt(started, started.ranks, started.restarts).status
+            ended = _attempt(started, started.ranks, started.restarts)
+            if ended.status == FAILED:
+                started.tell(ended.what)
+            return ended.status
         return _attempts(started, signals)
 
 
@@ -108,6 +113,10 @@ def _attempt(started: Supervised, ranks: int, restarts: int) -> Ended:
         elastic_launch(_launch_config(started, ranks, restarts), sys.executable)(*command)
     except ChildFailedError as error:
         return judge({rank: failure.exitcode for rank, failure in error.failures.items()})
+    except RendezvousError as error:  # the head node has ended, or is not there
+        return Ended(
+            FAILED, True, None, f"the rendezvous at {started.launcher.head} has failed: {str(error).splitlines()[0]}"
+        )
     finally:
         wait_for_end(started.config.grace_s)
     return Ended(FINE, False, None, "done")
@@ -129,6 +138,6 @@ def _launch_config(started: Supervised, ranks: int, restarts: int) -> LaunchConf
         rdzv_configs=several if launcher.nodes > 1 else {},
         max_restarts=restarts,
         monitor_interval=0.1,
-        local_addr="127.0.0.1" if launcher.nodes == 1 else None,
+        local_addr="127.0.0.1" if launcher.nodes == 1 else own_address(launcher.head, launcher.port),
         **{name: value for name, value in options.items() if name in known},
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallelize.errors import LaunchError
-from parallelize.launch.environment.head_node import resolve_head
+from parallelize.launch.environment.head_node import own_address, resolve_head
 from parallelize.launch.environment.host_lists import expand_hosts
 from parallelize.launch.environment.launcher import SUPERVISOR, Launcher, find_launcher
 from parallelize.launch.environment.rank_map import crossing_groups, expert_groups, rank_map
@@ -111,7 +111,7 @@ def test_a_head_node_that_does_not_resolve_is_an_error():
     with pytest.raises(LaunchError, match="head-is-loopback"):
         resolve_head(Launcher("srun", "", rank=0, world_size=8, local_world_size=4, head="127.0.0.1", port=1))
     assert resolve_head(Launcher("torchrun", "", rank=0, world_size=4, local_world_size=4, head="127.0.0.1", port=1))
-    assert resolve_head(Launcher("alone", "")) == ""
+    assert resolve_head(Launcher("alone", "")) == "" and own_address("127.0.0.1", 1) == "127.0.0.1"
 
 
 def test_groups_of_tp_and_experts_stay_inside_nodes():

@@ -100,6 +100,7 @@ def kill_at_random(process, path, moment: str, source: random.Random) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_been(mesh, tmp_path, tmp_path_factory):
     values = {"model": LLAMA, "mesh": mesh, "options": MESHES[mesh], "steps": 60}

@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 	@echo "source $(VENV)/bin/activate   # then: parallelize --help"
 
 train: $(VENV)/.demo
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 8 benchmarks/train.py --pp 2 --dp 2 --tp 2 --zero 2 --sequence-parallel
+	OMP_NUM_THREADS=1 $(BIN)/parallelize run benchmarks/train.yaml
 
 # tests that share a pool of processes go to one worker
 WORKERS ?= -n auto --maxprocesses 4 --dist loadgroup

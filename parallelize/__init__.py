@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from parallelize.checkpoint.hub.export import save_pretrained as save_pretrained
     from parallelize.checkpoint.hub.pretrained import load_pretrained as load_pretrained
     from parallelize.checkpoint.run.checkpointer import Checkpointer as Checkpointer
-    from parallelize.checkpoint.run.checkpointer import load_checkpoint as load_checkpoint
+    from parallelize.checkpoint.run.load_checkpoint import load_checkpoint as load_checkpoint
     from parallelize.checkpoint.run.rebuild import Rebuilt as Rebuilt
     from parallelize.checkpoint.run.rebuild import rebuild as rebuild
     from parallelize.comm.groups import axis_group as axis_group
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from parallelize.errors import DataError as DataError
     from parallelize.errors import GradientError as GradientError
     from parallelize.errors import HandshakeError as HandshakeError
+    from parallelize.errors import LaunchError as LaunchError
     from parallelize.errors import MeshError as MeshError
     from parallelize.errors import ModelError as ModelError
     from parallelize.errors import ParallelizeError as ParallelizeError
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from parallelize.loop.loggers import Logger as Logger
     from parallelize.loop.loggers import Loggers as Loggers
     from parallelize.loop.loggers import TensorBoardLogger as TensorBoardLogger
+    from parallelize.loop.wandb_logger import WandbLogger as WandbLogger
     from parallelize.mesh import MeshSpec as MeshSpec
     from parallelize.ops.matmul.calibrate import calibrate as calibrate
     from parallelize.ops.matmul.collective_matmul import all_gather_linear as all_gather_linear

@@ -449,3 +449,8 @@ _WORKER: list[bool] = []
 def in_data_worker() -> bool:
     """Whether this process is a data loader's worker, also while its information is hidden."""
     return bool(_WORKER) or torch.utils.data.get_worker_info() is not None
+
+
+record_memory_history: Callable[..., None] = getattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
+dump_memory_snapshot: Callable[[str], None] = getattr(torch.cuda.memory, "_dump_snapshot", lambda _: None)
+"""A file of what the allocator of GPUs has, for pytorch.org/memory_viz; the other one lets it note where (since 2.1)."""

@@ -10,6 +10,7 @@
       PipelineError     a step that failed on some rank
       GradientError     gradients that are not finite
       CheckpointError   a checkpoint that cannot be written, or whose contents do not match its manifest
+      LaunchError       a run that cannot be started: its file, its environment, its hosts
 
 Imports neither torch nor anything of this package.
 """
@@ -90,6 +91,10 @@ class GradientError(ParallelizeError, RuntimeError):
 
 class CheckpointError(ParallelizeError):
     """A checkpoint that cannot be written, or whose contents do not match its manifest."""
+
+
+class LaunchError(ParallelizeError):
+    """A run that cannot be started: its file, its environment, or its hosts."""
 
 
 class PlanError(ParallelizeError):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.format.manifest import NAME
 from parallelize.checkpoint.hub.pretrained import load_pretrained
-from parallelize.checkpoint.run.checkpointer import load_checkpoint
+from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
 
 
 def load_weights(

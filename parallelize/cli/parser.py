@@ -16,6 +16,7 @@ from parallelize.analysis import commands as analysis
 from parallelize.checkpoint.tools import commands as checkpoint
 from parallelize.cli import completion, environment, plans, schedule
 from parallelize.errors import ParallelizeError, Problem, did_you_mean
+from parallelize.launch import commands as launch
 from parallelize.terminal.console import STATUSES
 from parallelize.verification import commands as verification
 
@@ -24,6 +25,7 @@ ADD_COMMANDS: tuple[Callable[[Any], None], ...] = (
     analysis.add_commands,
     verification.add_commands,
     schedule.add_commands,
+    launch.add_commands,
     checkpoint.add_commands,
     environment.add_commands,
     completion.add_commands,

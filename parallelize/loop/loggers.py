@@ -39,7 +39,7 @@ class Logger(Protocol):
         """
 
 
-class _Closing:
+class ClosingLogger:
     """A logger that can be used as a context manager, with nothing to close by default."""
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ FORMATS = {
 """Formats of the usual tags on the console; others get five digits."""
 
 
-class ConsoleLogger(_Closing):
+class ConsoleLogger(ClosingLogger):
     """One aligned line per step.
 
     Args:
@@ -168,7 +168,7 @@ class ConsoleLogger(_Closing):
         return format(value, self._formats.get(tag, ",.0f" if is_integer else ".5g"))
 
 
-class JSONLinesLogger(_Closing):
+class JSONLinesLogger(ClosingLogger):
     """One JSON object per line, appended and flushed: `{"step": 3, "time_s": 1735689600.0, "loss": 2.5}`.
 
     `time_s` is Unix time. JSON has no NaN: such values are the strings "NaN", "Infinity" and "-Infinity", which `float()`
@@ -227,7 +227,7 @@ def _json_number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
-class TensorBoardLogger(_Closing):
+class TensorBoardLogger(ClosingLogger):
     """TensorBoard event files in a folder. Needs the package tensorboard.
 
     Args:
@@ -243,7 +243,7 @@ class TensorBoardLogger(_Closing):
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                raise _missing("TensorBoardLogger", "tensorboard", error) from None
+                raise missing_extra("TensorBoardLogger", "tensorboard", error) from None
             self._writer = SummaryWriter(os.fspath(folder))
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
@@ -259,12 +259,12 @@ class TensorBoardLogger(_Closing):
             self._writer = None
 
 
-def _missing(logger: str, package: str, error: ImportError) -> ParallelizeError:
+def missing_extra(logger: str, package: str, error: ImportError) -> ParallelizeError:
     what = f"{logger} needs the package {package} ({error})"
     return ParallelizeError(Problem("missing-extra", what, fix=f"pip install {package}"))
 
 
-class HubLogger(_Closing):
+class HubLogger(ClosingLogger):
     """JSON lines in a folder that a thread uploads to the Hub every few minutes. Needs huggingface_hub.
 
     The folder's other `.jsonl` files and TensorBoard event files are uploaded too, and nothing else in it: use the folder for
@@ -338,7 +338,7 @@ def _commit_scheduler() -> Any:
     try:
         from huggingface_hub import CommitScheduler
     except ImportError as error:
-        raise _missing("HubLogger", "huggingface_hub", error) from None
+        raise missing_extra("HubLogger", "huggingface_hub", error) from None
     return CommitScheduler
 
 
@@ -352,7 +352,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-class Loggers(_Closing):
+class Loggers(ClosingLogger):
     """Several loggers as one. Values are read from the device once, when the first logger needs one.
 
     A logger that fails (disk full, no network) is reported once with a warning, on the "parallelize" logger of `logging`, and

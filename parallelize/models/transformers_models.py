@@ -64,7 +64,7 @@ def maker_of(config: Any, text: str) -> Callable[[Any], nn.Module]:
 
     Raises: ModelError `unknown-model`, `bad-config`. The function raises ModelError `unbuildable-model`.
     """
-    cls = _class_of(config, text)
+    cls = class_of(config, text)
 
     def make(config: Any) -> nn.Module:
         with _reading(f"transformers cannot build a {cls.__name__} from this config", "unbuildable-model", text):
@@ -133,7 +133,7 @@ def _check_fields(config: Any, overrides: Mapping[str, Any]) -> None:
             raise ModelError(Problem("unknown-config-field", what, fix=did_you_mean(name, config.to_dict())))
 
 
-def _class_of(config: Any, text: str) -> Any:
+def class_of(config: Any, text: str) -> Any:
     """The class that the config names, or else the class with a head for its model type."""
     import transformers
 

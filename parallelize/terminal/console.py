@@ -17,6 +17,7 @@ from parallelize.errors import Problem, folded
 
 FINE, PROBLEM_FOUND, MISTAKE, ENVIRONMENT = range(4)
 INTERRUPTED = 130  # as in shells: 128 + SIGINT
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 
 STATUSES = """\
 exit status:
@@ -25,6 +26,7 @@ exit status:
   2    a mistake in the input: arguments, a plan, a model, a checkpoint
   3    the environment: torch or another package is missing or broken, no GPU where one was asked for,
        a file that cannot be read or written
+  75   a signal has stopped a run, which is saved: start it again
   130  stopped by Ctrl-C
 
 Results go to stdout, mistakes and progress to stderr. With --json one JSON document goes to stdout in every

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +15,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.format.saving_nodes import KEY as NODES
 from parallelize.checkpoint.run.load import Loading, LoadOptions, load_run
 from parallelize.checkpoint.run.local_tensors import model_on_mesh
 from parallelize.checkpoint.run.metadata import run_metadata
-from parallelize.checkpoint.run.node_files import choose_step
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
 from parallelize.checkpoint.run.run_contents import run_of
 from parallelize.checkpoint.run.run_folder import RunFolder
 from parallelize.checkpoint.run.save import write_snapshot
+from parallelize.checkpoint.run.save_time import expected_save_s
 from parallelize.checkpoint.run.snapshot import Snapshot, Staging, take
+from parallelize.checkpoint.run.stop_signals import SIGNALS
+from parallelize.checkpoint.run.stopping import Stopping
 from parallelize.errors import CheckpointError, Problem
 from parallelize.pipeline.ties import ties_of
 from parallelize.randomness.streams import Streams
@@ -70,6 +73,7 @@ class Checkpointer:
 
     Attributes:
         values: the `values` that were passed to `save`, of the checkpoint that was resumed.
+        save_s: seconds that the last save took on this rank, its background included; 0 before the first.
 
     Raises: CheckpointError `not-shared`, `folder-in-use`, `folders-differ`, `bad-retention`, `bad-name`, `not-stateful`;
         ModelError `partial-mesh`, `wrapped-model`.
@@ -109,6 +113,10 @@ class Checkpointer:
         _, self.on_mesh = model_on_mesh(model, mesh)
         self.keep_last, self.keep_every = keep_last, keep_every
         self.values: Any = None
+        self.save_s = 0.0
+        self._saved_step = -1
+        self._stopping: Stopping | None = None
+        self._timeout_s = timeout_s
         self._staging = Staging() if asynchronous else None
         self._thread: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -141,6 +149,7 @@ class Checkpointer:
         if type(step) is not int or not 0 <= step < 10**18:
             raise CheckpointError(Problem("bad-step", f"{step!r} is not a step", fix="pass an integer, 0 or more"))
         self.wait()
+        began = time.monotonic()
         self._folder.check_newest(step)
         snapshot, error = None, None
         about: dict[str, Any] = {}
@@ -153,23 +162,26 @@ class Checkpointer:
             error = as_parallelize_error(caught)
         self._sync.agree(error)
         assert snapshot is not None
+        self._saved_step = step
         if self._staging is None:
-            self._write(snapshot, about)
+            self._write(snapshot, about, began)
             return
-        self._thread = threading.Thread(target=self._write_in_background, args=(snapshot, about), name="checkpoint")
+        arguments = (snapshot, about, began)
+        self._thread = threading.Thread(target=self._write_in_background, args=arguments, name="checkpoint")
         self._thread.start()
 
     def _metadata(self) -> dict[str, Any]:
         nodes = self._folder.nodes
         return run_metadata(self.on_mesh) | ({NODES: nodes.metadata()} if nodes.several else {})
 
-    def _write(self, snapshot: Snapshot, about: dict[str, Any]) -> None:
+    def _write(self, snapshot: Snapshot, about: dict[str, Any], began: float) -> None:
         write_snapshot(self.root, snapshot, self._sync, about, nodes=self._folder.nodes)
+        self.save_s = time.monotonic() - began
         self._folder.remove_surplus(self.keep_last, self.keep_every)
 
-    def _write_in_background(self, snapshot: Snapshot, about: dict[str, Any]) -> None:
+    def _write_in_background(self, snapshot: Snapshot, about: dict[str, Any], began: float) -> None:
         try:
-            self._write(snapshot, about)
+            self._write(snapshot, about, began)
         except BaseException as error:  # raised by the next call, on the caller's thread
             self._failed = error
 
@@ -190,6 +202,62 @@ class Checkpointer:
     def saving(self) -> bool:
         """Whether a save is running in the background."""
         return self._thread is not None and self._thread.is_alive()
+
+    # -- signals --------------------------------------------------------------------------------------------------
+
+    def stop_on_signals(self, *, grace_s: float = 30.0, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+        """From now on a signal to any rank is a request to stop, which `stops` answers. A collective, in the main thread.
+
+        A second signal, two seconds later or more, ends the process at once; the last checkpoint is intact.
+
+        Args:
+            grace_s: seconds between the signal and the kill that follows it: 30 under torchrun and Kubernetes. A save that is
+                expected to take longer, by the size of the state and the speed of the folder, is warned of now.
+            signals: which ones.
+
+        Raises: CheckpointError `not-main-thread`.
+        Cost: one small file is written to the folder to measure its speed.
+        """
+        if self._stopping is None:
+            self._stopping = Stopping(self.on_mesh.mesh, grace_s, self._timeout_s, signals=signals)
+            self._stopping.compare(self.expected_save_s(), "estimated")
+
+    def expected_save_s(self) -> float:
+        """Seconds that a save takes: of the last one, else an estimate by the state's size and the folder's speed."""
+        return self.save_s or expected_save_s(self.root, self.run)
+
+    def stops(self, step: int, values: Any = None) -> bool:
+        """Whether the run stops after this step, because a rank has got a signal; it is saved then. A collective.
+
+            checkpoints.stop_on_signals(grace_s=120)      # once, before the loop
+            if checkpoints.stops(step + 1):               # at the end of each step
+                break
+            sys.exit(checkpoints.exit_status)             # after the loop: 75 asks the scheduler to start it again
+
+        Args:
+            step, values: as `save` takes them.
+
+        Returns: the same on every rank, at the same step.
+        Raises: as `save`; CheckpointError `rank-lost`.
+        Cost: one all_reduce of two numbers a step, which is not waited for where steps are shorter than 0.25 s: the answer
+            comes one step later then.
+        """
+        if self._stopping is None:
+            what = "stops() was called before stop_on_signals()"
+            raise CheckpointError(Problem("no-signals", what, fix="call stop_on_signals once, before the loop"))
+        if not self._stopping.stops():
+            if self.save_s:
+                self._stopping.compare(self.save_s, "as the last one did")
+            return False
+        if step > self._saved_step:
+            self.save(step, values)
+        self.wait()
+        return True
+
+    @property
+    def exit_status(self) -> int:
+        """What the script should end with: 0, or 75 where a signal has stopped the run."""
+        return self._stopping.exit_status if self._stopping is not None else 0
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -242,6 +310,8 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            if self._stopping is not None:
+                self._stopping.close()
             self._folder.release()
             self._sync.close()
 
@@ -271,67 +341,3 @@ def _check_retention(keep_last: int | None, keep_every: int | None) -> None:
     if keep_every is not None and keep_last is None:
         fix = "pass keep_last too: how many of the newest are kept besides every k-th"
         raise CheckpointError(Problem("bad-retention", "keep_every alone removes nothing", fix=fix))
-
-
-def load_checkpoint(
-    folder: str | os.PathLike,
-    model: ParallelModel | nn.Module,
-    *,
-    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
-    scheduler: Named = None,
-    step: int | None = None,
-    mesh: DeviceMesh | None = None,
-    shared: bool = True,
-    strict: bool = True,
-    cast: bool = False,
-    check: bool = True,
-    timeout_s: float = TIMEOUT_S,
-    progress: Callable[[int], None] | None = None,
-) -> int:
-    """Load weights, and optionally more, of a checkpoint into a model on any mesh: to serve it, or to fine-tune it.
-
-    A collective over all processes. A model on the meta device is allocated first, and filled in place.
-
-    Args:
-        folder: the folder of one step, or of a run. Of a run, `step` or the newest step is loaded.
-        model: a `ParallelModel`, or a module on any or no mesh.
-        optimizer: one, or several by the names under which they were saved.
-        scheduler: one, or several by name.
-        step: which checkpoint of a run. None: the newest.
-        mesh: the mesh of all processes, if the model has none.
-        shared: all ranks see the folder. False: they may not, and receive from others the files that they do not see.
-        strict: a missing or unexpected tensor is an error.
-        cast: dtypes may lose precision, as for float32 weights in a bfloat16 model.
-        check: compare the hash of everything that is read.
-        timeout_s: how long ranks wait for each other, in seconds.
-        progress: called with the number of bytes after each read.
-
-    Returns: the checkpoint's step.
-    Raises: CheckpointError with file and tensor, on every rank, before anything is changed: `missing-tensor`,
-        `unexpected-tensor`, `wrong-shape`, `narrower-dtype`, `missing-state`, `other-checkpoint`, `missing-node-files` and those of damaged files.
-    Cost: each rank reads its own elements only; with `check`, those in use are read twice, the second time from the page
-        cache. Short messages are sent, and no tensors but, with `shared=False`, those of files that a rank does not see.
-    """
-    _, on_mesh = model_on_mesh(model, mesh)
-    run = run_of(model, optimizer=optimizer, scheduler=scheduler)
-    sync = RankSync(on_mesh.mesh, timeout_s, own_group=False)
-    try:
-        path = _folder_of_step(folder, step, sync, shared)
-        options = LoadOptions(strict, cast, check, progress)
-        return load_run(path, run, on_mesh, sync, options, shared=shared).manifest.step
-    finally:
-        sync.close()
-
-
-def _folder_of_step(folder: str | os.PathLike, step: int | None, sync: RankSync, shared: bool) -> Path:
-    """The folder to load. Raises: CheckpointError of `folders.resolve` or `choose_step`, on every rank."""
-    if not shared:
-        return choose_step(folder, step, sync)[0]
-    error, path = None, None
-    try:
-        path = folders.resolve(folder, step)
-    except CheckpointError as caught:
-        error = caught
-    sync.agree(error)
-    assert path is not None
-    return path

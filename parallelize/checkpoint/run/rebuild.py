@@ -16,7 +16,7 @@ from parallelize.applied.stored_slices import named_once
 from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.format.json_decoder import decode
 from parallelize.checkpoint.format.manifest import read_manifest
-from parallelize.checkpoint.run.checkpointer import load_checkpoint
+from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.node_files import choose_step, shared_manifest
 from parallelize.checkpoint.run.rank_sync import RankSync

@@ -34,7 +34,8 @@ from parallelize.checkpoint.format.manifest import read_manifest
 from parallelize.checkpoint.format.strict_json import read_json
 from parallelize.checkpoint.format.writer import TensorToWrite
 from parallelize.checkpoint.hub.pretrained import load_pretrained
-from parallelize.checkpoint.run.checkpointer import Checkpointer, load_checkpoint
+from parallelize.checkpoint.run.checkpointer import Checkpointer
+from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.checkpoint.run.run_contents import run_of
 from parallelize.checkpoint.run.save import write_snapshot

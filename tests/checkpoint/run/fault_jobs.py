@@ -33,7 +33,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from parallelize.checkpoint.format import disk, folders
 from parallelize.checkpoint.run import local_tensors
-from parallelize.checkpoint.run.checkpointer import Checkpointer, load_checkpoint
+from parallelize.checkpoint.run.checkpointer import Checkpointer
+from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
 from parallelize.errors import CheckpointError
 
 T = torch.Tensor

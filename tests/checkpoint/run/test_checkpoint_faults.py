@@ -22,7 +22,8 @@ import pytest
 import torch
 
 from parallelize.checkpoint.format import disk, folders
-from parallelize.checkpoint.run.checkpointer import Checkpointer, load_checkpoint
+from parallelize.checkpoint.run.checkpointer import Checkpointer
+from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
 from parallelize.errors import CheckpointError
 from tests.checkpoint.run import crash_replay, fault_jobs
 

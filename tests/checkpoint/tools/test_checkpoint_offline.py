@@ -20,7 +20,8 @@ from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.format.boxes import volume
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor, check_tensors, read_manifest
 from parallelize.checkpoint.format.reader import TensorFile
-from parallelize.checkpoint.run.checkpointer import Checkpointer, load_checkpoint
+from parallelize.checkpoint.run.checkpointer import Checkpointer
+from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
 from parallelize.checkpoint.tools.file_check import verify_checkpoint
 from parallelize.checkpoint.tools.from_hub import from_hub
 from parallelize.checkpoint.tools.reshape import TargetSharding, owners, reshape_checkpoint

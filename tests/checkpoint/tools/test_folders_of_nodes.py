@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from parallelize import Checkpointer, CheckpointError
 from parallelize.checkpoint.format.manifest import read_manifest
 from parallelize.checkpoint.run import local_tensors
-from parallelize.checkpoint.run.checkpointer import load_checkpoint
+from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
 from parallelize.checkpoint.tools.contents import inspect_checkpoint
 from parallelize.checkpoint.tools.file_check import verify_checkpoint
 from parallelize.checkpoint.tools.reshape import reshape_checkpoint

@@ -1,0 +1,1 @@
+"""`parallelize run`: a training recipe from a file, on whatever started the processes."""

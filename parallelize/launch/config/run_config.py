@@ -1,0 +1,145 @@
+"""What the file of a run says: one class a section. Each field's metadata is read by the loader and by the JSON schema.
+
+Torch-free. `run_config_file.py` reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallelize.mesh import SAMPLE_AXES, MeshSpec
+from parallelize.plan.options import Options
+
+SCHEMA_VERSION = 1
+ON_ANOMALY = ("ignore", "warn", "stop", "skip", "rewind")
+
+
+def key(kind: str, meaning: str, default: Any, **more: Any) -> Any:
+    """A field of a section.
+
+    Args:
+        kind: how its value is read: text, texts, count, real, flag, choice, free, seed_or_text, mesh, options, or section.
+        meaning: for the schema.
+        default: where the file does not have it.
+        more: `least` of numbers, `choices`, `of` (the class of a section).
+    """
+    metadata = {"kind": kind, "meaning": meaning, **more}
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    name: str = key("text", "a config.json or its folder, a model type, a known size, or package.module:function", "")
+    set: dict[str, Any] = key("free", "fields of the config, or keyword arguments of the function", {})
+    initialize: int | str = key("seed_or_text", "a seed, or a folder of weights", 0)
+
+
+@dataclass(frozen=True)
+class DataSection:
+    text: tuple[str, ...] = key("texts", "text files, each of them one document", ())
+    jsonl: tuple[str, ...] = key("texts", "files of JSON lines, each line one document", ())
+    field: str = key("text", "the key of a line's text", "text")
+    function: str = key(
+        "text", "module:function that returns texts, rows (a map-style data set), or an iterable of rows", ""
+    )
+    args: dict[str, Any] = key("free", "keyword arguments of the function", {})
+    tokenizer: str = key("text", "a folder that AutoTokenizer reads; without it, bytes are tokens", "")
+    cache: str = key("text", "the folder of tokenized files (default: beside the checkpoints)", "")
+    sequence: int = key("count", "tokens of a row", 128)
+    global_batch: int = key("count", "rows of a step, over all data ranks", 16)
+    microbatch: int | None = key("count", "rows that a rank computes at once (default: by num_microbatches)", None)
+    shuffle: bool = key("flag", "each epoch has another order", True)
+    seed: int = key("count", "of the order", 0, least=0)
+    workers: int = key("count", "processes that read rows", 0, least=0)
+
+
+@dataclass(frozen=True)
+class OptimizerSection:
+    name: str = key("text", "a class of torch.optim, or module:Class", "AdamW")
+    lr: float = key("real", "the learning rate after warmup", 3e-4)
+    args: dict[str, Any] = key("free", "more keyword arguments of the class", {})
+    clip: float | None = key("real", "gradients are clipped to this norm", None)
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    warmup_steps: int = key("count", "steps of linear warmup", 0, least=0)
+    decay: str = key("choice", "after warmup", "none", choices=("none", "linear", "cosine"))
+    final_fraction: float = key("real", "of the learning rate, at the last step", 0.1)
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    folder: str = key("text", "where checkpoints are saved; a run that finds some there goes on from the newest", "")
+    every: int = key("count", "steps between saves", 100)
+    keep_last: int | None = key("count", "how many of the newest are kept (default: all)", None)
+    keep_every: int | None = key("count", "with keep_last: steps whose multiples are kept too", None)
+    asynchronous: bool = key("flag", "files are written while training goes on", True)
+    shared: bool = key("flag", "all nodes see the folder", True)
+
+
+@dataclass(frozen=True)
+class MetricsSection:
+    every: int = key("count", "steps between lines on the console", 1)
+    jsonl: str = key("text", "a file of JSON lines", "")
+    tensorboard: str = key("text", "a folder for TensorBoard", "")
+    wandb: str = key("text", "a project of Weights & Biases", "")
+    html: str = key("text", "a page with curves, memory and a timeline", "")
+    profile_every: int = key(
+        "count", "steps between profiled ones, which give communication and imbalance; 0: none", 50, least=0
+    )
+    predict: bool = key("flag", "compute memory and operations of a step as `explain` does, for MFU and the page", True)
+
+
+@dataclass(frozen=True)
+class AnomalySection:
+    nonfinite: str = key("choice", "what follows a loss or gradient that is not finite", "stop", choices=ON_ANOMALY[2:])
+    spike: str = key("choice", "what follows a loss far above those before", "warn", choices=ON_ANOMALY)
+    spike_factor: float = key("real", "how many standard deviations above the mean of the window", 8.0)
+    window: int = key("count", "steps of the window", 50, least=5)
+    most: int = key("count", "anomalies after which the run stops", 10)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run.
+
+    Attributes:
+        source: the file, for messages. text: its text with the overrides, of which ranks compare a hash.
+    """
+
+    schema_version: int = key("count", "of this format", SCHEMA_VERSION)
+    model: ModelSection = key("section", "what is trained", ModelSection(), of=ModelSection)
+    data: DataSection = key("section", "what it is trained on", DataSection(), of=DataSection)
+    mesh: MeshSpec | None = key(
+        "mesh", "such as dp=2,tp=4; auto: what `fit` chooses for the ranks that there are", None
+    )
+    plan: str = key("text", "a shipped plan's name, or a file (default: the model's)", "")
+    options: Options = key("options", "as parallelize_model takes them", Options())
+    device: str = key("choice", "what ranks compute on (default: cuda if there is one)", "", choices=("cpu", "cuda"))
+    optimizer: OptimizerSection = key("section", "the optimizer", OptimizerSection(), of=OptimizerSection)
+    schedule: ScheduleSection = key("section", "of the learning rate", ScheduleSection(), of=ScheduleSection)
+    steps: int = key("count", "optimizer steps", 1000)
+    seed: int = key("count", "of dropout", 0, least=0)
+    checkpoints: CheckpointSection = key("section", "where and when", CheckpointSection(), of=CheckpointSection)
+    metrics: MetricsSection = key("section", "what the run shows", MetricsSection(), of=MetricsSection)
+    anomalies: AnomalySection = key("section", "what happens at NaN and at spikes", AnomalySection(), of=AnomalySection)
+    hardware: str = key("text", "a profile of `explain` and `fit` (default: cpu, or h100-sxm)", "")
+    grace_s: int = key("count", "seconds between a scheduler's signal and its kill", 30)
+    timeout_s: int = key("count", "how long ranks wait for each other in a collective", 600)
+    source: str = "<run>"
+    text: str = ""
+
+    def batch_of(self, mesh: MeshSpec) -> int:
+        """Rows of a step of one data rank."""
+        return self.data.global_batch // mesh.ranks(*SAMPLE_AXES)
+
+    def options_on(self, mesh: MeshSpec) -> Options:
+        """The options with the microbatches of this mesh: as many as keep `data.microbatch` rows in each."""
+        if self.data.microbatch is None:
+            return self.options
+        count = max(1, self.batch_of(mesh) // self.data.microbatch)
+        return Options(**{**self.options.explicit(), "num_microbatches": count})

@@ -1,0 +1,74 @@
+"""The JSON schema of the file of a run, from the same metadata that the loader reads. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from parallelize.launch.config.run_config import RunConfig
+from parallelize.plan.options import DTYPES, FLAGS, NAMES, NUMBERS, RECOMPUTE
+from parallelize.styles.contract import OVERLAPS
+
+FILE = Path(__file__).parent / "run.schema.json"
+_TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_KINDS: dict[str, dict[str, Any]] = {
+    "text": {"type": "string"},
+    "texts": _TEXTS,
+    "real": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "free": {"type": "object"},
+    "seed_or_text": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]},
+    "mesh": {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}},
+        ]
+    },
+}
+
+
+def run_schema() -> dict[str, Any]:
+    """The schema, as `run.schema.json` has it."""
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "a run of `parallelize run`"}
+    return {**head, **_object(RunConfig)}
+
+
+def schema_text() -> str:
+    return json.dumps(run_schema(), indent=2) + "\n"
+
+
+def _object(cls: Any) -> dict[str, Any]:
+    properties = {field.name: _property(field.metadata) for field in fields(cls) if field.metadata}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _property(metadata: Any) -> dict[str, Any]:
+    kind, about = metadata["kind"], {"description": metadata["meaning"]}
+    if kind == "section":
+        inner = _object(metadata["of"])
+        named = metadata["of"].__name__ == "ModelSection"
+        return {**about, "anyOf": [{"type": "string"}, inner]} if named else {**about, **inner}
+    if kind == "count":
+        return {**about, "type": "integer", "minimum": metadata.get("least", 1)}
+    if kind == "choice":
+        return {**about, "enum": list(metadata["choices"])}
+    if kind == "options":
+        return {**about, **_options()}
+    return {**about, **_KINDS[kind]}
+
+
+def _options() -> dict[str, Any]:
+    choices = {"overlap": OVERLAPS, "recompute": RECOMPUTE, "dtype": DTYPES, "reduce_dtype": DTYPES}
+    properties: dict[str, Any] = {}
+    for name in NAMES:
+        if name in FLAGS:
+            properties[name] = {"type": "boolean"}
+        elif name in NUMBERS:
+            properties[name] = {"type": "integer", "minimum": 0}
+        elif name == "recompute_save":
+            properties[name] = _TEXTS
+        else:
+            properties[name] = {"enum": list(choices[name])} if name in choices else {"type": "string"}
+    return {"type": "object", "additionalProperties": False, "properties": properties}

@@ -1,0 +1,1 @@
+"""Launch files for schedulers: SLURM, torchrun, Kubernetes, Ray. Torch-free."""

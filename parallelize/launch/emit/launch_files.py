@@ -1,0 +1,175 @@
+"""Launch files as text: a batch script of SLURM, a script for torchrun, a PyTorchJob of Kubernetes, a driver of Ray. Torch-free."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import yaml
+
+from parallelize.launch.emit.job import Job
+
+_PORT = 29_400
+_HEAD = "set -euo pipefail"
+
+
+def slurm_script(job: Job) -> str:
+    """For `sbatch`: one task a rank, in blocks, so that neighbors on the last axis share a node and a NUMA domain."""
+    gpus = [f"#SBATCH --gpus-per-node={job.ranks.ranks_per_node}"] if job.gpus else []
+    return _lines(
+        "#!/bin/bash",
+        f"#SBATCH --job-name={job.name}",
+        f"#SBATCH --nodes={job.ranks.nodes}",
+        f"#SBATCH --ntasks-per-node={job.ranks.ranks_per_node}",
+        *gpus,
+        "#SBATCH --exclusive",
+        "#SBATCH --distribution=block:block",
+        f"#SBATCH --signal=USR1@{job.lead_s}",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --output=%x-%j.log",
+        *(f"# {line}" for line in job.remarks()),
+        "# set account, partition and time for your cluster: sbatch --account=... --partition=... --time=... FILE",
+        "",
+        "set -uo pipefail",
+        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+        f"srun --kill-on-bad-exit=1 --cpu-bind=cores --mem-bind=local {job.shell}",
+        "status=$?",
+        'if [ "$status" -eq 75 ]; then',
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$status"',
+    )
+
+
+def torchrun_script(job: Job) -> str:
+    """For each node: `HEAD=first-node NODE=0 bash FILE`."""
+    arguments = ["-m", "parallelize", *job.command[1:]]
+    numa = ["--numa-binding=node"] if job.gpus else []
+    several = job.ranks.nodes > 1
+    rendezvous = (
+        [
+            "--rdzv-backend=c10d",
+            f'--rdzv-endpoint="$HEAD:${{PORT:-{_PORT}}}"',
+            f"--rdzv-id={job.name}",
+            '--node-rank="$NODE"',
+        ]
+        if several
+        else ["--standalone"]
+    )
+    nodes = (
+        f"1:{job.ranks.nodes}" if job.restarts and several else str(job.ranks.nodes)
+    )  # a restart takes the nodes that are left
+    options = [f"--nnodes={nodes}", f"--nproc-per-node={job.ranks.ranks_per_node}", *rendezvous]
+    options += [f"--max-restarts={job.restarts}", *numa]
+    needs = [': "${HEAD:?the name of the first node}" "${NODE:?the number of this node, from 0}"'] if several else []
+    return _lines(
+        "#!/bin/bash",
+        *(f"# {line}" for line in job.remarks()),
+        "# torchrun ends ranks 30 s after a signal; this gives a save as long as it needs",
+        _HEAD,
+        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.lead_s}",
+        *needs,
+        f"exec torchrun {' '.join(options)} {shlex.join(arguments)}",
+    )
+
+
+def kubernetes_manifest(job: Job) -> str:
+    """A PyTorchJob: each pod is a node, and starts its ranks. `kubectl apply -f FILE`."""
+    replicas = {"Master": _replica(job, 1)}
+    if job.ranks.nodes > 1:
+        replicas["Worker"] = _replica(job, job.ranks.nodes - 1)
+    manifest = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": job.name},
+        "spec": {
+            "nprocPerNode": str(job.ranks.ranks_per_node),
+            "runPolicy": {"backoffLimit": max(job.restarts, 1), "cleanPodPolicy": "None"},
+            "pytorchReplicaSpecs": replicas,
+        },
+    }
+    comments = [*job.remarks(), "set image, and the claim that has the file of the run and the folder of checkpoints"]
+    return "".join(f"# {line}\n" for line in comments) + yaml.safe_dump(manifest, sort_keys=False)
+
+
+def _replica(job: Job, count: int) -> dict[str, Any]:
+    container: dict[str, Any] = {
+        "name": "pytorch",  # the name that the training operator looks for
+        "image": "IMAGE",
+        "workingDir": "/runs",
+        "command": list(job.command),
+        "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+        "volumeMounts": [{"name": "runs", "mountPath": "/runs"}, {"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    if job.gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": job.ranks.ranks_per_node}}
+    pod = {
+        "terminationGracePeriodSeconds": job.lead_s,
+        "containers": [container],
+        "volumes": [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+
+
+def ray_script(job: Job) -> str:
+    """A driver: one task on each node, which starts the ranks of that node. `ray job submit -- python FILE`."""
+    bundle = {"CPU": job.ranks.ranks_per_node, **({"GPU": job.ranks.ranks_per_node} if job.gpus else {})}
+    comments = "\n".join(f"# {line}" for line in job.remarks())
+    return f'''"""Starts `{job.shell}` on the nodes of a Ray cluster."""
+
+{comments}
+import os
+import socket
+import subprocess
+import sys
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+NODES, RANKS_PER_NODE = {job.ranks.nodes}, {job.ranks.ranks_per_node}
+COMMAND = {list(job.command)!r}
+BUNDLE = {bundle!r}
+
+
+@ray.remote(max_retries=0)
+def address():
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+
+@ray.remote(max_retries=0)
+def run_node(number, head, port):
+    variables = {{"PET_NNODES": NODES, "PET_NODE_RANK": number, "PET_NPROC_PER_NODE": RANKS_PER_NODE}}
+    variables |= {{"PET_MASTER_ADDR": head, "PET_MASTER_PORT": port, "RAY_JOB_ID": ray.get_runtime_context().get_job_id()}}
+    environment = {{**os.environ, **{{name: str(value) for name, value in variables.items()}}}}
+    return subprocess.run(COMMAND, env=environment, check=False).returncode
+
+
+ray.init()
+group = placement_group([BUNDLE] * NODES, strategy="STRICT_SPREAD")
+ray.get(group.ready())
+
+
+def on_node(number):
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
+    return {{"scheduling_strategy": strategy, "num_cpus": BUNDLE["CPU"], "num_gpus": BUNDLE.get("GPU", 0)}}
+
+
+head, port = ray.get(address.options(**on_node(0)).remote())
+statuses = ray.get([run_node.options(**on_node(number)).remote(number, head, port) for number in range(NODES)])
+sys.exit(next((status for status in statuses if status), 0))
+'''
+
+
+EMITTERS = {"slurm": slurm_script, "torchrun": torchrun_script, "k8s": kubernetes_manifest, "ray": ray_script}
+
+
+def _lines(*lines: str) -> str:
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,1 @@
+"""The training loop of a run: model, data, steps, metrics, anomalies, the page."""

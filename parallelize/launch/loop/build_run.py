@@ -1,0 +1,148 @@
+"""Model, data, optimizer, schedule, checkpoints and metrics of a run, on the mesh that was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize.checkpoint.run.checkpointer import Checkpointer
+from parallelize.checkpoint.run.stopping import Stopping
+from parallelize.launch.config.run_config import RunConfig
+from parallelize.launch.loop.anomalies import AnomalyWatch
+from parallelize.launch.loop.process_memory import used_bytes
+from parallelize.launch.loop.run_data import argument_names, data_of
+from parallelize.launch.loop.run_metrics import RunMetrics
+from parallelize.launch.loop.run_optimizer import build_optimizer_of, build_schedule_of
+from parallelize.launch.loop.train_loop import TrainLoop, is_first_rank
+from parallelize.launch.preflight.mesh_choice import ChosenMesh
+from parallelize.launch.preflight.prediction import Summary
+from parallelize.models.model_source import ModelSource, read_model
+from parallelize.models.transformers_models import class_of
+from parallelize.ops.matmul.calibrate import peak_flops
+from parallelize.pipeline.parallel_model import ParallelModel
+from parallelize.randomness.init.initialize import build_on_meta
+from parallelize.training import parallelize_model
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where a run is built: what was chosen and predicted, and how it speaks.
+
+    Attributes:
+        device: of this rank, such as cuda:3. tell: prints a line on rank 0.
+    """
+
+    chosen: ChosenMesh
+    mesh: DeviceMesh
+    device: str
+    predicted: Summary | None
+    tell: Callable[[str], None]
+
+
+def build_run(config: RunConfig, around: Surroundings, stack: ExitStack) -> TrainLoop:
+    """A loop that is ready to run; `stack` closes what it opens. A collective."""
+    stopping = Stopping(around.mesh, config.grace_s, config.timeout_s, extras=1)
+    stack.callback(stopping.close)
+    parallel, num_parameters, names = build_model(config, around)
+    data = data_of(config, names, around.mesh, around.device, dist.barrier)
+    optimizer = build_optimizer_of(config, parallel)
+    schedule = build_schedule_of(config, optimizer)
+    anomalies = AnomalyWatch(config.anomalies)
+    checkpoints = None
+    section = config.checkpoints
+    if section.folder:
+        checkpoints = Checkpointer(
+            section.folder,
+            parallel,
+            optimizer=optimizer,
+            scheduler=schedule,
+            data=data.batches,
+            user={"anomalies": anomalies},
+            shared=section.shared,
+            asynchronous=section.asynchronous,
+            keep_last=section.keep_last,
+            keep_every=section.keep_every,
+            timeout_s=config.timeout_s,
+        )
+        stack.enter_context(checkpoints)
+    metrics = _metrics(config, around, num_parameters)
+    stack.callback(metrics.close)
+    return TrainLoop(
+        config,
+        parallel,
+        data,
+        optimizer,
+        schedule,
+        metrics,
+        stopping,
+        checkpoints,
+        around.device,
+        around.tell,
+        anomalies,
+    )
+
+
+def build_model(config: RunConfig, around: Surroundings) -> tuple[ParallelModel, int, set[str] | None]:
+    """The model on the mesh, the number of its parameters, and the names that a batch may have."""
+    source = read_model(config.model.name, config.model.set)
+    # the class itself, whose initialization is recorded; the source's own way of building leaves it out on meta
+    build = class_of(source.config, source.text) if source.config is not None else source.make
+    module = build_on_meta(build, source.config).train()
+    if hasattr(getattr(module, "config", None), "use_cache"):
+        module.config.use_cache = False  # type: ignore[union-attr]
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    names = argument_names(module)  # before the plan's forwards take any
+    parallel = parallelize_model(
+        module,
+        around.mesh,
+        config.plan or None,
+        around.chosen.options,
+        device=around.device,
+        initialize=config.model.initialize,
+        dropout_seed=config.seed,
+        **_loss_of(source),
+    )
+    return parallel, num_parameters, names
+
+
+def _loss_of(source: ModelSource) -> dict[str, Any]:
+    return {name: value for name, value in (("loss", source.loss), ("count", source.count)) if value is not None}
+
+
+def _metrics(config: RunConfig, around: Surroundings, num_parameters: int) -> RunMetrics:
+    enabled = is_first_rank()
+    dtype = getattr(torch, around.chosen.options.complete().dtype or "float32")
+    flops = around.predicted.flops_per_step if around.predicted is not None else 0.0
+    peak = peak_flops(around.mesh.device_type, dtype, size=512, rounds=5) if enabled and flops else 0.0
+    heading = f"{config.model.name}, {num_parameters:,} parameters, {around.chosen.mesh}"
+    around.tell(heading)
+    tokens = config.data.global_batch * config.data.sequence
+    return RunMetrics(config, tokens, flops, peak * around.chosen.mesh.world_size, heading, enabled)
+
+
+def note_peaks(loop: TrainLoop, around: Surroundings) -> None:
+    """Put each rank's peak memory, and what was predicted, on the page. A collective."""
+    mesh = around.mesh
+    pp_rank = mesh.get_local_rank("pp") if "pp" in (mesh.mesh_dim_names or ()) else 0
+    peaks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, (pp_rank, used_bytes(around.device)))
+    if loop.metrics.page is not None:
+        for rank, (stage, measured) in enumerate(peaks):
+            predicted = around.predicted.memory_of(stage).get("peak", 0) if around.predicted is not None else 0
+            loop.metrics.page.peaks.append((f"rank {rank} (pp rank {stage})", measured, float(predicted)))
+        if around.device == "cpu":
+            loop.metrics.page.notes.append(
+                "Measured memory on a CPU is that of the process, with Python and its libraries."
+            )
+
+
+def report_folder(config: RunConfig) -> Path:
+    """Where ranks write what went wrong."""
+    return Path(config.checkpoints.folder or ".") / "reports"

@@ -1,0 +1,59 @@
+"""What a rank had in memory when an allocation failed, beside what `explain` predicted."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from parallelize import _torch_private as private
+from parallelize.launch.loop.process_memory import used_bytes
+from parallelize.launch.preflight.prediction import Summary
+
+_OF_CPU = ("DefaultCPUAllocator", "not enough memory")
+MOST = 20
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is that of an allocator; of a pipeline, that of the stage that failed."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (torch.OutOfMemoryError, MemoryError)) or any(text in str(seen) for text in _OF_CPU):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def write_memory_report(folder: Path, rank: int, device: str, predicted: Summary | None, pp_rank: int) -> Path:
+    """Write `out-of-memory-rank-N.txt`, and on a GPU the allocator's snapshot beside it.
+
+    Returns: the text's path. Raises: OSError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"out-of-memory-rank-{rank}.txt"
+    path.write_text("\n".join(_lines(device, predicted, pp_rank)) + "\n", encoding="utf-8")
+    if device.startswith("cuda"):
+        private.dump_memory_snapshot(str(path.with_suffix(".pickle")))
+    return path
+
+
+def _lines(device: str, predicted: Summary | None, pp_rank: int) -> list[str]:
+    lines = [f"used on {device}: {used_bytes(device) / 1e6:,.0f} MB at its highest"]
+    if predicted is not None and predicted.memory:
+        parts = predicted.memory_of(pp_rank)
+        lines.append(f"predicted by `explain` ({predicted.setting}): {parts['peak'] / 1e6:,.0f} MB at its highest")
+        lines += [f"  {name}: {value / 1e6:,.0f} MB" for name, value in parts.items() if name != "peak" and value]
+    lines += ["", "the largest tensors:", *_largest()]
+    return lines
+
+
+def _largest() -> list[str]:
+    """Tensors that Python knows, alike ones together, the largest first."""
+    counts: Counter[tuple[int, str]] = Counter()
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter):
+            counts[(thing.numel() * thing.element_size(), f"{list(thing.shape)} {thing.dtype} on {thing.device}")] += 1
+    ordered = sorted(counts.items(), key=lambda item: -item[0][0] * item[1])[:MOST]
+    return [f"  {count} x {size / 1e6:,.1f} MB  {text}" for (size, text), count in ordered]

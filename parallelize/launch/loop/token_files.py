@@ -1,0 +1,165 @@
+"""Text files as one sequence of tokens: bytes are mapped as they are; what needs a tokenizer is tokenized once, into a file.
+
+The file is named by a hash of its sources, so that ranks and later runs find it. It is published by a rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallelize.errors import DataError, Problem
+
+_CHUNK_TOKENS = 2**20
+Tokens = tuple[Any, torch.Tensor]
+"""(ids [total], the position of each document's first token)."""
+
+
+class JoinedTokens:
+    """Several tensors of ids as one sequence, of which slices are read. The tensors may be mapped files."""
+
+    def __init__(self, parts: Sequence[torch.Tensor]):
+        self.parts = list(parts)
+        self.starts = [0, *itertools.accumulate(len(part) for part in parts)]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, interval: slice) -> torch.Tensor:
+        first, last, _ = interval.indices(len(self))
+        chunks = [
+            part[max(first - start, 0) : max(last - start, 0)]
+            for part, start in zip(self.parts, self.starts[:-1], strict=True)
+            if start < last and start + len(part) > first
+        ]
+        return torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.uint8)
+
+
+def bytes_of_files(paths: Sequence[str]) -> Tokens:
+    """The bytes of files, each of them one document. Raises: DataError `empty-data`; OSError."""
+    sizes = [os.path.getsize(path) for path in paths]
+    parts = [
+        torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+        for path, size in zip(paths, sizes, strict=True)
+        if size
+    ]
+    joined = JoinedTokens(parts)
+    if not parts:
+        raise DataError(Problem("empty-data", f"{', '.join(paths)[:200]}: no text", fix="name files with text"))
+    return joined, torch.tensor(joined.starts[:-1])
+
+
+def documents_of_lines(paths: Sequence[str], key: str) -> Iterator[str]:
+    """The texts of files of JSON lines. Raises: DataError `bad-line` with file and line."""
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _text_of_line(line, key, f"{path}:{number}")
+
+
+def _text_of_line(line: str, key: str, where: str) -> str:
+    try:
+        value = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(Problem("bad-line", f"no JSON: {error}", where, fix="one JSON object a line")) from None
+    text = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        keys = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
+        raise DataError(
+            Problem("bad-line", f"no text under {key!r}, but {keys[:100]}", where, fix="data.field names the key")
+        )
+    return text
+
+
+def texts_of_files(paths: Sequence[str]) -> Iterator[str]:
+    for path in paths:
+        yield Path(path).read_text(encoding="utf-8")
+
+
+def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
+    """Text to ids: those of a tokenizer's folder, or, without one, the bytes. Nothing is downloaded."""
+    if not tokenizer:
+        return lambda text: list(text.encode())
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    return lambda text: loaded(text)["input_ids"]
+
+
+def tokenized(documents: Iterable[str], encode: Callable[[str], list[int]]) -> Tokens:
+    """Documents as ids in memory; empty ones are left out. Raises: DataError `empty-data`."""
+    parts, starts, total = [], [], 0
+    for document in documents:
+        ids = torch.tensor(encode(document), dtype=torch.int32)
+        if len(ids):
+            starts.append(total)
+            parts.append(ids)
+            total += len(ids)
+    if not parts:
+        raise DataError(Problem("empty-data", "the documents have no tokens", fix="name data with text"))
+    return torch.cat(parts), torch.tensor(starts)
+
+
+def digest_of_sources(paths: Sequence[str], *settings: str) -> str:
+    """A short hash of files, by path, size and time of change, and of how they are read."""
+    stats = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths]
+    return hashlib.blake2b(repr((stats, settings)).encode(), digest_size=8).hexdigest()
+
+
+def cached_tokens(
+    folder: Path,
+    digest: str,
+    documents: Callable[[], Iterable[str]],
+    tokenizer: str,
+    writes: bool,
+    wait: Callable[[], None],
+) -> Tokens:
+    """Tokens from a file, which the ranks with `writes` make where it is missing. All ranks call it.
+
+    wait: called on every rank after the file is there.
+    """
+    path, starts_path = folder / f"tokens-{digest}.bin", folder / f"tokens-{digest}.starts"
+    if writes and not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        encode = encoder_of(tokenizer)
+        starts = _write_ids(path, (encode(document) for document in documents()))
+        _publish(starts_path, lambda file: file.write(bytes(torch.tensor(starts).view(torch.uint8).tolist())))
+        os.replace(path.with_suffix(f".{os.getpid()}"), path)
+    wait()
+    ids = torch.from_file(str(path), shared=False, size=os.path.getsize(path) // 4, dtype=torch.int32)
+    count = os.path.getsize(starts_path) // 8
+    return ids, torch.from_file(str(starts_path), shared=False, size=count, dtype=torch.int64)
+
+
+def _write_ids(path: Path, documents: Iterable[list[int]]) -> list[int]:
+    """Write ids to a file beside `path`; the starts of documents. Raises: DataError `empty-data`."""
+    starts, total = [], 0
+    with open(path.with_suffix(f".{os.getpid()}"), "wb") as file:
+        for ids in documents:
+            if ids:
+                starts.append(total)
+                total += len(ids)
+                for first in range(0, len(ids), _CHUNK_TOKENS):
+                    file.write(_as_bytes(ids[first : first + _CHUNK_TOKENS]))
+    if not starts:
+        raise DataError(Problem("empty-data", "the documents have no tokens", fix="name data with text"))
+    return starts
+
+
+def _as_bytes(ids: list[int]) -> bytes:
+    return bytes(torch.tensor(ids, dtype=torch.int32).view(torch.uint8).tolist())
+
+
+def _publish(path: Path, write: Callable[[Any], Any]) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}.new")
+    with open(temporary, "wb") as file:
+        write(file)
+    os.replace(temporary, path)

@@ -1,0 +1,99 @@
+"""One timed collective along each axis: its bandwidth beside what the profile of `fit` assumes, and who has not come."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize.analysis.cost.machine import Machine
+from parallelize.comm.groups import mesh_spec
+from parallelize.errors import LaunchError, Problem, short_list
+
+CPU_BYTES, GPU_BYTES = 2 * 2**20, 64 * 2**20
+_ROUNDS = 3
+SLOW = 0.5  # of the assumed bandwidth
+
+
+@dataclass(frozen=True)
+class TimedLink:
+    """The slowest group of an axis. bytes_per_s: that each rank sends (bus bandwidth). assumed: by the profile."""
+
+    axis: str
+    ranks: int
+    bytes_per_s: float
+    assumed: float
+
+    def line(self) -> str:
+        fraction = self.bytes_per_s / self.assumed
+        slow = ": slower than the profile that `fit` assumes" if fraction < SLOW else ""
+        return (
+            f"{self.axis} ({self.ranks} ranks): all_reduce at {self.bytes_per_s / 1e9:.2f} GB/s, "
+            f"{fraction:.0%} of the assumed {self.assumed / 1e9:.2f} GB/s{slow}"
+        )
+
+
+def timed_links(
+    mesh: DeviceMesh, machine: Machine, store: Any, hosts: dict[int, str], limit_s: float
+) -> list[TimedLink]:
+    """The bandwidth of each axis with several ranks, the same on every rank. A collective.
+
+    Raises: LaunchError `link-silent` with the ranks of a group that have not come to the collective.
+    Cost: three all_reduces of 2 MB (64 MB on GPUs) an axis.
+    """
+    spec = mesh_spec(mesh)
+    links = []
+    for axis in (name for name in spec.names if spec.size(name) > 1):
+        seconds = _slowest(_timed(mesh, axis, store, hosts, limit_s), mesh)
+        size = spec.size(axis)
+        link = machine.link(spec, axis)
+        sent = 2 * (size - 1) / size * _bytes(mesh)
+        links.append(TimedLink(axis, size, sent / seconds, link.bytes_per_s * link.efficiency))
+    return links
+
+
+def _bytes(mesh: DeviceMesh) -> int:
+    return CPU_BYTES if mesh.device_type == "cpu" else GPU_BYTES
+
+
+def _timed(mesh: DeviceMesh, axis: str, store: Any, hosts: dict[int, str], limit_s: float) -> float:
+    """Seconds of one all_reduce along an axis: the fastest of a few, after a first one."""
+    data = torch.zeros(_bytes(mesh) // 4, device=mesh.device_type)
+    group, rank = mesh.get_group(axis), dist.get_rank()
+    store.set(f"link/{axis}/{rank}", "here")
+    best = float("inf")
+    for _ in range(_ROUNDS + 1):
+        began = time.perf_counter()
+        work = dist.all_reduce(data, group=group, async_op=True)
+        try:
+            work.wait(timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            raise _silent(axis, dist.get_process_group_ranks(group), store, hosts, error) from None
+        if mesh.device_type != "cpu":
+            torch.accelerator.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _silent(axis: str, ranks: list[int], store: Any, hosts: dict[int, str], error: Exception) -> LaunchError:
+    absent = [rank for rank in ranks if not store.check([f"link/{axis}/{rank}"])]
+    named = [f"{rank} on {hosts.get(rank, 'an unknown host')}" for rank in absent or ranks]
+    what = f"an all_reduce along {axis} did not end; " + (
+        f"ranks {short_list(named)} have not come"
+        if absent
+        else f"all of ranks {short_list(named)} have come, so a link is cut"
+    )
+    return LaunchError(
+        Problem("link-silent", what, rows=(("said", str(error).splitlines()[0][:160]),), fix="look at that host")
+    )
+
+
+def _slowest(seconds: float, mesh: DeviceMesh) -> float:
+    value = torch.tensor([seconds], dtype=torch.float64, device=mesh.device_type)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)

@@ -1,0 +1,104 @@
+"""Launch files are what their programs read: parsed here, and their numbers are those of the mesh and the save."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from parallelize.errors import LaunchError
+from parallelize.launch.config.run_config_file import parse_run_config
+from parallelize.launch.emit.job import job_of, save_time_file
+from parallelize.launch.emit.launch_files import EMITTERS
+
+pytestmark = pytest.mark.torch_free
+
+
+def config_of(tmp_path, mesh="pp=2,dp=4,tp=4", device="cuda"):
+    text = f"model: llama\ndata: {{function: 'a:b', global_batch: 64}}\nmesh: {mesh}\ndevice: {device}\n"
+    return parse_run_config(text + f"checkpoints: {{folder: {tmp_path}}}", "runs/my run.yaml")
+
+
+def emitted(tmp_path, kind, **more):
+    return EMITTERS[kind](job_of(config_of(tmp_path, **more), ["steps=10"], 8, 3))
+
+
+def save_took(config, seconds):
+    path = save_time_file(config)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"save_s": seconds}))
+
+
+def checked_by_bash(text):
+    if shutil.which("bash"):
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=20)
+
+
+@pytest.mark.processes
+def test_slurm(tmp_path):
+    save_took(config_of(tmp_path), 100.0)
+    text = emitted(tmp_path, "slurm")
+    checked_by_bash(text)
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", text, re.M))
+    assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == ("4", "8", "8")
+    assert options["distribution"] == "block:block" and options["signal"] == "USR1@230" and "requeue" in options
+    srun = shlex.split(next(line for line in text.splitlines() if line.startswith("srun")))
+    assert srun[-6:] == ["parallelize", "run", "runs/my run.yaml", "steps=10", "--restarts", "3"]
+    assert "--mem-bind=local" in srun and '"$status" -eq 75' in text
+    assert "# node 3: ranks 24-31 (pp=1 dp=2 tp=0 to pp=1 dp=3 tp=3)" in text
+
+
+@pytest.mark.processes
+def test_torchrun(tmp_path):
+    text = emitted(tmp_path, "torchrun")
+    checked_by_bash(text)
+    command = shlex.split(next(line for line in text.splitlines() if line.startswith("exec torchrun")))
+    assert {"--nnodes=1:4", "--nproc-per-node=8", "--numa-binding=node", "--rdzv-backend=c10d"} <= set(command)
+    assert command[command.index("-m") + 1 :] == [
+        "parallelize",
+        "run",
+        "runs/my run.yaml",
+        "steps=10",
+        "--restarts",
+        "3",
+    ]
+    from torch.distributed.run import get_args_parser
+
+    read = get_args_parser().parse_args([part.replace("$NODE", "0") for part in command[2:]])
+    assert (read.nnodes, read.nproc_per_node, read.max_restarts) == ("1:4", "8", 3)
+    assert "--standalone" in emitted(tmp_path, "torchrun", mesh="dp=2", device="cpu")
+
+
+def test_kubernetes(tmp_path):
+    manifest = yaml.safe_load(emitted(tmp_path, "k8s"))
+    replicas = manifest["spec"]["pytorchReplicaSpecs"]
+    assert manifest["kind"] == "PyTorchJob" and manifest["metadata"]["name"] == "my-run"
+    assert replicas["Master"]["replicas"] + replicas["Worker"]["replicas"] == 4
+    pod = replicas["Worker"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 60 and manifest["spec"]["nprocPerNode"] == "8"
+    assert pod["containers"][0]["command"][:3] == ["parallelize", "run", "runs/my run.yaml"]
+    assert "Worker" not in yaml.safe_load(emitted(tmp_path, "k8s", mesh="dp=2"))["spec"]["pytorchReplicaSpecs"]
+
+
+def test_ray(tmp_path):
+    tree = ast.parse(emitted(tmp_path, "ray"))
+    values = {
+        ast.unparse(node.targets[0]): ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call) and "Call" not in ast.dump(node.value)
+    }
+    assert values["(NODES, RANKS_PER_NODE)"] == (4, 8) and values["BUNDLE"] == {"CPU": 8, "GPU": 8}
+    assert values["COMMAND"][:3] == ["parallelize", "run", "runs/my run.yaml"]
+
+
+def test_a_mesh_that_does_not_fit_nodes_is_refused(tmp_path):
+    with pytest.raises(LaunchError, match="crosses-nodes"):
+        emitted(tmp_path, "slurm", mesh="dp=2,tp=16")
+    with pytest.raises(LaunchError, match="no-mesh"):
+        emitted(tmp_path, "slurm", mesh="auto")

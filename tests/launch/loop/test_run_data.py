@@ -1,0 +1,121 @@
+"""Data of a run: bytes and tokens of files, JSON lines, functions; positions; what is not data is refused by file and line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from parallelize.errors import DataError, LaunchError
+from parallelize.launch.config.run_config import DataSection, OptimizerSection, RunConfig, ScheduleSection
+from parallelize.launch.loop import token_files
+from parallelize.launch.loop.named_objects import object_of
+from parallelize.launch.loop.run_data import RunData, argument_names, data_of
+from parallelize.launch.loop.run_optimizer import _Factor, optimizer_class
+
+
+def files(tmp_path, *texts: str) -> list[str]:
+    paths = []
+    for number, text in enumerate(texts):
+        paths.append(str(tmp_path / f"{number}.txt"))
+        (tmp_path / f"{number}.txt").write_text(text)
+    return paths
+
+
+def test_bytes_of_files_are_documents(tmp_path):
+    ids, starts = token_files.bytes_of_files(files(tmp_path, "abc", "", "defgh"))
+    assert len(ids) == 8 and starts.tolist() == [0, 3]
+    assert bytes(ids[1:6].tolist()) == b"bcdef" and bytes(ids[5:99].tolist()) == b"fgh"
+
+
+def test_lines_are_tokenized_once_and_found_again(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in ("ab", "", "cde")) + "\n\n")
+    config = RunConfig(data=DataSection(jsonl=(str(path),), cache=str(tmp_path / "cache"), sequence=2, global_batch=1))
+    waits = []
+    for _ in range(2):
+        data = data_of(config, None, None, "cpu", lambda: waits.append(1))
+        assert data.batches.num_samples == 2 and len(waits)
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # ids and starts, of one reading
+    batch = data.next()
+    assert batch["input_ids"].shape == (1, 2) and {"targets", "position_ids"} <= batch.keys()
+
+
+@pytest.mark.parametrize(
+    ("line", "what"), [("{", "no JSON"), ('{"body": 1}', "no text under 'text', but body"), ("3", "int")]
+)
+def test_a_line_that_is_no_document_is_named(tmp_path, line, what):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(DataError, match="bad-line") as raised:
+        list(token_files.documents_of_lines([str(path)], "text"))
+    assert f"{path}:2" in str(raised.value) and what in str(raised.value)
+
+
+def test_files_without_tokens_are_refused(tmp_path):
+    for read in (
+        lambda: token_files.bytes_of_files(files(tmp_path, "")),
+        lambda: token_files.tokenized([""], token_files.encoder_of("")),
+        lambda: token_files.cached_tokens(tmp_path, "x", lambda: [""], "", True, lambda: None),
+    ):
+        with pytest.raises(DataError, match="empty-data"):
+            read()
+
+
+def rows(count=6):
+    return [
+        {"input_ids": torch.tensor([n, n]), "targets": torch.tensor([n, n]), "other": torch.tensor([0, 0])}
+        for n in range(count)
+    ]
+
+
+def test_batches_go_on_over_epochs_and_from_a_saved_position():
+    section = DataSection(global_batch=2, seed=1)
+    data = RunData(rows(), section, None, "cpu", {"input_ids", "targets"})
+    seen = [data.next()["input_ids"][:, 0].tolist() for _ in range(5)]
+    assert sorted(number for batch in seen[:3] for number in batch) == list(range(6)) and "other" not in data.next()
+    again = RunData(rows(), section, None, "cpu", None)
+    for _ in range(2):
+        again.next()
+    state = again.batches.state_dict()
+    resumed = RunData(rows(), section, None, "cpu", None)
+    resumed.batches.load_state_dict(state)
+    resumed.restart()
+    assert [resumed.next()["input_ids"][:, 0].tolist() for _ in range(3)] == seen[2:]
+
+
+def test_functions_give_texts_rows_or_a_stream():
+    section = DataSection(function=f"{__name__}:rows", args={"count": 4}, global_batch=2)
+    assert len(data_of(RunConfig(data=section), None, None, "cpu", lambda: None).next()["input_ids"]) == 2
+    iterated = RunData([lambda epoch: rows(4)], DataSection(global_batch=2), None, "cpu", None)
+    assert iterated.next()["input_ids"].shape == (2, 2)
+    empty = RunData(lambda epoch: [], DataSection(global_batch=2), None, "cpu", None)
+    with pytest.raises(DataError, match="no-samples"):
+        empty.next()
+
+
+def test_names_that_are_not_there_are_refused():
+    assert object_of("AdamW", "torch.optim") is torch.optim.AdamW
+    for text in ("no_such_module:name", f"{__name__}:absent"):
+        with pytest.raises(LaunchError, match="no-such-object"):
+            object_of(text)
+    with pytest.raises(LaunchError, match="bad-optimizer"):
+        optimizer_class(OptimizerSection(name="torch:nn"))
+
+
+def test_models_get_the_arguments_that_they_name():
+    class One(torch.nn.Module):
+        def forward(self, input_ids): ...
+
+    class Any(torch.nn.Module):
+        def forward(self, input_ids, position_ids=None, **kwargs): ...
+
+    assert argument_names(One()) == {"input_ids", "targets", "labels"} and argument_names(Any()) is None
+
+
+def test_the_learning_rate_warms_up_and_decays():
+    cosine = _Factor(ScheduleSection(warmup_steps=2, decay="cosine", final_fraction=0.1), 12)
+    assert [round(cosine(step), 3) for step in (0, 1, 2, 11, 50)] == [0.5, 1.0, 1.0, 0.1, 0.1]
+    assert _Factor(ScheduleSection(decay="linear", final_fraction=0.0), 11)(5) == 0.5
+    assert _Factor(ScheduleSection(), 10)(9) == 1.0

@@ -1,0 +1,104 @@
+"""What each rank does in the tests of `ParallelTrainer`: a stock Trainer around a tiny model, on a mesh or on one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallelize import build_mesh
+from parallelize.training import parallelize_model
+from tests.support.models import tiny_model
+
+SAMPLES, LENGTH, BATCH = 40, 11, 8
+
+
+def rows(count: int = SAMPLES) -> list[dict[str, torch.Tensor]]:
+    """Samples whose numbers of labels differ, so that a mean of means is another loss."""
+    generator = torch.Generator().manual_seed(1)
+    data = []
+    for index in range(count):
+        ids = torch.randint(3, 67, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        labels[: index % 7] = -100
+        data.append({"input_ids": ids, "labels": labels})
+    return data
+
+
+def arguments(folder: str, **settings: Any) -> Any:
+    from transformers import TrainingArguments
+
+    quiet = dict(logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", log_level="error")
+    training = dict(max_steps=4, train_sampling_strategy="sequential", learning_rate=1e-2, weight_decay=0.1, seed=3, per_device_train_batch_size=BATCH)
+    return TrainingArguments(folder, **{**quiet, **training, **settings})
+
+
+@contextmanager
+def launched(world_size: int | None = None) -> Iterator[None]:
+    """What torchrun tells a process, and accelerate as in a new process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    size = dist.get_world_size() if world_size is None else world_size
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size} if size > 1 else {}
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    os.environ.update({name: str(place) for name, place in places.items()})
+    try:
+        yield
+    finally:
+        for name in places:
+            del os.environ[name]
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def history(trainer: Any, name: str) -> list[float]:
+    return [float(log[name]) for log in trainer.state.log_history if name in log]
+
+
+def outcome(trainer: Any) -> dict[str, Any]:
+    """What a run has logged."""
+    names = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    return {name: history(trainer, name) for name in names}
+
+
+def stock_run(folder: str, family: str = "llama", dtype: torch.dtype = torch.float64, **settings: Any) -> dict[str, Any]:
+    """The stock Trainer on one process: the reference."""
+    from transformers import Trainer
+
+    with launched(1):
+        model = tiny_model(family, dtype, **settings.pop("config", {}))
+        trainer = Trainer(model, arguments(folder, **settings), train_dataset=rows(), eval_dataset=rows(13))
+        trainer.train()
+        return outcome(trainer) | {"evaluated": trainer.evaluate()["eval_loss"], "flos": trainer.state.total_flos}
+
+
+def parallel_run(
+    rank: int,
+    folder: str,
+    axes: dict[str, int],
+    options: dict[str, Any],
+    family: str = "llama",
+    dtype: torch.dtype = torch.float64,
+    resume: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """The same on a mesh."""
+    from transformers import Trainer
+
+    from parallelize.trainers.trainer import ParallelTrainer
+
+    class OnMesh(ParallelTrainer, Trainer):
+        pass
+
+    with launched():
+        parallel = parallelize_model(tiny_model(family, dtype, **settings.pop("config", {})), build_mesh("cpu", **axes), **options)
+        data = dict(train_dataset=rows(), eval_dataset=rows(13))
+        trainer = OnMesh(parallel, arguments(folder, **settings), global_batch_size=BATCH, **data)
+        trainer.train(resume_from_checkpoint=resume or None)
+        return outcome(trainer) | {"evaluated": trainer.evaluate()["eval_loss"], "flos": trainer.state.total_flos}

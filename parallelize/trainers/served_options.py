@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
@@ -35,6 +35,21 @@ def refuse_other_models(model: Any) -> None:
     if not isinstance(model, ParallelModel):
         what = f"the model is a {type(model).__name__}, and a ParallelTrainer trains what parallelize_model returns"
         raise ModelError(Problem("trainer-model", what, fix="MyTrainer(parallelize_model(model, mesh), args, ...)"))
+
+
+def refuse_other_trainers(trainer: Any, served: Collection[str]) -> None:
+    """Refuse trainers of TRL, which compute losses in forwards of their own.
+
+    Args:
+        trainer: the trainer. served: modules of TRL whose trainers are served.
+
+    Raises: ModelError `trainer-option`.
+    """
+    others = [cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.") and cls.__module__ not in served]
+    if others:
+        what = f"TRL's {others[0].__name__} is not served by {type(trainer).__name__}"
+        fix = "class MyTrainer(ParallelSFTTrainer, SFTTrainer) for SFT; for others a loop of your own: examples/train.py"
+        raise ModelError(Problem("trainer-option", what, fix=fix))
 
 
 def refuse_other_meshes(parallel: ParallelModel, args: Any) -> None:

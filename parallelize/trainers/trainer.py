@@ -68,6 +68,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
     Cost: of a step that of the model, and an all-reduce of two scalars over the data ranks.
     """
 
+    served_of_trl: tuple[str, ...] = ()
     has_stages: bool
     optimizer: Any
 
@@ -75,6 +76,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         self, model: ParallelModel, args: Any = None, *more: Any, global_batch_size: int | None = None, **keywords: Any
     ):
         served.refuse_other_models(model)
+        served.refuse_other_trainers(self, self.served_of_trl)
         served.refuse_other_versions(self, ParallelTrainer, OVERRIDDEN)
         self.parallel = model
         self.has_stages = mesh_spec(model.mesh).ranks("pp") > 1

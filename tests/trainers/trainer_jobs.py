@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import TrainerCallback
 
 from parallelize import build_mesh
 from parallelize.training import parallelize_model
@@ -62,33 +63,30 @@ def history(trainer: Any, name: str) -> list[float]:
 
 
 def outcome(trainer: Any) -> dict[str, Any]:
-    """What a run has logged."""
+    """What a run has logged, and what it evaluates in the end."""
     names = ("loss", "grad_norm", "learning_rate", "eval_loss")
-    return {name: history(trainer, name) for name in names}
+    logged = {name: history(trainer, name) for name in names}
+    metrics = trainer.evaluate()
+    measured = {name: value for name, value in metrics.items() if name.startswith("eval_") and "_per_" not in name}
+    del measured["eval_runtime"]
+    return logged | {f"last {name}": value for name, value in measured.items()} | {"flos": trainer.state.total_flos}
 
 
-def stock_run(folder: str, family: str = "llama", dtype: torch.dtype = torch.float64, **settings: Any) -> dict[str, Any]:
-    """The stock Trainer on one process: the reference."""
-    from transformers import Trainer
-
-    with launched(1):
-        model = tiny_model(family, dtype, **settings.pop("config", {}))
-        trainer = Trainer(model, arguments(folder, **settings), train_dataset=rows(), eval_dataset=rows(13))
-        trainer.train()
-        return outcome(trainer) | {"evaluated": trainer.evaluate()["eval_loss"], "flos": trainer.state.total_flos}
-
-
-def parallel_run(
+def run(
     rank: int,
     folder: str,
-    axes: dict[str, int],
-    options: dict[str, Any],
+    axes: dict[str, int] | None,
+    options: dict[str, Any] | None = None,
+    *,
     family: str = "llama",
+    config: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float64,
     resume: bool = False,
+    stop_after: int = 0,
+    extras: dict[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """The same on a mesh."""
+    """A run on a mesh, or, without axes, of the stock Trainer on one process: the reference. Returns what it has logged."""
     from transformers import Trainer
 
     from parallelize.trainers.trainer import ParallelTrainer
@@ -96,9 +94,24 @@ def parallel_run(
     class OnMesh(ParallelTrainer, Trainer):
         pass
 
-    with launched():
-        parallel = parallelize_model(tiny_model(family, dtype, **settings.pop("config", {})), build_mesh("cpu", **axes), **options)
-        data = dict(train_dataset=rows(), eval_dataset=rows(13))
-        trainer = OnMesh(parallel, arguments(folder, **settings), global_batch_size=BATCH, **data)
+    with launched(None if axes else 1):
+        model = tiny_model(family, dtype, **(config or {}))
+        data = dict(train_dataset=rows(), eval_dataset=rows(13)) | (extras or {})
+        data["callbacks"] = [Stops(stop_after), *data.get("callbacks", [])]
+        if axes:
+            parallel = parallelize_model(model, build_mesh("cpu", **axes), **(options or {}))
+            trainer = OnMesh(parallel, arguments(folder, **settings), global_batch_size=BATCH, **data)
+        else:
+            trainer = Trainer(model, arguments(folder, **settings), **data)
         trainer.train(resume_from_checkpoint=resume or None)
-        return outcome(trainer) | {"evaluated": trainer.evaluate()["eval_loss"], "flos": trainer.state.total_flos}
+        return outcome(trainer)
+
+
+class Stops(TrainerCallback):
+    """Ends a run early, as a crash would, after a number of steps; 0: never."""
+
+    def __init__(self, last: int):
+        self.last = last
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop |= state.global_step == self.last

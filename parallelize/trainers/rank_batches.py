@@ -6,25 +6,49 @@ Both are functions of the data and the batch sizes. The ranks along tp and pp ge
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, Sampler
 
+from parallelize.applied.stored_slices import data_rank
 from parallelize.data.global_batches import GlobalBatches
+from parallelize.errors import Problem, ShapeError
+from parallelize.mesh import SAMPLE_AXES
 
 
 class MicroBatches(Sampler[list[int]]):
-    """This rank's part of each global batch, in batches of `batch_size` that a trainer accumulates. A batch sampler.
+    """This rank's part of each batch that the data ranks run at once; `accumulated` of these are a global batch. A batch sampler.
 
     An iteration is one epoch from its beginning: a trainer skips the batches that a resumed run has taken.
 
     Args:
-        batches: the global batches.
-        batch_size: samples of one forward. The part of a rank divides into these; the last batch of an epoch may be smaller.
+        num_samples: the number of samples in the data set.
+        global_batch_size: samples of an optimizer step, over all data ranks.
+        accumulated: forwards of each rank in an optimizer step.
+        seed, shuffle, drop_last, mesh: as for `GlobalBatches`. `drop_last` drops the samples that are no full global batch.
+
+    Raises: ShapeError `indivisible-batch`, `no-batches`.
     """
 
-    def __init__(self, batches: GlobalBatches, batch_size: int):
-        self.batches, self.batch_size = batches, batch_size
+    def __init__(
+        self,
+        num_samples: int,
+        global_batch_size: int,
+        accumulated: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        drop_last: bool,
+        mesh: Any,
+    ):
+        size = global_batch_size // accumulated
+        rest, data_ranks = num_samples % size, data_rank(mesh, SAMPLE_AXES)[1]
+        if not drop_last and rest % data_ranks:
+            what = f"the last {rest} samples of an epoch cannot be split over {data_ranks} data ranks"
+            raise ShapeError(Problem("indivisible-batch", what, fix="dataloader_drop_last=True in the TrainingArguments"))
+        self.batches = GlobalBatches(num_samples, size, seed=seed, shuffle=shuffle, drop_last=drop_last, mesh=mesh)
+        self.global_batch_size, self.accumulated = global_batch_size, accumulated
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -33,18 +57,18 @@ class MicroBatches(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.batches.epoch, self.batches.batches_done = self.epoch, 0
-        for samples in self.batches:
-            for start in range(0, len(samples), self.batch_size):
-                yield samples[start : start + self.batch_size]
+        return islice(iter(self.batches), len(self))
 
     def __len__(self) -> int:
-        full, rest = divmod(self.batches.num_samples, self.batches.global_batch_size)
-        per_batch = self._forwards(self.batches.global_batch_size)
-        return full * per_batch + (0 if self.batches.drop_last else self._forwards(rest))
+        if self.batches.drop_last:
+            return self.batches.num_samples // self.global_batch_size * self.accumulated
+        return self.batches.steps_per_epoch
 
-    def _forwards(self, samples: int) -> int:
-        """The number of forwards of this rank for a global batch of this size."""
-        return -(-(samples // self.batches.data_ranks) // self.batch_size)
+    def order(self) -> dict[str, Any]:
+        """What decides which samples each optimizer step gets, whatever the mesh."""
+        saved = self.batches.state_dict()
+        names = ("num_samples", "seed", "shuffle", "drop_last")
+        return {"global_batch_size": self.global_batch_size} | {name: saved[name] for name in names}
 
 
 class EvaluationBatches(Sampler[list[int]]):

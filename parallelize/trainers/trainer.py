@@ -199,7 +199,8 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         number, self._forwards = self._forwards, self._forwards + 1
         if clock is None or number >= len(self._rows):
             return nullcontext()
-        first = data_rank_of(self.mesh)[0] * sum(self._rows) + sum(self._rows[:number])
+        index, data_ranks = data_rank_of(self.mesh)
+        first = data_ranks * sum(self._rows[:number]) + index * self._rows[number]
         return clock.at(Position(state.global_step, first, self._rows[number]))
 
     def _over_data_ranks(self, value: T) -> T:

@@ -16,9 +16,9 @@ from typing import Any
 
 from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.run.checkpointer import Checkpointer, load_checkpoint
-from parallelize.data.global_batches import GlobalBatches
 from parallelize.errors import CheckpointError, Problem
 from parallelize.randomness.generators import random_state, set_random_state
+from parallelize.trainers.rank_batches import MicroBatches
 from parallelize.trainers.trainer_weights import read_weights, write_weights
 
 PARALLEL = "parallel"
@@ -35,7 +35,7 @@ class TrainerCheckpoints:
     state: Any
     accelerator: Any
     lr_scheduler: Any
-    global_batches: GlobalBatches | None
+    train_batches: MicroBatches | None
     stepped_optimizer: Any = None
     _random_state: Any = None  # of the checkpoint that was resumed
 
@@ -63,8 +63,8 @@ class TrainerCheckpoints:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with self._checkpoints(Path(output_dir)) as checkpoints:
             checkpoints.save(self.state.global_step)
-        if self.args.should_save and self.global_batches is not None:
-            Path(output_dir, BATCHES).write_text(json.dumps(self.global_batches.state_dict(), indent=2))
+        if self.args.should_save and self.train_batches is not None:
+            Path(output_dir, BATCHES).write_text(json.dumps(self.train_batches.order(), indent=2))
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing: the Checkpointer has saved it."""
@@ -83,7 +83,7 @@ class TrainerCheckpoints:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not _is_resumable(Path(checkpoint)):
             return
-        _compare_batches(Path(checkpoint, BATCHES), self.global_batches)
+        _compare_batches(Path(checkpoint, BATCHES), self.train_batches)
         with self._checkpoints(Path(checkpoint)) as checkpoints:
             checkpoints.resume()
         self._random_state = random_state()
@@ -131,16 +131,15 @@ def _newest(output_dir: Path) -> Path:
     raise CheckpointError(Problem("no-checkpoint", what, str(output_dir), fix="train() without resume_from_checkpoint"))
 
 
-def _compare_batches(saved: Path, batches: GlobalBatches | None) -> None:
+def _compare_batches(saved: Path, batches: MicroBatches | None) -> None:
     """Refuse to resume on other global batches: the stock Trainer counts batches to find its position in the data.
 
     Raises: CheckpointError `data-position`.
     """
     if batches is None or not saved.is_file():
         return
-    state, here = json.loads(saved.read_text()), batches.state_dict()
-    names = ("global_batch_size", "num_samples", "seed", "shuffle", "drop_last")
-    differing = [name for name in names if state.get(name) != here[name]]
+    state, here = json.loads(saved.read_text()), batches.order()
+    differing = [name for name in here if state.get(name) != here[name]]
     if differing:
         rows = tuple((name, f"{state.get(name)} was saved, {here[name]} is set") for name in differing)
         fix = "the same data, seed and MyTrainer(..., global_batch_size=...); or train from the weights alone"

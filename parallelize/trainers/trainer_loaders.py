@@ -8,7 +8,6 @@ from typing import Any, cast
 from torch.utils.data import DataLoader
 
 from parallelize.applied.stored_slices import data_rank
-from parallelize.data.global_batches import GlobalBatches
 from parallelize.mesh import SAMPLE_AXES
 from parallelize.trainers.rank_batches import EvaluationBatches, EvaluationLoader, MicroBatches
 from parallelize.trainers.served_options import refuse_iterated
@@ -21,7 +20,7 @@ class TrainerLoaders:
     args: Any
     train_dataset: Any
     eval_dataset: Any
-    global_batches: GlobalBatches | None = None
+    train_batches: MicroBatches | None = None
 
     def get_train_dataloader(self) -> DataLoader:
         """Batches of this data rank. Raises: DataError `trainer-data`; ShapeError `indivisible-batch`, `no-batches`."""
@@ -29,17 +28,17 @@ class TrainerLoaders:
         if self.train_dataset is None:
             return super().get_train_dataloader()  # type: ignore[misc]  # which says what is missing
         refuse_iterated(self.train_dataset, "training")
-        self.global_batches = GlobalBatches(
+        self.train_batches = batches = MicroBatches(
             len(self.train_dataset),
             self.get_total_train_batch_size(args),
+            args.gradient_accumulation_steps,
             seed=args.data_seed if args.data_seed is not None else args.seed,
             shuffle=args.train_sampling_strategy == "random",
             drop_last=args.dataloader_drop_last,
             mesh=self.parallel.mesh,
         )
-        batches = MicroBatches(self.global_batches, args.per_device_train_batch_size)
         dataset, options = self._loading(self.train_dataset, "Training")
-        seeded = partial(_seed_worker, num_workers=args.dataloader_num_workers, rank=self.global_batches.data_index)
+        seeded = partial(_seed_worker, num_workers=args.dataloader_num_workers, rank=data_rank_of(self.parallel.mesh)[0])
         options |= dict(persistent_workers=args.dataloader_persistent_workers, worker_init_fn=seeded)
         loader: Any = DataLoader(dataset, batch_sampler=batches, **options)
         loader.set_epoch = batches.set_epoch  # the stock loop calls it

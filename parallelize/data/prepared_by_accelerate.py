@@ -25,10 +25,11 @@ _PLANNED: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDict
 
 
 def guard_accelerate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let `Accelerator.prepare` refuse this model (ModelError `prepared-by-accelerate`), and, while it lives, loaders that
-    would give the ranks of one data rank other samples (DataError `loader-over-world`), and schedules that would be stepped
-    too often. Inference (`evaluation_mode=True`) and optimizers are prepared as ever.
+    """Let `Accelerator.prepare` refuse this model (ModelError `prepared-by-accelerate`), and, while it is the newest
+    one, loaders that would give the ranks of one data rank other samples (DataError `loader-over-world`), and schedules that
+    would be stepped too often. Inference (`evaluation_mode=True`) and optimizers are prepared as ever.
     """
+    _PLANNED.pop(module, None)
     _PLANNED[module] = mesh
     accelerate = sys.modules.get("accelerate")
     accelerator = getattr(accelerate, "Accelerator", None)
@@ -60,16 +61,12 @@ def _preparing_loader(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def prepare_data_loader(self: Any, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = stock(self, data_loader, *args, **kwargs)
-        errors: list[DataError] = []
-        for mesh in list(_PLANNED.values()):
-            try:
+        try:
+            for mesh in _newest():
                 check_loader(prepared, mesh)
-                return prepared
-            except DataError as error:
-                errors.append(error)
-        if errors:
+        except DataError:
             self._dataloaders[:] = [loader for loader in self._dataloaders if loader is not prepared]
-            raise errors[0]
+            raise
         return prepared
 
     return prepare_data_loader
@@ -78,7 +75,7 @@ def _preparing_loader(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _preparing_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def prepare_scheduler(self: Any, scheduler: Any) -> Any:
-        data_ranks = {data_rank(mesh, SAMPLE_AXES)[1] for mesh in _PLANNED.values()}
+        data_ranks = {data_rank(mesh, SAMPLE_AXES)[1] for mesh in _newest()}
         per_step = 1 if self.split_batches or not self.step_scheduler_with_optimizer else self.num_processes
         if data_ranks and per_step not in {1, *data_ranks}:
             what = f"accelerate would step the schedule {per_step} times in each step, once for each process"
@@ -87,6 +84,11 @@ def _preparing_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(self, scheduler)
 
     return prepare_scheduler
+
+
+def _newest() -> list[DeviceMesh]:
+    """The mesh of the model that was planned last and still lives, if there is one: loaders and schedules name no model."""
+    return list(_PLANNED.values())[-1:]
 
 
 _CHECKED = {

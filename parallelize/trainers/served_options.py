@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
+from parallelize.applied.records import resolution_of
 from parallelize.applied.stored_slices import data_rank
 from parallelize.comm.groups import mesh_spec
 from parallelize.errors import DataError, MeshError, ModelError, Problem
@@ -16,6 +17,7 @@ from parallelize.pipeline.parallel_model import ParallelModel
 _STOCK = ("transformers.trainer", "parallelize.trainers.sft")
 SAMPLING = ("random", "sequential")
 """The values of `train_sampling_strategy` that are orders of `GlobalBatches`."""
+_COMPILED = "layers that compile themselves: `for layer in parallel.module.model.layers: layer.compile()`"
 _OWN_LOADER = (
     "override get_train_dataloader: `return IterableBatches([read], global_batch_size, mesh=self.mesh).loader(...)`, "
     "whose batches are those of the data rank"
@@ -73,7 +75,8 @@ def refuse_options(trainer: Any, args: Any, keywords: dict[str, Any]) -> None:
 
     Raises: ModelError `trainer-option`, with every such setting.
     """
-    refused = [row for row in (*_everywhere(args, keywords), *_on_stages(trainer, args, keywords)) if row.applies]
+    rows = (*_everywhere(args, keywords), *_on_stages(trainer, args, keywords), *_on_logits(trainer, args))
+    refused = [row for row in rows if row.applies]
     if refused:
         raise ModelError(
             *(
@@ -104,6 +107,16 @@ def _everywhere(args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
         yield _Refused(name, bool(getattr(loaders, name)), "global_batch_size=, which every mesh divides over its data ranks")
 
 
+def _on_logits(trainer: Any, args: Any) -> Iterator[_Refused]:
+    """Settings that read logits in a way of their own, of which a rank may have a part, or none."""
+    resolved = resolution_of(trainer.parallel.module)
+    if resolved is None or not (resolved.options.loss_parallel or resolved.options.fuse_loss):
+        return
+    fix = "parallelize_model without loss_parallel and fuse_loss"
+    yield _Refused("label_smoothing_factor with sharded or deferred logits", args.label_smoothing_factor != 0, fix)
+    yield _Refused("torch_compile with sharded or deferred logits", args.torch_compile, f"{fix}; or {_COMPILED}")
+
+
 def _on_stages(trainer: Any, args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
     """Settings that pipeline stages do not serve: a stage runs a part of the model, and the last one computes the loss."""
     if not trainer.has_stages:
@@ -112,8 +125,7 @@ def _on_stages(trainer: Any, args: Any, keywords: dict[str, Any]) -> Iterator[_R
     yield _Refused("compute_loss_func on a mesh with pp", keywords.get("compute_loss_func") is not None, fix)
     yield _Refused("label_smoothing_factor on a mesh with pp", args.label_smoothing_factor != 0, fix)
     yield _Refused("fp16 on a mesh with pp", args.fp16, "bf16=True, or parallelize_model(..., dtype=torch.bfloat16)")
-    compiled = "layers that compile themselves, before parallelize_model: `for layer in model.model.layers: layer.compile()`"
-    yield _Refused("torch_compile on a mesh with pp", args.torch_compile, compiled)
+    yield _Refused("torch_compile on a mesh with pp", args.torch_compile, _COMPILED)
 
 
 def refuse_iterated(dataset: Any, what: str) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import TrainerCallback
 
 from parallelize import build_mesh
+from parallelize.data.packing import FittedRows
 from parallelize.training import parallelize_model
 from tests.support.models import tiny_model
 
@@ -72,7 +77,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
     return logged | {f"last {name}": value for name, value in measured.items()} | {"flos": trainer.state.total_flos}
 
 
-def run(
+def run_trainer(
     rank: int,
     folder: str,
     axes: dict[str, int] | None,
@@ -94,6 +99,7 @@ def run(
     class OnMesh(ParallelTrainer, Trainer):
         pass
 
+    multiprocessing.current_process()._config["daemon"] = False  # a rank may start workers
     with launched(None if axes else 1):
         model = tiny_model(family, dtype, **(config or {}))
         data = dict(train_dataset=rows(), eval_dataset=rows(13)) | (extras or {})
@@ -107,6 +113,81 @@ def run(
         return outcome(trainer)
 
 
+def generation(rank: int, folder: str, axes: dict[str, int] | None, options: dict[str, Any] | None = None) -> Any:
+    """What the model writes after each evaluation, by its own `generate`."""
+    writes = Writes()
+    run_trainer(rank, folder, axes, options, extras={"callbacks": [writes]}, eval_strategy="steps", eval_steps=2)
+    return writes.tokens
+
+
+class Writes(TrainerCallback):
+    def __init__(self):
+        self.tokens: list[Any] = []
+
+    def on_evaluate(self, args, state, control, model=None, **_):
+        prompts = torch.stack([row["input_ids"] for row in rows(3)])
+        self.tokens.append(model.generate(prompts, max_new_tokens=4, do_sample=False).tolist())
+
+
+def moving_average(rank: int, folder: str, axes: dict[str, int] | None, options: dict[str, Any] | None = None) -> float:
+    """The sum of squares of all parameters of an exponential moving average of the model."""
+    averages = Averages()
+    run_trainer(rank, folder, axes, options, extras={"callbacks": [averages]})
+    parameters = averages.copy.module.parameters()
+    squares = [parameter.detach().square().sum() for parameter in parameters]
+    return sum(float(square.full_tensor() if hasattr(square, "full_tensor") else square) for square in squares)
+
+
+class Averages(TrainerCallback):
+    copy: Any = None
+
+    def on_train_begin(self, args, state, control, model=None, **_):
+        self.copy = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        self.copy.update_parameters(model)
+
+
+def scaled(rank: int, folder: str, axes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+    """With a GradScaler, as accelerate makes one for fp16 on an accelerator; here its forward stays in full precision."""
+    from transformers import Trainer
+
+    from parallelize.trainers.trainer import ParallelTrainer
+
+    class Scaled(ParallelTrainer, Trainer):
+        def _prepare_for_training(self, *args: Any) -> Any:
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            self.accelerator.native_amp, self.accelerator.state._mixed_precision = True, "fp16"
+            return super()._prepare_for_training(*args)
+
+    with launched():
+        parallel = parallelize_model(tiny_model("llama", torch.float64), build_mesh("cpu", **axes), **options)
+        trainer = Scaled(parallel, arguments(folder), train_dataset=rows(), global_batch_size=BATCH)
+        trainer.train()
+        return {name: history(trainer, name) for name in ("loss", "grad_norm")}
+
+
+def counted_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss of the user's: this rank's part of the mean."""
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+def predicted(evaluated: Any) -> dict[str, float]:
+    """Metrics that show which predictions were gathered, and in which order."""
+    logits = evaluated.predictions
+    order = (logits.sum((1, 2)) * np.arange(len(logits))).sum()
+    right = (logits.argmax(-1) == evaluated.label_ids).sum()
+    return {"count": float(len(logits)), "order": float(order), "right": float(right)}
+
+
+def packed(rank: int, folder: str, axes: dict[str, int] | None, options: dict[str, Any] | None = None, **settings: Any) -> Any:
+    documents = [row["input_ids"][: 3 + index % 8].tolist() for index, row in enumerate(rows(100))]
+    data = FittedRows(documents, 16, unshifted=True)
+    extras = {"train_dataset": [data[index] for index in range(SAMPLES)]}
+    return run_trainer(rank, folder, axes, options, extras=extras, **settings)
+
+
 class Stops(TrainerCallback):
     """Ends a run early, as a crash would, after a number of steps; 0: never."""
 
@@ -115,3 +196,12 @@ class Stops(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         control.should_training_stop |= state.global_step == self.last
+
+
+def stops_early(
+    rank: int, folder: str, axes: dict[str, int] | None, options: dict[str, Any] | None = None, **settings: Any
+) -> dict[str, Any]:
+    from transformers import EarlyStoppingCallback
+
+    stopping = EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=0.05)
+    return run_trainer(rank, folder, axes, options, extras={"callbacks": [stopping]}, **settings)

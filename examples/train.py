@@ -12,8 +12,15 @@ from text import VOCABULARY, rows
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from parallelize import Checkpointer, GlobalBatches, build_mesh, build_on_meta, destroy_groups, parallelize_model
-from parallelize import save_pretrained
+from parallelize import (
+    Checkpointer,
+    GlobalBatches,
+    build_mesh,
+    build_on_meta,
+    destroy_groups,
+    parallelize_model,
+    save_pretrained,
+)
 
 settings = yaml.safe_load(Path(sys.argv[1]).read_text())
 mesh = build_mesh(settings["device"], **settings["mesh"])

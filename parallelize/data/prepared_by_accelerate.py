@@ -102,7 +102,10 @@ def _refused(name: str) -> ModelError:
     lines = (
         ("loader", "DataLoader(dataset, batch_sampler=GlobalBatches(len(dataset), batch_size, mesh=mesh))"),
         ("optimizer", "parallel.optimizer(torch.optim.AdamW, lr=...)"),
-        ("step", "loss = parallel.step(**batch); parallel.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()"),
+        (
+            "step",
+            "loss = parallel.step(**batch); parallel.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()",
+        ),
         ("Trainer", "class MyTrainer(ParallelTrainer, Trainer), in place of a Trainer of transformers"),
     )
     what = f"{name} is on a mesh, and accelerate would reduce its gradients a second time"

@@ -46,7 +46,9 @@ class MicroBatches(Sampler[list[int]]):
         rest, data_ranks = num_samples % size, data_rank(mesh, SAMPLE_AXES)[1]
         if not drop_last and rest % data_ranks:
             what = f"the last {rest} samples of an epoch cannot be split over {data_ranks} data ranks"
-            raise ShapeError(Problem("indivisible-batch", what, fix="dataloader_drop_last=True in the TrainingArguments"))
+            raise ShapeError(
+                Problem("indivisible-batch", what, fix="dataloader_drop_last=True in the TrainingArguments")
+            )
         self.batches = GlobalBatches(num_samples, size, seed=seed, shuffle=shuffle, drop_last=drop_last, mesh=mesh)
         self.global_batch_size, self.accumulated = global_batch_size, accumulated
         self.epoch = 0

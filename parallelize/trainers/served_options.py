@@ -47,10 +47,14 @@ def refuse_other_trainers(trainer: Any, served: Collection[str]) -> None:
 
     Raises: ModelError `trainer-option`.
     """
-    others = [cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.") and cls.__module__ not in served]
+    others = [
+        cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.") and cls.__module__ not in served
+    ]
     if others:
         what = f"TRL's {others[0].__name__} is not served by {type(trainer).__name__}"
-        fix = "class MyTrainer(ParallelSFTTrainer, SFTTrainer) for SFT; for others a loop of your own: examples/train.py"
+        fix = (
+            "class MyTrainer(ParallelSFTTrainer, SFTTrainer) for SFT; for others a loop of your own: examples/train.py"
+        )
         raise ModelError(Problem("trainer-option", what, fix=fix))
 
 
@@ -62,7 +66,9 @@ def refuse_other_meshes(parallel: ParallelModel, args: Any) -> None:
         raise MeshError(Problem("trainer-mesh", what, fix="a loop of parallel.step(...): examples/train.py"))
     if args.world_size != spec.world_size:
         what = f"the mesh has {spec.world_size} ranks, and the trainer sees {args.world_size} processes"
-        raise MeshError(Problem("trainer-mesh", what, fix="start the script with torchrun, and use all ranks in the mesh"))
+        raise MeshError(
+            Problem("trainer-mesh", what, fix="start the script with torchrun, and use all ranks in the mesh")
+        )
 
 
 def refuse_options(trainer: Any, args: Any, keywords: dict[str, Any]) -> None:
@@ -93,8 +99,12 @@ def _everywhere(args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
     yield _Refused("fsdp", bool(args.fsdp), on_mesh)
     yield _Refused("deepspeed", args.deepspeed is not None, on_mesh)
     yield _Refused("parallelism_config", args.parallelism_config is not None, on_mesh)
-    yield _Refused("model_init", keywords.get("model_init") is not None, "a planned model: parallelize_model(model, mesh)")
-    yield _Refused("auto_find_batch_size", args.auto_find_batch_size, "`parallelize fit`, which knows the largest batch")
+    yield _Refused(
+        "model_init", keywords.get("model_init") is not None, "a planned model: parallelize_model(model, mesh)"
+    )
+    yield _Refused(
+        "auto_find_batch_size", args.auto_find_batch_size, "`parallelize fit`, which knows the largest batch"
+    )
     yield _Refused("use_liger_kernel", args.use_liger_kernel, "parallelize_model(..., fuse_loss=True)")
     noise = "no noise: each rank would draw its own"
     yield _Refused("neftune_noise_alpha", args.neftune_noise_alpha is not None, noise)
@@ -104,7 +114,9 @@ def _everywhere(args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
     yield _Refused("batch_eval_metrics", args.batch_eval_metrics, "compute_metrics of all predictions")
     yield _Refused("eval_use_gather_object", args.eval_use_gather_object, "predictions that are tensors")
     for name in ("split_batches", "dispatch_batches"):
-        yield _Refused(name, bool(getattr(loaders, name)), "global_batch_size=, which every mesh divides over its data ranks")
+        yield _Refused(
+            name, bool(getattr(loaders, name)), "global_batch_size=, which every mesh divides over its data ranks"
+        )
 
 
 def _on_logits(trainer: Any, args: Any) -> Iterator[_Refused]:
@@ -145,7 +157,9 @@ def refuse_uncounted(trainer: Any, count: Any) -> None:
     if count is not None or data_rank(trainer.mesh, SAMPLE_AXES)[1] == 1:
         return
     home = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)).__module__
-    setting = "label_smoothing_factor" if trainer.label_smoother is not None else "" if home in _STOCK else "compute_loss"
+    setting = (
+        "label_smoothing_factor" if trainer.label_smoother is not None else "" if home in _STOCK else "compute_loss"
+    )
     if setting:
         model = type(trainer.model).__name__
         what = f"{setting} of {model} is a mean over one data rank, of which the gradients would be summed over all"

@@ -264,7 +264,14 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
 
     def _facts(self, max_steps: int) -> dict[str, str]:
         """What all ranks must have alike."""
-        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "learning_rate", "optim")
+        names = (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "seed",
+            "data_seed",
+            "learning_rate",
+            "optim",
+        )
         names += ("lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "bf16", "fp16")
         return {"max_steps": str(max_steps)} | {name: str(getattr(self.args, name)) for name in names}
 

@@ -1,9 +1,9 @@
 """The checkpoints of a `ParallelTrainer`: the stock folders, with a `Checkpointer`'s in each for what resumes a run.
 
-    out/checkpoint-20/
-      model.safetensors, config.json, tokenizer, trainer_state.json    as the stock Trainer writes them
-      parallel/step-00000020/                                          weights, optimizer, scheduler: any mesh loads them
-      global_batches.json                                              the order of the data
+out/checkpoint-20/
+  model.safetensors, config.json, tokenizer, trainer_state.json    as the stock Trainer writes them
+  parallel/step-00000020/                                          weights, optimizer, scheduler: any mesh loads them
+  global_batches.json                                              the order of the data
 """
 
 from __future__ import annotations

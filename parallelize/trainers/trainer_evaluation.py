@@ -60,7 +60,9 @@ class TrainerEvaluation:
         count = stock._get_num_items_in_batch([inputs], self.args.device)
         with stock.compute_loss_context_manager():
             outputs = self.parallel.forward(**batch, **({} if count is None else {"num_items_in_batch": count}))
-        value = _joined(outputs, size, loss_only, {*ignore_keys, "loss", *stock.model.config.keys_to_ignore_at_inference})
+        value = _joined(
+            outputs, size, loss_only, {*ignore_keys, "loss", *stock.model.config.keys_to_ignore_at_inference}
+        )
         last = pipeline.schedule.stage_ranks[-1]
         loss, logits = broadcast_nested(value, pipeline.group, pipeline.device, last)
         return loss, logits, None if loss_only else labels

@@ -38,7 +38,9 @@ class TrainerLoaders:
             mesh=self.parallel.mesh,
         )
         dataset, options = self._loading(self.train_dataset, "Training")
-        seeded = partial(_seed_worker, num_workers=args.dataloader_num_workers, rank=data_rank_of(self.parallel.mesh)[0])
+        seeded = partial(
+            _seed_worker, num_workers=args.dataloader_num_workers, rank=data_rank_of(self.parallel.mesh)[0]
+        )
         options |= dict(persistent_workers=args.dataloader_persistent_workers, worker_init_fn=seeded)
         loader: Any = DataLoader(dataset, batch_sampler=batches, **options)
         loader.set_epoch = batches.set_epoch  # the stock loop calls it
@@ -47,7 +49,9 @@ class TrainerLoaders:
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Whole batches, divided over the data ranks. Raises: DataError `trainer-data`."""
         named = isinstance(eval_dataset, str)
-        dataset = self.eval_dataset[eval_dataset] if named else self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = (
+            self.eval_dataset[eval_dataset] if named else self.eval_dataset if eval_dataset is None else eval_dataset
+        )
         if dataset is None:
             return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # which says what is missing
         return self._evaluation_loader(dataset, "Evaluation")
@@ -62,7 +66,9 @@ class TrainerLoaders:
 
     def _evaluation_loader(self, dataset: Any, description: str) -> DataLoader:
         refuse_iterated(dataset, description.lower())
-        batches = EvaluationBatches(len(dataset), self.args.per_device_eval_batch_size, data_rank_of(self.parallel.mesh))
+        batches = EvaluationBatches(
+            len(dataset), self.args.per_device_eval_batch_size, data_rank_of(self.parallel.mesh)
+        )
         dataset, options = self._loading(dataset, description)
         return EvaluationLoader(dataset, batches, **options)
 

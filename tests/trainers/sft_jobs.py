@@ -50,8 +50,12 @@ def run_sft(
 
     disable_progress_bars()
     quiet = dict(logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", log_level="error")
-    training = dict(max_steps=4, learning_rate=1e-2, seed=3, bf16=False, max_length=32, train_sampling_strategy="sequential")
-    data = dict(train_dataset=Dataset.from_dict({"text": texts(40)}), eval_dataset=Dataset.from_dict({"text": texts(13)}))
+    training = dict(
+        max_steps=4, learning_rate=1e-2, seed=3, bf16=False, max_length=32, train_sampling_strategy="sequential"
+    )
+    data = dict(
+        train_dataset=Dataset.from_dict({"text": texts(40)}), eval_dataset=Dataset.from_dict({"text": texts(13)})
+    )
     with jobs.launched(None if axes else 1):
         model = tiny_model(family, torch.float64, **(config or {}))
         arguments = SFTConfig(folder, **{**quiet, **training, "per_device_train_batch_size": jobs.BATCH, **settings})

@@ -139,10 +139,17 @@ def test_data_that_is_iterated():
 
 
 def indivisible(rank, last):
-    from parallelize import build_mesh
-    
+
     try:
-        MicroBatches(21 if last else 24, 8 if last else 3, 1, seed=0, shuffle=True, drop_last=not last, mesh=build_mesh("cpu", dp=2))
+        MicroBatches(
+            21 if last else 24,
+            8 if last else 3,
+            1,
+            seed=0,
+            shuffle=True,
+            drop_last=not last,
+            mesh=build_mesh("cpu", dp=2),
+        )
     except ShapeError as error:
         return str(error)
     return ""

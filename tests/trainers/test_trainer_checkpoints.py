@@ -47,7 +47,12 @@ def test_a_run_resumes_on_another_mesh(ranks, tmp_path, before, before_options, 
     for name in ("loss", "grad_norm", "learning_rate"):
         assert actual[name][-10:] == pytest.approx(expected[name][-10:], rel=1e-6), name
     assert actual["last eval_loss"] == pytest.approx(expected["last eval_loss"], rel=1e-6)
-    assert sorted(path.name for path in Path(run).glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-14", "checkpoint-4", "checkpoint-8"]
+    assert sorted(path.name for path in Path(run).glob("checkpoint-*")) == [
+        "checkpoint-12",
+        "checkpoint-14",
+        "checkpoint-4",
+        "checkpoint-8",
+    ]
 
 
 BEST = dict(eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True)
@@ -70,7 +75,9 @@ def test_early_stopping_loads_the_best_weights(ranks, tmp_path, axes, options):
 def test_the_folder_is_one_of_transformers(ranks, tmp_path):
     from transformers import LlamaForCausalLM
 
-    one = dict(dtype=torch.float32, save_strategy="steps", save_steps=4, max_steps=4, train_sampling_strategy="sequential")
+    one = dict(
+        dtype=torch.float32, save_strategy="steps", save_steps=4, max_steps=4, train_sampling_strategy="sequential"
+    )
     ranks({"tp": 2}, jobs.run_trainer, str(tmp_path / "mesh"), {"tp": 2}, {}, **one)
     jobs.run_trainer(0, str(tmp_path / "one"), None, **one)
     actual, expected = (

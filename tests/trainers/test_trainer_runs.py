@@ -47,7 +47,8 @@ SETTINGS = {
     "optim": dict(optim="sgd"),
 }
 ON = {"pp": (PP, dict(num_microbatches=4)), "ZeRO 2": (DP, dict(zero=2)), "tp": (TP, dict(loss_parallel=True))}
-REFUSED = {(mesh, name) for mesh in ("pp", "tp") for name in ("label_smoothing_factor", "compute_loss_func", "torch_compile")}
+OF_FULL_LOGITS = ("label_smoothing_factor", "compute_loss_func", "torch_compile")
+REFUSED = {(mesh, name) for mesh in ("pp", "tp") for name in OF_FULL_LOGITS}
 SLOW = {("pp", "dataloader_num_workers"), ("ZeRO 2", "dataloader_num_workers")}
 IN_MINUTES = {("pp", "compute_metrics"), ("ZeRO 2", "compute_loss_func"), ("ZeRO 2", "compute_metrics")}
 
@@ -83,6 +84,14 @@ def test_settings_of_the_trainer_work(ranks, tmp_path, mesh, setting):
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("setting", OF_FULL_LOGITS)
+def test_settings_that_read_logits_work_on_full_ones(ranks, tmp_path, setting):
+    expected = jobs.run_trainer(0, str(tmp_path / "one"), None, **SETTINGS[setting])
+    outcome = ranks(TP, jobs.run_trainer, str(tmp_path / "mesh"), TP, {}, **SETTINGS[setting])[0]
+    assert_same(outcome, expected)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("mesh", ["ZeRO 2", "tp"])
 def test_packed_rows_work(ranks, tmp_path, mesh):
     axes, options = ON[mesh]
@@ -95,6 +104,13 @@ def test_generation_in_evaluation_works(ranks, tmp_path, mesh):
     axes, options = ON[mesh]
     expected = jobs.generation(0, str(tmp_path / "one"), None)
     assert all(tokens == expected for tokens in ranks(axes, jobs.generation, str(tmp_path / "mesh"), axes, options))
+
+
+@pytest.mark.sweep
+def test_generation_on_stages_is_refused(ranks, tmp_path):
+    axes, options = ON["pp"]
+    with pytest.raises(AssertionError, match=r"ModelError: (\S+): "):
+        ranks(axes, jobs.generation, str(tmp_path), axes, options)
 
 
 @pytest.mark.sweep

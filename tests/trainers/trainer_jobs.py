@@ -39,7 +39,14 @@ def arguments(folder: str, **settings: Any) -> Any:
     from transformers import TrainingArguments
 
     quiet = dict(logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", log_level="error")
-    training = dict(max_steps=4, train_sampling_strategy="sequential", learning_rate=1e-2, weight_decay=0.1, seed=3, per_device_train_batch_size=BATCH)
+    training = dict(
+        max_steps=4,
+        train_sampling_strategy="sequential",
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        seed=3,
+        per_device_train_batch_size=BATCH,
+    )
     return TrainingArguments(folder, **{**quiet, **training, **settings})
 
 
@@ -181,7 +188,9 @@ def predicted(evaluated: Any) -> dict[str, float]:
     return {"count": float(len(logits)), "order": float(order), "right": float(right)}
 
 
-def packed(rank: int, folder: str, axes: dict[str, int] | None, options: dict[str, Any] | None = None, **settings: Any) -> Any:
+def packed(
+    rank: int, folder: str, axes: dict[str, int] | None, options: dict[str, Any] | None = None, **settings: Any
+) -> Any:
     documents = [row["input_ids"][: 3 + index % 8].tolist() for index, row in enumerate(rows(100))]
     data = FittedRows(documents, 16, unshifted=True)
     extras = {"train_dataset": [data[index] for index in range(SAMPLES)]}

@@ -43,7 +43,8 @@ def _run(rank: int, world_size: int, port: int, script: Path, output: Path, argu
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start workers
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start workers,
+    multiprocessing.set_start_method("fork", force=True)  # as under torchrun
     os.chdir(script.parent)
     sys.argv, sys.path = [str(script), *arguments], [str(script.parent), *sys.path]
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}

@@ -11,7 +11,7 @@ import pytest
 from tests.support.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.sweep]
 
 
 @pytest.fixture
@@ -36,10 +36,9 @@ def test_the_loop_to_copy(run, tmp_path):
     text = settings.read_text().replace("{pp: 2, tp: 2}", "{dp: 2}").replace("  zero: 0\n", "  zero: 3\n")
     settings.write_text(text.replace("steps: 40", "steps: 60"))
     assert re.findall(r"step (\d+)", run("train.py", 2, "train.yaml")) == ["60"]  # resumes, on another mesh
-    assert (tmp_path / "examples/runs/train/weights/model.safetensors").is_file()
+    assert (tmp_path / "examples/runs/train/weights-60/model.safetensors").is_file()
 
 
-@pytest.mark.sweep
 def test_the_trainer_of_transformers(run, tmp_path):
     pytest.importorskip("accelerate")
     first = run("hf_trainer.py", 4, "dp=2,tp=2")
@@ -52,14 +51,12 @@ def test_the_trainer_of_transformers(run, tmp_path):
     assert (tmp_path / "examples/runs/hf_trainer/final/model.safetensors").is_file()
 
 
-@pytest.mark.sweep
 def test_sft_of_trl(run):
     pytest.importorskip("trl")
     last = re.compile(r"'loss': '(\d\.\d+)'")
     assert last.findall(run("sft_trainer.py", 2, "tp=2")) == last.findall(run("sft_trainer.py", 2, "dp=2"))
 
 
-@pytest.mark.sweep
 def test_accelerate_and_fabric(run):
     pytest.importorskip("accelerate")
     pytest.importorskip("lightning_fabric", exc_type=ImportError)

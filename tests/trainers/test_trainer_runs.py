@@ -40,7 +40,7 @@ SETTINGS = {
     "label_smoothing_factor": dict(label_smoothing_factor=0.1),
     "compute_loss_func": dict(extras={"compute_loss_func": jobs.counted_loss}, **SPLIT),
     "compute_metrics": dict(extras={"compute_metrics": jobs.predicted}, per_device_eval_batch_size=4),
-    "dataloader_num_workers": dict(dataloader_num_workers=1),
+    "dataloader_num_workers": dict(dataloader_num_workers=1, dataloader_multiprocessing_context="fork"),
     "torch_compile": dict(torch_compile=True, torch_compile_backend="aot_eager"),
     "epochs, schedule": dict(max_steps=-1, num_train_epochs=2, lr_scheduler_type="cosine", warmup_steps=2),
     "max_grad_norm": dict(max_grad_norm=0),

@@ -38,7 +38,12 @@ class ParallelSFTTrainer(ParallelTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of the model's own forward, and, as TRL divides it, the load-balancing loss of a mixture."""
+        """The loss of the model's own forward, and, as TRL divides it, the load-balancing loss of a mixture.
+
+        Args:
+            model, inputs: the model is called with the inputs of a batch. return_outputs: return (loss, outputs).
+            num_items_in_batch: divides the loss.
+        """
         stock: Any = next(cls for cls in type(self).__mro__ if cls.__module__ == "transformers.trainer")
         trl: Any = self
         inputs = {**inputs, "use_cache": False}

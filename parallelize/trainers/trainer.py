@@ -123,7 +123,13 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
     # -- what the stock loop prepares -----------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The optimizer that `args` name, for shards. The groups are those of the stock Trainer, the same on every mesh."""
+        """The optimizer that `args` name, for shards. The groups are those of the stock Trainer, the same on every mesh.
+
+        Args:
+            model: not used: the parameters are those of the model on the mesh.
+
+        Raises: ModelError `trainer-option`, and as `build_optimizer`.
+        """
         stock: Any = self
         if self.optimizer is None:
             cls, options = stock.optimizer_cls_and_kwargs or stock.get_optimizer_cls_and_kwargs(self.args, stock.model)
@@ -156,7 +162,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         return model, train_dataloader
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Autocast around each forward, where `args` ask for it."""
+        """Autocast around each forward, where `args` ask for it; `cache_enabled` is that of `torch.autocast`."""
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         if dtype is None:
             return nullcontext()
@@ -165,14 +171,26 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list, Any]:
-        """The batches of a step, and the number of their labels over all data ranks, which divides the loss."""
+        """The batches of a step, and the number of their labels over all data ranks, which divides the loss.
+
+        Args:
+            epoch_iterator: gives the batches of this data rank. num_batches: as many are taken. device: of the count.
+        """
         stock: Any = super()
         batches, count = stock.get_batch_samples(epoch_iterator, num_batches, device)
         self._rows, self._forwards = [_num_rows(batch) for batch in batches], 0
         return batches, count if count is None else self._over_data_ranks(torch.as_tensor(count, device=device))
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> T:
-        """Forward and backward of one batch. Returns its part of the loss over all data ranks, the same on every rank."""
+        """Forward and backward of one batch.
+
+        Args:
+            model: as the stock loop calls it. inputs: the batch of this data rank, by names.
+            num_items_in_batch: divides the loss.
+
+        Returns: the batch's part of the loss over all data ranks, the same on every rank.
+        Raises: ModelError `trainer-option`, `labels-over-data-ranks`; on a mesh with `pp` as `Pipeline.step`.
+        """
         if self.has_stages:
             return self._step_of_stages(model, inputs)
         stock: Any = super()
@@ -222,7 +240,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
     # -- what the stock Trainer counts ----------------------------------------------------------------------------
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """Of this rank: the ranks of a tp group do the work of one together."""
+        """Of this rank's `inputs`: the ranks of a tp group do the work of one together."""
         stock: Any = super()
         return stock.floating_point_ops(inputs) / mesh_spec(self.mesh).ranks("tp")
 
@@ -264,15 +282,9 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
 
     def _facts(self, max_steps: int) -> dict[str, str]:
         """What all ranks must have alike."""
-        names = (
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "seed",
-            "data_seed",
-            "learning_rate",
-            "optim",
-        )
-        names += ("lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "bf16", "fp16")
+        data = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed")
+        updates = ("learning_rate", "optim", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm")
+        names = (*data, *updates, "bf16", "fp16")
         return {"max_steps": str(max_steps)} | {name: str(getattr(self.args, name)) for name in names}
 
 

@@ -176,7 +176,7 @@ def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, Optimizer
 
 
 @cache
-def _with_clearing(cls: type[Optimizer]) -> type[Optimizer]:
+def _with_clearing(cls: Any) -> Any:
     """The class with a `zero_grad` that clears the model's gradients too. It is of the class, not of the object, as wrappers
     that inherit from the class of what they wrap call it there: Lightning's do."""
 

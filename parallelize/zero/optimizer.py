@@ -172,7 +172,7 @@ def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, Optimizer
     save_masters(built, lambda parameter: by_stepped.get(id(parameter)))
     built.add_param_group = MethodType(add_param_group, built)  # type: ignore[method-assign]
     built.step = MethodType(step, built)  # type: ignore[method-assign]
-    any_built.clear_gradients, any_built.__class__ = clear_gradients, _with_clearing(type(built))
+    any_built.clear_gradients, any_built.__class__ = clear_gradients, _with_clearing(type(any_built))
 
 
 @cache

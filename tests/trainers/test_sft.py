@@ -20,7 +20,7 @@ PACKED = dict(packing=True, max_length=16)
 @pytest.mark.parametrize(
     ("axes", "options", "settings"),
     [
-        pytest.param({"tp": 2}, dict(loss_parallel=True), PACKED, id="tp, packed"),
+        swept({"tp": 2}, dict(loss_parallel=True), PACKED, id="tp, packed"),
         swept({"dp": 2}, dict(zero=2), PACKED, id="ZeRO 2, packed"),
         swept({"dp": 2}, dict(zero=2), ROUTED, id="ZeRO 2, router loss, accumulation"),
         swept({"dp": 2, "tp": 2}, dict(zero=3), SPLIT, id="ZeRO 3, tp, accumulation"),

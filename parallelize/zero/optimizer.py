@@ -135,6 +135,7 @@ def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, Optimizer
     """Around the optimizer's own `step`, `zero_grad` and `add_param_group`: gradients in, parameters out."""
     inner_step, inner_zero, inner_add = built.step, built.zero_grad, built.add_param_group
     any_built: Any = built
+    own_class: Any = type(built)
     by_stepped = {id(shard.stepped): shard for shard in shards.values()}
 
     def stepped_shards() -> list[OptimizerShard]:
@@ -172,7 +173,7 @@ def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, Optimizer
     save_masters(built, lambda parameter: by_stepped.get(id(parameter)))
     built.add_param_group = MethodType(add_param_group, built)  # type: ignore[method-assign]
     built.step = MethodType(step, built)  # type: ignore[method-assign]
-    any_built.clear_gradients, any_built.__class__ = clear_gradients, _with_clearing(type(any_built))
+    any_built.clear_gradients, any_built.__class__ = clear_gradients, _with_clearing(own_class)
 
 
 @cache

@@ -144,6 +144,8 @@ if TYPE_CHECKING:
     from parallelize.tensor.torch_styles.boundary import SequenceParallel as SequenceParallel
     from parallelize.tensor.torch_styles.linear import ColwiseParallel as ColwiseParallel
     from parallelize.tensor.torch_styles.linear import RowwiseParallel as RowwiseParallel
+    from parallelize.trainers.sft import ParallelSFTTrainer as ParallelSFTTrainer
+    from parallelize.trainers.trainer import ParallelTrainer as ParallelTrainer
     from parallelize.training import parallelize_model as parallelize_model
     from parallelize.verification.result import Verification as Verification
     from parallelize.verification.verify import assert_verified as assert_verified

@@ -49,6 +49,7 @@ from parallelize.comm.groups import Group, fold_mesh, mesh_spec, tp_mesh
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.comm.input_check import InputCheck
 from parallelize.context.context_parallel import apply_context, check_context, on_context
+from parallelize.data.prepared_by_accelerate import guard_accelerate
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.model_facts import ModelFacts
@@ -393,6 +394,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     guard_partial_values()
     refuse_gradient_inputs()
     refuse_wrappers(module)
+    guard_accelerate(module, record.mesh)
     share_router_loss(module)
     if storage.device is not None:
         _move_buffers(module, storage.device)

@@ -22,6 +22,7 @@ from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.groups import mesh_spec, with_tp
 from parallelize.comm.handshake import agree_on
 from parallelize.context.context_parallel import apply_context, dropout_refused
+from parallelize.data.prepared_by_accelerate import guard_accelerate
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.pipeline.cut import check_uncut, cut_to_stages, with_cuts
@@ -129,6 +130,7 @@ def parallelize_model(
     mark_stages(module)
     clock = install_dropout(module, dropout_seed, mesh) if drops(module) else None
 
+    guard_accelerate(module, mesh)
     data = data_of(module)
     pipeline = Pipeline(
         module,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -133,6 +134,8 @@ def _stepped(item: Any, module: nn.Module, shards: dict[int, OptimizerShard]) ->
 def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, OptimizerShard]) -> None:
     """Around the optimizer's own `step`, `zero_grad` and `add_param_group`: gradients in, parameters out."""
     inner_step, inner_zero, inner_add = built.step, built.zero_grad, built.add_param_group
+    any_built: Any = built
+    own_class: Any = type(built)
     by_stepped = {id(shard.stepped): shard for shard in shards.values()}
 
     def stepped_shards() -> list[OptimizerShard]:
@@ -156,7 +159,7 @@ def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, Optimizer
             gather_parameters(own_shards)
         return loss
 
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+    def clear_gradients(set_to_none: bool) -> None:
         inner_zero(set_to_none)
         for shard in stepped_shards():
             if set_to_none:
@@ -170,4 +173,16 @@ def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, Optimizer
     save_masters(built, lambda parameter: by_stepped.get(id(parameter)))
     built.add_param_group = MethodType(add_param_group, built)  # type: ignore[method-assign]
     built.step = MethodType(step, built)  # type: ignore[method-assign]
-    built.zero_grad = MethodType(zero_grad, built)  # type: ignore[method-assign]
+    any_built.clear_gradients, any_built.__class__ = clear_gradients, _with_clearing(own_class)
+
+
+@cache
+def _with_clearing(cls: Any) -> Any:
+    """The class with a `zero_grad` that clears the model's gradients too. It is of the class, not of the object, as wrappers
+    that inherit from the class of what they wrap call it there: Lightning's do."""
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        self.clear_gradients(set_to_none)
+
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls,), {"zero_grad": zero_grad, **names})

@@ -1,0 +1,1 @@
+"""Trainers of other libraries around a parallel model: `ParallelTrainer` for `transformers`, and for TRL's SFT."""

@@ -1,0 +1,127 @@
+"""Evaluation of a `ParallelTrainer`: losses and predictions of the data ranks, in the order of the data set, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from parallelize import _torch_private as private
+from parallelize.comm.groups import axis_group, mesh_spec
+from parallelize.mesh import SAMPLE_AXES
+from parallelize.pipeline.microbatch_inputs import broadcast_nested
+from parallelize.trainers.trainer_loaders import data_rank_of
+from parallelize.vocabulary.logits.sharded_logits import ShardedLogits
+
+T = torch.Tensor
+IGNORED = -100
+
+
+class TrainerEvaluation:
+    """The methods of the stock Trainer that evaluate and predict."""
+
+    parallel: Any
+    args: Any
+    has_stages: bool
+    gather_function: Any
+    _evaluated: Any = None  # the loader of the running evaluation
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """The stock loop; what it gathers is that of the data ranks."""
+        self._evaluated, self.gather_function = dataloader, self._gather
+        return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Loss, predictions and labels of one batch. Pipeline stages run it together, and the last one sends the others what it has."""
+        if self.has_stages:
+            return self._predict_on_stages(inputs, prediction_loss_only, ignore_keys or [])
+        stock: Any = super()
+        loss, logits, labels = stock.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        return loss, private.tree_map(_full, logits), labels
+
+    def _gather(self, tensors: Any) -> Any:
+        """Of each tensor, the rows of all data ranks, in the order of the data set."""
+        count = getattr(self._evaluated, "samples", None)
+        group = data_group(self.parallel.mesh)
+        return private.tree_map(lambda tensor: _rows_of_ranks(tensor, count, group), tensors)
+
+    def _predict_on_stages(
+        self, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str]
+    ) -> tuple[Any, Any, Any]:
+        stock: Any = self
+        pipeline = self.parallel.pipeline
+        inputs = stock._prepare_inputs(inputs)
+        labels = inputs.get("labels")
+        batch, size = _divisible(inputs, pipeline.schedule.num_microbatches)
+        count = stock._get_num_items_in_batch([inputs], self.args.device)
+        with stock.compute_loss_context_manager():
+            outputs = self.parallel.forward(**batch, **({} if count is None else {"num_items_in_batch": count}))
+        value = _joined(
+            outputs, size, loss_only, {*ignore_keys, "loss", *stock.model.config.keys_to_ignore_at_inference}
+        )
+        last = pipeline.schedule.stage_ranks[-1]
+        loss, logits = broadcast_nested(value, pipeline.group, pipeline.device, last)
+        return loss, logits, None if loss_only else labels
+
+
+def _joined(outputs: list[Any], size: int, loss_only: bool, ignored: set[str]) -> tuple[Any, Any]:
+    """(loss, predictions) of the microbatches of one batch; of a stage that is not the last, nothing."""
+    if not outputs:
+        return None, None
+    losses = [output["loss"] for output in outputs if output.get("loss") is not None]
+    loss = torch.stack(losses).sum() if losses else None
+    if loss_only:
+        return loss, None
+    names = [name for name in outputs[0] if name not in ignored]
+    logits = tuple(torch.cat([_full(output[name]) for output in outputs])[:size] for name in names)
+    return loss, logits[0] if len(logits) == 1 else logits
+
+
+def _divisible(inputs: dict[str, Any], count: int) -> tuple[dict[str, Any], int]:
+    """The batch with its last row repeated, without labels, until microbatches divide it; and its number of rows."""
+    size = next(value.shape[0] for value in inputs.values() if isinstance(value, T) and value.ndim)
+    more = -size % count
+
+    def longer(name: str, value: Any) -> Any:
+        if not isinstance(value, T) or not value.ndim or value.shape[0] != size:
+            return value
+        rows = value[-1:].expand(more, *value.shape[1:])
+        return torch.cat([value, torch.full_like(rows, IGNORED) if "labels" in name else rows])
+
+    return {name: longer(name, value) for name, value in inputs.items()} if more else inputs, size
+
+
+def _full(value: Any) -> Any:
+    """Logits with all of the vocabulary. A collective over `tp` where they are sharded."""
+    return value.full_tensor() if isinstance(value, ShardedLogits) else value
+
+
+def data_group(mesh: Any) -> Any:
+    """The ranks that get other samples; None where there is one data rank."""
+    axes = [axis for axis in SAMPLE_AXES if axis in mesh_spec(mesh).names]
+    return axis_group(mesh, *axes) if data_rank_of(mesh)[1] > 1 else None
+
+
+def _rows_of_ranks(tensor: T, count: int | None, group: Any) -> T:
+    """The first `count` rows (of a repeated batch: none) of each rank, one after another.
+
+    Args:
+        tensor: [rows, ...]; all dims but the first are equal on all ranks. A scalar is a row.
+        count: samples of this rank's batch; None: all rows.
+        group: of the data ranks.
+    """
+    tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
+    rows = tensor[:count].contiguous()
+    if group is None:
+        return rows
+    sizes = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([rows.shape[0]], device=rows.device), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = pad(rows, (0, 0) * (rows.ndim - 1) + (0, longest - rows.shape[0]))
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[: int(size)] for part, size in zip(parts, sizes, strict=True)])

@@ -1,0 +1,131 @@
+"""A run of a stock Trainer on a mesh has the losses, norms and evaluations of the stock Trainer on one process."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.trainers import trainer_jobs as jobs
+
+pytest.importorskip("accelerate")
+
+SPLIT = dict(gradient_accumulation_steps=2, per_device_train_batch_size=4)
+ROUTED = dict(family="mixtral", config={"output_router_logits": True})
+TP, DP, PP = {"tp": 2}, {"dp": 2}, {"pp": 2}
+BOTH, STAGES = {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}
+swept = partial(pytest.param, marks=pytest.mark.sweep)
+
+CASES = [
+    pytest.param(TP, dict(sequence_parallel=True, loss_parallel=True), {}, id="tp, sequence and loss parallel"),
+    pytest.param(DP, dict(zero=3), SPLIT, id="ZeRO 3, accumulation"),
+    pytest.param(PP, dict(num_microbatches=4), {}, id="pp"),
+    pytest.param(BOTH, dict(zero=1, ep=4), ROUTED, id="ZeRO 1, ep, router loss"),
+    swept(TP, {}, {}, id="tp"),
+    swept(TP, {}, SPLIT, id="tp, accumulation"),
+    swept(DP, dict(zero=0), {}, id="ZeRO 0"),
+    swept(DP, dict(zero=1), SPLIT, id="ZeRO 1"),
+    swept(DP, dict(zero=2), SPLIT, id="ZeRO 2"),
+    swept(DP, dict(ep=2), {**ROUTED, **SPLIT}, id="ep"),
+    swept(PP, dict(num_microbatches=2), SPLIT, id="pp, accumulation"),
+    swept(BOTH, dict(zero=2, fuse_loss=True), {}, id="ZeRO 2, tp, fused loss"),
+    swept(STAGES, dict(zero=3, num_microbatches=2), {}, id="pp, ZeRO 3"),
+    swept({"pp": 2, "tp": 2}, dict(num_microbatches=4, loss_parallel=True), {}, id="pp, tp"),
+    swept(STAGES, dict(zero=1, ep=2, num_microbatches=2), dict(family="mixtral"), id="pp, ep"),
+]
+SETTINGS = {
+    "gradient_checkpointing": dict(gradient_checkpointing=True),
+    "bf16": dict(bf16=True, dtype=torch.float32),
+    "label_smoothing_factor": dict(label_smoothing_factor=0.1),
+    "compute_loss_func": dict(extras={"compute_loss_func": jobs.counted_loss}, **SPLIT),
+    "compute_metrics": dict(extras={"compute_metrics": jobs.predicted}, per_device_eval_batch_size=4),
+    "dataloader_num_workers": dict(dataloader_num_workers=1, dataloader_multiprocessing_context="fork"),
+    "torch_compile": dict(torch_compile=True, torch_compile_backend="aot_eager"),
+    "epochs, schedule": dict(max_steps=-1, num_train_epochs=2, lr_scheduler_type="cosine", warmup_steps=2),
+    "max_grad_norm": dict(max_grad_norm=0),
+    "optim": dict(optim="sgd"),
+}
+ON = {"pp": (PP, dict(num_microbatches=4)), "ZeRO 2": (DP, dict(zero=2)), "tp": (TP, dict(loss_parallel=True))}
+OF_FULL_LOGITS = ("label_smoothing_factor", "compute_loss_func", "torch_compile")
+REFUSED = {(mesh, name) for mesh in ("pp", "tp") for name in OF_FULL_LOGITS}
+SLOW = {("pp", "dataloader_num_workers"), ("ZeRO 2", "dataloader_num_workers")}
+IN_MINUTES = {("pp", "compute_metrics"), ("ZeRO 2", "compute_loss_func"), ("ZeRO 2", "compute_metrics")}
+
+
+def assert_same(actual, expected, tolerance=1e-6):
+    assert actual.keys() == expected.keys()
+    for name, values in expected.items():
+        assert actual[name] == pytest.approx(values, rel=tolerance), name
+
+
+@pytest.mark.parametrize(("axes", "options", "settings"), CASES)
+def test_steps_and_evaluations_are_those_of_one_process(ranks, tmp_path, axes, options, settings):
+    expected = jobs.run_trainer(0, str(tmp_path / "one"), None, **settings)
+    outcomes = ranks(axes, jobs.run_trainer, str(tmp_path / "mesh"), axes, options, **settings)
+    assert_same(outcomes[0], expected)
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "setting"),
+    [
+        pytest.param(mesh, setting, marks=[] if (mesh, setting) in IN_MINUTES else pytest.mark.sweep)
+        for mesh in ON
+        for setting in SETTINGS
+        if (mesh, setting) not in REFUSED | SLOW
+    ],
+)
+def test_settings_of_the_trainer_work(ranks, tmp_path, mesh, setting):
+    axes, options = ON[mesh]
+    expected = jobs.run_trainer(0, str(tmp_path / "one"), None, **SETTINGS[setting])
+    outcome = ranks(axes, jobs.run_trainer, str(tmp_path / "mesh"), axes, options, **SETTINGS[setting])[0]
+    assert_same(outcome, expected, 2e-3 if setting == "bf16" else 1e-6)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("setting", OF_FULL_LOGITS)
+def test_settings_that_read_logits_work_on_full_ones(ranks, tmp_path, setting):
+    expected = jobs.run_trainer(0, str(tmp_path / "one"), None, **SETTINGS[setting])
+    outcome = ranks(TP, jobs.run_trainer, str(tmp_path / "mesh"), TP, {}, **SETTINGS[setting])[0]
+    assert_same(outcome, expected)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mesh", ["ZeRO 2", "tp"])
+def test_packed_rows_work(ranks, tmp_path, mesh):
+    axes, options = ON[mesh]
+    expected = jobs.packed(0, str(tmp_path / "one"), None)
+    assert_same(ranks(axes, jobs.packed, str(tmp_path / "mesh"), axes, options)[0], expected)
+
+
+@pytest.mark.parametrize("mesh", ["ZeRO 2", pytest.param("tp", marks=pytest.mark.sweep)])
+def test_generation_in_evaluation_works(ranks, tmp_path, mesh):
+    axes, options = ON[mesh]
+    expected = jobs.generation(0, str(tmp_path / "one"), None)
+    assert all(tokens == expected for tokens in ranks(axes, jobs.generation, str(tmp_path / "mesh"), axes, options))
+
+
+@pytest.mark.sweep
+def test_generation_on_stages_is_refused(ranks, tmp_path):
+    axes, options = ON["pp"]
+    with pytest.raises(AssertionError, match=r"ModelError: (\S+): "):
+        ranks(axes, jobs.generation, str(tmp_path), axes, options)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mesh", ON)
+def test_moving_averages_work(ranks, tmp_path, mesh):
+    axes, options = ON[mesh]
+    expected = jobs.moving_average(0, str(tmp_path / "one"), None)
+    actual = ranks(axes, jobs.moving_average, str(tmp_path / "mesh"), axes, options)
+    assert (sum(actual) if mesh == "pp" else actual[0]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mesh", ["ZeRO 2", "tp"])
+def test_a_scaler_of_accelerate_works(ranks, tmp_path, mesh):
+    axes, options = ON[mesh]
+    expected = jobs.run_trainer(0, str(tmp_path / "one"), None)
+    outcome = ranks(axes, jobs.scaled, str(tmp_path / "mesh"), axes, options)[0]
+    assert_same(outcome, {name: expected[name] for name in outcome})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from blake3 import blake3
 
+from parallelize.checkpoint.export.local_values import LocalValues, Values
 from parallelize.checkpoint.format.host_memory import bytes_of
-from parallelize.checkpoint.hub.tensor_messages import OwnedBoxes
 
 T = torch.Tensor
 _BLOCK_BYTES = 64 << 20
@@ -14,9 +14,9 @@ Digests = dict[str, bytes]
 
 
 @torch.no_grad()
-def digests_of(owned: OwnedBoxes) -> Digests:
+def digests_of(local: LocalValues, values: Values) -> Digests:
     """Name in the model -> digest of the elements that this rank owns: exact, whatever has written them."""
-    return {name: _digest([box.value for box in boxes]) for name, boxes in owned.by_name.items()}
+    return {name: _digest(views) for name, views in local.owned(values)}
 
 
 def _digest(values: list[T]) -> bytes:

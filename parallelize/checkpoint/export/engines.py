@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from parallelize.checkpoint.export.buckets import TensorMetadata
 from parallelize.checkpoint.export.export_weights import WeightExporter
 from parallelize.checkpoint.export.iteration import BucketIterator
+from parallelize.checkpoint.export.weight_buckets import TensorMetadata
 
 T = torch.Tensor
 Only = Callable[[str], bool] | None
@@ -50,7 +50,16 @@ class NamedTensors(Iterator[tuple[str, T]]):
 
 
 def named_tensors(exporter: WeightExporter, *, only: Only = None, changed: bool = False) -> NamedTensors:
-    """(name, full tensor), one after the other: what `load_weights` of most engines takes. A collective, as `export`."""
+    """(name, full tensor), one after the other: what `load_weights` of most engines takes. A collective, as `export`.
+
+    Args:
+        exporter: built on every rank.
+        only: which names are exported; the same on every rank.
+        changed: leave out what has not changed; see `WeightExporter.export`.
+
+    Returns: an iterator, empty on a rank that receives nothing; it takes part in all exchanges there too.
+    Raises: those of `WeightExporter.export`.
+    """
     return NamedTensors(exporter.export(only=only, changed=changed))
 
 
@@ -89,7 +98,15 @@ def vllm_weight_source(exporter: WeightExporter, *, only: Only = None) -> Any:
 
 
 def vllm_update_info(exporter: WeightExporter, *, only: Only = None, packed: bool = True) -> dict[str, Any]:
-    """The argument of vLLM's `update_weights`, plain enough for JSON: names, dtypes and shapes in the order of an export."""
+    """The argument of vLLM's `update_weights`. Sends nothing.
+
+    Args:
+        exporter: built on every rank.
+        only: which names are sent; the same on every rank.
+        packed: whether the sender packs tensors into buffers, as vLLM's does.
+
+    Returns: names, dtypes and shapes in the order of an export, plain enough for JSON.
+    """
     listed: tuple[TensorMetadata, ...] = exporter.metadata(only)
     return {
         "names": [m.name for m in listed],
@@ -108,5 +125,7 @@ def verl_per_tensor_param(
         exporter: built with `receive=True` on every rank whose rollout loads weights.
         peft_config: PEFT's config as a dict, where `only` selects the adapters alone; None for full weights.
         only: which names are sent; the same on every rank.
+
+    Returns: (an iterator of (name, full tensor), `peft_config`).
     """
     return named_tensors(exporter, only=only), peft_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,20 +11,33 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.checkpoint.export.buckets import TensorMetadata, WeightBucket, WeightShard, bucket_plans, selected
 from parallelize.checkpoint.export.changed_tensors import Digests, changed_names, digests_of
 from parallelize.checkpoint.export.exchange import Receivers
 from parallelize.checkpoint.export.iteration import BucketIterator
+from parallelize.checkpoint.export.local_values import LocalValues, Values, view_of
 from parallelize.checkpoint.export.rounds import Rounds
-from parallelize.checkpoint.format.boxes import box_of, slices_of
+from parallelize.checkpoint.export.weight_buckets import (
+    BucketPlan,
+    TensorMetadata,
+    WeightShard,
+    bucket_plans,
+    selected,
+)
 from parallelize.checkpoint.format.host_memory import torch_dtype
-from parallelize.checkpoint.hub.file_shards import parse_size
+from parallelize.checkpoint.hub.file_shards import HubTensor, parse_size
 from parallelize.checkpoint.hub.pretrained import model_tensors
-from parallelize.checkpoint.hub.tensor_messages import HubTensors, OwnedBoxes, as_target, dtype_code
+from parallelize.checkpoint.hub.tensor_messages import (
+    HubTensors,
+    OwnedBoxes,
+    StridedRegion,
+    TensorMessage,
+    as_target,
+    dtype_code,
+)
 from parallelize.checkpoint.run.local_tensors import model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
 from parallelize.checkpoint.run.snapshot import reshard_units
-from parallelize.comm.groups import axis_group, mesh_spec
+from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.errors import CheckpointError, ParallelizeError, Problem, did_you_mean
 
 T = torch.Tensor
@@ -76,7 +90,17 @@ def export_weights(
 
 
 class WeightExporter:
-    """Exports the weights of one model again and again. Built on every rank; see `export_weights` for the arguments.
+    """Exports the weights of one model again and again. Built on every rank.
+
+    Args:
+        model: a module on any mesh, or a `ParallelModel`.
+        names: "hf" or "model"; see `export_weights`.
+        bucket: the size of a bucket: bytes, or a text such as "512MB".
+        receive: whether this rank gets the tensors. Ranks may differ.
+        dtype: of floating-point tensors. Default: the compute dtype of the model.
+        device: of the full tensors. Default: the model's.
+        mesh: the mesh of all processes, if the model has none.
+        timeout_s: how long ranks wait for one that neither asks for the next bucket nor stops.
 
     Raises: those of `export_weights`, on every rank.
     Cost: building compares which elements each rank owns: a rendezvous of all ranks, without tensors.
@@ -100,12 +124,14 @@ class WeightExporter:
         self._sync = RankSync(self._on_mesh.mesh, timeout_s, own_group=False)
         error: ParallelizeError | None = None
         self._described: dict[str, Any] = {}
+        self._planned: tuple[str, list[BucketPlan]] = ("", [])
         try:
             self._code, self._bucket_bytes = dtype_code(dtype), parse_size(bucket)
             _check_names(names)
             reshard_units(self.module)
             owned = OwnedBoxes(self._on_mesh)
             self._described = owned.described()
+            self._local = LocalValues(self._on_mesh, owned)
             self._device = self._model_device(owned)
             self._target = torch.device(device) if device is not None else self._device
         except Exception as caught:
@@ -134,7 +160,9 @@ class WeightExporter:
         self._sync.agree(error)
         self._exports = 0
         asked = tuple(bool(answer[1]) for answer in answers)
-        self._receivers = Receivers(self._group(), self._sync.ranks, self._sync.rank, asked, self._device)
+        group = self._group()
+        gathers = all(asked) and group is not None and Group(group).backend(self._device) != "gloo"
+        self._receivers = Receivers(group, self._sync.ranks, self._sync.rank, asked, self._device, gathers)
         self._messages = {name: self._tensors.messages(tensor) for name, tensor in self._tensors.by_name.items()}
 
     def _group(self) -> Any:
@@ -159,54 +187,76 @@ class WeightExporter:
         Raises: CheckpointError `export-differs`; `stale-exporter` if parameters were replaced or laid out anew.
         Cost: with `changed`, a digest of what this rank owns, at the speed of memory.
         """
-        error, names, owned, digests = None, [], None, None
-        chosen: list[Any] = []
+        error, names, digests = None, [], None
+        values: Values = {}
+        chosen: list[HubTensor] = []
         try:
-            reshard_units(self.module)
-            owned = OwnedBoxes(self._on_mesh)
-            self._check_fresh(owned)
-            digests = digests_of(owned) if changed else None
+            values = self._values()
+            digests = digests_of(self._local, values) if changed else None
             names = changed_names(self._digests, digests) if digests is not None else []
             chosen = selected(self._tensors.by_name, only, None)
         except Exception as caught:
             error = as_parallelize_error(caught)
-        answers = self._sync.agree(error, [changed, [tensor.name for tensor in chosen], names])
+        answers = self._sync.agree(error, [changed, _digest(chosen), names])
         _check_alike([answer[:2] for answer in answers])
-        assert owned is not None
         if changed:
             union = {name for answer in answers for name in answer[2]}
             chosen = selected({tensor.name: tensor for tensor in chosen}, None, union)
-        return self._iterator(chosen, owned, digests)
+        return self._iterator(self._plans(chosen), values, digests)
 
-    def _iterator(self, chosen: list[Any], owned: OwnedBoxes, digests: Digests | None) -> BucketIterator:
+    def _values(self) -> Values:
+        """This rank's local tensors, as they are now. Raises: CheckpointError `stale-exporter`."""
+        reshard_units(self.module)
+        values = self._local.current()
+        if values is None:  # parameters were replaced, which may be by others of the same layout
+            owned = OwnedBoxes(self._on_mesh)
+            if owned.described() != self._described:
+                what = "the model's parameters have other names, dtypes or layouts than when this exporter was built"
+                fix = "build a new WeightExporter of the model as it is"
+                raise CheckpointError(Problem("stale-exporter", what, fix=fix))
+            self._local, self._planned = LocalValues(self._on_mesh, owned), ("", [])
+            values = self._local.current()
+        assert values is not None
+        return values
+
+    def _plans(self, chosen: list[HubTensor]) -> list[BucketPlan]:
+        """The buckets of these tensors; those of the last export are kept, because most exports are of the same."""
+        digest = _digest(chosen)
+        if digest != self._planned[0]:
+            rank, size = self._sync.rank, self._sync.size
+
+            def source_of(message: TensorMessage) -> StridedRegion | None:
+                return self._local.region(message) if message.sender == rank else None
+
+            plans = bucket_plans(chosen, self._messages_of, source_of, size, self._bucket_bytes)
+            self._planned = digest, list(plans)
+        return self._planned[1]
+
+    def _messages_of(self, tensor: HubTensor) -> list[TensorMessage]:
+        return self._messages[tensor.name]
+
+    def _iterator(self, plans: list[BucketPlan], values: Values, digests: Digests | None) -> BucketIterator:
         self._exports += 1
         key = f"{self._key}/{self._exports}"
         rounds = Rounds(key, self._sync.ranks, self._sync.rank, self._timeout_s)
-        plans = list(bucket_plans(chosen, lambda t: self._messages[t.name], self._sync.size, self._bucket_bytes))
 
         def ended() -> None:
             if digests is not None:
                 self._digests = digests
 
-        return BucketIterator(plans, owned, self._receivers, self._bucket_bytes, self._target, rounds, ended)
-
-    def _check_fresh(self, owned: OwnedBoxes) -> None:
-        if owned.described() != self._described:
-            what = "the model's parameters have other names, dtypes or layouts than when this exporter was built"
-            raise CheckpointError(Problem("stale-exporter", what, fix="build a new WeightExporter of the model as it is"))
+        return BucketIterator(plans, values, self._receivers, self._bucket_bytes, self._target, rounds, ended)
 
     def shards(self, *, only: Callable[[str], bool] | None = None) -> Iterator[WeightShard]:
         """What this rank stores of each tensor, under its name. No collective: nothing is sent, and ranks may stop anywhere.
 
         Those of all ranks together cover each tensor once. Values are views of the parameters, where dtypes agree.
         """
-        reshard_units(self.module)
-        owned = OwnedBoxes(self._on_mesh)
-        self._check_fresh(owned)
+        values = self._values()
         for tensor in selected(self._tensors.by_name, only, None):
             for message in self._messages[tensor.name]:
                 if message.sender == self._sync.rank:
-                    value = as_target(owned.view(message).detach(), message.part).to(torch_dtype(tensor.dtype))
+                    view = view_of(values[message.name], self._local.region(message))
+                    value = as_target(view, message.part).to(torch_dtype(tensor.dtype))
                     yield WeightShard(tensor.name, tensor.shape, message.target(), value)
 
     def close(self) -> None:
@@ -218,6 +268,10 @@ class WeightExporter:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def _digest(tensors: list[HubTensor]) -> str:
+    return hashlib.blake2b("\n".join(tensor.name for tensor in tensors).encode(), digest_size=16).hexdigest()
 
 
 def _check_names(names: str) -> None:

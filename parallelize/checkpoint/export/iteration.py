@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from parallelize.checkpoint.export.buckets import BucketPlan, WeightBucket
-from parallelize.checkpoint.export.exchange import BucketExchange, Receivers
+from parallelize.checkpoint.export.exchange import BucketExchange, Receivers, StagingBuffer
+from parallelize.checkpoint.export.local_values import Values
 from parallelize.checkpoint.export.rounds import Rounds
-from parallelize.checkpoint.hub.tensor_messages import OwnedBoxes
+from parallelize.checkpoint.export.weight_buckets import BucketPlan, WeightBucket
 from parallelize.errors import CheckpointError
 
 
@@ -21,21 +21,25 @@ class BucketIterator(Iterator[WeightBucket]):
     Each bucket is released when the next one is asked for, so that at most two buckets of memory are in use.
 
     Args:
-        limit: bytes of a bucket. target: the device of full tensors. ended: called after the last bucket.
+        limit: bytes of a bucket; a larger tensor has one of its own. target: the device of full tensors.
+        ended: called after the last bucket.
     """
 
     def __init__(
         self,
         plans: Sequence[BucketPlan],
-        owned: OwnedBoxes,
+        values: Values,
         to: Receivers,
         limit: int,
         target: torch.device,
         rounds: Rounds,
         ended: Callable[[], None],
     ):
-        self._plans, self._owned, self._to, self._limit, self._target = plans, owned, to, limit, target
+        self._plans, self._values, self._to, self._target = plans, values, to, target
         self._rounds, self._ended = rounds, ended
+        largest = max((plan.num_bytes for plan in plans), default=0)
+        self._most_staged = 2 * max(limit, largest) - largest
+        self._staging = StagingBuffer(to.device)
         self._index = 0
         self._closed = False
         self._last: WeightBucket | None = None
@@ -68,7 +72,7 @@ class BucketIterator(Iterator[WeightBucket]):
         if self._index == len(self._plans):
             return None
         plan = self._plans[self._index]
-        exchange = BucketExchange(plan, self._owned, self._to, self._limit, self._target)
+        exchange = BucketExchange(plan, self._values, self._to, self._target, self._staging, self._most_staged)
         exchange.prepare()
         try:
             self._rounds.go_on()
@@ -86,12 +90,14 @@ class BucketIterator(Iterator[WeightBucket]):
             self._closed = True
             self._rounds.leave()
             self._ended()
+        self._values = {}
 
     def close(self, reason: str = "its loop has ended") -> None:
         """Stop the export on this rank. It waits for nobody: other ranks learn it when they ask for the next bucket."""
         if not self._closed:
             self._closed = True
             self._rounds.stop(reason)
+        self._values = {}  # they may be the last references to memory of a model that has moved
         if self._last is not None:
             self._last.release()
 

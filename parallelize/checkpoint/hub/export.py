@@ -23,7 +23,7 @@ from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.hub.extras import write_extras
 from parallelize.checkpoint.hub.file_shards import INDEX, HubTensor, assign_files, index_of, parse_size
 from parallelize.checkpoint.hub.pretrained import model_tensors
-from parallelize.checkpoint.hub.tensor_messages import HubTensors, Message, OwnedBoxes, as_target, dtype_code
+from parallelize.checkpoint.hub.tensor_messages import HubTensors, OwnedBoxes, TensorMessage, as_target, dtype_code
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
 from parallelize.checkpoint.run.snapshot import reshard_units
@@ -163,7 +163,7 @@ class _Export:
         """Gather the next tensor of every writer. Returns that of this rank, or an empty tensor if it has no more."""
         number, self.round = self.round, self.round + 1
         rank, works, sent = self.sync.rank, [], []  # `sent`: keeps the tensors alive until they were sent
-        received: list[tuple[Message, T]] = []
+        received: list[tuple[TensorMessage, T]] = []
         own = order[rank][number] if number < len(order[rank]) else None
         for writer, tensors in enumerate(order):
             for tag, message in enumerate(self.tensors.messages(tensors[number]) if number < len(tensors) else ()):
@@ -188,7 +188,7 @@ class _Export:
             full[slices_of(message.target())].copy_(as_target(value, message.part))
         return full
 
-    def _local_box(self, message: Message, dtype: torch.dtype) -> T:
+    def _local_box(self, message: TensorMessage, dtype: torch.dtype) -> T:
         return self.owned.view(message).to(device="cpu", dtype=dtype).contiguous()
 
     def _send(self, value: T, to: int, tag: int) -> Any:

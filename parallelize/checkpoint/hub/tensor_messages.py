@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from parallelize.checkpoint.format.boxes import Box, Part, full_part, intersection, relative_to, slices_of, starts
+from parallelize.checkpoint.format.boxes import (
+    Box,
+    Part,
+    full_part,
+    intersection,
+    relative_to,
+    shape_of,
+    slices_of,
+    starts,
+)
 from parallelize.checkpoint.format.host_memory import code_of, torch_dtype
 from parallelize.checkpoint.hub.file_shards import HubTensor
 from parallelize.checkpoint.hub.names import ModelTensor, parts_to_save
@@ -25,7 +34,7 @@ OwnedByRank = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Message:
+class TensorMessage:
     """A box of a tensor of the model that one rank sends to each rank that needs the written tensor.
 
     Attributes:
@@ -52,6 +61,33 @@ class Message:
         return tuple(box)
 
 
+@dataclass(frozen=True)
+class StridedRegion:
+    """Elements of a tensor, as `torch.as_strided` takes them. `offset`: in elements, from the first of the tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: T, start: int = 0) -> T:
+        """The view. `start`: where the tensor begins, in elements of the storage."""
+        return torch.as_strided(tensor, self.size, self.stride, start + self.offset)
+
+    def within(self, box: Box, outer: Box) -> StridedRegion:
+        """The region of a box inside of `outer`, which is the box of this one."""
+        firsts = (start - first for (start, _), (first, _) in zip(box, outer, strict=True))
+        offset = self.offset + sum(first * stride for first, stride in zip(firsts, self.stride, strict=True))
+        return StridedRegion(shape_of(box), self.stride, offset)
+
+
+def contiguous_region(shape: Sequence[int]) -> StridedRegion:
+    """All of a contiguous tensor."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(1, shape[dim + 1])
+    return StridedRegion(tuple(shape), tuple(strides), 0)
+
+
 class OwnedBoxes:
     """The boxes that this rank owns, with their values. Together, those of all ranks cover every tensor once."""
 
@@ -66,10 +102,21 @@ class OwnedBoxes:
             for name, tensor in self._local.items()
         }
 
-    def view(self, message: Message) -> T:
+    def view(self, message: TensorMessage) -> T:
         """The values of a message that this rank sends: a view of its shard."""
         owned = self.by_name[message.name][message.number]
         return owned.value[slices_of(relative_to(message.box, starts(owned.box)))]
+
+    def regions(self) -> dict[str, list[tuple[Box, StridedRegion]]]:
+        """Where the values of each box are in the local tensor, which may move to other memory."""
+        regions: dict[str, list[tuple[Box, StridedRegion]]] = {}
+        for name, boxes in self.by_name.items():
+            first = int(self._local[name].stored.local.storage_offset())
+            regions[name] = [
+                (o.box, StridedRegion(tuple(o.value.shape), o.value.stride(), int(o.value.storage_offset()) - first))
+                for o in boxes
+            ]
+        return regions
 
 
 class HubTensors:
@@ -104,7 +151,7 @@ class HubTensors:
     def _dtype(self, code: str) -> str:
         return self._dtype_code if self._dtype_code is not None and torch_dtype(code).is_floating_point else code
 
-    def messages(self, tensor: HubTensor) -> list[Message]:
+    def messages(self, tensor: HubTensor) -> list[TensorMessage]:
         """The messages with all elements of a tensor, in the same order on all ranks."""
         messages = []
         for part in tensor.parts:
@@ -112,7 +159,7 @@ class HubTensors:
             for rank, number, owned in self._owners[part.source]:
                 shared = intersection(box, owned)
                 if shared is not None:
-                    messages.append(Message(rank, part.source, number, shared, part))
+                    messages.append(TensorMessage(rank, part.source, number, shared, part))
         return messages
 
 
@@ -132,6 +179,8 @@ def dtype_code(dtype: torch.dtype | None) -> str | None:
 
 def as_target(value: T, part: Part) -> T:
     """A box of the source, with the dims of the target in their order."""
+    if part.dims == tuple(range(len(part.target))):
+        return value
     value = value.reshape([size for size, dim in zip(value.shape, part.dims, strict=True) if dim is not None])
     used = [dim for dim in part.dims if dim is not None]
     if used != sorted(used):

@@ -168,7 +168,9 @@ def test_nothing_of_an_export_stays_in_the_store(base):
                     break
             buckets.close()
         torch.distributed.barrier()
-        keys = [f"parallelize/export/{exporter._key}/{n}/{kind}" for n in (1, 2, 3) for kind in ("left", f"last/{rank}")]
+        keys = [
+            f"parallelize/export/{exporter._key}/{n}/{kind}" for n in (1, 2, 3) for kind in ("left", f"last/{rank}")
+        ]
         keys += [f"parallelize/export/{exporter._key}/{n}/verdict/{k}" for n in (1, 2, 3) for k in range(40)]
         return [key for key in keys if store.check([key])]
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from parallelize.checkpoint.format.boxes import shape_of, volume
+from parallelize.checkpoint.format.boxes import full_box, shape_of, volume
 from parallelize.checkpoint.format.dtypes import SIZES
 from parallelize.checkpoint.format.host_memory import torch_dtype
 from parallelize.checkpoint.hub.file_shards import HubTensor
-from parallelize.checkpoint.hub.tensor_messages import Message
+from parallelize.checkpoint.hub.tensor_messages import StridedRegion, TensorMessage, contiguous_region
 from parallelize.errors import CheckpointError, Problem
 
 T = torch.Tensor
+SourceOf = Callable[[TensorMessage], StridedRegion | None]
 _ALIGNED = 16  # bytes: a multiple of the size of every dtype
 _FILL = 7 / 8
 """Of the size of a bucket: the rest is for what an all-gather pads."""
@@ -27,7 +29,7 @@ class TensorMetadata:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
+    start: int = 0
 
     @property
     def dtype_name(self) -> str:
@@ -36,7 +38,7 @@ class TensorMetadata:
 
     @property
     def num_bytes(self) -> int:
-        return volume(tuple((0, size) for size in self.shape)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, buffer: T) -> T:
         """The tensor, in a buffer of bytes."""
@@ -45,17 +47,19 @@ class TensorMetadata:
 
 @dataclass(frozen=True)
 class MessageInBuffer:
-    """A message, and its first byte in the buffer of its sender. `tensor`: index of the tensor in the bucket."""
+    """A message, and where its values are: everything that copying it takes, worked out once.
 
-    message: Message
-    tensor: int
-    start: int
+    Attributes:
+        dtype: of the written tensor.
+        source: region of the sender's local tensor; on other ranks None.
+        packed: region of the sender's buffer. target: region of the buffer of full tensors. Both in elements of `dtype`.
+    """
+
+    message: TensorMessage
     dtype: torch.dtype
-
-    def view(self, buffer: T) -> T:
-        """The values of the message, in its sender's buffer of bytes."""
-        num_bytes = volume(self.message.box) * self.dtype.itemsize
-        return buffer[self.start : self.start + num_bytes].view(self.dtype).view(shape_of(self.message.box))
+    source: StridedRegion | None
+    packed: StridedRegion
+    target: StridedRegion
 
 
 @dataclass
@@ -72,14 +76,19 @@ class BucketPlan:
     sent_bytes: list[int] = field(default_factory=list)
     by_sender: list[list[MessageInBuffer]] = field(default_factory=list)
 
-    def add(self, tensor: HubTensor, messages: Iterable[Message]) -> None:
-        dtype, number = torch_dtype(tensor.dtype), len(self.tensors)
+    def add(self, tensor: HubTensor, messages: Iterable[TensorMessage], source_of: SourceOf) -> None:
+        dtype, num_bytes = torch_dtype(tensor.dtype), SIZES[tensor.dtype]
+        full = contiguous_region(tensor.shape)
+        full = StridedRegion(full.size, full.stride, self.num_bytes // num_bytes)
         self.tensors.append(TensorMetadata(tensor.name, dtype, tensor.shape, self.num_bytes))
         self.num_bytes += aligned(tensor.num_bytes)
         for message in messages:
-            start = self.sent_bytes[message.sender]
-            self.by_sender[message.sender].append(MessageInBuffer(message, number, start, dtype))
-            self.sent_bytes[message.sender] += aligned(volume(message.box) * SIZES[tensor.dtype])
+            packed = contiguous_region(shape_of(message.box))
+            packed = StridedRegion(packed.size, packed.stride, self.sent_bytes[message.sender] // num_bytes)
+            target = full.within(message.target(), full_box(tensor.shape))
+            item = MessageInBuffer(message, dtype, source_of(message), packed, target)
+            self.by_sender[message.sender].append(item)
+            self.sent_bytes[message.sender] += aligned(volume(message.box) * num_bytes)
 
 
 @dataclass
@@ -129,7 +138,11 @@ def aligned(num_bytes: int) -> int:
 
 
 def bucket_plans(
-    tensors: Sequence[HubTensor], messages_of: Callable[[HubTensor], list[Message]], num_ranks: int, bucket_bytes: int
+    tensors: Sequence[HubTensor],
+    messages_of: Callable[[HubTensor], list[TensorMessage]],
+    source_of: SourceOf,
+    num_ranks: int,
+    bucket_bytes: int,
 ) -> Iterator[BucketPlan]:
     """Divide tensors into buckets, in their order. A tensor that is larger than a bucket has one of its own."""
     plan: BucketPlan | None = None
@@ -139,7 +152,7 @@ def bucket_plans(
             plan = None
         if plan is None:
             plan = BucketPlan(sent_bytes=[0] * num_ranks, by_sender=[[] for _ in range(num_ranks)])
-        plan.add(tensor, messages_of(tensor))
+        plan.add(tensor, messages_of(tensor), source_of)
     if plan is not None:
         yield plan
 

@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from parallelize.ops.matmul.dtensor_linears import OverlappedLinears as OverlappedLinears
     from parallelize.ops.matmul.dtensor_linears import overlapped_linears as overlapped_linears
     from parallelize.ops.matmul.linear_gradients import DeferredGradients as DeferredGradients
+    from parallelize.optimizers.muon import Muon as Muon
     from parallelize.pipeline.cut import cut_pipeline as cut_pipeline
     from parallelize.pipeline.engine import Pipeline as Pipeline
     from parallelize.pipeline.parallel_model import ParallelModel as ParallelModel

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from parallelize import _torch_private as private
 from parallelize.applied.records import cut_of, mark_of, mark_parameter, mesh_of, record_of
+from parallelize.applied.stored_slices import named_once
 from parallelize.errors import ModelError, Problem
 from parallelize.loop.grad_scaler import agree_on_overflow
 from parallelize.loop.local_optimizer import ELEMENTWISE, local_optimizer
@@ -57,7 +60,8 @@ def build_optimizer(
     name = optimizer.__name__
     data = data_of(module)
     steps_locally = name in ELEMENTWISE if elementwise is None else elementwise
-    if not steps_locally:
+    gathers_itself = bool(getattr(optimizer, "gathers_itself", False))
+    if not steps_locally and not gathers_itself:
         _refuse_shards(module, name, data)
     shards = {id(shard.param): shard for shard in data.shards} if data is not None else {}
     _refuse_added(module, data)
@@ -65,7 +69,9 @@ def build_optimizer(
         _mark_stepped(shard)
     groups = list(params) if params is not None else [p for p in module.parameters() if p.requires_grad]
     built = optimizer([_stepped(group, module, shards) for group in groups], **options)
-    if steps_locally:
+    if gathers_itself:
+        built.bind_model(module, _names_of_stepped(module, shards))  # type: ignore[attr-defined]
+    elif steps_locally:
         local_optimizer(built, elementwise=True)
     if any(shard.stepped is not shard.param for shard in shards.values()):
         _wrap_steps(built, module, shards)
@@ -73,6 +79,12 @@ def build_optimizer(
     if mesh is not None:
         agree_on_overflow(built, mesh)
     return built
+
+
+def _names_of_stepped(module: nn.Module, shards: dict[int, OptimizerShard]) -> dict[int, tuple[str, ...]]:
+    """id of what an optimizer steps -> the names of the parameter."""
+    named = named_once(module)
+    return {id(shards[id(p)].stepped if id(p) in shards else p): names for names, p in named}
 
 
 def _mark_stepped(shard: OptimizerShard) -> None:
@@ -102,6 +114,7 @@ def _refuse_shards(module: nn.Module, name: str, data: DataRecord | None) -> Non
     has_shards = (
         (data is not None and (data.zero > 0 or data.masters))
         or (record is not None and record.group.size > 1)
+        or any(_is_sharded(parameter) for parameter in module.parameters())  # experts over data ranks
         or (name == "LBFGS" and cut_of(module) is not None)
     )
     if has_shards:
@@ -111,6 +124,10 @@ def _refuse_shards(module: nn.Module, name: str, data: DataRecord | None) -> Non
         if name not in NEEDS_FULL_PARAMETERS:
             fix += "; or pass elementwise=True if it does"
         raise ModelError(Problem("not-elementwise", what, fix=fix))
+
+
+def _is_sharded(parameter: Any) -> bool:
+    return isinstance(parameter, DTensor) and any(private.shard_dim(p) is not None for p in parameter.placements)
 
 
 def _stepped(item: Any, module: nn.Module, shards: dict[int, OptimizerShard]) -> Any:

@@ -26,7 +26,7 @@ ROOMS_BY_FLOOR = (
     "vocabulary.loss vocabulary.sampling",
     "tensor vocabulary vocabulary.generation zero",
     "context recomputation tensor.torch_styles",
-    "data",
+    "data optimizers",
     "apply pipeline",
     "analysis.record checkpoint.run",
     "analysis.cost checkpoint.hub",

@@ -173,7 +173,13 @@ class WeightExporter:
         return dist.group.WORLD if mesh is None else axis_group(mesh, *mesh_spec(mesh).names)
 
     def metadata(self, only: Callable[[str], bool] | None = None) -> tuple[TensorMetadata, ...]:
-        """Name, dtype and shape of each tensor of an export, in its order. Sends nothing; the same on every rank."""
+        """Name, dtype and shape of each tensor of an export, in its order. Sends nothing; the same on every rank.
+
+        Args:
+            only: which names are listed. None: all.
+
+        Returns: the tensors, without their values.
+        """
         tensors = selected(self._tensors.by_name, only, None)
         return tuple(TensorMetadata(t.name, torch_dtype(t.dtype), t.shape, 0) for t in tensors)
 
@@ -184,6 +190,7 @@ class WeightExporter:
             only: which names are exported; the same on every rank. None: all.
             changed: leave out tensors that are as they were in the last export with `changed=True` that every rank ended.
 
+        Returns: an iterator of `WeightBucket`.
         Raises: CheckpointError `export-differs`; `stale-exporter` if parameters were replaced or laid out anew.
         Cost: with `changed`, a digest of what this rank owns, at the speed of memory.
         """
@@ -250,6 +257,13 @@ class WeightExporter:
         """What this rank stores of each tensor, under its name. No collective: nothing is sent, and ranks may stop anywhere.
 
         Those of all ranks together cover each tensor once. Values are views of the parameters, where dtypes agree.
+
+        Args:
+            only: which names are listed. None: all.
+
+        Returns: an iterator of `WeightShard`.
+        Raises: CheckpointError `stale-exporter`, as `export`.
+        Cost: no communication.
         """
         values = self._values()
         for tensor in selected(self._tensors.by_name, only, None):

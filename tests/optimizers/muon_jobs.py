@@ -73,11 +73,17 @@ def trained(
     optimizer: Callable[[Any], Any] | None = None,
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """(full weights, the optimizer) after the steps."""
-    mesh = build_mesh("cpu", **axes)
-    parallel = parallelize_model(deepcopy(base), mesh, **options)
+    parallel = parallelize_model(deepcopy(base), build_mesh("cpu", **axes), **options)
     built = parallel.optimizer(Muon, **SETTINGS, **ADAM) if optimizer is None else optimizer(parallel)
-    size = mesh.size(mesh.mesh_dim_names.index("dp")) if "dp" in axes else 1
-    index = mesh.get_local_rank("dp") if "dp" in axes else 0
+    train(parallel, built, max_norm)
+    return full_weights(parallel), built
+
+
+def train(parallel: Any, built: Any, max_norm: float | None = None) -> None:
+    """The steps, on this data rank's part of each batch."""
+    names = parallel.mesh.mesh_dim_names
+    size = parallel.mesh.size(names.index("dp")) if "dp" in names else 1
+    index = parallel.mesh.get_local_rank("dp") if "dp" in names else 0
     for ids, labels in batches():
         rows = slice(index * len(ids) // size, (index + 1) * len(ids) // size)
         built.zero_grad()
@@ -85,7 +91,6 @@ def trained(
         if max_norm is not None:
             parallel.clip_grad_norm_(max_norm)
         built.step()
-    return full_weights(parallel), built
 
 
 def full_weights(parallel: Any) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from parallelize import _torch_private as private
 from parallelize.applied.records import cut_of, mark_of, mark_parameter, mesh_of, record_of
 from parallelize.applied.stored_slices import named_once
 from parallelize.errors import ModelError, Problem
+from parallelize.loop import offloaded_state
 from parallelize.loop.grad_scaler import agree_on_overflow
 from parallelize.loop.local_optimizer import ELEMENTWISE, local_optimizer
 from parallelize.loop.stock_clip import serve_stock_clip
@@ -37,6 +38,7 @@ def build_optimizer(
     params: Iterable[Any] | None = None,
     *,
     elementwise: bool | None = None,
+    offload_state: bool = False,
     **options: Any,
 ) -> Optimizer:
     """Build an optimizer of any class for a model after `shard_data`, or for one without data axes.
@@ -50,11 +52,13 @@ def build_optimizer(
         optimizer: the class, such as `torch.optim.AdamW`.
         params: parameters of the model, or groups of them. Default: all that require a gradient.
         elementwise: True says that each element's update needs only that element, for a class that is not known here.
+        offload_state: keep its state in host memory between steps. A step moves that of some parameters at a time to their device
+            and back, for a class that updates each element by itself; that of all at once for others.
         options: keyword arguments of the class.
 
     Returns: the optimizer.
     Raises: ModelError `not-elementwise` for a class that cannot work on shards, with the reason; `foreign-parameter`;
-        `unmanaged-parameter` for a model that got parameters after `shard_data`.
+        `state-not-offloaded`; those of the class; `unmanaged-parameter` for a model that got parameters after `shard_data`.
     Cost: building sends nothing. Under ZeRO 1 and 2 each step ends with an all-gather of the parameters that it has stepped.
     """
     name = optimizer.__name__
@@ -73,6 +77,8 @@ def build_optimizer(
         built.bind_model(module, _names_of_stepped(module, shards))  # type: ignore[attr-defined]
     elif steps_locally:
         local_optimizer(built, elementwise=True)
+    if offload_state:
+        offloaded_state.offload_state(built, by_parameter=steps_locally and not gathers_itself)
     if any(shard.stepped is not shard.param for shard in shards.values()):
         _wrap_steps(built, module, shards)
     mesh = mesh_of(module)
@@ -121,6 +127,8 @@ def _refuse_shards(module: nn.Module, name: str, data: DataRecord | None) -> Non
         why = NEEDS_FULL_PARAMETERS.get(name, "is not known here")
         what = f"{name} {why}, and this rank stores shards of parameters"
         fix = "use an optimizer that updates each element by itself, or zero=0 without tp"
+        if name == "Muon":
+            fix = "build_optimizer(model, parallelize.Muon, ...), whose matrices are whole on every mesh; or " + fix
         if name not in NEEDS_FULL_PARAMETERS:
             fix += "; or pass elementwise=True if it does"
         raise ModelError(Problem("not-elementwise", what, fix=fix))

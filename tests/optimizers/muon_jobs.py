@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize import Muon, build_mesh, export_weights, parallelize_model
+from parallelize._torch_private import plain_local
+from parallelize.applied.stored_slices import StoredSlices, named_once
 from parallelize.optimizers.matrices import matrix_names
+from parallelize.zero.buckets import as_gradient
 from tests.support.models import tiny_batch
 
 STEPS = 3
@@ -97,3 +100,14 @@ def full_weights(parallel: Any) -> dict[str, torch.Tensor]:
     """Every weight of the model, on every rank."""
     buckets = export_weights(parallel, names="model")
     return {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors.items()}
+
+
+def set_gradients(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
+    """Set the gradients of a model on a mesh to the local parts of these full ones."""
+    where = StoredSlices(model)
+    for names, parameter in named_once(model):
+        stored = where.of(names, parameter)
+        local = torch.zeros_like(plain_local(parameter))
+        for pair in stored.slices:
+            local[pair.local] = gradients[names[0]][pair.full]
+        parameter.grad = as_gradient(parameter, local)

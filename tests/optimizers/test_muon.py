@@ -10,10 +10,8 @@ from torch import nn
 
 from parallelize import Muon, build_mesh, parallelize_model
 from parallelize._torch_private import plain_local
-from parallelize.applied.stored_slices import StoredSlices, named_once
 from parallelize.comm.groups import Group
 from parallelize.optimizers.matrices import matrices_of, matrix_names
-from parallelize.zero.buckets import as_gradient
 from tests.optimizers import muon_jobs as jobs
 from tests.support.models import tiny_model
 from tests.support.threads import run_ranks
@@ -85,17 +83,6 @@ def test_clipped_gradients_give_the_same_steps():
         check_equal(weights, expected, base)
 
 
-def given_gradients(model, gradients):
-    """Set the gradients of a model on a mesh to the local parts of these full ones."""
-    where = StoredSlices(model)
-    for names, parameter in named_once(model):
-        stored = where.of(names, parameter)
-        local = torch.zeros_like(plain_local(parameter))
-        for pair in stored.slices:
-            local[pair.local] = gradients[names[0]][pair.full]
-        parameter.grad = as_gradient(parameter, local)
-
-
 @pytest.mark.parametrize(("axes", "options"), [MESHES["dp2tp2-zero1"], MESHES["dp2tp2-zero3"]])
 def test_the_same_gradients_give_the_same_bits(axes, options):
     base = base_of("llama", torch.float32)
@@ -113,7 +100,7 @@ def test_the_same_gradients_give_the_same_bits(axes, options):
         parallel = parallelize_model(deepcopy(base), build_mesh("cpu", **axes), **options)
         optimizer = parallel.optimizer(Muon, **jobs.SETTINGS, **jobs.ADAM)
         for gradients in steps:
-            given_gradients(parallel.module, gradients)
+            jobs.set_gradients(parallel.module, gradients)
             optimizer.step()
         return jobs.full_weights(parallel)
 
@@ -137,24 +124,15 @@ def test_bytes_are_at_most_twice_the_gradients(monkeypatch):
             parallel = parallelize_model(deepcopy(base), build_mesh("cpu", **axes), **options)
             optimizer = parallel.optimizer(Muon, lr=0.1)
             gradients = {n: torch.ones(p.shape) for n, p in base.named_parameters()}
-            given_gradients(parallel.module, gradients)
+            jobs.set_gradients(parallel.module, gradients)
             optimizer.step()
-            local = sum(p.grad.numel() for g in optimizer.param_groups[:1] for p in map(as_local_grad, g["params"]))
-            return local * 4, optimizer.sent_bytes
+            matrices = optimizer.param_groups[0]["params"]
+            return sum(plain_local(p.grad).numel() * 4 for p in matrices), optimizer.sent_bytes
 
         results = run_ranks(4, body)
         gradient_bytes, counted_bytes = (sum(column) for column in zip(*results, strict=True))
         assert len(sent) == 2 * 4 and sum(sent) == counted_bytes, "one exchange each way, on each of four ranks"
         assert 0 < counted_bytes <= 2 * gradient_bytes
-
-
-class _Grad:
-    def __init__(self, grad):
-        self.grad = grad
-
-
-def as_local_grad(parameter):
-    return _Grad(plain_local(parameter.grad))
 
 
 @pytest.mark.parametrize("by", ["chunks", "heads"])
@@ -166,7 +144,7 @@ def test_packed_weights_are_split_into_their_matrices(by):
     def body(rank):
         parallel = parallelize_model(deepcopy(base), build_mesh("cpu", dp=2, tp=2), zero=1)
         optimizer = parallel.optimizer(Muon, lr=0.1, weight_decay=0.0, split={"*qkv_proj.weight": by})
-        given_gradients(parallel.module, gradient)
+        jobs.set_gradients(parallel.module, gradient)
         optimizer.step()
         boxes = matrices_of(parallel.module, name, tuple(base.get_parameter(name).shape), {"*": by})
         return jobs.full_weights(parallel)[name], boxes

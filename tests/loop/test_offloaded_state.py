@@ -69,6 +69,7 @@ def test_steps_are_the_same_and_state_comes_home(cls, monkeypatch):
         assert device.peak <= 2 * max(400, largest), "two moments of one chunk"
 
 
+@pytest.mark.sweep
 def test_shards_are_offloaded_too(monkeypatch):
     base = tiny_model("llama", torch.float64)
     StandInDevice(monkeypatch, 4000)

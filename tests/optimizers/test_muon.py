@@ -57,7 +57,7 @@ def check_equal(actual, expected, base, tolerance=1e-12):
         assert not torch.equal(value, start[name]) or "expert" in name, f"{name} was not stepped"
 
 
-@pytest.mark.variants(every=8)
+@pytest.mark.sweep
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_training_equals_that_of_the_unsharded_model(family, mesh):
@@ -76,6 +76,7 @@ def test_each_expert_is_a_matrix(mesh):
         check_equal(weights, expected, base)
 
 
+@pytest.mark.sweep
 def test_clipped_gradients_give_the_same_steps():
     base, (axes, options) = base_of("llama"), MESHES["dp2tp2-zero1"]
     expected = trained_reference(base, 0.05)
@@ -83,7 +84,9 @@ def test_clipped_gradients_give_the_same_steps():
         check_equal(weights, expected, base)
 
 
-@pytest.mark.parametrize(("axes", "options"), [MESHES["dp2tp2-zero1"], MESHES["dp2tp2-zero3"]])
+@pytest.mark.parametrize(
+    ("axes", "options"), [MESHES["dp2tp2-zero1"], pytest.param(*MESHES["dp2tp2-zero3"], marks=pytest.mark.sweep)]
+)
 def test_the_same_gradients_give_the_same_bits(axes, options):
     base = base_of("llama", torch.float32)
     generator = torch.Generator().manual_seed(4)
@@ -135,7 +138,7 @@ def test_bytes_are_at_most_twice_the_gradients(monkeypatch):
         assert 0 < counted_bytes <= 2 * gradient_bytes
 
 
-@pytest.mark.parametrize("by", ["chunks", "heads"])
+@pytest.mark.parametrize("by", ["heads", pytest.param("chunks", marks=pytest.mark.sweep)])
 def test_packed_weights_are_split_into_their_matrices(by):
     base = base_of("phi3", torch.float32)
     name = "model.layers.0.self_attn.qkv_proj.weight"

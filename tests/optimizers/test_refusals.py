@@ -93,6 +93,7 @@ def test_they_step_full_parameters_as_the_unsharded_model(cls):
     assert all(map(torch.equal, stepped(model, build_optimizer(model, cls)), expected))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("cls", [torch.optim.Muon, Shampoo])
 def test_stock_classes_on_dtensors_see_full_matrices(cls):
     """Not by `build_optimizer`: PyTorch's rules for DTensors gather what an operation needs, packed weights among them."""

@@ -11,7 +11,13 @@ BUCKET = 32_000
 
 
 @pytest.mark.parametrize(
-    ("axes", "options"), [({"tp": 2}, {}), ({"pp": 2}, {}), ({"dp": 2}, {"zero": 3}), ({"dp": 2}, {"zero": 1})]
+    ("axes", "options"),
+    [
+        ({"pp": 2}, {}),
+        ({"dp": 2}, {"zero": 3}),
+        pytest.param({"tp": 2}, {}, marks=pytest.mark.sweep),
+        pytest.param({"dp": 2}, {"zero": 1}, marks=pytest.mark.sweep),
+    ],
 )
 def test_memory_is_two_buckets_and_each_has_one_exchange(two_processes, axes, options):
     for buckets, calls, peak, num_bytes in two_processes.run(jobs.peak_and_calls, axes, options, BUCKET):

@@ -74,7 +74,7 @@ def check(tensors, expected, asked):
         assert tensors[name].dtype == value.dtype and torch.equal(tensors[name], value), name
 
 
-@pytest.mark.variants(every=16)
+@pytest.mark.variants(every=32)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", DENSE)
 def test_dense_families_are_exported_as_saved(saved, family, mesh):
@@ -84,7 +84,7 @@ def test_dense_families_are_exported_as_saved(saved, family, mesh):
         check(tensors, expected, "tp" not in axes or rank != 1)
 
 
-@pytest.mark.variants(every=24)
+@pytest.mark.variants(every=64)
 @pytest.mark.parametrize("mesh", EXPERT_MESHES | {name: MESHES[name] for name in ("tp4", "dp2tp2-zero3")})
 @pytest.mark.parametrize("family", MIXTURES)
 def test_expert_families_are_exported_as_saved(saved, family, mesh):

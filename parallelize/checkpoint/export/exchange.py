@@ -12,6 +12,7 @@ import torch.distributed as dist
 from parallelize.checkpoint.export.local_values import Values, view_of
 from parallelize.checkpoint.export.weight_buckets import BucketPlan, MessageInBuffer
 from parallelize.checkpoint.hub.tensor_messages import as_target
+from parallelize.comm.groups import Group
 
 T = torch.Tensor
 
@@ -133,7 +134,8 @@ class BucketExchange:
     def _all_gathered(self) -> list[T | None]:
         if self._staged is None:
             return [None] * len(self.to.ranks)
-        dist.all_gather_into_tensor(self._staged, self._sent, group=self.to.group)
+        assert self._sent is not None
+        Group(self.to.group).all_gather_into(self._staged, self._sent).wait()
         return list(self._staged.split(self._padded))
 
     def _from_senders(self) -> list[T | None]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from parallelize import build_mesh, parallelize_model
 from parallelize._torch_private import plain_local
 from parallelize.checkpoint.export.export_weights import WeightExporter
+from parallelize.comm.groups import Group
 from tests.support.live import Live
 from tests.support.models import tiny_model
 
@@ -35,16 +36,16 @@ def peak_and_calls(rank: int, axes: dict[str, int], options: dict[str, Any], buc
     parallel = parallelize_model(tiny_model("llama"), build_mesh("cpu", **axes), **options)
     exporter = WeightExporter(parallel, bucket=bucket)
     calls = []
-    stock = dist.all_gather_into_tensor, dist.batch_isend_irecv
-    dist.all_gather_into_tensor = lambda *args, **kwargs: (calls.append("gather"), stock[0](*args, **kwargs))[1]
-    dist.batch_isend_irecv = lambda ops: (calls.append("messages"), stock[1](ops))[1]
+    stock = dist.batch_isend_irecv, Group.all_gather_into
+    dist.batch_isend_irecv = lambda ops: (calls.append("messages"), stock[0](ops))[1]
+    Group.all_gather_into = lambda *args: (calls.append("gather"), stock[1](*args))[1]
     try:
         buckets = exporter.export()
         with PeakLive(parallel.module) as live:
             for weights in buckets:
                 del weights
     finally:
-        dist.all_gather_into_tensor, dist.batch_isend_irecv = stock
+        dist.batch_isend_irecv, Group.all_gather_into = stock
     num_bytes = sum(metadata.num_bytes for metadata in exporter.metadata())
     return len(buckets), len(calls), live.peak, num_bytes
 

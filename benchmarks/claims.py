@@ -203,6 +203,12 @@ CLAIMS = (
     ),
     Claim(
         WEIGHTS,
+        "1,000 weights of a tensor-parallel model as full tensors on both of two ranks, gathering tensor by tensor over: `WeightExporter` / `export_weights`, which plans first",
+        "export",
+        lambda result: [result["ratios"][name] for name in ("buckets", "buckets, planned each time")],
+    ),
+    Claim(
+        WEIGHTS,
         "a save, hashed, over plain flushed safetensors / PyTorch's distributed checkpoint",
         "checkpoint",
         lambda result: [result["save"]["ratios"][f"ours / {name}"] for name in ("safetensors", "pytorch")],

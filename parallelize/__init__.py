@@ -29,6 +29,12 @@ if TYPE_CHECKING:
     from parallelize.applied.sharding import shard_info as shard_info
     from parallelize.applied.tied_names import tied_names as tied_names
     from parallelize.apply import parallelize_module as parallelize_module
+    from parallelize.checkpoint.export.engines import named_tensors as named_tensors
+    from parallelize.checkpoint.export.engines import verl_per_tensor_param as verl_per_tensor_param
+    from parallelize.checkpoint.export.engines import vllm_update_info as vllm_update_info
+    from parallelize.checkpoint.export.engines import vllm_weight_source as vllm_weight_source
+    from parallelize.checkpoint.export.export_weights import WeightExporter as WeightExporter
+    from parallelize.checkpoint.export.export_weights import export_weights as export_weights
     from parallelize.checkpoint.hub.adapter_folder import save_adapter as save_adapter
     from parallelize.checkpoint.hub.export import save_pretrained as save_pretrained
     from parallelize.checkpoint.hub.pretrained import load_pretrained as load_pretrained
@@ -88,6 +94,7 @@ if TYPE_CHECKING:
     from parallelize.ops.matmul.dtensor_linears import OverlappedLinears as OverlappedLinears
     from parallelize.ops.matmul.dtensor_linears import overlapped_linears as overlapped_linears
     from parallelize.ops.matmul.linear_gradients import DeferredGradients as DeferredGradients
+    from parallelize.optimizers.muon import Muon as Muon
     from parallelize.pipeline.cut import cut_pipeline as cut_pipeline
     from parallelize.pipeline.engine import Pipeline as Pipeline
     from parallelize.pipeline.parallel_model import ParallelModel as ParallelModel

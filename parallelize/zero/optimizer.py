@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from parallelize import _torch_private as private
 from parallelize.applied.records import cut_of, mark_of, mark_parameter, mesh_of, record_of
+from parallelize.applied.stored_slices import named_once
 from parallelize.errors import ModelError, Problem
+from parallelize.loop import offloaded_state
 from parallelize.loop.grad_scaler import agree_on_overflow
 from parallelize.loop.local_optimizer import ELEMENTWISE, local_optimizer
 from parallelize.loop.stock_clip import serve_stock_clip
@@ -35,6 +39,7 @@ def build_optimizer(
     params: Iterable[Any] | None = None,
     *,
     elementwise: bool | None = None,
+    offload_state: bool = False,
     **options: Any,
 ) -> Optimizer:
     """Build an optimizer of any class for a model after `shard_data`, or for one without data axes.
@@ -48,17 +53,20 @@ def build_optimizer(
         optimizer: the class, such as `torch.optim.AdamW`.
         params: parameters of the model, or groups of them. Default: all that require a gradient.
         elementwise: True says that each element's update needs only that element, for a class that is not known here.
+        offload_state: keep its state in host memory between steps. A step moves that of some parameters at a time to their device
+            and back, for a class that updates each element by itself; that of all at once for others.
         options: keyword arguments of the class.
 
     Returns: the optimizer.
     Raises: ModelError `not-elementwise` for a class that cannot work on shards, with the reason; `foreign-parameter`;
-        `unmanaged-parameter` for a model that got parameters after `shard_data`.
+        `state-not-offloaded`; those of the class; `unmanaged-parameter` for a model that got parameters after `shard_data`.
     Cost: building sends nothing. Under ZeRO 1 and 2 each step ends with an all-gather of the parameters that it has stepped.
     """
     name = optimizer.__name__
     data = data_of(module)
     steps_locally = name in ELEMENTWISE if elementwise is None else elementwise
-    if not steps_locally:
+    gathers_itself = bool(getattr(optimizer, "gathers_itself", False))
+    if not steps_locally and not gathers_itself:
         _refuse_shards(module, name, data)
     shards = {id(shard.param): shard for shard in data.shards} if data is not None else {}
     _refuse_added(module, data)
@@ -66,14 +74,24 @@ def build_optimizer(
         _mark_stepped(shard)
     groups = list(params) if params is not None else [p for p in module.parameters() if p.requires_grad]
     built = optimizer([_stepped(group, module, shards) for group in groups], **options)
-    if steps_locally:
+    if gathers_itself:
+        built.bind_model(module, _names_of_stepped(module, shards))  # type: ignore[attr-defined]
+    elif steps_locally:
         local_optimizer(built, elementwise=True)
+    if offload_state:
+        offloaded_state.offload_state(built, by_parameter=steps_locally and not gathers_itself)
     if any(shard.stepped is not shard.param for shard in shards.values()):
         _wrap_steps(built, module, shards)
     mesh = mesh_of(module)
     if mesh is not None:
         agree_on_overflow(built, mesh)
     return built
+
+
+def _names_of_stepped(module: nn.Module, shards: dict[int, OptimizerShard]) -> dict[int, tuple[str, ...]]:
+    """id of what an optimizer steps -> the names of the parameter."""
+    named = named_once(module)
+    return {id(shards[id(p)].stepped if id(p) in shards else p): names for names, p in named}
 
 
 def _mark_stepped(shard: OptimizerShard) -> None:
@@ -103,15 +121,22 @@ def _refuse_shards(module: nn.Module, name: str, data: DataRecord | None) -> Non
     has_shards = (
         (data is not None and (data.zero > 0 or data.masters))
         or (record is not None and record.group.size > 1)
+        or any(_is_sharded(parameter) for parameter in module.parameters())  # experts over data ranks
         or (name == "LBFGS" and cut_of(module) is not None)
     )
     if has_shards:
         why = NEEDS_FULL_PARAMETERS.get(name, "is not known here")
         what = f"{name} {why}, and this rank stores shards of parameters"
         fix = "use an optimizer that updates each element by itself, or zero=0 without tp"
+        if name == "Muon":
+            fix = "build_optimizer(model, parallelize.Muon, ...), whose matrices are whole on every mesh; or " + fix
         if name not in NEEDS_FULL_PARAMETERS:
             fix += "; or pass elementwise=True if it does"
         raise ModelError(Problem("not-elementwise", what, fix=fix))
+
+
+def _is_sharded(parameter: Any) -> bool:
+    return isinstance(parameter, DTensor) and any(private.shard_dim(p) is not None for p in parameter.placements)
 
 
 def _stepped(item: Any, module: nn.Module, shards: dict[int, OptimizerShard]) -> Any:

@@ -194,3 +194,11 @@ def test_generation_gives_the_same_tokens_in_every_variant(tmp_path):
     assert done.returncode == 0, done.stderr
     results = json.loads(out.read_text())["result"]
     assert {"stock loop", "ours"} <= set(results["tokens_per_s"]) and "ours / stock loop" in results["ratios"]
+
+
+@pytest.mark.sweep
+def test_exports_give_the_same_tensors_in_every_variant(tmp_path):
+    out = tmp_path / "out.json"
+    done = two_ranks("benchmarks.export", "--tensors", "40", "--hidden", "8", "--rounds", "2", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(out.read_text())["result"]["ratios"]) == {"buckets", "buckets, planned each time"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.checkpoint.format import disk
-from parallelize.checkpoint.format.boxes import (
-    Box,
-    Part,
-    intersection,
-    relative_to,
-    shape_of,
-    slices_of,
-    starts,
-)
-from parallelize.checkpoint.format.host_memory import code_of, empty, torch_dtype
+from parallelize.checkpoint.format.boxes import shape_of, slices_of
+from parallelize.checkpoint.format.host_memory import empty, torch_dtype
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.hub.extras import write_extras
 from parallelize.checkpoint.hub.file_shards import INDEX, HubTensor, assign_files, index_of, parse_size
-from parallelize.checkpoint.hub.names import ModelTensor, parts_to_save
-from parallelize.checkpoint.hub.pretrained import fqn_of, model_tensors
-from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh, parameters
+from parallelize.checkpoint.hub.pretrained import model_tensors
+from parallelize.checkpoint.hub.tensor_messages import HubTensors, OwnedBoxes, TensorMessage, as_target, dtype_code
+from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
 from parallelize.checkpoint.run.snapshot import reshard_units
 from parallelize.errors import CheckpointError, ParallelizeError, Problem
@@ -80,54 +71,27 @@ def save_pretrained(
         sync.close()
 
 
-@dataclass(frozen=True)
-class _Message:
-    """A box of a tensor of the model that one rank sends to the rank that writes it.
-
-    Attributes:
-        sender: the rank that sends it.
-        name: the name of the tensor in the model.
-        number: index of the sender's owned box that contains it.
-        box: a box of the tensor of the model.
-        part: the part of the written tensor that contains it.
-    """
-
-    sender: int
-    name: str
-    number: int
-    box: Box
-    part: Part
-
-    def target(self) -> Box:
-        """The box of the written tensor."""
-        box = list(self.part.target)
-        for dim, (start, stop), source_start in zip(self.part.dims, self.box, self.part.source_start, strict=True):
-            if dim is not None:
-                begin = self.part.target[dim][0] + start - source_start
-                box[dim] = (begin, begin + stop - start)
-        return tuple(box)
-
-
 class _Export:
     """One export. It proceeds in rounds: in each, every writer receives its next tensor."""
 
     def __init__(self, on_mesh: ModelOnMesh, sync: RankSync, dtype: torch.dtype | None):
         self.on_mesh, self.sync = on_mesh, sync
-        self.owned = {fqn_of(tensor): list(tensor.owned()) for tensor in parameters(on_mesh)}
-        self.code = _dtype_code(dtype)
+        self.owned = OwnedBoxes(on_mesh)
+        self.code = dtype_code(dtype)
 
     def run(self, folder: Path, max_bytes: int, carry: Any) -> Path:
         """Every rank must reach each rendezvous, whatever fails on it: therefore any exception becomes an `error`."""
         error: ParallelizeError | None = None
         local: dict[str, Any] = {}
         try:
-            local = self._owned_boxes()
+            local = self.owned.described()
         except Exception as cause:
             error = as_parallelize_error(cause)
         by_rank = self.sync.agree(error, local)
         model = model_tensors(self.on_mesh, self.sync)
         try:
-            tensors = self._tensors(model, by_rank)
+            self.tensors = HubTensors(self.on_mesh.module, model, by_rank, self.code)
+            tensors = self.tensors.by_name
             files = assign_files({tensor.name: tensor.num_bytes for tensor in tensors.values()}, max_bytes)
         except Exception as cause:
             error = as_parallelize_error(cause)
@@ -147,33 +111,6 @@ class _Export:
                 disk.remove_folder(writing)
             raise
         return folder
-
-    def _owned_boxes(self) -> dict[str, Any]:
-        """The boxes that this rank owns: name -> [dtype, boxes]."""
-        return {
-            fqn_of(tensor): [
-                tensor.about.get("compute") or tensor.dtype,
-                [list(map(list, owned.box)) for owned in tensor.owned()],
-            ]
-            for tensor in parameters(self.on_mesh)
-        }
-
-    def _tensors(self, model: list[ModelTensor], by_rank: list[dict[str, Any]]) -> dict[str, HubTensor]:
-        """All tensors to write; sets `owners`: (rank, number, box) of each tensor of the model. The same on every rank."""
-        self.owners: dict[str, list[tuple[int, int, Box]]] = {}
-        dtypes: dict[str, str] = {}
-        for rank, owned in enumerate(by_rank):
-            for name, (dtype, boxes) in owned.items():
-                dtypes.setdefault(name, dtype)
-                owners = self.owners.setdefault(name, [])
-                owners += [(rank, number, tuple((a, b) for a, b in box)) for number, box in enumerate(boxes)]
-        return {
-            name: HubTensor(name, self._dtype(dtypes[parts[0].source]), shape, parts)
-            for name, (shape, parts) in parts_to_save(self.on_mesh.module, model).items()
-        }
-
-    def _dtype(self, code: str) -> str:
-        return self.code if self.code is not None and torch_dtype(code).is_floating_point else code
 
     def _create_folder(self, folder: Path) -> Path:
         """A temporary folder next to `folder`, with the same name on every rank."""
@@ -226,10 +163,10 @@ class _Export:
         """Gather the next tensor of every writer. Returns that of this rank, or an empty tensor if it has no more."""
         number, self.round = self.round, self.round + 1
         rank, works, sent = self.sync.rank, [], []  # `sent`: keeps the tensors alive until they were sent
-        received: list[tuple[_Message, T]] = []
+        received: list[tuple[TensorMessage, T]] = []
         own = order[rank][number] if number < len(order[rank]) else None
         for writer, tensors in enumerate(order):
-            for tag, message in enumerate(self._messages(tensors[number]) if number < len(tensors) else ()):
+            for tag, message in enumerate(self.tensors.messages(tensors[number]) if number < len(tensors) else ()):
                 code = tensors[number].dtype
                 if message.sender == rank:
                     value = self._local_box(message, torch_dtype(code))
@@ -248,24 +185,11 @@ class _Export:
             return torch.empty(0)
         full = empty(own.shape, torch_dtype(own.dtype))
         for message, value in received:
-            full[slices_of(message.target())].copy_(_as_target(value, message.part))
+            full[slices_of(message.target())].copy_(as_target(value, message.part))
         return full
 
-    def _messages(self, tensor: HubTensor) -> list[_Message]:
-        """The messages with all elements of a tensor, in the same order on all ranks."""
-        messages = []
-        for part in tensor.parts:
-            box = part.source_box(part.target)
-            for rank, number, owned in self.owners[part.source]:
-                shared = intersection(box, owned)
-                if shared is not None:
-                    messages.append(_Message(rank, part.source, number, shared, part))
-        return messages
-
-    def _local_box(self, message: _Message, dtype: torch.dtype) -> T:
-        owned = self.owned[message.name][message.number]
-        value = owned.value[slices_of(relative_to(message.box, starts(owned.box)))]
-        return value.to(device="cpu", dtype=dtype).contiguous()
+    def _local_box(self, message: TensorMessage, dtype: torch.dtype) -> T:
+        return self.owned.view(message).to(device="cpu", dtype=dtype).contiguous()
 
     def _send(self, value: T, to: int, tag: int) -> Any:
         return dist.isend(_as_bytes(value), self.sync.ranks[to], group=self.sync.group, tag=tag)
@@ -301,29 +225,10 @@ class _Export:
         self.sync.agree(error)
 
 
-def _dtype_code(dtype: torch.dtype | None) -> str | None:
-    code = code_of(dtype) if dtype is not None else None
-    if dtype is not None and (code is None or not dtype.is_floating_point):
-        what = f"weights cannot be written as {dtype}"
-        raise CheckpointError(Problem("unsavable-dtype", what, fix="torch.bfloat16, float16, float32 or float64"))
-    return code
-
-
 def _check_is_new(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         what = "exists already and is not empty"
         raise CheckpointError(Problem("folder-not-empty", what, str(folder), fix="name a new folder"))
-
-
-def _as_target(value: T, part: Part) -> T:
-    """A box of the source, with the dims of the target in their order."""
-    value = value.reshape([size for size, dim in zip(value.shape, part.dims, strict=True) if dim is not None])
-    used = [dim for dim in part.dims if dim is not None]
-    value = value.permute([used.index(dim) for dim in sorted(used)])
-    for dim in range(len(part.target)):
-        if dim not in used:
-            value = value.unsqueeze(dim)
-    return value
 
 
 def _as_bytes(value: T) -> T:

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from parallelize.checkpoint.format.json_encoder import decode, encode
 from parallelize.errors import CheckpointError, Problem
+from parallelize.optimizers.muon import Muon
 
 Described = dict[str, Any]
 _FIELDS = {"class": dict, "state": dict, "schedulers": list, "functions": bool, "stepped": bool}
@@ -100,11 +101,13 @@ def describe_optimizer_class(optimizer: Optimizer) -> dict[str, str]:
 
 
 def optimizer_class(described: dict[str, str]) -> type[Optimizer]:
-    """The described class, if it is one of `torch.optim`.
+    """The described class, if it is one of `torch.optim`, or `Muon` of this package.
 
     Raises: CheckpointError `unknown-class`, `bad-value`.
     """
     module, name = _names(described, "the optimizer")
+    if (module, name) == (Muon.__module__, Muon.__qualname__):
+        return Muon
     cls = getattr(torch.optim, name, None) if f"{module}.".startswith("torch.optim.") else None
     if not isinstance(cls, type) or not issubclass(cls, Optimizer) or cls is Optimizer:
         raise _unknown(module, name, "an optimizer", "torch.optim")

@@ -1,0 +1,1 @@
+"""Weights of a training model, on their way to an inference engine."""

@@ -1,0 +1,302 @@
+"""Full tensors of a model on any mesh, bucket by bucket, under the names of a checkpoint, on the ranks that ask for them."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize.checkpoint.export.changed_tensors import Digests, changed_names, digests_of
+from parallelize.checkpoint.export.exchange import Receivers
+from parallelize.checkpoint.export.iteration import BucketIterator
+from parallelize.checkpoint.export.local_values import LocalValues, Values, view_of
+from parallelize.checkpoint.export.rounds import Rounds
+from parallelize.checkpoint.export.weight_buckets import (
+    BucketPlan,
+    TensorMetadata,
+    WeightShard,
+    bucket_plans,
+    selected,
+)
+from parallelize.checkpoint.format.host_memory import torch_dtype
+from parallelize.checkpoint.hub.file_shards import HubTensor, parse_size
+from parallelize.checkpoint.hub.pretrained import model_tensors
+from parallelize.checkpoint.hub.tensor_messages import (
+    HubTensors,
+    OwnedBoxes,
+    StridedRegion,
+    TensorMessage,
+    as_target,
+    dtype_code,
+)
+from parallelize.checkpoint.run.local_tensors import model_on_mesh
+from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
+from parallelize.checkpoint.run.snapshot import reshard_units
+from parallelize.comm.groups import Group, axis_group, mesh_spec
+from parallelize.errors import CheckpointError, ParallelizeError, Problem, did_you_mean
+
+T = torch.Tensor
+NAMES = ("hf", "model")
+
+
+def export_weights(
+    model: Any,
+    *,
+    names: str = "hf",
+    bucket: int | str = "512MB",
+    receive: bool = True,
+    only: Callable[[str], bool] | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    mesh: DeviceMesh | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> BucketIterator:
+    """Full tensors of a model, in buckets, on the ranks that ask. A collective over all processes, until the last bucket.
+
+    Every rank iterates, also one that receives nothing. Values are those that `save_pretrained` would write, bit by bit.
+    To export again and again, build a `WeightExporter` once: it knows what each rank stores.
+
+    Args:
+        model: a module on any mesh, or a `ParallelModel`.
+        names: "hf" for the names, ties and conversions of `save_pretrained` of `transformers`; "model" for the model's own.
+        bucket: the size of a bucket: bytes, or a text such as "512MB". A larger tensor has a bucket of its own.
+        receive: whether this rank gets the tensors. Ranks may differ.
+        only: which names are exported; the same on every rank. None: all.
+        dtype: of floating-point tensors. Default: the compute dtype of the model.
+        device: of the full tensors. Default: the model's.
+        mesh: the mesh of all processes, if the model has none.
+        timeout_s: how long ranks wait for one that neither asks for the next bucket nor stops.
+
+    Returns: an iterator of `WeightBucket`. Leaving the loop, an exception in it, `close()` and the garbage collector all stop
+        the export: every other rank then raises `export-stopped` when it asks for the next bucket, or just ends if it
+        receives nothing.
+    Raises: CheckpointError `bad-size`, `unknown-names`, `unsavable-dtype`, `unwritable-conversion`, `export-differs`, on every
+        rank, before anything is sent; in the loop `export-stopped`, `rank-lost` and `bucket-released`.
+    Cost: one exchange a bucket, of each element once to each other rank that asks, and a short message through the store.
+        Memory: two buckets on a rank that asks, including the one that was yielded; on others what they send of one.
+    """
+    exporter = WeightExporter(
+        model, names=names, bucket=bucket, receive=receive, dtype=dtype, device=device, mesh=mesh, timeout_s=timeout_s
+    )
+    try:
+        return exporter.export(only=only)
+    finally:
+        exporter.close()
+
+
+class WeightExporter:
+    """Exports the weights of one model again and again. Built on every rank.
+
+    Args:
+        model: a module on any mesh, or a `ParallelModel`.
+        names: "hf" or "model"; see `export_weights`.
+        bucket: the size of a bucket: bytes, or a text such as "512MB".
+        receive: whether this rank gets the tensors. Ranks may differ.
+        dtype: of floating-point tensors. Default: the compute dtype of the model.
+        device: of the full tensors. Default: the model's.
+        mesh: the mesh of all processes, if the model has none.
+        timeout_s: how long ranks wait for one that neither asks for the next bucket nor stops.
+
+    Raises: those of `export_weights`, on every rank.
+    Cost: building compares which elements each rank owns: a rendezvous of all ranks, without tensors.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        names: str = "hf",
+        bucket: int | str = "512MB",
+        receive: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        mesh: DeviceMesh | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ):
+        self.module, self._on_mesh = model_on_mesh(model, mesh)
+        self._timeout_s, self._names, self._receive = timeout_s, names, receive
+        self._digests: Digests = {}
+        self._sync = RankSync(self._on_mesh.mesh, timeout_s, own_group=False)
+        error: ParallelizeError | None = None
+        self._described: dict[str, Any] = {}
+        self._planned: tuple[str, list[BucketPlan]] = ("", [])
+        try:
+            self._code, self._bucket_bytes = dtype_code(dtype), parse_size(bucket)
+            _check_names(names)
+            reshard_units(self.module)
+            owned = OwnedBoxes(self._on_mesh)
+            self._described = owned.described()
+            self._local = LocalValues(self._on_mesh, owned)
+            self._device = self._model_device(owned)
+            self._target = torch.device(device) if device is not None else self._device
+        except Exception as caught:
+            error = as_parallelize_error(caught)
+        self._plan(error)
+
+    def _model_device(self, owned: OwnedBoxes) -> torch.device:
+        device = next((box.value.device for boxes in owned.by_name.values() for box in boxes), None)
+        if device is not None and device.type == "meta":
+            what = "the model is on the meta device, and has no weights"
+            raise CheckpointError(Problem("no-weights", what, fix="load or initialize its weights first"))
+        return device or torch.device("cpu")
+
+    def _plan(self, error: ParallelizeError | None) -> None:
+        """What all ranks own and ask for. A collective."""
+        settings = [self._names, getattr(self, "_bucket_bytes", None), getattr(self, "_code", None)]
+        answers = self._sync.agree(error, [self._described, self._receive, settings])
+        _check_alike([answer[2] for answer in answers])
+        model = model_tensors(self._on_mesh, self._sync)
+        try:
+            by_rank = [answer[0] for answer in answers]
+            self._tensors = HubTensors(self.module, model, by_rank, self._code, self._names)
+        except Exception as caught:
+            error = as_parallelize_error(caught)
+        self._key: str = self._sync.broadcast(uuid.uuid4().hex[:12])
+        self._sync.agree(error)
+        self._exports = 0
+        asked = tuple(bool(answer[1]) for answer in answers)
+        group = self._group()
+        gathers = all(asked) and group is not None and Group(group).backend(self._device) != "gloo"
+        self._receivers = Receivers(group, self._sync.ranks, self._sync.rank, asked, self._device, gathers)
+        self._messages = {name: self._tensors.messages(tensor) for name, tensor in self._tensors.by_name.items()}
+
+    def _group(self) -> Any:
+        """The process group of all ranks, on whose backend the model's tensors are sent."""
+        mesh = self._on_mesh.mesh
+        if self._sync.size == 1:
+            return None
+        return dist.group.WORLD if mesh is None else axis_group(mesh, *mesh_spec(mesh).names)
+
+    def metadata(self, only: Callable[[str], bool] | None = None) -> tuple[TensorMetadata, ...]:
+        """Name, dtype and shape of each tensor of an export, in its order. Sends nothing; the same on every rank.
+
+        Args:
+            only: which names are listed. None: all.
+
+        Returns: the tensors, without their values.
+        """
+        tensors = selected(self._tensors.by_name, only, None)
+        return tuple(TensorMetadata(t.name, torch_dtype(t.dtype), t.shape, 0) for t in tensors)
+
+    def export(self, *, only: Callable[[str], bool] | None = None, changed: bool = False) -> BucketIterator:
+        """The weights as they are now: see `export_weights`. A collective; each rank iterates to the end, or stops.
+
+        Args:
+            only: which names are exported; the same on every rank. None: all.
+            changed: leave out tensors that are as they were in the last export with `changed=True` that every rank ended.
+
+        Returns: an iterator of `WeightBucket`.
+        Raises: CheckpointError `export-differs`; `stale-exporter` if parameters were replaced or laid out anew.
+        Cost: with `changed`, a digest of what this rank owns, at the speed of memory.
+        """
+        error, names, digests = None, [], None
+        values: Values = {}
+        chosen: list[HubTensor] = []
+        try:
+            values = self._values()
+            digests = digests_of(self._local, values) if changed else None
+            names = changed_names(self._digests, digests) if digests is not None else []
+            chosen = selected(self._tensors.by_name, only, None)
+        except Exception as caught:
+            error = as_parallelize_error(caught)
+        answers = self._sync.agree(error, [changed, _digest(chosen), names])
+        _check_alike([answer[:2] for answer in answers])
+        if changed:
+            union = {name for answer in answers for name in answer[2]}
+            chosen = selected({tensor.name: tensor for tensor in chosen}, None, union)
+        return self._iterator(self._plans(chosen), values, digests)
+
+    def _values(self) -> Values:
+        """This rank's local tensors, as they are now. Raises: CheckpointError `stale-exporter`."""
+        reshard_units(self.module)
+        values = self._local.current()
+        if values is None:  # parameters were replaced, which may be by others of the same layout
+            owned = OwnedBoxes(self._on_mesh)
+            if owned.described() != self._described:
+                what = "the model's parameters have other names, dtypes or layouts than when this exporter was built"
+                fix = "build a new WeightExporter of the model as it is"
+                raise CheckpointError(Problem("stale-exporter", what, fix=fix))
+            self._local, self._planned = LocalValues(self._on_mesh, owned), ("", [])
+            values = self._local.current()
+        assert values is not None
+        return values
+
+    def _plans(self, chosen: list[HubTensor]) -> list[BucketPlan]:
+        """The buckets of these tensors; those of the last export are kept, because most exports are of the same."""
+        digest = _digest(chosen)
+        if digest != self._planned[0]:
+            rank, size = self._sync.rank, self._sync.size
+
+            def source_of(message: TensorMessage) -> StridedRegion | None:
+                return self._local.region(message) if message.sender == rank else None
+
+            plans = bucket_plans(chosen, self._messages_of, source_of, size, self._bucket_bytes)
+            self._planned = digest, list(plans)
+        return self._planned[1]
+
+    def _messages_of(self, tensor: HubTensor) -> list[TensorMessage]:
+        return self._messages[tensor.name]
+
+    def _iterator(self, plans: list[BucketPlan], values: Values, digests: Digests | None) -> BucketIterator:
+        self._exports += 1
+        key = f"{self._key}/{self._exports}"
+        rounds = Rounds(key, self._sync.ranks, self._sync.rank, self._timeout_s)
+
+        def ended() -> None:
+            if digests is not None:
+                self._digests = digests
+
+        return BucketIterator(plans, values, self._receivers, self._bucket_bytes, self._target, rounds, ended)
+
+    def shards(self, *, only: Callable[[str], bool] | None = None) -> Iterator[WeightShard]:
+        """What this rank stores of each tensor, under its name. No collective: nothing is sent, and ranks may stop anywhere.
+
+        Those of all ranks together cover each tensor once. Values are views of the parameters, where dtypes agree.
+
+        Args:
+            only: which names are listed. None: all.
+
+        Returns: an iterator of `WeightShard`.
+        Raises: CheckpointError `stale-exporter`, as `export`.
+        Cost: no communication.
+        """
+        values = self._values()
+        for tensor in selected(self._tensors.by_name, only, None):
+            for message in self._messages[tensor.name]:
+                if message.sender == self._sync.rank:
+                    view = view_of(values[message.name], self._local.region(message))
+                    value = as_target(view, message.part).to(torch_dtype(tensor.dtype))
+                    yield WeightShard(tensor.name, tensor.shape, message.target(), value)
+
+    def close(self) -> None:
+        """Close the process group of this exporter, if it has one of its own. Exports that have begun go on."""
+        self._sync.close()
+
+    def __enter__(self) -> WeightExporter:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _digest(tensors: list[HubTensor]) -> str:
+    return hashlib.blake2b("\n".join(tensor.name for tensor in tensors).encode(), digest_size=16).hexdigest()
+
+
+def _check_names(names: str) -> None:
+    if names not in NAMES:
+        raise CheckpointError(Problem("unknown-names", f"names is {names!r}", fix=did_you_mean(str(names), NAMES)))
+
+
+def _check_alike(answers: list[Any]) -> None:
+    """Raises: CheckpointError `export-differs`, on every rank, if ranks export different tensors."""
+    other = next((rank for rank, answer in enumerate(answers) if answer != answers[0]), None)
+    if other is not None:
+        what = f"rank {other} does not export the same tensors, in the same buckets, as the first rank"
+        fix = "pass the same names, bucket, dtype, only and changed on every rank; only `receive` may differ"
+        raise CheckpointError(Problem("export-differs", what, fix=fix))

@@ -1,0 +1,1 @@
+"""Optimizers that need full matrices, and what serves optimizers of any class."""

@@ -18,6 +18,7 @@ from parallelize.cli import completion, environment, plans, schedule
 from parallelize.errors import ParallelizeError, Problem, did_you_mean
 from parallelize.terminal.console import STATUSES
 from parallelize.verification import commands as verification
+from parallelize.watchdog import commands as watchdog
 
 ADD_COMMANDS: tuple[Callable[[Any], None], ...] = (
     plans.add_commands,
@@ -25,6 +26,7 @@ ADD_COMMANDS: tuple[Callable[[Any], None], ...] = (
     verification.add_commands,
     schedule.add_commands,
     checkpoint.add_commands,
+    watchdog.add_commands,
     environment.add_commands,
     completion.add_commands,
 )

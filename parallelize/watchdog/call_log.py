@@ -1,0 +1,166 @@
+"""The collectives that this rank has called, by process group: what, where in the model, and the how manieth of the group.
+
+The numbers are counted on each rank by itself. They agree, because ranks of a group call the same collectives in the same order
+from `watch` on; where they do not, that is what the watch is to find.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelize.applied.records import mesh_of
+from parallelize.comm.groups import mesh_spec
+from parallelize.errors import short_list
+from parallelize.watchdog.call_places import CallPlace, ModuleNames, place_here
+
+REMEMBERED = 64
+"""Calls that are remembered of each group."""
+_ON_PURPOSE_UNEVEN = {"alltoall_base", "all_to_all_single", "alltoall", "scatter"}
+POINT_TO_POINT = {"send", "recv", "recv_anysource"}
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCall:
+    """One call of a process group.
+
+    Attributes:
+        number: 0 for the first one of its group. peer: the rank in the group of a message, or None.
+        shape: of the first tensor. dtype: as text, without "torch.". at: seconds of the monotonic clock.
+        previous: what was called before it, by which its successor is predicted.
+    """
+
+    number: int
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    place: CallPlace
+    peer: int | None
+    at: float
+    previous: Any = None
+
+    @property
+    def compared(self) -> tuple[Any, ...]:
+        """What must be the same on every rank of the group."""
+        shape = () if self.op in _ON_PURPOSE_UNEVEN else self.shape
+        return self.op, shape, self.dtype, self.place.module, self.place.phase if self.place.module else ""
+
+    def as_data(self) -> dict[str, Any]:
+        """As it is sent and written."""
+        place = self.place
+        return {
+            "number": self.number,
+            "op": self.op.strip("_"),
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "module": place.module,
+            "phase": place.phase,
+            "function": place.function,
+            "peer": self.peer,
+            "ago_s": round(time.monotonic() - self.at, 3),
+        }
+
+
+class GroupCalls:
+    """The calls of one process group.
+
+    Attributes:
+        key: the group's name, the same on all its ranks. ranks: its global ranks.
+        compares: whether a call with another shape must be found before it is made: gloo aborts the process of another rank.
+        collectives, messages: how many were called. Messages between two ranks are counted by themselves.
+        recent: the last collectives, newest last. recent_messages: the last messages.
+        successors: the call that came last after each two calls (see `call_gate`).
+        device_work: of the last collective of a backend that works on a device, for which the host does not wait.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup):
+        self.key = str(pg.group_name)
+        self.ranks = list(dist.get_process_group_ranks(pg))
+        self.compares = len(self.ranks) > 1 and "gloo" in str(dist.get_backend_config(pg))
+        self.collectives = self.messages = 0
+        self.recent: deque[CollectiveCall] = deque(maxlen=REMEMBERED)
+        self.recent_messages: deque[CollectiveCall] = deque(maxlen=REMEMBERED)
+        self.successors: dict[Any, Any] = {}
+        self.device_work: Any = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the last collective was given to a device, which has not finished it."""
+        work = self.device_work
+        return work is not None and not work.is_completed()
+
+    def find(self, number: int) -> CollectiveCall | None:
+        """The collective with this number, if it was called and is remembered."""
+        calls = list(self.recent)
+        index = number - calls[0].number if calls else -1
+        return calls[index] if 0 <= index < len(calls) else None
+
+
+@dataclass
+class CallLog:
+    """All calls of this process since the watch began.
+
+    Attributes:
+        count: all of them, as a sign of progress. thread: the thread that made the last one.
+        mesh: by which groups are named, besides the meshes of the models. last: the last call.
+    """
+
+    names: ModuleNames = field(default_factory=ModuleNames)
+    groups: dict[str, GroupCalls] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
+    count: int = 0
+    thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
+    last: tuple[GroupCalls, CollectiveCall] | None = None
+
+    def add(self, pg: dist.ProcessGroup, op: str, tensor: Any, peer: int | None) -> tuple[GroupCalls, CollectiveCall]:
+        """Record a call that is about to be made; depth-sensitive: called by the function that replaces the group's method."""
+        name = pg.group_name
+        group = self.groups.get(name)
+        if group is None:
+            group = self.groups[name] = GroupCalls(pg)
+        place = place_here(self.names, 3)
+        shape, dtype = (tuple(tensor.shape), str(tensor.dtype)[6:]) if isinstance(tensor, torch.Tensor) else ((), "")
+        self.count += 1
+        self.thread = threading.get_ident()
+        if peer is not None or op in POINT_TO_POINT:
+            call = CollectiveCall(group.messages, op, shape, dtype, place, peer, time.monotonic())
+            group.messages += 1
+            group.recent_messages.append(call)
+        else:
+            newest = group.recent[-1] if group.recent else None
+            previous = None if newest is None else (newest.compared, newest.previous and newest.previous[0])
+            call = CollectiveCall(group.collectives, op, shape, dtype, place, None, time.monotonic(), previous)
+            group.collectives += 1
+            group.recent.append(call)
+        self.last = group, call
+        return group, call
+
+    def axis_of(self, group: GroupCalls) -> str:
+        """The axes of the mesh that a group is over, with its ranks; of a group that is over no axes, its ranks."""
+        meshes = [self.mesh, *(mesh_of(root) for root in self.names.roots)]
+        names = (axes_of(mesh, group.ranks) for mesh in meshes if mesh is not None)
+        ranks = f"ranks {short_list(list(map(str, group.ranks)), 8)}"
+        name = next(filter(None, names), "")
+        return f"{name} ({ranks})" if name else ranks
+
+
+def axes_of(mesh: DeviceMesh, ranks: list[int]) -> str:
+    """The fewest axes of a mesh along which these ranks lie, such as "dp+tp"; "" where there are none."""
+    spec, flat = mesh_spec(mesh), mesh.mesh.flatten().tolist()
+    if not set(ranks) <= set(flat):
+        return ""
+    position = flat.index(ranks[0])
+    names = [name for name in spec.names if spec.ranks(name) > 1]
+    for count in range(1, len(names) + 1):
+        for axes in combinations(names, count):
+            if sorted(flat[index] for index in spec.group_of(position, *axes)) == sorted(ranks):
+                return "+".join(axes)
+    return ""

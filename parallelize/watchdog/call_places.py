@@ -1,0 +1,147 @@
+"""Where in the model a collective is called: read from the Python frames above it, so that no forward has to announce itself.
+
+In a forward the nearest call of a module names it. In a backward there is no module: the autograd Functions of this package
+remember where they were applied (`call_patches`), FSDP's groups know their module, and nodes of parameters their parameter.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+
+import parallelize
+from parallelize import _torch_private as private
+
+PLACE = "_watched_place"
+"""The attribute of an autograd node with the place where it was applied."""
+_ROOT = str(Path(parallelize.__file__).parent)
+_HERE, _COMM = (f"{_ROOT}/{room}/" for room in ("watchdog", "comm"))
+_OTHER, _MODULE, _NODE, _PACKAGE, _FSDP, _TRANSPORT = range(6)
+
+
+class CallPlace(NamedTuple):
+    """Where a collective is called.
+
+    Attributes:
+        module: the fqn of the innermost module, "" where none runs.
+        phase: "forward", "evaluation" (a module in evaluation mode), "backward", or "" outside of both.
+        function: the functions of this package by which user code came here, where no module runs.
+    """
+
+    module: str = ""
+    phase: str = ""
+    function: str = ""
+
+    def __str__(self) -> str:
+        if self.module:
+            return f"{self.module}, {self.phase}"
+        return ", ".join(filter(None, (self.function, self.phase))) or "the script"
+
+
+class ModuleNames:
+    """The fqns of the modules and parameters of the models that were called so far.
+
+    The model of a module that is not known is the outermost one whose call is on the stack.
+
+    Attributes:
+        roots: the models, to look up their plans. names: fqn by id of a module.
+    """
+
+    def __init__(self) -> None:
+        self.roots: list[nn.Module] = []
+        self.names: dict[int, str] = {}
+        self._parameters: dict[int, str] = {}
+
+    def of(self, module: nn.Module, frame: Any) -> str:
+        """The fqn of a module whose call is the frame; its class where it is the model itself."""
+        name = self.names.get(id(module))
+        return self._learned(module, frame) if name is None else name
+
+    def of_parameter(self, parameter: Any) -> str:
+        """The fqn of a parameter, "" where no model that was called has it."""
+        return self._parameters.get(id(parameter), "")
+
+    def add(self, root: nn.Module) -> None:
+        """Learn the names of one model. The model is referenced from now on, so that no other object gets its id."""
+        self.roots.append(root)
+        for name, module in root.named_modules():
+            self.names[id(module)] = name or type(root).__name__
+        for name, parameter in root.named_parameters():
+            self._parameters[id(parameter)] = name
+
+    def _learned(self, module: nn.Module, frame: Any) -> str:
+        root = module
+        while frame is not None:
+            if frame.f_code is _CALL:
+                root = frame.f_locals["self"]
+            frame = frame.f_back
+        self.add(root)
+        return self.names.setdefault(id(module), type(module).__name__)
+
+
+_CALL = nn.Module._call_impl.__code__
+_kinds: dict[int, tuple[int, Any]] = {id(_CALL): (_MODULE, _CALL)}  # with the code object, so that its id stays its own
+
+
+def _kind(code: Any) -> int:
+    known = _kinds.get(id(code))
+    if known is not None:
+        return known[0]
+    file = code.co_filename
+    kind = _OTHER
+    if code is BackwardCFunction.apply.__code__ or file.endswith("torch/autograd/graph.py"):
+        kind = _NODE
+    elif file.endswith("_fsdp_param_group.py"):
+        kind = _FSDP
+    elif file.startswith((_HERE, _COMM)):
+        kind = _TRANSPORT
+    elif file.startswith(_ROOT):
+        kind = _PACKAGE
+    _kinds[id(code)] = kind, code
+    return kind
+
+
+def place_here(names: ModuleNames, depth: int = 2) -> CallPlace:
+    """The place of the caller's caller. Cost: 1 to 4 us, most of it for reading the locals of one frame."""
+    frame: Any = sys._getframe(depth)
+    inner = outer = None
+    while frame is not None:
+        kind = _kind(frame.f_code)
+        if kind == _MODULE:
+            module = frame.f_locals["self"]
+            return CallPlace(names.of(module, frame), "forward" if module.training else "evaluation")
+        if kind == _FSDP:
+            fqn = getattr(frame.f_locals.get("self"), "_module_fqn", None)
+            if fqn is not None:
+                return CallPlace(fqn, "backward" if private.running_node() is not None else "forward")
+        if kind == _NODE:
+            break
+        if kind == _PACKAGE:
+            inner, outer = inner or frame.f_code, frame.f_code
+        elif kind == _OTHER and outer is not None and "torch/" not in frame.f_code.co_filename:
+            break
+        frame = frame.f_back
+    function = _function(inner, outer)
+    node = private.running_node()
+    return CallPlace(function=function) if node is None else _place_of_node(node, names, function)
+
+
+def _place_of_node(node: Any, names: ModuleNames, function: str) -> CallPlace:
+    applied_at = getattr(node, PLACE, None)
+    if applied_at is not None:
+        return CallPlace(applied_at, "backward")
+    name = names.of_parameter(getattr(node, "variable", None))  # which parameter comes last may differ between ranks
+    return CallPlace("", "backward", f"{function}, at the gradient of {name}" if name else function)
+
+
+def _function(inner: Any, outer: Any) -> str:
+    """Names of two functions of this package: the one that was called from outside, and the innermost one."""
+    if inner is None:
+        return ""
+    names = dict.fromkeys(getattr(code, "co_qualname", code.co_name) for code in (outer, inner))
+    file = inner.co_filename.removeprefix(f"{_ROOT}/")
+    return f"{' > '.join(names)} ({file})"

@@ -1,0 +1,158 @@
+"""What this rank is doing, as plain data: where its thread stands and since when, its last collectives, its error."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+import traceback
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import parallelize
+from parallelize.applied.records import resolution_of
+from parallelize.watchdog.call_log import CallLog, CollectiveCall, GroupCalls
+
+_PACKAGE = str(Path(parallelize.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_COMMUNICATES = (f"{_PACKAGE}/", f"{_TORCH}/distributed/")
+_RECENT_CALLS = 12
+_STACK_LINES = 24
+
+
+class StandingThread:
+    """Since when the thread that calls collectives has not moved.
+
+    Attributes:
+        since: of the monotonic clock. waits: whether its innermost Python code is that of communication.
+    """
+
+    def __init__(self, log: CallLog):
+        self.log = log
+        self.since = time.monotonic()
+        self.waits = False
+        self._seen: Any = None
+
+    def frame(self) -> Any:
+        """Its innermost frame, None where it has ended."""
+        return sys._current_frames().get(self.log.thread)
+
+    def sample(self) -> None:
+        """Compare its stack with that of the last sample. Cost: about 10 us."""
+        frame = innermost = self.frame()
+        stack = []
+        while frame is not None:
+            stack.append((id(frame.f_code), frame.f_lasti))
+            frame = frame.f_back
+        seen = (self.log.count, stack)
+        if seen != self._seen:
+            self._seen, self.since = seen, time.monotonic()
+        self.waits = innermost is not None and innermost.f_code.co_filename.startswith(_COMMUNICATES)
+
+    @property
+    def stands_s(self) -> float:
+        return time.monotonic() - self.since
+
+
+def stack_lines(frame: Any) -> list[str]:
+    """The Python stack of a frame, innermost line last."""
+    return [_line(summary) for summary in traceback.extract_stack(frame)[-_STACK_LINES:]] if frame is not None else []
+
+
+def _line(summary: traceback.FrameSummary) -> str:
+    file = summary.filename.removeprefix(f"{Path(_TORCH).parent}/").removeprefix(f"{Path(_PACKAGE).parent}/")
+    return f"{file}:{summary.lineno} in {summary.name}: {(summary.line or '').strip()}"
+
+
+def user_line(frame: Any) -> str:
+    """The innermost line of a stack that is neither PyTorch's nor of this package."""
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((f"{_PACKAGE}/", f"{_TORCH}/")):
+            return _line(traceback.extract_stack(frame)[-1])
+        frame = frame.f_back
+    return ""
+
+
+def rank_state(log: CallLog, thread: StandingThread, rank: int, size: int) -> dict[str, Any]:
+    """The state of this rank (see `verdict`), without an error."""
+    frame = thread.frame()
+    last = waiting_call(log, thread)
+    return {
+        **identity(),
+        "rank": rank,
+        "size": size,
+        "time": time.time(),
+        "status": "waits" if last is not None or thread.waits else "runs",
+        "waits_s": round(thread.stands_s, 3),
+        "place": user_line(frame),
+        "stack": stack_lines(frame),
+        "waiting": None if last is None else {"group": last[0].key, "call": call_data(log, last[1])},
+        "total": log.count,
+        "groups": {key: _group_data(log, group) for key, group in list(log.groups.items())},
+    }
+
+
+def waiting_call(log: CallLog, thread: StandingThread) -> tuple[GroupCalls, CollectiveCall] | None:
+    """The call in which this rank waits: one that a device has not finished, else the last one of a thread that stands in it."""
+    for group in list(log.groups.values()):
+        if group.is_pending and group.recent:
+            return group, group.recent[-1]
+    return log.last if thread.waits else None
+
+
+def call_data(log: CallLog, call: CollectiveCall) -> dict[str, Any]:
+    """A call as plain data, with the rule of its module."""
+    return call.as_data() | {"rule": rule_of(log.names.roots, call.place.module)}
+
+
+def _group_data(log: CallLog, group: GroupCalls) -> dict[str, Any]:
+    recent = [*deque(group.recent, _RECENT_CALLS), *deque(group.recent_messages, _RECENT_CALLS)]
+    return {
+        "axis": log.axis_of(group),
+        "ranks": group.ranks,
+        "collectives": group.collectives,
+        "messages": group.messages,
+        "recent": [call_data(log, call) for call in sorted(recent, key=lambda call: call.at)],
+    }
+
+
+def rule_of(roots: list[nn.Module], fqn: str) -> str:
+    """The style of a module and the line of the plan that gives it, "" where no plan names it."""
+    for root in roots:
+        resolved = resolution_of(root)
+        row = resolved.modules.get(fqn) if resolved is not None else None
+        if row is not None:
+            return ", ".join(filter(None, (str(row.rule.style), row.rule.where)))
+    return ""
+
+
+def identity() -> dict[str, Any]:
+    """Of this process, and of the machine on which its id means something."""
+    return {"host": platform.node(), "machine": _machine(), "pid": os.getpid()}
+
+
+def _machine() -> str:
+    parts = [platform.node()]
+    for read in (lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(), lambda: os.readlink("/proc/self/ns/pid")):
+        with suppress(OSError):
+            parts.append(read())
+    return " ".join(parts)
+
+
+def process_state(beat: dict[str, Any], machine: str) -> str:
+    """What this machine knows of the process of a heartbeat: "gone", "stopped", "running", or "" for another machine's."""
+    if not beat or beat.get("machine") != machine:
+        return ""
+    try:
+        letter = Path(f"/proc/{beat['pid']}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "gone" if Path("/proc/self/stat").exists() else ""
+    except OSError:
+        return "gone"
+    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "running")

@@ -43,6 +43,7 @@ from parallelize.recomputation.recompute import apply_recompute
 from parallelize.tensor.torch_styles.dicts import is_styles
 from parallelize.tensor.torch_styles.lowering import plan_of_styles
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
+from parallelize.watchdog.watching import name_in_watch
 from parallelize.zero.data_options import DataOptions
 from parallelize.zero.early_optimizers import refuse_early_optimizers
 from parallelize.zero.replicas import compare_data_ranks
@@ -145,6 +146,7 @@ def parallelize_model(
         check_replicated=check_replicated,
         compare_every=complete.compare_every,
     )
+    name_in_watch(module)
     return ParallelModel(module, mesh, pipeline)
 
 

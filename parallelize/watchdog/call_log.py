@@ -33,7 +33,7 @@ class CollectiveCall:
     """One call of a process group.
 
     Attributes:
-        number: 0 for the first one of its group. peer: the rank in the group of a message, or None.
+        number: 0 for the first one of its group. peer: the other global rank of a message, or None.
         shape: of the first tensor. dtype: as text, without "torch.". at: seconds of the monotonic clock.
         previous: what was called before it, by which its successor is predicted.
     """
@@ -131,6 +131,7 @@ class CallLog:
         self.count += 1
         self.thread = threading.get_ident()
         if peer is not None or op in POINT_TO_POINT:
+            peer = group.ranks[peer] if peer is not None else None
             call = CollectiveCall(group.messages, op, shape, dtype, place, peer, time.monotonic())
             group.messages += 1
             group.recent_messages.append(call)

@@ -45,7 +45,9 @@ _METHODS: dict[str, int | None] = {
     "recv_anysource": None,
 }
 # of these the second argument is what this rank gives; their first one is the result
-_RESULT_FIRST = {name for name in _METHODS if name.startswith(("_all", "all_", "_reduce_scatter", "reduce_scatter"))} | {
+_RESULT_FIRST = {
+    name for name in _METHODS if name.startswith(("_all", "all_", "_reduce_scatter", "reduce_scatter"))
+} | {
     "allgather",
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",

@@ -67,9 +67,10 @@ class ModuleNames:
 
     def add(self, root: nn.Module) -> None:
         """Learn the names of one model. The model is referenced from now on, so that no other object gets its id."""
-        self.roots.append(root)
+        if not any(known is root for known in self.roots):
+            self.roots.append(root)
         for name, module in root.named_modules():
-            self.names[id(module)] = name or type(root).__name__
+            self.names[id(module)] = name or type(root).__name__.removeprefix("FSDP")
         for name, parameter in root.named_parameters():
             self._parameters[id(parameter)] = name
 
@@ -115,13 +116,16 @@ def place_here(names: ModuleNames, depth: int = 2) -> CallPlace:
             module = frame.f_locals["self"]
             return CallPlace(names.of(module, frame), "forward" if module.training else "evaluation")
         if kind == _FSDP:
-            fqn = getattr(frame.f_locals.get("self"), "_module_fqn", None)
-            if fqn is not None:
-                return CallPlace(fqn, "backward" if private.running_node() is not None else "forward")
+            unit = frame.f_locals.get("self")
+            if hasattr(unit, "_module_fqn"):
+                phase = "forward" if private.running_node() is None else "backward"
+                return CallPlace(unit._module_fqn or "", phase, "the ZeRO unit of the model itself")
         if kind == _NODE:
             break
         if kind == _PACKAGE:
-            inner, outer = inner or frame.f_code, frame.f_code
+            inner = inner or frame.f_code
+            if outer is None or (not frame.f_code.co_name.startswith("_") and frame.f_code.co_name != "hook"):
+                outer = frame.f_code
         elif kind == _OTHER and outer is not None and "torch/" not in frame.f_code.co_filename:
             break
         frame = frame.f_back

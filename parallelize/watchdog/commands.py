@@ -65,7 +65,10 @@ def rank_lines(rank: int, state: State | None, crash: str) -> list[str]:
     if state is None:
         lines = [f"rank {rank}: no file"]
     elif state["status"] == "failed":
-        lines = [f"rank {rank}: raised {state['error']['text'].splitlines()[0]}", *_indented(state["error"]["stack"][-6:])]
+        lines = [
+            f"rank {rank}: raised {state['error']['text'].splitlines()[0]}",
+            *_indented(state["error"]["stack"][-6:]),
+        ]
     elif state["status"] == "waits":
         lines = [f"rank {rank}: waited {state['waits_s']:.1f} s in {waiting_text(state)}"]
         lines += _indented([f"at {state['place']}"] if state.get("place") else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import sysconfig
 import time
 import traceback
 from collections import deque
@@ -22,6 +23,9 @@ from parallelize.watchdog.call_log import CallLog, CollectiveCall, GroupCalls
 _PACKAGE = str(Path(parallelize.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _COMMUNICATES = (f"{_PACKAGE}/", f"{_TORCH}/distributed/")
+_PYTHON = sysconfig.get_path("stdlib")
+_PASSED_ON = "torch/nn/modules/module.py"
+"""A file whose lines only call the next one."""
 _RECENT_CALLS = 12
 _STACK_LINES = 24
 
@@ -62,19 +66,25 @@ class StandingThread:
 
 def stack_lines(frame: Any) -> list[str]:
     """The Python stack of a frame, innermost line last."""
-    return [_line(summary) for summary in traceback.extract_stack(frame)[-_STACK_LINES:]] if frame is not None else []
+    entries = traceback.extract_stack(frame) if frame is not None else []
+    return [line_of(entry) for entry in entries if not entry.filename.endswith(_PASSED_ON)][-_STACK_LINES:]
 
 
-def _line(summary: traceback.FrameSummary) -> str:
+def is_user_code(file: str) -> bool:
+    """Whether a file is neither of this package, nor of PyTorch, nor installed, nor of Python itself."""
+    return not file.startswith((f"{_PACKAGE}/", f"{_TORCH}/", _PYTHON, "<")) and "site-packages" not in file
+
+
+def line_of(summary: traceback.FrameSummary) -> str:
     file = summary.filename.removeprefix(f"{Path(_TORCH).parent}/").removeprefix(f"{Path(_PACKAGE).parent}/")
     return f"{file}:{summary.lineno} in {summary.name}: {(summary.line or '').strip()}"
 
 
 def user_line(frame: Any) -> str:
-    """The innermost line of a stack that is neither PyTorch's nor of this package."""
+    """The innermost line of a stack in user code."""
     while frame is not None:
-        if not frame.f_code.co_filename.startswith((f"{_PACKAGE}/", f"{_TORCH}/")):
-            return _line(traceback.extract_stack(frame)[-1])
+        if is_user_code(frame.f_code.co_filename):
+            return line_of(traceback.extract_stack(frame)[-1])
         frame = frame.f_back
     return ""
 
@@ -139,7 +149,10 @@ def identity() -> dict[str, Any]:
 
 def _machine() -> str:
     parts = [platform.node()]
-    for read in (lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(), lambda: os.readlink("/proc/self/ns/pid")):
+    for read in (
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        lambda: os.readlink("/proc/self/ns/pid"),
+    ):
         with suppress(OSError):
             parts.append(read())
     return " ".join(parts)

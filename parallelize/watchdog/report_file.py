@@ -49,7 +49,7 @@ def _read(path: Path) -> Any:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"larger than {_MOST_BYTES} bytes")
         state = json.loads(path.read_text())
-        if not isinstance(state, dict) or not _KEYS <= set(state):
+        if not isinstance(state, dict) or not set(state) >= _KEYS:
             raise ValueError("it lacks " + ", ".join(sorted(_KEYS - set(state if isinstance(state, dict) else ()))))
     except (ValueError, RecursionError) as error:
         raise ParallelizeError(Problem("bad-report", f"not a report of a rank: {error}", str(path))) from error

@@ -27,12 +27,13 @@ _STACK_LINES = 6
 def call_text(call: Mapping[str, Any]) -> str:
     """One collective, as text: `all_reduce 12 [2, 16, 32] float32: layers.0.mlp.down_proj (rowwise, llama.yaml:14), forward`."""
     shape = f" {list(call['shape'])}" if call["shape"] else ""
+    peer = f" {'to' if call['op'] == 'send' else 'from'} rank {call['peer']}" if call["peer"] is not None else ""
     if call["module"]:
         rule = f" ({call['rule']})" if call.get("rule") else ""
         place = f"{call['module']}{rule}, {call['phase']}"
     else:
         place = ", ".join(filter(None, (call["function"], call["phase"]))) or "the script"
-    return f"{call['op']} {call['number']}{shape} {call['dtype']}: {place}"
+    return f"{call['op']} {call['number']}{peer}{shape} {call['dtype']}: {place}"
 
 
 def waiting_text(state: State) -> str:
@@ -52,7 +53,9 @@ def judge(states: States, size: int, absent: Mapping[int, str]) -> Problem:
 
     Returns: a problem: `rank-failed`, `rank-gone`, `rank-left`, `collectives-differ`, `rank-missing` or `ranks-stand-still`.
     """
-    failed = sorted((state for state in states.values() if state["status"] == "failed"), key=lambda state: state["time"])
+    failed = sorted(
+        (state for state in states.values() if state["status"] == "failed"), key=lambda state: state["time"]
+    )
     if failed:
         return _failure(failed, states)
     gone = [rank for rank in range(size) if rank not in states]
@@ -62,7 +65,9 @@ def judge(states: States, size: int, absent: Mapping[int, str]) -> Problem:
     left = [rank for rank in blamed if states[rank]["status"] == "left"]
     if left:
         what = f"{_ranks(left)} left the loop while others go on"
-        fix = "give every rank the same number of steps and evaluations; `GlobalBatches` gives each rank as many batches"
+        fix = (
+            "give every rank the same number of steps and evaluations; `GlobalBatches` gives each rank as many batches"
+        )
         return Problem("rank-left", what, rows=tuple(_rows_of(left, states)), fix=fix)
     if by_call:
         what = f"{_ranks(blamed)} called other collectives than the rest of the group"
@@ -148,7 +153,9 @@ def _differs(one_call: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def _failure(failed: list[State], states: States) -> Problem:
     first = failed[0]
     error = first["error"]
-    rows = [("error", error["text"])] if "\n" in error["text"] else []
+    problems = error.get("problems") or []
+    rows = [("error", error["text"])] if "\n" in error["text"] and not problems else []
+    rows += [(label, text) for problem in problems for label, text in (*problem[2], ("advice", problem[3])) if text]
     rows += [("at", error["place"])] if error.get("place") else []
     rows += [("in", error["module"])] if error.get("module") else []
     rows += [(f"also rank {state['rank']}", state["error"]["text"].splitlines()[0]) for state in failed[1:_MOST_ROWS]]

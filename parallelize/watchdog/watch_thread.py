@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from parallelize.errors import Problem
 from parallelize.watchdog.call_gate import CallGate
@@ -42,7 +43,8 @@ class WatchedRank:
     """What the thread and the entry share.
 
     Attributes:
-        error: this rank's own error, as it is in the state. ending: set where the thread ends the process.
+        error: this rank's own error, as it is in the state. crashes: where the interpreter writes stacks by itself.
+        run: the name of the run, "" until it is needed. ending: is locked by whoever ends the process.
     """
 
     channel: StoreChannel
@@ -51,6 +53,7 @@ class WatchedRank:
     folder: Path
     timeout_s: float
     error: dict[str, Any] | None = None
+    crashes: TextIO | None = None
     run: str = ""
     ending: threading.Lock = field(default_factory=threading.Lock)
 
@@ -69,6 +72,7 @@ class WatchThread(threading.Thread):
         self._gone_since: dict[int, float] = {}
         self._beats: dict[int, Any] = {}
         self._failed_at: float | None = None
+        self._armed_at = float("-inf")
 
     def wait_for_the_others(self, wait_s: float) -> None:
         """In the process that may have the store: until every rank has left, or for a while."""
@@ -94,6 +98,7 @@ class WatchThread(threading.Thread):
 
     def _tick(self) -> None:
         watched = self.watched
+        self._arm()
         self.standing.sample()
         last = watched.log.last
         call = None if last is None else call_text(last[1].as_data())
@@ -109,6 +114,13 @@ class WatchThread(threading.Thread):
         self._watch_successor(successor, beat)
         self._watch_self()
 
+    def _arm(self) -> None:
+        """Let the interpreter write all stacks, without its lock, where this thread does not come here again in time."""
+        now = time.monotonic()
+        if self.watched.crashes is not None and now > self._armed_at + self.watched.timeout_s / 4:
+            self._armed_at = now
+            faulthandler.dump_traceback_later(self.watched.timeout_s, file=self.watched.crashes)
+
     def _successor(self) -> int:
         """The next rank that has not left; each rank looks after one, so that a gone rank is seen by some rank."""
         rank, size = self.watched.channel.rank, self.watched.channel.size
@@ -120,7 +132,9 @@ class WatchThread(threading.Thread):
             self.watched.gate.ask(event)
         elif event["kind"] == "left":
             self.left[event["rank"]] = event["state"]
-        elif event["kind"] in ("error", "alarm") and (event["kind"] == "alarm" or event["rank"] != self.watched.channel.rank):
+        elif event["kind"] in ("error", "alarm") and (
+            event["kind"] == "alarm" or event["rank"] != self.watched.channel.rank
+        ):
             self.end_run(GRACE_S if event["kind"] == "error" else 0.0)
 
     def _watch_successor(self, rank: int, beat: Any) -> None:
@@ -146,7 +160,7 @@ class WatchThread(threading.Thread):
         group, call = waiting
         for rank in set(group.ranks) & set(self.left):
             theirs = self.left[rank]["groups"].get(group.key, {"collectives": 0})
-            if (call.peer is None and theirs["collectives"] <= call.number) or call.peer == group.ranks.index(rank):
+            if (call.peer is None and theirs["collectives"] <= call.number) or call.peer == rank:
                 return True
         return False
 

@@ -21,7 +21,7 @@ from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.watchdog.call_gate import CallGate
 from parallelize.watchdog.call_log import CallLog
 from parallelize.watchdog.call_patches import Undo, record_calls
-from parallelize.watchdog.rank_state import rank_state, user_line
+from parallelize.watchdog.rank_state import is_user_code, line_of, rank_state
 from parallelize.watchdog.report_file import crash_file, write_state
 from parallelize.watchdog.store_channel import LOST, StoreChannel
 from parallelize.watchdog.watch_thread import COLLECT_S, GRACE_S, WatchedRank, WatchThread
@@ -42,6 +42,7 @@ _TRANSPORT_TEXTS = (
     "[c10d]",
 )
 
+_STACK_LINES = 24
 _LAST_S = 2.0
 """How long rank 0, whose process may have the store, waits at the end for the ranks that are slower."""
 
@@ -164,6 +165,7 @@ class Watch:
         with suppress(*LOST):
             watched.channel.set(f"state/{watched.channel.rank}", state)
             watched.channel.post("error")
+            watched.channel.set(f"done/{watched.channel.rank}", True)
         with suppress(OSError):
             write_state(watched.folder, state | {"run": thread.run_name()})
 
@@ -203,12 +205,13 @@ class Watch:
         watched = self._watched
         path = crash_file(watched.folder, watched.channel.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        file = watched.crashes = path.open("w")
         enabled = not faulthandler.is_enabled()
         if enabled:
             faulthandler.enable(file)
 
         def undo() -> None:
+            faulthandler.cancel_dump_traceback_later()
             if enabled:
                 faulthandler.disable()
             file.close()
@@ -218,6 +221,12 @@ class Watch:
                 path.parent.rmdir()  # where nothing was written
 
         return undo
+
+
+def name_in_watch(model: nn.Module) -> None:
+    """Name the modules of a model in the open watch, if there is one."""
+    if _open is not None:
+        _open.add(model)
 
 
 def follows_from_another_rank(error: BaseException) -> bool:
@@ -232,27 +241,22 @@ def follows_from_another_rank(error: BaseException) -> bool:
 def described(error: BaseException, log: CallLog) -> dict[str, Any]:
     """An error as plain data: its text, the module and the line of the user's code that raised it, its stack."""
     text = "".join(traceback.format_exception_only(type(error), error)).strip()
-    frames, module, trace = [], "", error.__traceback__
+    place, module, trace = "", "", error.__traceback__
     while trace is not None:
-        frames.append(trace)
+        if is_user_code(trace.tb_frame.f_code.co_filename):
+            entry = traceback.extract_tb(trace, limit=1)[0]
+            place = line_of(entry)
         owner = trace.tb_frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in log.names.names:
             module = log.names.names[id(owner)]
         trace = trace.tb_next
-    stack = traceback.format_tb(error.__traceback__)
-    lines = [line for entry in stack for line in entry.rstrip().splitlines()]
-    return {"text": text, "module": module, "place": _raised_at(frames), "stack": lines[-24:]}
+    lines = [line for entry in traceback.format_tb(error.__traceback__) for line in entry.rstrip().splitlines()]
+    problems = problems_as_data(error) if isinstance(error, ParallelizeError) else []
+    return {"text": text, "module": module, "place": place, "stack": lines[-_STACK_LINES:], "problems": problems}
 
 
-def _raised_at(frames: list[TracebackType]) -> str:
-    for trace in reversed(frames):
-        if user_line(trace.tb_frame) and not _is_library(trace):
-            entry = traceback.extract_tb(trace, limit=1)[0]
-            return f"{entry.filename}:{entry.lineno} in {entry.name}: {(entry.line or '').strip()}"
-    return ""
-
-
-def _is_library(trace: TracebackType) -> bool:
-    return "site-packages" in trace.tb_frame.f_code.co_filename
-
-
+def problems_as_data(error: ParallelizeError) -> list[Any]:
+    """The problems of an error as they are sent, without their fields of where."""
+    return [
+        [problem.slug, problem.what, [list(row) for row in problem.rows], problem.fix] for problem in error.problems[:4]
+    ]

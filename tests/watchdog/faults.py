@@ -102,7 +102,7 @@ class Loop:
         if fault == "clips alone":
             clip_grad_norm_(self.model.parameters(), 1.0)
         if fault == "saves alone":
-            Checkpointer(self.folder / "run", self.parallel, self.optimizer).save(step)
+            Checkpointer(self.folder / "run", self.parallel, optimizer=self.optimizer).save(step)
         if fault == "a collective alone":
             dist.all_reduce(torch.zeros(3))
         self.optimizer.step()
@@ -128,7 +128,9 @@ class Loop:
     def arm(self, fault: str) -> Any:
         """A hook that does what is wrong inside the forward or backward."""
         layers = self.model.model.layers
-        layer = next((layer for layer in reversed(layers) if isinstance(layer, nn.Module) and list(layer.parameters())), None)
+        layer = next(
+            (layer for layer in reversed(layers) if isinstance(layer, nn.Module) and list(layer.parameters())), None
+        )
         if layer is None:
             return None
         if fault.endswith("the forward"):

@@ -38,7 +38,9 @@ def run_ranks(size: int, folder: Path, job: Callable[..., None], *args: Any, tim
     ended: dict[int, float] = {}
     try:
         while len(ended) < size and time.monotonic() < begin + timeout_s:
-            ended |= {r: time.monotonic() - begin for r, p in enumerate(ranks) if r not in ended and p.exitcode is not None}
+            ended |= {
+                r: time.monotonic() - begin for r, p in enumerate(ranks) if r not in ended and p.exitcode is not None
+            }
             if len(ended) == size - 1 and any(p.exitcode is None and _is_stopped(p.pid) for p in ranks):
                 break
             time.sleep(0.02)
@@ -65,8 +67,7 @@ def _script(rank: int, size: int, port: int, output: Path, job: Callable[..., No
     import torch
     import torch.distributed as dist
 
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)

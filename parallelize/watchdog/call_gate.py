@@ -23,6 +23,8 @@ _ASK_S = 0.03
 _LONGEST_PAUSE_S = 0.02
 _MOST_PREDICTIONS = 20_000
 
+COLLECTIVES_DIFFER = "collectives-differ"
+
 Question = dict[str, Any]
 
 

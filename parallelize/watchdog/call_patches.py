@@ -78,12 +78,13 @@ def record_calls(log: CallLog, check: Check) -> Undo:
 
 def _replaced_methods(log: CallLog, check: Check) -> Iterator[tuple[type, str, Any, Any]]:
     for name, peer in _METHODS.items():
-        original = getattr(dist.ProcessGroup, name, None)
-        if original is not None:
-            yield dist.ProcessGroup, name, _recorded(original, name, peer, log, check), original
+        if name in vars(dist.ProcessGroup):
+            stock = vars(dist.ProcessGroup)[name]  # as it is bound; `getattr` gives the function inside
+            yield dist.ProcessGroup, name, recorded(getattr(dist.ProcessGroup, name), name, peer, log, check), stock
 
 
-def _recorded(original: Any, name: str, peer: int | None, log: CallLog, check: Check) -> Callable[..., Any]:
+def recorded(original: Any, name: str, peer: int | None, log: CallLog, check: Check) -> Callable[..., Any]:
+    """A method of process groups that records and checks its calls. peer: the index of the other rank among its arguments."""
     index = 1 if name in _RESULT_FIRST else 0
 
     def call(pg: dist.ProcessGroup, *args: Any, **keywords: Any) -> Any:
@@ -109,7 +110,7 @@ def _replaced_wait() -> Iterator[tuple[type, str, Any, Any]]:
     def wait(work: Any, *args: Any, **keywords: Any) -> Any:
         return original(work, *args, **keywords)
 
-    yield dist.Work, "wait", wait, original
+    yield dist.Work, "wait", wait, vars(dist.Work)["wait"]
 
 
 def _replaced_forwards(log: CallLog) -> Iterator[tuple[type, str, Any, Any]]:

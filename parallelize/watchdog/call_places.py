@@ -20,7 +20,7 @@ PLACE = "_watched_place"
 """The attribute of an autograd node with the place where it was applied."""
 _ROOT = str(Path(parallelize.__file__).parent)
 _HERE, _COMM = (f"{_ROOT}/{room}/" for room in ("watchdog", "comm"))
-_OTHER, _MODULE, _NODE, _PACKAGE, _FSDP, _TRANSPORT = range(6)
+_LIBRARY, _MODULE, _NODE, _PACKAGE, _FSDP, _TRANSPORT, _USER = range(7)
 
 
 class CallPlace(NamedTuple):
@@ -93,7 +93,7 @@ def _kind(code: Any) -> int:
     if known is not None:
         return known[0]
     file = code.co_filename
-    kind = _OTHER
+    kind = _LIBRARY if "/torch/" in file or "contextlib" in file else _USER
     if code is BackwardCFunction.apply.__code__ or file.endswith("torch/autograd/graph.py"):
         kind = _NODE
     elif file.endswith("_fsdp_param_group.py"):
@@ -109,7 +109,8 @@ def _kind(code: Any) -> int:
 def place_here(names: ModuleNames, depth: int = 2) -> CallPlace:
     """The place of the caller's caller. Cost: 1 to 4 us, most of it for reading the locals of one frame."""
     frame: Any = sys._getframe(depth)
-    inner = outer = None
+    functions: list[Any] = []  # of this package, until user code calls them
+    from_user = False
     while frame is not None:
         kind = _kind(frame.f_code)
         if kind == _MODULE:
@@ -122,14 +123,12 @@ def place_here(names: ModuleNames, depth: int = 2) -> CallPlace:
                 return CallPlace(unit._module_fqn or "", phase, "the ZeRO unit of the model itself")
         if kind == _NODE:
             break
-        if kind == _PACKAGE:
-            inner = inner or frame.f_code
-            if outer is None or (not frame.f_code.co_name.startswith("_") and frame.f_code.co_name != "hook"):
-                outer = frame.f_code
-        elif kind == _OTHER and outer is not None and "torch/" not in frame.f_code.co_filename:
-            break
+        if kind == _PACKAGE and not from_user:
+            functions.append(frame.f_code)
+        elif kind == _USER and functions:
+            from_user = True
         frame = frame.f_back
-    function = _function(inner, outer)
+    function = _function(functions)
     node = private.running_node()
     return CallPlace(function=function) if node is None else _place_of_node(node, names, function)
 
@@ -142,10 +141,11 @@ def _place_of_node(node: Any, names: ModuleNames, function: str) -> CallPlace:
     return CallPlace("", "backward", f"{function}, at the gradient of {name}" if name else function)
 
 
-def _function(inner: Any, outer: Any) -> str:
-    """Names of two functions of this package: the one that was called from outside, and the innermost one."""
-    if inner is None:
+def _function(codes: list[Any]) -> str:
+    """Names of two functions of this package, innermost first in the list: the public one that was called, and the innermost."""
+    if not codes:
         return ""
-    names = dict.fromkeys(getattr(code, "co_qualname", code.co_name) for code in (outer, inner))
-    file = inner.co_filename.removeprefix(f"{_ROOT}/")
+    public = next((code for code in reversed(codes) if not code.co_name.startswith(("_", "hook", "<"))), codes[0])
+    names = dict.fromkeys(getattr(code, "co_qualname", code.co_name) for code in (public, codes[0]))
+    file = codes[0].co_filename.removeprefix(f"{_ROOT}/")
     return f"{' > '.join(names)} ({file})"

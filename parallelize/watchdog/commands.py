@@ -21,7 +21,7 @@ def add_commands(verbs: Any) -> None:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    states = read_states(options.folder)
+    states = with_left(read_states(options.folder))
     size = next(iter(states.values()))["size"]
     verdict = judge(states, size, absent_of(states))
     crashes = crashes_in(options.folder, size)
@@ -43,6 +43,12 @@ def _diagnose(options: argparse.Namespace) -> int:
     for rank in range(size):
         print("\n".join(rank_lines(rank, states.get(rank), crashes.get(rank, ""))))
     return PROBLEM_FOUND
+
+
+def with_left(states: dict[int, State]) -> dict[int, State]:
+    """With the ranks that had left the loop, and so wrote no file, as the others knew them."""
+    known = {int(rank): left for state in states.values() for rank, left in state.get("left", {}).items()}
+    return known | states
 
 
 def absent_of(states: dict[int, State]) -> dict[int, str]:
@@ -72,6 +78,8 @@ def rank_lines(rank: int, state: State | None, crash: str) -> list[str]:
     elif state["status"] == "waits":
         lines = [f"rank {rank}: waited {state['waits_s']:.1f} s in {waiting_text(state)}"]
         lines += _indented([f"at {state['place']}"] if state.get("place") else [])
+    elif state["status"] == "left":
+        lines = [f"rank {rank}: left the loop"]
     else:
         lines = [f"rank {rank}: ran its own code", *_indented(state["stack"][-6:])]
     if state is not None:

@@ -22,10 +22,13 @@ from parallelize.watchdog.call_log import CallLog, CollectiveCall, GroupCalls
 
 _PACKAGE = str(Path(parallelize.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
-_COMMUNICATES = (f"{_PACKAGE}/", f"{_TORCH}/distributed/")
+_COMMUNICATES = (f"{_PACKAGE}/comm/", f"{_PACKAGE}/watchdog/", f"{_PACKAGE}/_torch_groups.py", f"{_TORCH}/distributed/")
+_WORKS_ALONE = (f"{_TORCH}/distributed/checkpoint/", f"{_TORCH}/distributed/fsdp/")
+_DISPATCHES = f"{_TORCH}/_ops.py"
 _PYTHON = sysconfig.get_path("stdlib")
 _PASSED_ON = "torch/nn/modules/module.py"
 """A file whose lines only call the next one."""
+_RECORDS = f"{_PACKAGE}/watchdog/"
 _RECENT_CALLS = 12
 _STACK_LINES = 24
 
@@ -34,13 +37,14 @@ class StandingThread:
     """Since when the thread that calls collectives has not moved.
 
     Attributes:
-        since: of the monotonic clock. waits: whether its innermost Python code is that of communication.
+        since: of the monotonic clock. waits: whether its innermost Python code is that of communication. in_call: whether it is in
+            the last recorded call, or waits for it.
     """
 
     def __init__(self, log: CallLog):
         self.log = log
         self.since = time.monotonic()
-        self.waits = False
+        self.waits = self.in_call = False
         self._seen: Any = None
 
     def frame(self) -> Any:
@@ -57,7 +61,11 @@ class StandingThread:
         seen = (self.log.count, stack)
         if seen != self._seen:
             self._seen, self.since = seen, time.monotonic()
-        self.waits = innermost is not None and innermost.f_code.co_filename.startswith(_COMMUNICATES)
+        while innermost is not None and innermost.f_code.co_filename == _DISPATCHES:
+            innermost = innermost.f_back
+        file = "" if innermost is None else innermost.f_code.co_filename
+        self.waits = file.startswith(_COMMUNICATES) and not file.startswith(_WORKS_ALONE)
+        self.in_call = file.startswith(_RECORDS)
 
     @property
     def stands_s(self) -> float:
@@ -113,7 +121,7 @@ def waiting_call(log: CallLog, thread: StandingThread) -> tuple[GroupCalls, Coll
     for group in list(log.groups.values()):
         if group.is_pending and group.recent:
             return group, group.recent[-1]
-    return log.last if thread.waits else None
+    return log.last if thread.in_call else None
 
 
 def call_data(log: CallLog, call: CollectiveCall) -> dict[str, Any]:

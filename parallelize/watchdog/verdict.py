@@ -184,8 +184,8 @@ def _where(state: State) -> str:
     if state["status"] == "left":
         return f"closed its watch after {state.get('total', 0)} calls"
     if state["status"] == "waits":
-        return f"waits in {waiting_text(state)}"
-    return f"{state['waits_s']:.1f} s at {state['place']}" if state.get("place") else "in its own code"
+        return f"it waits in {waiting_text(state)}"
+    return f"it has been for {state['waits_s']:.1f} s at {state['place']}" if state.get("place") else "in its own code"
 
 
 def _waiting_rows(states: States, without: list[int] | tuple[int, ...]) -> list[tuple[str, str]]:

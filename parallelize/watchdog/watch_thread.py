@@ -23,7 +23,7 @@ from parallelize.watchdog.store_channel import LOST, StoreChannel
 from parallelize.watchdog.verdict import State, call_text, judge
 
 STOPPED_STATUS = 70
-"""The exit status of a rank that is ended because of another rank (EX_SOFTWARE of sysexits.h)."""
+"""The exit status of a rank that is ended by its watch (EX_SOFTWARE of sysexits.h)."""
 COLLECT_S = 2.0
 """How long a rank that ends waits for the states of the others."""
 GRACE_S = 0.5
@@ -43,7 +43,8 @@ class WatchedRank:
     """What the thread and the entry share.
 
     Attributes:
-        error: this rank's own error, as it is in the state. crashes: where the interpreter writes stacks by itself.
+        error: this rank's own error, as it is in the state. handled: one that this rank is about to exchange with the others.
+        crashes: where the interpreter writes stacks by itself.
         run: the name of the run, "" until it is needed. ending: is locked by whoever ends the process.
     """
 
@@ -53,6 +54,7 @@ class WatchedRank:
     folder: Path
     timeout_s: float
     error: dict[str, Any] | None = None
+    handled: dict[str, Any] | None = None
     crashes: TextIO | None = None
     run: str = ""
     ending: threading.Lock = field(default_factory=threading.Lock)
@@ -73,6 +75,8 @@ class WatchThread(threading.Thread):
         self._beats: dict[int, Any] = {}
         self._failed_at: float | None = None
         self._armed_at = float("-inf")
+        self._troubled: dict[int, dict[str, Any]] = {}  # ranks that have failed and wait to tell so in a collective
+        self._told: dict[str, Any] | None = None
 
     def wait_for_the_others(self, wait_s: float) -> None:
         """In the process that may have the store: until every rank has left, or for a while."""
@@ -88,7 +92,7 @@ class WatchThread(threading.Thread):
     def run(self) -> None:
         while not self._stop_asked.wait(self.interval_s):
             try:
-                self._tick()
+                self.tick()
             except LOST as error:
                 if not self._goes_on_without_store(error):
                     return
@@ -96,7 +100,8 @@ class WatchThread(threading.Thread):
                 print(f"parallelize watch has ended:\n{traceback.format_exc()}", file=sys.stderr)
                 return
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """One turn: a heartbeat, the events of other ranks, and whether anything stands still."""
         watched = self.watched
         self._arm()
         self.standing.sample()
@@ -132,6 +137,10 @@ class WatchThread(threading.Thread):
             self.watched.gate.ask(event)
         elif event["kind"] == "left":
             self.left[event["rank"]] = event["state"]
+        elif event["kind"] == "troubled":
+            self._troubled[event["rank"]] = event["state"]
+        elif event["kind"] == "recovered":
+            self._troubled.pop(event["rank"], None)
         elif event["kind"] in ("error", "alarm") and (
             event["kind"] == "alarm" or event["rank"] != self.watched.channel.rank
         ):
@@ -148,18 +157,24 @@ class WatchThread(threading.Thread):
         if self.watched.channel.rank in self.left:
             return
         call = waiting_call(self.watched.log, self.standing)
-        if call is None and not self.standing.waits:
+        if call is None and not self.standing.waits and self._told is None:
             return
         stands_s = self.standing.stands_s
-        if stands_s > self.watched.timeout_s or (stands_s > _LEFT_S and self._waits_for_left(call)):
+        handled = self.watched.handled
+        if handled is not self._told and (handled is None or stands_s > _LEFT_S):
+            self._told = handled
+            self.watched.channel.post("troubled" if handled else "recovered", state=self._state())
+        if stands_s > self.watched.timeout_s or (stands_s > _LEFT_S and self._waits_in_vain(call)):
             self._alarm()
 
-    def _waits_for_left(self, waiting: Any) -> bool:
+    def _waits_in_vain(self, waiting: Any) -> bool:
+        """Whether this rank waits for one that has left, or that has failed before it came here."""
         if waiting is None:
             return False
         group, call = waiting
-        for rank in set(group.ranks) & set(self.left):
-            theirs = self.left[rank]["groups"].get(group.key, {"collectives": 0})
+        states = self._troubled | self.left
+        for rank in set(group.ranks) & set(states):
+            theirs = states[rank]["groups"].get(group.key, {"collectives": 0})
             if (call.peer is None and theirs["collectives"] <= call.number) or call.peer == rank:
                 return True
         return False
@@ -182,7 +197,7 @@ class WatchThread(threading.Thread):
             states = self._collected(state)
             self._report(state, judge(states, self.watched.channel.size, state["absent"]))
             self.serve_store([rank for rank, other in states.items() if other["status"] in ("waits", "runs")])
-            self._exit(STOPPED_STATUS)
+            self._exit(1 if state["status"] == "failed" else STOPPED_STATUS)
 
     def _state(self) -> State:
         watched = self.watched
@@ -190,11 +205,14 @@ class WatchThread(threading.Thread):
         if watched.gate.waiting is not None:
             group, call = watched.gate.waiting
             state |= {"status": "waits", "waiting": {"group": group.key, "call": call_data(watched.log, call)}}
-        if watched.error is not None:  # that follows from another rank's, out of the last call
+        error = watched.handled or watched.error
+        if error is not None and error["follows"]:  # it came out of the last call
             last = watched.log.last
             waiting = None if last is None else {"group": last[0].key, "call": call_data(watched.log, last[1])}
-            state |= {key: watched.error[key] for key in ("stack", "place")}
-            state |= {"status": "waits", "waiting": waiting, "follows": watched.error["text"]}
+            state |= {"status": "waits", "waiting": waiting, "follows": error["text"]}
+            state |= {key: error[key] for key in ("stack", "place")}
+        elif error is not None:
+            state |= {"status": "failed", "error": error, "stack": error["stack"]}
         return state
 
     def _collected(self, own: State) -> dict[int, State]:
@@ -217,7 +235,7 @@ class WatchThread(threading.Thread):
             absent[0] = f"{first}, does not answer: {str(error).splitlines()[0][:100]}"
         with suppress(*LOST):
             channel.set(f"done/{channel.rank}", True)
-        own["absent"] = absent
+        own |= {"absent": absent, "left": {rank: states[rank] for rank in states if rank in self.left}}
         return states
 
     def _collect(self, states: dict[int, State], absent: dict[int, str], late: bool) -> None:
@@ -236,9 +254,10 @@ class WatchThread(threading.Thread):
 
     def _report(self, state: State, verdict: Problem) -> None:
         watched = self.watched
-        lines = [f"rank {state['rank']} ends because of another rank: {verdict}"]
+        lines = [*state["stack"]] if state["status"] == "failed" else []
+        lines += [f"rank {state['rank']} is ended by its watch: {verdict}"]
         if watched.channel.size > _PRINTS_ALL and os.environ.get("LOCAL_RANK", str(state["rank"])) != "0":
-            lines = [f"rank {state['rank']} ends because of another rank: {verdict.slug}: {verdict.what}"]
+            lines = [f"rank {state['rank']} is ended by its watch: {verdict.slug}: {verdict.what}"]
         with suppress(OSError):
             path = write_state(watched.folder, state | {"run": self.run_name(), "verdict": str(verdict)})
             lines.append(f"  files   {path.parent}: `parallelize diagnose {path.parent}` reads those of all ranks")

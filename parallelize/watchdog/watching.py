@@ -8,7 +8,8 @@ import os
 import sys
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.errors import ModelError, ParallelizeError, Problem
-from parallelize.watchdog.call_gate import CallGate
+from parallelize.errors import HandshakeError, ModelError, ParallelizeError, Problem
+from parallelize.watchdog.call_gate import COLLECTIVES_DIFFER, CallGate
 from parallelize.watchdog.call_log import CallLog
 from parallelize.watchdog.call_patches import Undo, record_calls
 from parallelize.watchdog.rank_state import is_user_code, line_of, rank_state
@@ -103,6 +104,16 @@ class Watch:
         self._thread = WatchThread(watched)
         self._thread.start()
         atexit.register(self.close)
+
+    @property
+    def watched(self) -> WatchedRank | None:
+        """What its thread works on; None where nothing is watched."""
+        return self._watched if self._thread is not None else None
+
+    @property
+    def thread(self) -> WatchThread | None:
+        """The thread; None where nothing is watched."""
+        return self._thread
 
     def add(self, model: nn.Module) -> None:
         """Name the modules of a model, also before it is called and where its modules are called by themselves.
@@ -227,6 +238,26 @@ def name_in_watch(model: nn.Module) -> None:
     """Name the modules of a model in the open watch, if there is one."""
     if _open is not None:
         _open.add(model)
+
+
+@contextmanager
+def telling_of(error: BaseException | None) -> Iterator[None]:
+    """While ranks exchange whether one of them failed: let the watch tell the error of this rank to those that never get here,
+    because they wait for this rank in a collective that it has not called.
+
+    Raises: the error itself, where the watch finds that another rank is in another collective.
+    """
+    watched = None if _open is None or error is None else _open.watched
+    if watched is None or error is None:
+        yield
+        return
+    watched.handled = described(error, watched.log) | {"follows": follows_from_another_rank(error)}
+    try:
+        yield
+    except HandshakeError as difference:
+        raise error if COLLECTIVES_DIFFER in difference.slugs else difference from None
+    finally:
+        watched.handled = None
 
 
 def follows_from_another_rank(error: BaseException) -> bool:

@@ -54,7 +54,10 @@ def run_ranks(size: int, folder: Path, job: Callable[..., None], *args: Any, tim
 
 
 def _is_stopped(pid: int | None) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has just ended
+        return False
 
 
 def _script(rank: int, size: int, port: int, output: Path, job: Callable[..., None], args: tuple) -> None:

@@ -191,6 +191,20 @@ CLAIMS = (
     ),
     Claim(
         STEP,
+        "share of a step of two gloo processes, hidden 256, that an open `watch` takes",
+        "watch_cost",
+        lambda result: [100 * result["share"]],
+        "%",
+    ),
+    Claim(
+        STEP,
+        "its time of one collective / of one turn of its thread, which comes every half second",
+        "watch_cost",
+        lambda result: [result["call_us"], result["turn_us"]],
+        "us",
+    ),
+    Claim(
+        STEP,
         "step with AdamW at tp 1, where nothing is sent, over the bare module's, on the device of the record",
         "one_gpu",
         lambda result: [result["step planned/bare"]],

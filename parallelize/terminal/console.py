@@ -21,7 +21,7 @@ INTERRUPTED = 130  # as in shells: 128 + SIGINT
 STATUSES = """\
 exit status:
   0    fine
-  1    the command found a difference or damage (verify, checkpoint verify)
+  1    the command found a difference, damage or why a run stopped (verify, checkpoint verify, diagnose)
   2    a mistake in the input: arguments, a plan, a model, a checkpoint
   3    the environment: torch or another package is missing or broken, no GPU where one was asked for,
        a file that cannot be read or written

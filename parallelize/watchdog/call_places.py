@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-import parallelize
 from parallelize import _torch_private as private
 
 PLACE = "_watched_place"
 """The attribute of an autograd node with the place where it was applied."""
-_ROOT = str(Path(parallelize.__file__).parent)
+_ROOT = str(Path(__file__).parents[1])
 _HERE, _COMM = (f"{_ROOT}/{room}/" for room in ("watchdog", "comm"))
 _LIBRARY, _MODULE, _NODE, _PACKAGE, _FSDP, _TRANSPORT, _USER = range(7)
 

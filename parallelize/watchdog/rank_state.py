@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-import parallelize
 from parallelize.applied.records import resolution_of
 from parallelize.watchdog.call_log import CallLog, CollectiveCall, GroupCalls
 
-_PACKAGE = str(Path(parallelize.__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _COMMUNICATES = (f"{_PACKAGE}/comm/", f"{_PACKAGE}/watchdog/", f"{_PACKAGE}/_torch_groups.py", f"{_TORCH}/distributed/")
 _WORKS_ALONE = (f"{_TORCH}/distributed/checkpoint/", f"{_TORCH}/distributed/fsdp/")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ def write_state(folder: Path, state: State) -> Path:
 def crash_file(folder: Path, rank: int) -> Path:
     """Where the interpreter writes the stacks of a crash, or of a thread that does not release Python's lock."""
     return folder / f"rank-{rank}.crash.txt"
+
+
+def remove_if_empty(path: Path) -> None:
+    """Remove a file into which nothing was written."""
+    with suppress(OSError):
+        if not path.stat().st_size:
+            path.unlink()
 
 
 def read_states(folder: Path) -> dict[int, State]:

@@ -18,7 +18,7 @@ from parallelize.errors import Problem
 from parallelize.watchdog.call_gate import CallGate
 from parallelize.watchdog.call_log import CallLog
 from parallelize.watchdog.rank_state import StandingThread, call_data, identity, process_state, rank_state, waiting_call
-from parallelize.watchdog.report_file import write_state
+from parallelize.watchdog.report_file import crash_file, remove_if_empty, write_state
 from parallelize.watchdog.store_channel import LOST, StoreChannel
 from parallelize.watchdog.verdict import State, call_text, judge
 
@@ -31,8 +31,8 @@ GRACE_S = 0.5
 _LEFT_S = 1.0
 """How long a rank waits for one that has left the loop before that is an error."""
 _GONE_S = 1.0
-_FLUSH_S = 1.0
-_FAILING_S = 10.0
+_PRINT_S = 1.0
+_FAILING_S = 60.0
 """What a failing rank's own handlers get, before its process is ended."""
 _PRINTS_ALL = 8
 """Ranks up to which each prints the verdict; of more, the first of each node."""
@@ -196,8 +196,17 @@ class WatchThread(threading.Thread):
             state = self._state()
             states = self._collected(state)
             self._report(state, judge(states, self.watched.channel.size, state["absent"]))
-            self.serve_store([rank for rank, other in states.items() if other["status"] in ("waits", "runs")])
+            self.wait_until_told([rank for rank, other in states.items() if other["status"] in ("waits", "runs")])
             self._exit(1 if state["status"] == "failed" else STOPPED_STATUS)
+
+    def write_early(self) -> None:
+        """Write this rank's file before all is known: where a process has died, its launcher may end this one at any moment."""
+        state = self._state()
+        absent: dict[int, str] = {}
+        with suppress(*LOST):
+            self._collect({state["rank"]: state}, absent, late=False)
+        with suppress(OSError):
+            write_state(self.watched.folder, state | {"run": self.run_name(), "absent": absent, "left": {}})
 
     def _state(self) -> State:
         watched = self.watched
@@ -261,14 +270,16 @@ class WatchThread(threading.Thread):
         with suppress(OSError):
             path = write_state(watched.folder, state | {"run": self.run_name(), "verdict": str(verdict)})
             lines.append(f"  files   {path.parent}: `parallelize diagnose {path.parent}` reads those of all ranks")
-        sys.stderr.write("\n".join(lines) + "\n")
+        remove_if_empty(crash_file(watched.folder, watched.channel.rank))
+        self._say("\n".join(lines))
 
-    def serve_store(self, ranks: Iterable[int]) -> None:
-        """Let the process that may have the store live until these ranks have read what they need, or for a while."""
+    def wait_until_told(self, ranks: Iterable[int]) -> None:
+        """Live until these ranks have read what they need, or for a while: this process may have the store, and a launcher ends
+        all others when the first one ends."""
         channel, deadline = self.watched.channel, time.monotonic() + COLLECT_S + GRACE_S
         others = [f"done/{rank}" for rank in ranks if rank != channel.rank]
         with suppress(*LOST):
-            while channel.rank == 0 and channel.get_all(others) is None and time.monotonic() < deadline:
+            while channel.get_all(others) is None and time.monotonic() < deadline:
                 time.sleep(0.02)
 
     def run_name(self) -> str:
@@ -284,7 +295,7 @@ class WatchThread(threading.Thread):
         """A failed rank whose own handlers wait, for example for other ranks, is ended too."""
         self._failed_at = self._failed_at or time.monotonic()
         if time.monotonic() - self._failed_at > _FAILING_S and not self.watched.error.get("follows"):  # type: ignore[union-attr]
-            sys.stderr.write(f"rank {self.watched.channel.rank} is ended {_FAILING_S:.0f} s after its own error\n")
+            self._say(f"rank {self.watched.channel.rank} is ended {_FAILING_S:.0f} s after its own error")
             self._exit(1)
 
     def _goes_on_without_store(self, error: Exception) -> bool:
@@ -297,17 +308,21 @@ class WatchThread(threading.Thread):
             self.end_run(0.0)
         return True
 
+    def _say(self, text: str) -> None:
+        """Print in a thread of its own, because the main thread may stand still with the lock of a stream."""
+        printer = threading.Thread(target=_print, args=(text,), daemon=True)
+        printer.start()
+        printer.join(_PRINT_S)
+
     def _exit(self, status: int) -> None:
         """End the process from this thread, because the main thread may stand in C++ code that nothing interrupts."""
-        flusher = threading.Thread(target=_flush, daemon=True)  # the main thread may hold the lock of a stream
-        flusher.start()
-        flusher.join(_FLUSH_S)
         os._exit(status)
 
 
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
+def _print(text: str) -> None:
+    for stream, line in ((sys.stdout, ""), (sys.stderr, f"{text}\n")):
         with suppress(Exception):
+            stream.write(line)
             stream.flush()
 
 

@@ -23,7 +23,7 @@ from parallelize.watchdog.call_gate import COLLECTIVES_DIFFER, CallGate
 from parallelize.watchdog.call_log import CallLog
 from parallelize.watchdog.call_patches import Undo, record_calls
 from parallelize.watchdog.rank_state import is_user_code, line_of, rank_state
-from parallelize.watchdog.report_file import crash_file, write_state
+from parallelize.watchdog.report_file import crash_file, remove_if_empty, write_state
 from parallelize.watchdog.store_channel import LOST, StoreChannel
 from parallelize.watchdog.watch_thread import COLLECT_S, GRACE_S, WatchedRank, WatchThread
 
@@ -167,6 +167,7 @@ class Watch:
             watched.error = description | {"follows": follows}
         watched.gate.closed = True
         if follows:
+            thread.write_early()
             with suppress(*LOST):
                 watched.channel.post("alarm")
             thread.join(GRACE_S + COLLECT_S + 4.0)  # it ends the process
@@ -179,6 +180,7 @@ class Watch:
             watched.channel.set(f"done/{watched.channel.rank}", True)
         with suppress(OSError):
             write_state(watched.folder, state | {"run": thread.run_name()})
+        remove_if_empty(crash_file(watched.folder, watched.channel.rank))
 
     def _catch_uncaught(self) -> Undo:
         previous = sys.excepthook
@@ -202,7 +204,7 @@ class Watch:
     def _end_failed(self) -> None:
         """End this process after its error was printed, without the destructors of process groups, which may abort it."""
         if self._thread is not None:
-            self._thread.serve_store(range(dist.get_world_size()))
+            self._thread.wait_until_told(range(self._watched.channel.size))
         atexit.unregister(self.close)
         with suppress(Exception):
             atexit._run_exitfuncs()
@@ -226,9 +228,8 @@ class Watch:
             if enabled:
                 faulthandler.disable()
             file.close()
+            remove_if_empty(path)
             with suppress(OSError):
-                if not path.stat().st_size:
-                    path.unlink()
                 path.parent.rmdir()  # where nothing was written
 
         return undo

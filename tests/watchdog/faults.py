@@ -54,6 +54,8 @@ class Loop:
 
     def run(self) -> None:
         axes, options = dict(self.axes), dict(self.options)
+        if self.has("raises before planning") or self.has("hangs before planning"):
+            self.mark()
         if self.has("raises before planning"):
             raise ValueError("boom before planning")
         if self.has("hangs before planning"):
@@ -75,10 +77,15 @@ class Loop:
         self.optimizer = self.parallel.optimizer(torch.optim.SGD, lr=0.1)
         for step in range(STEPS):
             if self.has("leaves the loop") and step == FAULT_STEP:
-                break
+                self.mark()
+                return
+            if self.faulty and step == FAULT_STEP:
+                self.mark()
             self.step(step, armed=self.faulty and step == FAULT_STEP)
-        if self.fault == "leaves the loop":
-            return
+
+    def mark(self) -> None:
+        """Say when the fault begins, by the clock that all processes of a machine have in common."""
+        (self.folder / "fault").write_text(str(time.monotonic()))
 
     def step(self, step: int, armed: bool) -> None:
         fault = self.fault if armed else ""

@@ -16,11 +16,11 @@ GROUP_TIMEOUT_S = 30.0
 
 
 class Ended(NamedTuple):
-    """How one rank ended. status: None where it was still there when the time was over. seconds: since the last rank began."""
+    """How one rank ended. status: None where it was still there when the time was over. at: the time of the monotonic clock."""
 
     status: int | None
     text: str
-    seconds: float
+    at: float
 
 
 def run_ranks(size: int, folder: Path, job: Callable[..., None], *args: Any, timeout_s: float = 40.0) -> list[Ended]:
@@ -38,9 +38,7 @@ def run_ranks(size: int, folder: Path, job: Callable[..., None], *args: Any, tim
     ended: dict[int, float] = {}
     try:
         while len(ended) < size and time.monotonic() < begin + timeout_s:
-            ended |= {
-                r: time.monotonic() - begin for r, p in enumerate(ranks) if r not in ended and p.exitcode is not None
-            }
+            ended |= {r: time.monotonic() for r, p in enumerate(ranks) if r not in ended and p.exitcode is not None}
             if len(ended) == size - 1 and any(p.exitcode is None and _is_stopped(p.pid) for p in ranks):
                 break
             time.sleep(0.02)
@@ -50,7 +48,7 @@ def run_ranks(size: int, folder: Path, job: Callable[..., None], *args: Any, tim
             process.kill()
             process.join()
     texts = [path.read_text() if path.exists() else "" for path in outputs]
-    return [Ended(statuses[rank], texts[rank], ended.get(rank, timeout_s)) for rank in range(size)]
+    return [Ended(statuses[rank], texts[rank], ended.get(rank, begin + timeout_s)) for rank in range(size)]
 
 
 def _is_stopped(pid: int | None) -> bool:

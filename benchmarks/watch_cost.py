@@ -152,7 +152,7 @@ def parts_of(step: Any) -> dict[str, float]:
     innermost: Any = probe
     while innermost.inner is not None:
         innermost = innermost.inner
-    call_us, turn_us = (statistics.median(one.seconds) * 1e6 for one in (innermost, turns))
+    call_us, turn_us = (statistics.median(module.seconds) * 1e6 for module in (innermost, turns))
     return {"calls": calls, "call_us": call_us, "turn_us": turn_us, "interval_s": interval_s}
 
 

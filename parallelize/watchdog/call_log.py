@@ -95,7 +95,9 @@ class GroupCalls:
     def is_pending(self) -> bool:
         """Whether the last collective was given to a device, which has not finished it."""
         work = self.device_work
-        return work is not None and not work.is_completed()
+        if work is not None and work.is_completed():
+            self.device_work = None  # it refers to tensors
+        return self.device_work is not None
 
     def find(self, number: int) -> CollectiveCall | None:
         """The collective with this number, if it was called and is remembered."""
@@ -109,15 +111,16 @@ class CallLog:
     """All calls of this process since the watch began.
 
     Attributes:
-        count: all of them, as a sign of progress. thread: the thread that made the last one.
-        mesh: by which groups are named, besides the meshes of the models. last: the last call.
+        count: all of them, as a sign of progress. thread: the thread that opened the watch, whose calls others wait for; a save in the
+            background has threads and groups of its own.
+        mesh: by which groups are named, besides the meshes of the models. last: the last call of that thread.
     """
 
     names: ModuleNames = field(default_factory=ModuleNames)
     groups: dict[str, GroupCalls] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
     count: int = 0
-    thread: int = field(default_factory=lambda: threading.main_thread().ident or 0)
+    thread: int = field(default_factory=threading.get_ident)
     last: tuple[GroupCalls, CollectiveCall] | None = None
 
     def add(self, pg: dist.ProcessGroup, op: str, tensor: Any, peer: int | None) -> tuple[GroupCalls, CollectiveCall]:
@@ -129,7 +132,6 @@ class CallLog:
         place = place_here(self.names, 3)
         shape, dtype = (tuple(tensor.shape), str(tensor.dtype)[6:]) if isinstance(tensor, torch.Tensor) else ((), "")
         self.count += 1
-        self.thread = threading.get_ident()
         if peer is not None or op in POINT_TO_POINT:
             peer = group.ranks[peer] if peer is not None else None
             call = CollectiveCall(group.messages, op, shape, dtype, place, peer, time.monotonic())
@@ -141,7 +143,8 @@ class CallLog:
             call = CollectiveCall(group.collectives, op, shape, dtype, place, None, time.monotonic(), previous)
             group.collectives += 1
             group.recent.append(call)
-        self.last = group, call
+        if threading.get_ident() == self.thread:
+            self.last = group, call
         return group, call
 
     def axis_of(self, group: GroupCalls) -> str:

@@ -142,9 +142,9 @@ def _behind_in_any(state: State, states: States) -> Iterator[int]:
                     yield rank
 
 
-def _differs(one_call: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    keys = ("op", "dtype", "module", "phase") if one_call["module"] and other["module"] else ("op", "dtype")
-    return any(one_call[key] != other[key] for key in keys)
+def _differs(call: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    keys = ("op", "dtype", "module", "phase") if call["module"] and other["module"] else ("op", "dtype")
+    return any(call[key] != other[key] for key in keys)
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

@@ -72,11 +72,10 @@ class WatchThread(threading.Thread):
         self._stop_asked = threading.Event()
         self._beat = identity()
         self._gone_since: dict[int, float] = {}
-        self._beats: dict[int, Any] = {}
         self._failed_at: float | None = None
         self._armed_at = float("-inf")
         self._troubled: dict[int, dict[str, Any]] = {}  # ranks that have failed and wait to tell so in a collective
-        self._told: dict[str, Any] | None = None
+        self._announced: dict[str, Any] | None = None
 
     def wait_for_the_others(self, wait_s: float) -> None:
         """In the process that may have the store: until every rank has left, or for a while."""
@@ -157,12 +156,12 @@ class WatchThread(threading.Thread):
         if self.watched.channel.rank in self.left:
             return
         call = waiting_call(self.watched.log, self.standing)
-        if call is None and not self.standing.waits and self._told is None:
+        if call is None and not self.standing.waits and self._announced is None:
             return
         stands_s = self.standing.stands_s
         handled = self.watched.handled
-        if handled is not self._told and (handled is None or stands_s > _LEFT_S):
-            self._told = handled
+        if handled is not self._announced and (handled is None or stands_s > _LEFT_S):
+            self._announced = handled
             self.watched.channel.post("troubled" if handled else "recovered", state=self._state())
         if stands_s > self.watched.timeout_s or (stands_s > _LEFT_S and self._waits_in_vain(call)):
             self._alarm()
@@ -196,7 +195,7 @@ class WatchThread(threading.Thread):
             state = self._state()
             states = self._collected(state)
             self._report(state, judge(states, self.watched.channel.size, state["absent"]))
-            self.wait_until_told([rank for rank, other in states.items() if other["status"] in ("waits", "runs")])
+            self.wait_for_readers([rank for rank, other in states.items() if other["status"] in ("waits", "runs")])
             self._exit(1 if state["status"] == "failed" else STOPPED_STATUS)
 
     def write_early(self) -> None:
@@ -273,7 +272,7 @@ class WatchThread(threading.Thread):
         remove_if_empty(crash_file(watched.folder, watched.channel.rank))
         self._say("\n".join(lines))
 
-    def wait_until_told(self, ranks: Iterable[int]) -> None:
+    def wait_for_readers(self, ranks: Iterable[int]) -> None:
         """Live until these ranks have read what they need, or for a while: this process may have the store, and a launcher ends
         all others when the first one ends."""
         channel, deadline = self.watched.channel, time.monotonic() + COLLECT_S + GRACE_S

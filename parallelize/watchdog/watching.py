@@ -204,7 +204,7 @@ class Watch:
     def _end_failed(self) -> None:
         """End this process after its error was printed, without the destructors of process groups, which may abort it."""
         if self._thread is not None:
-            self._thread.wait_until_told(range(self._watched.channel.size))
+            self._thread.wait_for_readers(range(self._watched.channel.size))
         atexit.unregister(self.close)
         with suppress(Exception):
             atexit._run_exitfuncs()

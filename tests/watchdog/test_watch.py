@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 import torch
 
 from parallelize import ModelError, Problem, watch
+from parallelize.watchdog.call_log import CallLog, axes_of
+from parallelize.watchdog.rank_state import StandingThread, waiting_call
 from parallelize.watchdog.watching import follows_from_another_rank
+from tests.support.refused import small_mesh
 from tests.watchdog.watch_jobs import calls_and_places, differs_in_dtype, trains_as_without
 
 
@@ -56,3 +60,39 @@ def test_without_processes_it_does_nothing_and_one_is_open_at_a_time(tmp_path):
 )
 def test_errors_that_only_follow_from_another_rank(error, follows):
     assert follows_from_another_rank(error) is follows
+
+
+class _DeviceWork:
+    def __init__(self):
+        self.finished = False
+
+    def is_completed(self) -> bool:
+        return self.finished
+
+
+def test_a_rank_waits_while_a_device_has_not_finished_its_last_collective():
+    """Where the host does not wait in a collective, as with NCCL."""
+    with small_mesh(tp=2) as mesh:
+        log = CallLog()
+        group, call = log.add(mesh.get_group(), "allreduce", torch.ones(2), None)
+        group.device_work = work = _DeviceWork()
+        assert waiting_call(log, StandingThread(log)) == (group, call)
+        work.finished = True
+        assert waiting_call(log, StandingThread(log)) is None and group.device_work is None
+
+
+def test_calls_of_a_save_in_the_background_are_not_what_the_others_wait_for():
+    with small_mesh(tp=2) as mesh:
+        log = CallLog()
+        made = log.add(mesh.get_group(), "allreduce", torch.ones(2), None)
+        background = threading.Thread(target=log.add, args=(mesh.get_group(), "allgather", torch.ones(3), None))
+        background.start()
+        background.join()
+        assert log.last == made and log.count == 2 and log.thread == threading.get_ident()
+
+
+def test_the_axes_of_a_group_are_the_fewest_that_have_its_ranks():
+    with small_mesh(dp=2, cp=1, tp=2) as mesh:
+        assert [axes_of(mesh, ranks) for ranks in ([0, 1], [1, 3], [0, 1, 2, 3], [0, 3], [0, 9])] == [
+            *("tp", "dp", "dp+tp", "", ""),
+        ]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from parallelize.errors import HandshakeError, Problem, short_list
-from parallelize.watchdog.call_log import CallLog, CollectiveCall, GroupCalls
+from parallelize.watchdog.call_log import UNEVEN, CallLog, CollectiveCall, GroupCalls
 from parallelize.watchdog.store_channel import StoreChannel
 from parallelize.watchdog.verdict import call_text
 
@@ -128,4 +128,4 @@ def refuse_different(axis: str, calls: dict[int, dict[str, Any]]) -> None:
 
 
 def _has_shape(call: dict[str, Any]) -> bool:
-    return call["op"] not in ("alltoall_base", "all_to_all_single", "alltoall", "scatter")
+    return call["op"] not in UNEVEN

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,34 +25,30 @@ from parallelize.watchdog.call_places import CallPlace, ModuleNames, place_here
 
 REMEMBERED = 64
 """Calls that are remembered of each group."""
-_ON_PURPOSE_UNEVEN = {"alltoall_base", "all_to_all_single", "alltoall", "scatter"}
+UNEVEN = {"alltoall_base", "all_to_all_single", "alltoall", "scatter"}
+"""Collectives whose tensors differ in size between ranks."""
 POINT_TO_POINT = {"send", "recv", "recv_anysource"}
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveCall:
+class CollectiveCall(NamedTuple):
     """One call of a process group.
 
     Attributes:
         number: 0 for the first one of its group. peer: the other global rank of a message, or None.
-        shape: of the first tensor. dtype: as text, without "torch.". at: seconds of the monotonic clock.
-        previous: what was called before it, by which its successor is predicted.
+        shape, dtype: of the first tensor. at: seconds of the monotonic clock.
+        compared: what must be the same on every rank of the group.
+        previous: what was compared of the two calls before it, by which this one is predicted.
     """
 
     number: int
     op: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: Any
     place: CallPlace
     peer: int | None
     at: float
+    compared: Any = None
     previous: Any = None
-
-    @property
-    def compared(self) -> tuple[Any, ...]:
-        """What must be the same on every rank of the group."""
-        shape = () if self.op in _ON_PURPOSE_UNEVEN else self.shape
-        return self.op, shape, self.dtype, self.place.module, self.place.phase if self.place.module else ""
 
     def as_data(self) -> dict[str, Any]:
         """As it is sent and written."""
@@ -60,7 +57,7 @@ class CollectiveCall:
             "number": self.number,
             "op": self.op.strip("_"),
             "shape": list(self.shape),
-            "dtype": self.dtype,
+            "dtype": str(self.dtype).removeprefix("torch."),
             "module": place.module,
             "phase": place.phase,
             "function": place.function,
@@ -78,6 +75,7 @@ class GroupCalls:
         collectives, messages: how many were called. Messages between two ranks are counted by themselves.
         recent: the last collectives, newest last. recent_messages: the last messages.
         successors: the call that came last after each two calls (see `call_gate`).
+        last_two: what is compared of the last two collectives, newest first.
         device_work: of the last collective of a backend that works on a device, for which the host does not wait.
     """
 
@@ -90,6 +88,7 @@ class GroupCalls:
         self.recent_messages: deque[CollectiveCall] = deque(maxlen=REMEMBERED)
         self.successors: dict[Any, Any] = {}
         self.device_work: Any = None
+        self.last_two: tuple[Any, Any] = (None, None)
 
     @property
     def is_pending(self) -> bool:
@@ -122,15 +121,14 @@ class CallLog:
     count: int = 0
     thread: int = field(default_factory=threading.get_ident)
     last: tuple[GroupCalls, CollectiveCall] | None = None
+    _by_id: dict[int, tuple[Any, GroupCalls]] = field(default_factory=dict)
 
     def add(self, pg: dist.ProcessGroup, op: str, tensor: Any, peer: int | None) -> tuple[GroupCalls, CollectiveCall]:
         """Record a call that is about to be made; depth-sensitive: called by the function that replaces the group's method."""
-        name = pg.group_name
-        group = self.groups.get(name)
-        if group is None:
-            group = self.groups[name] = GroupCalls(pg)
+        known = self._by_id.get(id(pg))
+        group = known[1] if known is not None and known[0]() is pg else self._group(pg)
         place = place_here(self.names, 3)
-        shape, dtype = (tuple(tensor.shape), str(tensor.dtype)[6:]) if isinstance(tensor, torch.Tensor) else ((), "")
+        shape, dtype = (tensor.shape, tensor.dtype) if isinstance(tensor, torch.Tensor) else ((), "")
         self.count += 1
         if peer is not None or op in POINT_TO_POINT:
             peer = group.ranks[peer] if peer is not None else None
@@ -138,14 +136,22 @@ class CallLog:
             group.messages += 1
             group.recent_messages.append(call)
         else:
-            newest = group.recent[-1] if group.recent else None
-            previous = None if newest is None else (newest.compared, newest.previous and newest.previous[0])
-            call = CollectiveCall(group.collectives, op, shape, dtype, place, None, time.monotonic(), previous)
+            compared = (op, () if op in UNEVEN else shape, dtype, place.module, place.phase if place.module else "")
+            call = CollectiveCall(
+                group.collectives, op, shape, dtype, place, None, time.monotonic(), compared, group.last_two
+            )
+            group.last_two = compared, group.last_two[0]
             group.collectives += 1
             group.recent.append(call)
         if threading.get_ident() == self.thread:
             self.last = group, call
         return group, call
+
+    def _group(self, pg: dist.ProcessGroup) -> GroupCalls:
+        """The calls of a group that is seen for the first time, or by another object."""
+        group = self.groups.setdefault(pg.group_name, GroupCalls(pg))
+        self._by_id[id(pg)] = weakref.ref(pg), group
+        return group
 
     def axis_of(self, group: GroupCalls) -> str:
         """The axes of the mesh that a group is over, with its ranks; of a group that is over no axes, its ranks."""

@@ -84,13 +84,12 @@ class ModuleNames:
 
 
 _CALL = nn.Module._call_impl.__code__
-_kinds: dict[int, tuple[int, Any]] = {id(_CALL): (_MODULE, _CALL)}  # with the code object, so that its id stays its own
+_kinds: dict[int, int] = {id(_CALL): _MODULE}  # by the id of a code object, which `_codes` keeps from being another's
+_codes: list[Any] = [_CALL]
 
 
-def _kind(code: Any) -> int:
-    known = _kinds.get(id(code))
-    if known is not None:
-        return known[0]
+def _classified(code: Any) -> int:
+    """The kind of a function that is seen for the first time."""
     file = code.co_filename
     kind = _LIBRARY if "/torch/" in file or "contextlib" in file else _USER
     if code is BackwardCFunction.apply.__code__ or file.endswith("torch/autograd/graph.py"):
@@ -101,7 +100,8 @@ def _kind(code: Any) -> int:
         kind = _TRANSPORT
     elif file.startswith(_ROOT):
         kind = _PACKAGE
-    _kinds[id(code)] = kind, code
+    _codes.append(code)
+    _kinds[id(code)] = kind
     return kind
 
 
@@ -109,9 +109,12 @@ def place_here(names: ModuleNames, depth: int = 2) -> CallPlace:
     """The place of the caller's caller. Cost: 1 to 4 us, most of it for reading the locals of one frame."""
     frame: Any = sys._getframe(depth)
     functions: list[Any] = []  # of this package, until user code calls them
-    from_user = False
+    from_user, kinds = False, _kinds
     while frame is not None:
-        kind = _kind(frame.f_code)
+        code = frame.f_code
+        kind = kinds.get(id(code))
+        if kind is None:
+            kind = _classified(code)
         if kind == _MODULE:
             module = frame.f_locals["self"]
             return CallPlace(names.of(module, frame), "forward" if module.training else "evaluation")
@@ -123,7 +126,7 @@ def place_here(names: ModuleNames, depth: int = 2) -> CallPlace:
         if kind == _NODE:
             break
         if kind == _PACKAGE and not from_user:
-            functions.append(frame.f_code)
+            functions.append(code)
         elif kind == _USER and functions:
             from_user = True
         frame = frame.f_back

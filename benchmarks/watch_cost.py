@@ -4,8 +4,9 @@
 
 Each round runs some steps with a watch and as many without one, in an order that is shuffled; the steps in which the watch learns
 what follows what are not counted. Ratios are medians over rounds, with a 95% interval of the median: of the time between barriers,
-and of the processor time of rank 0, which other load of the machine disturbs less. The share is what the parts of the watch take, each
-timed by itself, of the processor time of a step: a call at each collective, inside the model, and the thread's turns.
+and of the processor time of rank 0, which other load of the machine disturbs less. The share is what the parts of the watch take, each timed by
+itself in a loop, of the processor time of a step: a call at each collective, inside modules, and the turns of the thread. Between the
+matmuls of a model, which fill the caches, they take some times that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     join()
+    apart()
     step = training_step(options.hidden, options.length)
     times = rounds_of(step, options.rounds, options.steps)
     parts = parts_of(step)
@@ -106,13 +109,19 @@ def rounds_of(step: Any, rounds: int, steps: int) -> Times:
     return times
 
 
+@lru_cache(maxsize=1)
+def apart() -> dist.ProcessGroup:
+    """A group for barriers, so that in the group of the model each step follows on the one before."""
+    return dist.new_group()
+
+
 def timed(step: Any, steps: int) -> tuple[float, float]:
     """(seconds a step, from when all ranks begin until all have ended; seconds of the processor, of this process)."""
-    dist.barrier()
+    dist.barrier(apart())
     began, cpu_began = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step()
-    dist.barrier()
+    dist.barrier(apart())
     return (time.perf_counter() - began) / steps, (time.process_time() - cpu_began) / steps
 
 
@@ -129,12 +138,10 @@ class Probe(nn.Module):
         if self.inner is not None:
             self.inner()
             return
-        work = torch.ones(1000, 1000)
         for _ in range(REPEATS):
-            work @ work  # as between two collectives of a model, whose tensors fill the caches
-            began = time.perf_counter()
+            began = time.thread_time()
             self.call()
-            self.seconds.append(time.perf_counter() - began)
+            self.seconds.append(time.thread_time() - began)
 
 
 def parts_of(step: Any) -> dict[str, float]:

@@ -191,6 +191,19 @@ CLAIMS = (
     ),
     Claim(
         STEP,
+        "processor time of a step with an open `watch` against one without, two gloo processes, hidden 256, 19 collectives",
+        "watch_cost",
+        lambda result: [result["cpu_ratio"]],
+    ),
+    Claim(
+        STEP,
+        "time that it takes for one collective / for one turn of its thread, of which there are two in a second, in a loop",
+        "watch_cost",
+        lambda result: [result["call_us"], result["turn_us"]],
+        "us",
+    ),
+    Claim(
+        STEP,
         "step with AdamW at tp 1, where nothing is sent, over the bare module's, on the device of the record",
         "one_gpu",
         lambda result: [result["step planned/bare"]],

@@ -86,6 +86,7 @@ RUNS = (
     Run("generate", "generate", "--rounds 5", "--rounds 15", 2),
     Run("step_check_tp", "step_check", "--axis tp --rounds 25", "--axis tp", 2),
     Run("step_check_dp", "step_check", "--axis dp --rounds 25", "--axis dp", 2),
+    Run("watch_cost", "watch_cost", "--rounds 9", "", 2),
     Run("checkpoint", "checkpoint", "--rounds 5", "", 2),
     Run("load", "load", "--rounds 3"),
     Run("export", "export", "--rounds 5", "", 2),

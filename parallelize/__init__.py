@@ -169,6 +169,8 @@ if TYPE_CHECKING:
     from parallelize.vocabulary.loss.losses import loss_parallel as loss_parallel
     from parallelize.vocabulary.loss.losses import valid_tokens as valid_tokens
     from parallelize.vocabulary.sampling.draw import sample as sample
+    from parallelize.watchdog.watching import Watch as Watch
+    from parallelize.watchdog.watching import watch as watch
     from parallelize.zero.optimizer import build_optimizer as build_optimizer
     from parallelize.zero.shard_data import shard_data as shard_data
     from parallelize.zero.state_bytes import bytes_per_rank as bytes_per_rank

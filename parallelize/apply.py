@@ -77,6 +77,7 @@ from parallelize.tensor.torch_styles.watched_forwards import watch_first_forward
 from parallelize.tensor.ulysses_attention import check_ulysses
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 from parallelize.vocabulary.loss.fuse_loss import wrong_heads
+from parallelize.watchdog.watching import name_in_watch
 from parallelize.zero.other_optimizers import watch_optimizers
 from parallelize.zero.replicas import compare_weights
 from parallelize.zero.router_loss import share_router_loss
@@ -160,6 +161,7 @@ def parallelize_module(
     record = record_of(module)
     if record is not None and record.group.size > 1:
         require_installed_dropout(module)
+    name_in_watch(module)
     return module
 
 

@@ -45,6 +45,7 @@ from parallelize.recomputation.recompute import apply_recompute
 from parallelize.tensor.torch_styles.dicts import is_styles
 from parallelize.tensor.torch_styles.lowering import plan_of_styles
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
+from parallelize.watchdog.watching import name_in_watch
 from parallelize.zero.data_options import DataOptions
 from parallelize.zero.replicas import compare_data_ranks
 from parallelize.zero.router_loss import refuse_router_loss
@@ -147,6 +148,7 @@ def parallelize_model(
         check_replicated=check_replicated,
         compare_every=complete.compare_every,
     )
+    name_in_watch(module)
     return ParallelModel(module, mesh, pipeline)
 
 

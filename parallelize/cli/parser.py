@@ -19,6 +19,7 @@ from parallelize.errors import ParallelizeError, Problem, did_you_mean
 from parallelize.launch import commands as launch
 from parallelize.terminal.console import STATUSES
 from parallelize.verification import commands as verification
+from parallelize.watchdog import commands as watchdog
 
 ADD_COMMANDS: tuple[Callable[[Any], None], ...] = (
     plans.add_commands,
@@ -27,6 +28,7 @@ ADD_COMMANDS: tuple[Callable[[Any], None], ...] = (
     schedule.add_commands,
     launch.add_commands,
     checkpoint.add_commands,
+    watchdog.add_commands,
     environment.add_commands,
     completion.add_commands,
 )

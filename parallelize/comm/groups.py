@@ -19,6 +19,7 @@ from parallelize import _torch_groups as private_groups
 from parallelize._torch_private import counts_collectives
 from parallelize.comm import blocking, functional
 from parallelize.comm.link_profile import LinkProfile
+from parallelize.comm.uncaught_errors import publish_uncaught_errors
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import AXES, MeshSpec, folded, folding_order, short_name
 
@@ -245,7 +246,8 @@ def build_mesh(device_type: str, **sizes: int) -> DeviceMesh:
         device_type: "cpu", or the type of this machine's accelerator, such as "cuda".
         **sizes: ranks per axis, outermost axis first. Ranks that are neighbors on the last axis have consecutive numbers.
 
-    Returns: a mesh over all processes. If no process group exists, `torch.distributed` is initialized from the environment.
+    Returns: a mesh over all processes. If no process group exists, `torch.distributed` is initialized from the environment. From then
+        on an uncaught error of this process reaches the ranks that wait in a handshake for it.
     Raises:
         MeshError: `no-axes`; `no-device`; `wrong-world-size` if the product of the sizes is not the number of processes.
             Also what `MeshSpec` raises for bad names and sizes.
@@ -264,6 +266,7 @@ def build_mesh(device_type: str, **sizes: int) -> DeviceMesh:
                 fix=f"change a size, or start {spec.world_size} processes: torchrun --nproc-per-node {spec.world_size}",
             )
         )
+    publish_uncaught_errors()
     return init_device_mesh(device_type, spec.sizes, mesh_dim_names=spec.names)
 
 

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import _torch_groups as private_groups
 from parallelize._torch_private import uncounted
-from parallelize.comm.groups import Group
+from parallelize.comm.groups import Group, mesh_spec
+from parallelize.comm.uncaught_errors import LATE, publish_uncaught_errors, wait_for_key
 from parallelize.errors import HandshakeError, ParallelizeError, Problem, short_list
 
 TIMEOUT_S = 60.0
@@ -34,7 +35,8 @@ def handshake(mesh: DeviceMesh, facts: Facts, timeout_s: float = TIMEOUT_S) -> N
 
     The mesh's first rank reads the facts of every rank and posts a verdict; every other rank reads only the verdict.
 
-    Raises: HandshakeError on every rank: `ranks-disagree` with keys and ranks, or `ranks-missing` after `timeout_s`.
+    Raises: HandshakeError on every rank: `ranks-disagree` with keys and ranks, `rank-failed` as soon as a rank has ended with an
+        error, or `ranks-missing` after `timeout_s`.
     """
     compare_facts(mesh.mesh.flatten().tolist(), facts, timeout_s)
 
@@ -46,6 +48,7 @@ def compare_facts(
     store = private_groups.default_store()
     if len(ranks) < 2 or store is None or dist.get_backend() == "fake":
         return
+    publish_uncaught_errors()
     me = dist.get_rank()
     base = f"parallelize/handshake/{'-'.join(map(str, ranks)) if len(ranks) < 64 else hash(tuple(ranks))}"
     turn = store.add(f"{base}/turn/{me}", 1)
@@ -70,7 +73,7 @@ def agree_on(mesh: DeviceMesh, timeout_s: float = TIMEOUT_S) -> Iterator[Facts]:
 
     Raises: what the block raises; HandshakeError.
     """
-    facts: Facts = {"torch": torch.__version__}
+    facts: Facts = {"torch": torch.__version__, "mesh": str(mesh_spec(mesh))}
     failure = None
     try:
         yield facts
@@ -90,16 +93,15 @@ def _judge(
     store: dist.Store, prefix: str, ranks: list[int], deadline: float, call: str
 ) -> tuple[list[Problem], list[int]]:
     """The first rank's verdict: (problems, ranks that posted nothing in time)."""
-    facts, missing = {}, []
+    facts: dict[int, Facts] = {}
+    errors: dict[int, str] = {}
     for rank in ranks:
-        remaining = max(0.05, deadline - time.monotonic())
-        try:
-            store.wait([f"{prefix}/facts/{rank}"], timedelta(seconds=remaining))
-            facts[rank] = json.loads(zlib.decompress(store.get(f"{prefix}/facts/{rank}")))
-        except (RuntimeError, dist.DistError):
-            missing.append(rank)
-    problems = [_missing(missing, call)] if missing else []
-    return problems + _differences(facts), missing
+        key, remaining = f"{prefix}/facts/{rank}", max(0.05, deadline - time.monotonic())
+        if error := wait_for_key(store, key, rank, remaining):
+            errors[rank] = error
+        else:
+            facts[rank] = json.loads(zlib.decompress(store.get(key)))
+    return [*_not_here(errors, call), *_differences(facts)], list(errors)
 
 
 def silent_ranks(ranks: list[int], occasion: str, timeout_s: float) -> list[int]:
@@ -128,12 +130,33 @@ def silent_ranks(ranks: list[int], occasion: str, timeout_s: float) -> list[int]
 
 
 def _await_verdict(store: dist.Store, prefix: str, ranks: list[int], timeout_s: float, call: str) -> list[Problem]:
-    try:
-        store.wait([f"{prefix}/verdict"], timedelta(seconds=timeout_s))
-    except (RuntimeError, dist.DistError):
-        return [_missing([rank for rank in ranks if not store.check([f"{prefix}/facts/{rank}"])] or ranks[:1], call)]
+    if error := wait_for_key(store, f"{prefix}/verdict", ranks[0], timeout_s):
+        if error != LATE:
+            return _not_here({ranks[0]: error}, call)
+        try:
+            return [
+                _missing([rank for rank in ranks if not store.check([f"{prefix}/facts/{rank}"])] or ranks[:1], call)
+            ]
+        except RuntimeError:  # the store is gone, with the process that has it
+            return [_missing(ranks[:1], call)]
     verdict = json.loads(store.get(f"{prefix}/verdict"))
     return [Problem(slug, what, rows=tuple(map(tuple, rows)), fix=fix) for slug, what, rows, fix in verdict]
+
+
+def _not_here(errors: dict[int, str], call: str) -> list[Problem]:
+    """The ranks that have ended with an error, and those of which nothing is known."""
+    failed = [(rank, error) for rank, error in errors.items() if error != LATE]
+    late = [rank for rank, error in errors.items() if error == LATE]
+    problems = [
+        Problem(
+            "rank-failed",
+            f"rank {rank} ended before it called {call}: {error.splitlines()[0]}",
+            rows=(("error", error),) if "\n" in error else (),
+            fix=f"correct the error of rank {rank}",
+        )
+        for rank, error in failed[:4]
+    ]
+    return [*problems, *([_missing(late, call)] if late else [])]
 
 
 def _missing(ranks: list[int], call: str) -> Problem:

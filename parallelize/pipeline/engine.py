@@ -41,6 +41,7 @@ from parallelize.pipeline.transport import Transport
 from parallelize.randomness.dropout.position import Clock, Position
 from parallelize.recomputation.recompute import recomputed
 from parallelize.vocabulary.loss.losses import valid_tokens
+from parallelize.watchdog.watching import telling_of
 from parallelize.zero.router_loss import router_loss_of
 
 T = torch.Tensor
@@ -415,7 +416,8 @@ class Pipeline:
         totals[0] = float(run.failure is not None)
         if self._counts_loss():
             totals[1] = loss
-        dist.all_reduce(totals, group=self.world)
+        with telling_of(run.cause):
+            dist.all_reduce(totals, group=self.world)
         return bool(totals[0] > 0) or self.check.differs(), totals[1]
 
     def _counts_loss(self) -> bool:

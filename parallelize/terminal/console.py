@@ -22,7 +22,7 @@ REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 STATUSES = """\
 exit status:
   0    fine
-  1    the command found a difference or damage (verify, checkpoint verify)
+  1    the command found a difference, damage or why a run stopped (verify, checkpoint verify, diagnose)
   2    a mistake in the input: arguments, a plan, a model, a checkpoint
   3    the environment: torch or another package is missing or broken, no GPU where one was asked for,
        a file that cannot be read or written

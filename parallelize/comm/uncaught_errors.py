@@ -1,0 +1,70 @@
+"""An error that ends one rank before it comes to a handshake, told to the ranks that wait there, through the store."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from contextlib import suppress
+from functools import lru_cache
+from types import TracebackType
+
+import torch.distributed as dist
+
+from parallelize import _torch_groups as private_groups
+
+_KEY = "parallelize/uncaught"
+LATE = "did not come in time"
+_LAST_S = 1.0
+"""How long rank 0, whose process may have the store, lives on so that the others can read its error."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.02
+
+
+@lru_cache(maxsize=1)
+def publish_uncaught_errors() -> None:
+    """From now on, an uncaught error of this process is stored for the other ranks, after it was printed as before."""
+    previous, pid = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        if os.getpid() == pid:
+            _publish("".join(traceback.format_exception_only(kind, error)).strip())
+
+    sys.excepthook = hook
+
+
+def _publish(text: str) -> None:
+    store = private_groups.default_store() if dist.is_available() and dist.is_initialized() else None
+    if store is None or dist.get_world_size() == 1:
+        return
+    with suppress(RuntimeError):
+        store.set(f"{_KEY}/{dist.get_rank()}", text)
+        if dist.get_rank() == 0:
+            time.sleep(_LAST_S)
+
+
+def uncaught_error_of(rank: int, store: dist.Store) -> str:
+    """The error that ended a rank, "" where none is known."""
+    key = f"{_KEY}/{rank}"
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def wait_for_key(store: dist.Store, key: str, rank: int, timeout_s: float) -> str:
+    """Wait until a rank has set a key, it has ended with an error, or the time is over.
+
+    Returns: "" if the key is set, else the error, or why there is none.
+    """
+    deadline, pause = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
+    while True:
+        try:
+            if store.check([key]):
+                return ""
+            if text := uncaught_error_of(rank, store):
+                return text
+        except RuntimeError:  # the process that has the store is gone
+            return LATE
+        if time.monotonic() >= deadline:
+            return LATE
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -1,0 +1,178 @@
+"""What this rank is doing, as plain data: where its thread stands and since when, its last collectives, its error."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import sysconfig
+import time
+import traceback
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.applied.records import resolution_of
+from parallelize.watchdog.call_log import CallLog, CollectiveCall, GroupCalls
+
+_PACKAGE = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_COMMUNICATES = (f"{_PACKAGE}/comm/", f"{_PACKAGE}/watchdog/", f"{_PACKAGE}/_torch_groups.py", f"{_TORCH}/distributed/")
+_WORKS_ALONE = (f"{_TORCH}/distributed/checkpoint/", f"{_TORCH}/distributed/fsdp/")
+_DISPATCHES = f"{_TORCH}/_ops.py"
+_PYTHON = sysconfig.get_path("stdlib")
+_PASSED_ON = "torch/nn/modules/module.py"
+"""A file whose lines only call the next one."""
+_RECORDS = f"{_PACKAGE}/watchdog/"
+_RECENT_CALLS = 12
+_STACK_LINES = 24
+
+
+class StandingThread:
+    """Since when the thread that calls collectives has not moved.
+
+    Attributes:
+        since: of the monotonic clock. waits: whether its innermost Python code is that of communication. in_call: whether it is in
+            the last recorded call, or waits for it.
+    """
+
+    def __init__(self, log: CallLog):
+        self.log = log
+        self.since = time.monotonic()
+        self.waits = self.in_call = False
+        self._seen: Any = None
+
+    def frame(self) -> Any:
+        """Its innermost frame, None where it has ended."""
+        return sys._current_frames().get(self.log.thread)
+
+    def sample(self) -> None:
+        """Compare its stack with that of the last sample. Cost: about 10 us."""
+        frame = innermost = self.frame()
+        stack = []
+        while frame is not None:
+            stack.append((id(frame.f_code), frame.f_lasti))
+            frame = frame.f_back
+        seen = (self.log.count, stack)
+        if seen != self._seen:
+            self._seen, self.since = seen, time.monotonic()
+        while innermost is not None and innermost.f_code.co_filename == _DISPATCHES:
+            innermost = innermost.f_back
+        file = "" if innermost is None else innermost.f_code.co_filename
+        self.waits = file.startswith(_COMMUNICATES) and not file.startswith(_WORKS_ALONE)
+        self.in_call = file.startswith(_RECORDS)
+
+    @property
+    def stands_s(self) -> float:
+        return time.monotonic() - self.since
+
+
+def stack_lines(frame: Any) -> list[str]:
+    """The Python stack of a frame, innermost line last."""
+    entries = traceback.extract_stack(frame) if frame is not None else []
+    return [line_of(entry) for entry in entries if not entry.filename.endswith(_PASSED_ON)][-_STACK_LINES:]
+
+
+def is_user_code(file: str) -> bool:
+    """Whether a file is neither of this package, nor of PyTorch, nor installed, nor of Python itself."""
+    return not file.startswith((f"{_PACKAGE}/", f"{_TORCH}/", _PYTHON, "<")) and "site-packages" not in file
+
+
+def line_of(summary: traceback.FrameSummary) -> str:
+    file = summary.filename.removeprefix(f"{Path(_TORCH).parent}/").removeprefix(f"{Path(_PACKAGE).parent}/")
+    return f"{file}:{summary.lineno} in {summary.name}: {(summary.line or '').strip()}"
+
+
+def user_line(frame: Any) -> str:
+    """The innermost line of a stack in user code."""
+    while frame is not None:
+        if is_user_code(frame.f_code.co_filename):
+            return line_of(traceback.extract_stack(frame)[-1])
+        frame = frame.f_back
+    return ""
+
+
+def rank_state(log: CallLog, thread: StandingThread, rank: int, size: int) -> dict[str, Any]:
+    """The state of this rank (see `verdict`), without an error."""
+    frame = thread.frame()
+    last = waiting_call(log, thread)
+    return {
+        **identity(),
+        "rank": rank,
+        "size": size,
+        "time": time.time(),
+        "status": "waits" if last is not None or thread.waits else "runs",
+        "waits_s": round(thread.stands_s, 3),
+        "place": user_line(frame),
+        "stack": stack_lines(frame),
+        "waiting": None if last is None else {"group": last[0].key, "call": call_data(log, last[1])},
+        "total": log.count,
+        "groups": {key: _group_data(log, group) for key, group in list(log.groups.items())},
+    }
+
+
+def waiting_call(log: CallLog, thread: StandingThread) -> tuple[GroupCalls, CollectiveCall] | None:
+    """The call in which this rank waits: one that a device has not finished, else the last one of a thread that stands in it."""
+    for group in list(log.groups.values()):
+        if group.is_pending and group.recent:
+            return group, group.recent[-1]
+    return log.last if thread.in_call else None
+
+
+def call_data(log: CallLog, call: CollectiveCall) -> dict[str, Any]:
+    """A call as plain data, with the rule of its module."""
+    return call.as_data() | {"rule": rule_of(log.names.roots, call.place.module)}
+
+
+def _group_data(log: CallLog, group: GroupCalls) -> dict[str, Any]:
+    recent = [*deque(group.recent, _RECENT_CALLS), *deque(group.recent_messages, _RECENT_CALLS)]
+    return {
+        "axis": log.axis_of(group),
+        "ranks": group.ranks,
+        "collectives": group.collectives,
+        "messages": group.messages,
+        "recent": [call_data(log, call) for call in sorted(recent, key=lambda call: call.at)],
+    }
+
+
+def rule_of(roots: list[nn.Module], fqn: str) -> str:
+    """The style of a module and the line of the plan that gives it, "" where no plan names it."""
+    for root in roots:
+        resolved = resolution_of(root)
+        row = resolved.modules.get(fqn) if resolved is not None else None
+        if row is not None:
+            return ", ".join(filter(None, (str(row.rule.style), row.rule.where)))
+    return ""
+
+
+def identity() -> dict[str, Any]:
+    """Of this process, and of the machine on which its id means something."""
+    return {"host": platform.node(), "machine": _machine(), "pid": os.getpid()}
+
+
+def _machine() -> str:
+    parts = [platform.node()]
+    for read in (
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        lambda: os.readlink("/proc/self/ns/pid"),
+    ):
+        with suppress(OSError):
+            parts.append(read())
+    return " ".join(parts)
+
+
+def process_state(beat: dict[str, Any], machine: str) -> str:
+    """What this machine knows of the process of a heartbeat: "gone", "stopped", "running", or "" for another machine's."""
+    if not beat or beat.get("machine") != machine:
+        return ""
+    try:
+        letter = Path(f"/proc/{beat['pid']}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "gone" if Path("/proc/self/stat").exists() else ""
+    except OSError:
+        return "gone"
+    return {"Z": "gone", "X": "gone", "T": "stopped", "t": "stopped"}.get(letter, "running")

@@ -1,0 +1,98 @@
+"""A watch that finds nothing changes nothing; it knows each collective by module, rule and axis."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from parallelize import ModelError, Problem, watch
+from parallelize.watchdog.call_log import CallLog, axes_of
+from parallelize.watchdog.rank_state import StandingThread, waiting_call
+from parallelize.watchdog.watching import follows_from_another_rank
+from tests.support.refused import small_mesh
+from tests.watchdog.watch_jobs import calls_and_places, differs_in_dtype, trains_as_without
+
+
+def test_losses_are_those_without_it_and_everything_is_restored(two_processes, tmp_path):
+    for losses, restored, hook_restored in two_processes.run(trains_as_without, str(tmp_path / "reports")):
+        assert losses[0] == losses[1]
+        assert restored and hook_restored
+    assert not (tmp_path / "reports").exists()  # nothing went wrong, nothing is left
+
+
+def test_collectives_are_known_by_module_rule_and_axis(two_processes, tmp_path):
+    for known in two_processes.run(calls_and_places, str(tmp_path)):
+        assert known["axis"] == "tp (ranks 0, 1)"
+        text = "\n".join(known["recent"])
+        assert "model.layers.1.mlp (gather, tp_plans/llama.yaml:18:5), backward" in text
+        assert "model.embed_tokens" not in known["recent"][-1] and known["recent"][-1].endswith("the script")
+        assert known["total"] > len(known["recent"])
+
+
+def test_a_collective_of_two_dtypes_is_refused_on_both_ranks(two_processes, tmp_path):
+    for text in two_processes.run(differs_in_dtype, str(tmp_path)):
+        assert "collectives-differ" in text and "float64" in text and "float32" in text
+
+
+def test_without_processes_it_does_nothing_and_one_is_open_at_a_time(tmp_path):
+    with watch(folder=tmp_path / "reports") as open_watch:
+        with pytest.raises(ModelError, match="watch-open"):
+            watch()
+        open_watch.add(torch.nn.Linear(2, 2))
+        assert open_watch.watched is None and open_watch.thread is None
+    watch(folder=tmp_path / "reports").close()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "follows"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4"), True),
+        (RuntimeError("Timed out waiting 6000ms for recv operation to complete"), True),
+        (torch.distributed.DistNetworkError("lost"), True),
+        (ModelError(Problem("rank-lost", "a rank did not answer")), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+)
+def test_errors_that_only_follow_from_another_rank(error, follows):
+    assert follows_from_another_rank(error) is follows
+
+
+class _DeviceWork:
+    def __init__(self):
+        self.finished = False
+
+    def is_completed(self) -> bool:
+        return self.finished
+
+
+def test_a_rank_waits_while_a_device_has_not_finished_its_last_collective():
+    """Where the host does not wait in a collective, as with NCCL."""
+    with small_mesh(tp=2) as mesh:
+        log = CallLog()
+        group, call = log.add(mesh.get_group(), "allreduce", torch.ones(2), None)
+        group.device_work = work = _DeviceWork()
+        assert waiting_call(log, StandingThread(log)) == (group, call)
+        work.finished = True
+        assert waiting_call(log, StandingThread(log)) is None and group.device_work is None
+
+
+def test_calls_of_a_save_in_the_background_are_not_what_the_others_wait_for():
+    with small_mesh(tp=2) as mesh:
+        log = CallLog()
+        made = log.add(mesh.get_group(), "allreduce", torch.ones(2), None)
+        background = threading.Thread(target=log.add, args=(mesh.get_group(), "allgather", torch.ones(3), None))
+        background.start()
+        background.join()
+        assert log.last == made and log.count == 2 and log.thread == threading.get_ident()
+
+
+def test_the_axes_of_a_group_are_the_fewest_that_have_its_ranks():
+    with small_mesh(dp=2, cp=1, tp=2) as mesh:
+        assert [axes_of(mesh, ranks) for ranks in ([0, 1], [1, 3], [0, 1, 2, 3], [0, 3], [0, 9])] == [
+            *("tp", "dp", "dp+tp", "", ""),
+        ]

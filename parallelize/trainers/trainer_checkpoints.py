@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from parallelize.checkpoint.format import folders
-from parallelize.checkpoint.run.checkpointer import Checkpointer, load_checkpoint
+from parallelize.checkpoint.run.checkpointer import Checkpointer
+from parallelize.checkpoint.run.load_checkpoint import load_checkpoint
 from parallelize.errors import CheckpointError, Problem
 from parallelize.randomness.generators import random_state, set_random_state
 from parallelize.trainers.rank_batches import MicroBatches

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ from parallelize.launch.preflight.timed_links import timed_links
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
 from parallelize.models.model_source import read_model
 from parallelize.terminal.console import FINE, status_of
+from parallelize.watchdog.watching import watch
 
 MISTAKES = (LaunchError, PlanError, MeshError, ModelError, ShapeError, DataError, GradientError)
 """Errors that another attempt would meet again. Others are failures: of a peer, a disk, a device."""
@@ -151,7 +153,8 @@ def _run(this: _Rank, other_mesh: bool, dry_run: bool) -> int:
     with ExitStack() as stack:
         around = Surroundings(chosen, mesh, this.device, this.predicted, this.tell)
         loop = build_run(config, around, stack)
-        # a watchdog of hangs is switched on here: `loop.watching = lambda: watch(...)`, entered around all steps
+        if config.watch_s:
+            loop.watching = partial(watch, mesh, timeout_s=config.watch_s, folder=config.watch_folder)
         status = loop.run()
         note_peaks(loop, around)
     return status

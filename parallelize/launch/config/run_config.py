@@ -104,6 +104,16 @@ class AnomalySection:
 
 
 @dataclass(frozen=True)
+class WatchSection:
+    timeout_s: int = key(
+        "count", "seconds in one collective after which the rank that is missing is named; 0: no watch", 300, least=0
+    )
+    folder: str = key(
+        "text", "files of a run that was ended, for `parallelize diagnose` (default: beside the checkpoints)", ""
+    )
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A run.
 
@@ -127,11 +137,23 @@ class RunConfig:
     checkpoints: CheckpointSection = key("section", "where and when", CheckpointSection(), of=CheckpointSection)
     metrics: MetricsSection = key("section", "what the run shows", MetricsSection(), of=MetricsSection)
     anomalies: AnomalySection = key("section", "what happens at NaN and at spikes", AnomalySection(), of=AnomalySection)
+    watch: WatchSection = key("section", "names ranks that hang, die or differ", WatchSection(), of=WatchSection)
     hardware: str = key("text", "a profile of `explain` and `fit` (default: cpu, or h100-sxm)", "")
     grace_s: int = key("count", "seconds between a scheduler's signal and its kill", 30)
     timeout_s: int = key("count", "how long ranks wait for each other in a collective", 600)
     source: str = "<run>"
     text: str = ""
+
+    @property
+    def watch_s(self) -> float:
+        """Seconds that a rank may wait in one collective: fewer than those after which the collective itself fails."""
+        return min(self.watch.timeout_s, 0.8 * self.timeout_s)
+
+    @property
+    def watch_folder(self) -> str:
+        """Where the ranks of a run that was ended leave their files."""
+        beside = f"{self.checkpoints.folder.rstrip('/')}-watch" if self.checkpoints.folder else "watch-reports"
+        return self.watch.folder or beside
 
     def batch_of(self, mesh: MeshSpec) -> int:
         """Rows of a step of one data rank."""

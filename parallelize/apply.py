@@ -42,6 +42,7 @@ from parallelize.applied.records import (
 from parallelize.applied.sharding import Sharder
 from parallelize.applied.state_dict import install_state_hooks
 from parallelize.applied.stock_methods import guard_stock_methods
+from parallelize.applied.storage import Storage
 from parallelize.applied.transaction import Transaction
 from parallelize.applied.user_initializers import guard_initializers
 from parallelize.applied.written_versions import count_optimizer_writes
@@ -53,7 +54,7 @@ from parallelize.data.prepared_by_accelerate import guard_accelerate
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.model_facts import ModelFacts
-from parallelize.plan.options import STANDARD, Options, wrong_folding
+from parallelize.plan.options import Options, wrong_folding
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
@@ -190,35 +191,6 @@ def apply_plan(
         apply_context(module, mesh, lambda: agreed.resolved)
     watch_optimizers()
     return module
-
-
-@dataclass(frozen=True)
-class Storage:
-    """How parameters are stored; see `parallelize_module`."""
-
-    src_data_rank: int | None = 0
-    weights_dtype: torch.dtype | None = None
-    device: torch.device | str | None = None
-    check_replicated: bool | None = None
-    compare_every: int = STANDARD.compare_every
-
-    @property
-    def compares(self) -> bool:
-        """Whether parameters that become replicated DTensors are compared; by default, where they are not broadcast."""
-        return self.src_data_rank is None if self.check_replicated is None else self.check_replicated
-
-    @property
-    def compare_inputs_every(self) -> int:
-        """Forwards between comparisons of the inputs; 0: none."""
-        return {True: 1, None: self.compare_every, False: 0}[self.check_replicated]
-
-    def facts(self) -> dict[str, str]:
-        """What every rank must have been given alike."""
-        return {
-            "option weights_dtype": str(self.weights_dtype),
-            "option src_data_rank": str(self.src_data_rank),
-            "option check_replicated": str(self.check_replicated),
-        }
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from parallelize.applied.early_optimizers import refuse_early_optimizers
 from parallelize.applied.offloaded_models import refuse_offloaded
 from parallelize.applied.other_wrappers import refuse_wrapped
 from parallelize.applied.records import cut_of
-from parallelize.apply import Storage, apply_plan
+from parallelize.applied.storage import Storage
+from parallelize.apply import apply_plan
 from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.groups import mesh_spec, with_tp
 from parallelize.comm.handshake import agree_on

@@ -31,7 +31,7 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.randomness.dropout.install import drops
 from parallelize.tensor.attention_calls import AttentionCalls
-from parallelize.tensor.installer import refuse_attentions
+from parallelize.tensor.refused_outputs import refuse_attentions
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 
 

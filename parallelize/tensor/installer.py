@@ -15,7 +15,6 @@ from parallelize.applied.pending_reductions import PendingReduction, PendingRedu
 from parallelize.applied.sharding import shared_of
 from parallelize.comm.groups import Group, group_for
 from parallelize.comm.input_check import InputCheck
-from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 from parallelize.plan.adapters import BASE
@@ -32,18 +31,21 @@ from parallelize.tensor.embedding import vocabulary_embedding
 from parallelize.tensor.feature_norm import gather_normalized
 from parallelize.tensor.multihead_attention import replicated_multihead, sharded_multihead
 from parallelize.tensor.overlap_sites import Overlap, PlannedCallSite
-from parallelize.tensor.planned_forward import (
-    Planned,
-    argument_of,
-    install,
+from parallelize.tensor.overlapped_forwards import (
     install_overlapped,
-    installed,
     overlapped_block,
     overlapped_column,
     overlapped_consumer,
     overlapped_row,
+)
+from parallelize.tensor.planned_forward import (
+    Planned,
+    argument_of,
+    install,
+    installed,
     reading_children,
 )
+from parallelize.tensor.refused_outputs import refuse_attentions, refuse_hidden_states
 from parallelize.tensor.region import EvenShards, Region
 from parallelize.tensor.rms_norm import sharded_rms_norm
 from parallelize.tensor.row_linear import OverlappedRowLinear
@@ -379,7 +381,7 @@ class Installer:
             planned.leave = self.region.leave
             install(objects[region.leave], planned)
         decoder = region.enter.rpartition(".")[0].rpartition(".")[0]
-        objects[decoder].register_forward_pre_hook(_refuse_hidden_states, with_kwargs=True)
+        objects[decoder].register_forward_pre_hook(refuse_hidden_states, with_kwargs=True)
 
     def _planned(self, module: nn.Module) -> Planned:
         planned = installed(module)
@@ -391,33 +393,3 @@ def _of_children(module: nn.Module, read: tuple[str, ...]) -> Callable | None:
     if isinstance(module, nn.MultiheadAttention):
         return replicated_multihead
     return reading_children(read) if read else None
-
-
-def _refuse_hidden_states(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Refuse `output_hidden_states`: hidden states recorded inside the region are shards that look like full ones."""
-    if _requests(module, kwargs, "output_hidden_states"):
-        raise ModelError(
-            Problem(
-                "hidden-states-are-shards",
-                "output_hidden_states under sequence parallelism would return sequence shards",
-                fix="apply the plan with sequence_parallel=False to look at hidden states",
-            )
-        )
-
-
-def refuse_attentions(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Refuse `output_attentions`: recorded attention weights are those of this rank's heads alone."""
-    if _requests(module, kwargs, "output_attentions"):
-        raise ModelError(
-            Problem(
-                "attentions-are-shards",
-                "output_attentions would return the weights of this rank's heads alone",
-                fix="look at attention weights on a model without a plan",
-            )
-        )
-
-
-def _requests(module: nn.Module, kwargs: dict, option: str) -> bool:
-    """Whether a call sets this option, or the config does by default."""
-    value = kwargs.get(option)
-    return bool(getattr(getattr(module, "config", None), option, False) if value is None else value)

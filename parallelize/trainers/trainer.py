@@ -20,12 +20,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from parallelize.applied.stock_class import class_of
 from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on
 from parallelize.data.loader_check import check_loader
 from parallelize.errors import ModelError, Problem, ShapeError
 from parallelize.loop.clip import clip_grad_norm_
+from parallelize.models.wrapped_models import forward_signature
 from parallelize.pipeline.parallel_model import ParallelModel
 from parallelize.pipeline.step_targets import token_loss
 from parallelize.randomness.dropout.position import Position
@@ -106,7 +106,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         return accepts and getattr(model, "loss_type", None) == "ForCausalLM"
 
     def _forward_parameters(self) -> Any:
-        return inspect.signature(class_of(self.parallel.module).forward).parameters
+        return forward_signature(self.parallel.module).parameters
 
     def _set_signature_columns_if_needed(self) -> None:
         """The columns of the data that the model reads."""

@@ -102,3 +102,23 @@ def test_an_incomplete_checkpoint_is_passed_over(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         _newest(tmp_path)
     assert caught.value.slugs == ("no-checkpoint",)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"tp": 2}, dict(sequence_parallel=True)),
+        pytest.param({"pp": 2}, dict(num_microbatches=4), marks=pytest.mark.sweep),
+        pytest.param({"dp": 2, "tp": 2}, dict(zero=3), marks=pytest.mark.sweep),
+    ],
+)
+def test_adapters_are_saved_alone_and_the_best_come_back(ranks, tmp_path, axes, options):
+    peft = pytest.importorskip("peft")
+    settings = {**BEST, "max_steps": 4, "adapter": "lora", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
+    expected = jobs.run_trainer(0, str(tmp_path / "one"), None, **settings)
+    actual = ranks(axes, jobs.run_trainer, str(tmp_path / "mesh"), axes, options, **settings)[0]
+    assert expected["last eval_loss"] < max(expected["eval_loss"][1:])  # the last weights are not the best
+    assert actual["last eval_loss"] == pytest.approx(expected["last eval_loss"], rel=1e-6)
+    checkpoint = max((tmp_path / "mesh").glob("checkpoint-*"))
+    assert (checkpoint / "adapter_model.safetensors").is_file() and not (checkpoint / "model.safetensors").exists()
+    peft.PeftConfig.from_pretrained(checkpoint)

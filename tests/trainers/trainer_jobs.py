@@ -19,6 +19,7 @@ from parallelize import build_mesh
 from parallelize.data.packing import FittedRows
 from parallelize.training import parallelize_model
 from tests.support.models import tiny_model
+from tests.tensor.adapted_models import adapted_model
 
 SAMPLES, LENGTH, BATCH = 40, 11, 8
 
@@ -91,6 +92,7 @@ def run_trainer(
     options: dict[str, Any] | None = None,
     *,
     family: str = "llama",
+    adapter: str = "",
     config: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float64,
     resume: bool = False,
@@ -108,7 +110,7 @@ def run_trainer(
 
     multiprocessing.current_process()._config["daemon"] = False  # a rank may start workers
     with launched(None if axes else 1):
-        model = tiny_model(family, dtype, **(config or {}))
+        model = adapted_model(family, adapter, dtype) if adapter else tiny_model(family, dtype, **(config or {}))
         data = dict(train_dataset=rows(), eval_dataset=rows(13)) | (extras or {})
         data["callbacks"] = [Stops(stop_after), *data.get("callbacks", [])]
         if axes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -43,34 +43,27 @@ def refuse_early_optimizers(module: nn.Module, replaced: Iterable[str] | None = 
 
 
 def give_new_parameters(replaced: Sequence[tuple[Any, Any]]) -> None:
-    """Let optimizers that have parameters of the model step those that take their places.
+    """Let lists and dictionaries that have parameters of the model, as those of optimizers, have what takes their places.
 
     Args:
         replaced: (parameter, new one) of each, of which none was stepped yet. Nothing else refers to a parameter, but what uses it.
     """
     new_of = {id(old): new for old, new in replaced}
-    done: set[int] = set()
     for old, _ in replaced:
-        if id(old) in done or sys.getrefcount(old) <= _IN_LOOP:
-            continue
-        for group in _groups_with(old):  # inspects every object of the process, once for each group
-            done |= {id(parameter) for parameter in group["params"]}
-            group["params"] = [new_of.get(id(parameter), parameter) for parameter in group["params"]]
+        if sys.getrefcount(old) > _IN_LOOP:
+            for holder in gc.get_referrers(old):  # inspects every object of the process, once for each holder or so
+                _replace_in(holder, new_of)
 
 
 _IN_LOOP = 3
 """References to a parameter above: of its pair, of the variable, and of the call."""
 
 
-def _groups_with(parameter: Any) -> Iterator[dict[str, Any]]:
-    """The parameter groups of optimizers that contain a parameter."""
-    for holder in gc.get_referrers(parameter):
-        if type(holder) is list:
-            yield from (group for group in gc.get_referrers(holder) if _is_group(group, holder))
-
-
-def _is_group(holder: Any, parameters: list[Any]) -> bool:
-    return type(holder) is dict and holder.get("params") is parameters
+def _replace_in(holder: Any, new_of: Mapping[int, Any]) -> None:
+    if type(holder) is list:
+        holder[:] = [new_of.get(id(value), value) for value in holder]
+    elif type(holder) is dict:
+        holder.update({key: new_of[id(value)] for key, value in holder.items() if id(value) in new_of})
 
 
 def _referenced_elsewhere(module: nn.Module) -> bool:

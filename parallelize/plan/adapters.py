@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from parallelize.errors import PlanError, Problem
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import alternatives, generic, is_default, matches
 from parallelize.plan.schema import Plan, Rule
-from parallelize.styles.adapter_styles import adapter_styles
+from parallelize.styles.adapter_styles import adapter_styles, adapts_parameters
 from parallelize.styles.style import StyleText
 
 BASE, ORIGINAL, COPIES = "base_layer", "original_module", "modules_to_save"
@@ -23,6 +24,7 @@ BASE, ORIGINAL, COPIES = "base_layer", "original_module", "modules_to_save"
 _PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B", "ia3_l")
 _WITHOUT_PARAMETERS = ("lora_dropout",)
 _PROMPTS = "prompt_encoder"
+_VARIANTS = ("DoraLinearVariant", "ALoraLinearVariant", "QALoraLinearVariant")
 
 
 def adapted_layers(model: ModelFacts) -> tuple[str, ...]:
@@ -73,8 +75,8 @@ def for_adapters(plan: Plan, model: ModelFacts) -> Plan:
 
     Raises: PlanError `unplanned-adapter`.
     """
-    if plan.unclaimed == "leave" or any(rule.style.traits.wraps for rule in plan.rules):
-        return plan  # a dict of style objects names each module itself; or the plan is for adapters already
+    if plan.unclaimed == "leave":  # a dict of style objects names each module itself
+        return plan
     adapted, copied = adapted_layers(model), copied_layers(model)
     rules = _Rules(model, adapted, copied)
     if not adapted and not copied:
@@ -133,7 +135,7 @@ class _Rules:
 
     def of(self, rule: Rule) -> Iterator[Rule]:
         """The rules in the place of one."""
-        if is_default(rule.pattern):
+        if is_default(rule.pattern) or rule.style.traits.wraps:  # the plan is for some of the adapters already
             self.planned |= {name for name in self.adapted if matches(rule.pattern, name)}
             yield rule
             return
@@ -184,7 +186,7 @@ class _Rules:
 
     def _parts(self, rule: Rule, pattern: str, name: str) -> Iterator[Rule]:
         styles = adapter_styles(rule.style, scales_input=self._scales_input(name))
-        unknown = self._unknown_parts(name)
+        unknown = self._unknown_parts(name, rule)
         if styles is None or unknown:
             self._refuse(name, unknown[0] if unknown else f"beside a layer that is `{rule.style}`")
             return
@@ -201,11 +203,25 @@ class _Rules:
                 self._refuse(name, f"{key}, beside a layer that is `{rule.style}`")
         yield from (replace(rule, pattern=where, style=of[key]) for key, of, where in parts if self._has(name, key))
 
-    def _unknown_parts(self, name: str) -> list[str]:
-        """Children with parameters, beside the layer, that are no adapters that a plan can serve."""
-        children = self.model.objects[name].named_children()
+    def _unknown_parts(self, name: str, rule: Rule) -> list[str]:
+        """What is beside the layer that no plan can serve: other children with parameters, other classes, other variants of LoRA."""
+        layer: Any = self.model.objects[name]
         known = (BASE, *_PARTS, *_WITHOUT_PARAMETERS)
-        return [key for key, child in children if key not in known and any(True for _ in child.parameters())]
+        parts = [
+            key for key, child in layer.named_children() if key not in known and any(True for _ in child.parameters())
+        ]
+        for key in ("lora_A", "lora_B"):
+            for child in self.model.objects[f"{name}.{key}"].children() if self._has(name, key) else ():
+                parts += (
+                    [f"a {type(child).__name__} in {key}"]
+                    if type(child).__module__ != "torch.nn.modules.linear"
+                    else []
+                )
+        variants = {type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()}
+        parts += sorted(variants - set(_VARIANTS))
+        if hasattr(layer, "parameter_name") and not adapts_parameters(rule.style):
+            parts.append(f"of its parameter {layer.parameter_name}")
+        return parts
 
     def _refuse(self, name: str, what: str) -> None:
         kind = type(self.model.objects[name])
@@ -234,7 +250,8 @@ class _Rules:
             yield from (replace(rule, pattern=name) for name in names)
             yield from (replace(rule, pattern=f"{name}.{BASE}.{key}") for name in matched.adapted)
             for name in matched.copied:
-                yield from self._copies(replace(rule, pattern=f"{name}.{ORIGINAL}.{key}"), name)
+                yield replace(rule, pattern=f"{name}.{ORIGINAL}.{key}")
+                yield replace(rule, pattern=f"{name}.{COPIES}.*.{key}", optional=True)
             return
         yield rule
 

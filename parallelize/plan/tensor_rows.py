@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mean, near, short_list
 from parallelize.layout import replicated
+from parallelize.plan.adapters import layer_name
 from parallelize.plan.local_attributes import local_attributes
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
 from parallelize.plan.parameter_layouts import LayoutMaker
@@ -276,7 +277,7 @@ class _Resolver:
                 self.problems.append(Problem("region-on-edge", what, row.rule.where, fix=fix))
 
     def _inside(self, name: str, row: RegionRow, region: RegionBounds | None) -> bool:
-        return region is not None and (name == row.leave or name.startswith(region.layers + "."))
+        return region is not None and (layer_name(name) == row.leave or name.startswith(region.layers + "."))
 
     # -- parameters -----------------------------------------------------------------------------------------------
 

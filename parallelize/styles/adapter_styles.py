@@ -71,7 +71,9 @@ def _of_row(style: StyleText, scales_input: bool) -> AdapterStyles:
 
 
 def _of_replicated(style: StyleText, scales_input: bool) -> AdapterStyles:
-    return AdapterStyles(style, dict.fromkeys(("lora_A", "lora_B", "lora_magnitude_vector"), style))
+    bare = ("ia3_l", "lora_embedding_A", "lora_embedding_B") if style.traits.for_parameters else ()
+    modules = dict.fromkeys(("lora_A", "lora_B", "lora_magnitude_vector"), style)
+    return AdapterStyles(style, modules, dict.fromkeys(bare, style))
 
 
 def _of_experts(style: StyleText, scales_input: bool) -> AdapterStyles:
@@ -82,7 +84,12 @@ def _of_experts(style: StyleText, scales_input: bool) -> AdapterStyles:
 def _of_embedding(style: StyleText, scales_input: bool) -> AdapterStyles:
     """Its output is full on every rank, and so are the adapters."""
     full = StyleText("replicate")
-    return AdapterStyles(style, {"lora_magnitude_vector": full}, {"lora_embedding_A": full, "lora_embedding_B": full})
+    return AdapterStyles(style, parameters={"lora_embedding_A": full, "lora_embedding_B": full})
+
+
+def adapts_parameters(style: StyleText) -> bool:
+    """Whether PEFT may adapt bare parameters of a module with this rule (`target_parameters`)."""
+    return style.word == "experts"
 
 
 _BY_WORD: dict[str, Callable[[StyleText, bool], AdapterStyles]] = {

@@ -62,11 +62,11 @@ def _delta(module: Any, adapter: str, layout: Layout, rank: int) -> T:
     up = up.view(up.shape[0], -1, module.num_experts)  # [out, r, experts]
     is_transposed = not module._did_swap_in_out_features  # stored as [experts, in, out]
     empty = (slice(0, 0),) * 3
-    full = [pair.full for pair in layout.slices(rank)] or [empty]
-    parts = [_block(by_expert, up, part, is_transposed) for part in full]
+    stored = [pair.full for pair in layout.slices(rank)]
+    parts = [_block(by_expert, up, part, is_transposed) for part in stored or [empty]]
     delta = parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim or 0)
-    if delta.shape != (shape := layout.local_shape(rank)):
-        delta = delta.sum() + delta.new_zeros(shape)  # nothing is stored here: a gradient of zeros
+    if not stored:  # a gradient of zeros
+        delta = delta.sum() + delta.new_zeros(layout.local_shape(rank))
     return delta * module.scaling[adapter]
 
 

@@ -37,9 +37,9 @@ def adapted_forward(module: nn.Module, group: Group, *, converts: bool, sums: bo
         converts: the layer is a column or row linear, whose conversions are done around its adapters.
         sums: it is a row linear.
     """
-    shown = tuple(name for name in _shown(module) if installed(module.get_submodule(name)) is not None)
+    reads = any(True for _ in _shown(module))
     if not converts:
-        return _reading(_stock_forward, shown)
+        return _reading(_stock_forward) if reads else _stock_forward
     base = module.get_submodule(BASE)
     planned = installed(base)
     assert planned is not None
@@ -50,7 +50,7 @@ def adapted_forward(module: nn.Module, group: Group, *, converts: bool, sums: bo
         _scale_bias(module, planned, group)
     for norm in getattr(module, "lora_magnitude_vector", {}).values() if sums else ():
         norm.__dict__["get_weight_norm"] = SummedWeightNorm(group, norm.fan_in_fan_out)
-    return _reading(_around_linear, shown)
+    return _reading(_around_linear) if reads else _around_linear
 
 
 def _scale_bias(module: nn.Module, planned: Planned, group: Group) -> None:
@@ -111,13 +111,11 @@ def _stock_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return run_stock(self, self._applied.planned, args, kwargs)
 
 
-def _reading(forward: Callable, shown: tuple[str, ...]) -> Callable:
-    """A forward that runs while these submodules show local tensors in place of their parameters."""
-    if not shown:
-        return forward
+def _reading(forward: Callable) -> Callable:
+    """A forward that runs while what it reads of submodules are local tensors."""
 
     def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _local_parameters([self.get_submodule(name) for name in shown]):
+        with _local_parameters([self.get_submodule(name) for name in _shown(self)]):
             return forward(self, *args, **kwargs)
 
     return reading

@@ -207,10 +207,13 @@ class Installer:
         """Install what was added to a planned model: `model` has the facts of these modules alone."""
         for fqn, facts in self._inside_first():
             module, row = self.model.objects[fqn], self.resolved.modules.get(fqn)
-            slots = tuple(self._slot(fqn, key) for key in facts.shapes)
             earlier = installed(module)
+            known = {slot.key for slot in earlier.slots} if earlier is not None else set()
+            slots = tuple(self._slot(fqn, key) for key in facts.shapes if key not in known)
             if earlier is None:
                 self._install(module, slots, row, ())
+            elif slots:  # a container of one more parameter
+                earlier.slots = (*earlier.slots, *slots)
             elif row is not None and row.contract.traits.wraps:  # with one more adapter
                 module.__dict__["forward"] = MethodType(self._adapted(module, row), module)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +22,15 @@ from parallelize.applied.records import PlanRecord, applied, axis_of_layout, cut
 from parallelize.applied.sharding import Sharder
 from parallelize.applied.state_dict import install_state_hooks
 from parallelize.errors import ModelError, Problem
-from parallelize.plan.adapters import BASE, COPIES, adapted_layers, for_adapters, layer_name
+from parallelize.plan.adapters import (
+    BASE,
+    ORIGINAL,
+    adapted_layers,
+    copied_layers,
+    for_adapters,
+    is_adapted,
+    layer_name,
+)
 from parallelize.plan.model_facts import ModelFacts, describe
 from parallelize.plan.pattern import alternatives, matches
 from parallelize.plan.resolved import ResolvedPlan
@@ -70,16 +79,21 @@ def _before_forward(model: nn.Module, _: Any) -> None:
     for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _before_forward]:
         del model._forward_pre_hooks[key]
     record = record_of(model)
-    if record is None or record.group.size == 1:
+    is_alone = record is None or (record.group.size == 1 and applied(model).data is None)
+    if record is None or is_alone:
         return
     facts = describe(model)
     added = _added_parameters(facts)
-    if not added:
+    edge = record.resolved.region.leave if record.resolved.region is not None else ""
+    planned = record.resolved.modules
+    copied = [name for name in copied_layers(facts) if name == edge and f"{name}.{ORIGINAL}" not in planned]
+    if not added and not copied:
         return
     plan_later_adapters(model)  # the modules of adapters may get others
-    _refuse(model, record, facts)
+    _refuse(model, record, facts, copied)
     _check_sizes(facts)
-    _plan(model, record, facts, added)
+    with torch.inference_mode(False):
+        _plan(model, record, facts, added)
 
 
 def _added_parameters(facts: ModelFacts) -> dict[str, nn.Parameter]:
@@ -94,13 +108,14 @@ def _names_inside(facts: ModelFacts, layer: str) -> Iterator[str]:
     yield from (f"{layer}.{key}" for key, _ in facts.objects[layer].named_parameters())
 
 
-def _refuse(model: nn.Module, record: PlanRecord, facts: ModelFacts) -> None:
+def _refuse(model: nn.Module, record: PlanRecord, facts: ModelFacts, copied: list[str]) -> None:
     """Refuse what PEFT can only be asked for before the plan."""
     overlapped = [name for name in adapted_layers(facts) if _overlaps(facts.objects[f"{name}.{BASE}"])]
     reasons = {
         "the model is cut into pipeline stages": cut_of(model) is not None,
         "its parameters are sharded over data axes": applied(model).data is not None,
         f"the collective of {overlapped[0] if overlapped else ''} overlaps with its matmul": bool(overlapped),
+        f"{copied[0] if copied else ''} is where sequence parallelism ends, and was copied": bool(copied),
         "its plan is a dict of style objects": record.resolved.plan.unclaimed == "leave",
     }
     for reason, is_so in reasons.items():
@@ -149,7 +164,7 @@ def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, added: dict[s
 def _rows(record: PlanRecord, facts: ModelFacts, added: Mapping[str, Any]) -> tuple[Plan, TensorRows]:
     """(the plan with its adapters, the rows of what was added)."""
     stock = record.resolved.plan
-    plan = stock if any(rule.style.traits.wraps for rule in stock.rules) else for_adapters(stock, facts)
+    plan = for_adapters(stock, facts)
     owners = {name.rpartition(".")[0] for name in added}
     new = {*added, *owners, *(name for name in adapted_layers(facts) if not _is_wrapped(facts, name))}
     rules = tuple(rule for rule in plan.rules if _names_any(rule, new))
@@ -177,7 +192,8 @@ def _modules_of(facts: ModelFacts, rows: TensorRows) -> dict[str, None]:
 
 def _renamed(resolved: ResolvedPlan, plan: Plan, facts: ModelFacts, rows: TensorRows) -> ResolvedPlan:
     """The resolved plan under the names of now: a layer with adapters is its wrapper's `base_layer`."""
-    by_layer = {layer_name(name): name for name in facts.modules if name.endswith(f".{BASE}") and COPIES not in name}
+    bases = (name for name in facts.modules if is_adapted(name) and name not in resolved.modules)
+    by_layer = {layer_name(name): name for name in bases}
 
     def of_module(name: str) -> str:
         return by_layer.get(name, name)

@@ -28,6 +28,9 @@ def config(kind: str) -> Any:
         "embedding": lambda: peft.LoraConfig(r=3, target_modules=some["target_modules"]),
         "copies": lambda: peft.LoraConfig(**ends),
         "ia3": lambda: peft.IA3Config(target_modules=LINEARS, feedforward_modules=["down_proj", "up_proj"]),
+        "every bias": lambda: peft.LoraConfig(r=3, target_modules=LINEARS, bias="all"),
+        "norms": lambda: peft.LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["norm", "input_layernorm"]),
+        "blocks": lambda: peft.LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["mlp"]),
         "experts": lambda: peft.LoraConfig(**experts),
         "dropout": lambda: peft.LoraConfig(**{**every, "target_modules": LINEARS}, lora_dropout=0.2),
     }

@@ -18,7 +18,7 @@ pytest.importorskip("peft")
 
 DATA = [tiny_batch(67, seed=1), tiny_batch(67, seed=2)]
 BOTH = {"sequence_parallel": True, "loss_parallel": True}
-KINDS = ["lora", "bias", "dora", "some layers", "embedding", "copies", "ia3"]
+KINDS = ["lora", "bias", "dora", "some layers", "embedding", "copies", "ia3", "every bias", "norms", "blocks"]
 
 
 def check(family: str, kind: str, tp: int, dtype: torch.dtype = torch.float64, **options) -> None:
@@ -177,6 +177,21 @@ def test_prefixes_of_all_heads_are_refused():
 
     prefixes = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     assert refused(peft.get_peft_model(tiny_model("llama"), prefixes)).slugs == ("unplanned-adapter",)
+
+
+def test_parts_that_are_no_plain_linears_are_refused():
+    import peft
+
+    from tests.support.models import tiny_model
+
+    ends = peft.LoraConfig(r=2, target_modules=["embed_tokens"], use_dora=True)
+    assert "DoraEmbeddingVariant" in str(refused(peft.get_peft_model(tiny_model("llama"), ends)))
+    blocks = peft.LoraConfig(
+        r=4, target_modules=["o_proj"], use_bdlora=peft.BdLoraConfig(target_modules_bd_a=["o_proj"], nblocks=2)
+    )
+    assert "BdLora" in str(refused(peft.get_peft_model(tiny_model("llama"), blocks)))
+    bare = peft.LoraConfig(r=2, target_modules=[], target_parameters=["q_proj.weight"])
+    assert "parameter weight" in str(refused(peft.get_peft_model(tiny_model("llama"), bare)))
 
 
 def test_an_adapter_on_a_head_whose_logits_are_deferred_is_refused():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
 from parallelize.checkpoint.run.snapshot import reshard_units
 from parallelize.errors import CheckpointError, ParallelizeError, Problem
-from parallelize.plan.adapters import BASE, is_adapter_parameter
+from parallelize.plan.adapters import is_adapter_parameter
 
 T = torch.Tensor
 
@@ -60,12 +59,12 @@ def _write(root: Any, on_mesh: ModelOnMesh, sync: RankSync, folder: Path) -> Pat
     if sync.is_coordinator and folder.exists() and any(folder.iterdir()):
         error = CheckpointError(Problem("folder-not-empty", f"{folder} has files already", fix="choose a new folder"))
     sync.agree(error)
-    state = _gathered(root, on_mesh, sync)
+    state, expected = _gathered(root, on_mesh, sync)
     if sync.is_coordinator:
         temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
         try:
             root.save_pretrained(temporary, state_dict=state)
-            _check(root, temporary, state)
+            _check(temporary, expected)
             if folder.exists():
                 folder.rmdir()
             os.replace(temporary, folder)
@@ -76,39 +75,45 @@ def _write(root: Any, on_mesh: ModelOnMesh, sync: RankSync, folder: Path) -> Pat
     return folder
 
 
-def _gathered(root: nn.Module, on_mesh: ModelOnMesh, sync: RankSync) -> dict[str, T]:
-    """The full tensors of all adapters, on the CPU of the first rank; empty on the others."""
-    is_first, embeddings = on_mesh.is_first, {*_adapted_embeddings(root)}
+def _gathered(root: Any, on_mesh: ModelOnMesh, sync: RankSync) -> tuple[dict[str, T], set[str]]:
+    """(full tensors on the CPU of the first rank, the names that PEFT gives to what it saves); empty on the others."""
+    selected, saved = _selected(root)
     state: dict[str, T] = {}
-    for name, parameter in root.named_parameters():
-        if is_adapter_parameter(name) or id(parameter) in embeddings:
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        if is_adapter_parameter(name) or id(parameter) in selected:
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if is_first:
+            if on_mesh.is_first:
                 state[name] = full.detach().cpu()
     if sync.size == 1:
-        return state
+        return state, saved
     parts: list[Any] | None = [None] * sync.size if sync.is_coordinator else None
-    dist.gather_object(state, parts, dst=sync.ranks[0], group=sync.group)
-    return {name: value for part in parts or () for name, value in part.items()}
+    dist.gather_object((state, saved), parts, dst=sync.ranks[0], group=sync.group)
+    gathered = parts or []
+    return {n: value for part, _ in gathered for n, value in part.items()}, {n for _, names in gathered for n in names}
 
 
-def _adapted_embeddings(root: Any) -> Iterator[int]:
-    """The ids of the weights of embeddings and heads with adapters, which PEFT saves beside them."""
-    for get in ("get_input_embeddings", "get_output_embeddings"):
-        layer: Any = getattr(root, get)() if hasattr(root, get) else None
-        if hasattr(layer, BASE):
-            yield from map(id, layer.parameters())
+def _selected(root: Any) -> tuple[set[int], set[str]]:
+    """(ids of the parameters that PEFT saves, the names that it gives them). Learned prompts it computes itself."""
+    from peft import get_peft_model_state_dict
+
+    parameters = dict(root.named_parameters(remove_duplicate=False))
+    ids, names = set(), set()
+    for adapter, config in root.peft_config.items():
+        if not config.is_prompt_learning:
+            saved = get_peft_model_state_dict(root, state_dict=dict(parameters), adapter_name=adapter)
+            ids |= {id(value) for value in saved.values()}
+            names |= {f"{adapter} {name}" for name in saved}
+    return ids, names
 
 
-def _check(root: Any, folder: Path, state: Mapping[str, T]) -> None:
+def _check(folder: Path, expected: set[str]) -> None:
     """PEFT finds what it saves in the modules of this rank, which may be a part of a pipeline."""
-    written = 0
+    written = set()
     for file in folder.rglob("adapter_model.safetensors"):
+        adapter = "default" if file.parent == folder else file.parent.name
         with safe_open(file, "pt") as tensors:
-            written += len(list(tensors.keys()))
-    if written < len(state):
-        what = (
-            f"PEFT wrote {written} of {len(state)} tensors: it misses those of modules that other pipeline stages have"
-        )
+            written |= {f"{adapter} {name}" for name in tensors.keys()}  # noqa: SIM118, as it is no dictionary
+    if missing := sorted(expected - written):
+        what = f"PEFT left out {len(missing)} tensors of modules that other pipeline stages have, such as {missing[0]}"
         fix = "a mesh without pp, or adapters without modules_to_save on the last stage"
         raise CheckpointError(Problem("unsavable-adapter", what, fix=fix))

@@ -24,11 +24,21 @@ MESHES = {
 FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", ["embedding", "copies"])
-def test_saved_alike(mesh, kind, tmp_path):
+@pytest.mark.parametrize(
+    ("mesh", "kind", "family"),
+    [
+        ("tp", "embedding", "llama"),
+        ("tp", "copies", "llama"),
+        ("tp", "every bias", "qwen2"),
+        ("zero3", "every bias", "qwen2"),
+        ("stages", "embedding", "llama"),
+        ("stages", "copies", "llama"),
+        ("stages", "every bias", "qwen2"),
+    ],
+)
+def test_saved_alike(mesh, kind, family, tmp_path):
     axes, options = MESHES[mesh]
-    model = adapted_model("llama", kind, torch.float32)
+    model = adapted_model(family, kind, torch.float32)
     model.save_pretrained(tmp_path / "stock")
     models = [copy.deepcopy(model) for _ in range(prod(axes.values()))]
 

@@ -227,7 +227,8 @@ def _total_norm(gradients: _LocalGradients, norm_type: float, stages: Group | No
 
 def stages_device(group: Group) -> torch.device:
     """The device of the pipeline's tensors, for a stage without any on this rank."""
-    if "cuda" in group.backends or "nccl" in group.backends.values():
+    serves_cuda = "cuda" in group.backends or "nccl" in group.backends.values()
+    if serves_cuda and torch.cuda.is_available():  # a group may name a backend of devices that this machine has not
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

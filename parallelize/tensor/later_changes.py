@@ -1,4 +1,4 @@
-"""Calls back when a planned model gets another submodule or a forward hook: its next forward is not the one that was watched.
+"""Calls back when a planned model gets another submodule, parameter or forward hook: its next forward is not the one that was watched.
 
 PyTorch has one hook for all registrations of modules, and none for those of hooks, whose method is wrapped. Both cost a look into a
 dictionary.
@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from parallelize import _torch_private as private
 
@@ -50,14 +53,20 @@ def is_of_packages(hook: Any) -> bool:
 def _install() -> None:
     """Once in a process."""
     register_module_module_registration_hook(_registered)
+    register_module_parameter_registration_hook(_registered_parameter)
     private.wrap_in_torch("forward hooks", _registering)
 
 
-def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+def _registered(parent: nn.Module, name: str, child: Any) -> None:
     if torch.compiler.is_compiling():
         return  # as by `layers[:n]`; a graph that read the dictionary would depend on all models of the process
     for callback in _callbacks.get(parent, ()) if child is not None else ():
         callback()
+
+
+def _registered_parameter(parent: nn.Module, name: str, parameter: Any) -> None:
+    if name not in parent._parameters and not torch.compiler.is_compiling():
+        _registered(parent, name, parameter)
 
 
 def _registering(stock: Callable[..., Any]) -> Callable[..., Any]:

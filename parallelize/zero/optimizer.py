@@ -73,7 +73,9 @@ def build_optimizer(
     for shard in shards.values():
         _mark_stepped(shard)
     groups = list(params) if params is not None else [p for p in module.parameters() if p.requires_grad]
-    built = optimizer([_stepped(group, module, shards) for group in groups], **options)
+    # a pipeline stage may have nothing that trains, such as no adapter
+    stepped = [_stepped(group, module, shards) for group in groups] or [{"params": []}]
+    built = optimizer(stepped, **options)
     if gathers_itself:
         built.bind_model(module, _names_of_stepped(module, shards))  # type: ignore[attr-defined]
     elif steps_locally:

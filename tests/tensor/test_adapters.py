@@ -189,7 +189,7 @@ def test_parts_that_are_no_plain_linears_are_refused():
     blocks = peft.LoraConfig(
         r=4, target_modules=["o_proj"], use_bdlora=peft.BdLoraConfig(target_modules_bd_a=["o_proj"], nblocks=2)
     )
-    assert "BdLora" in str(refused(peft.get_peft_model(tiny_model("llama"), blocks)))
+    assert "BlockDiagonal" in str(refused(peft.get_peft_model(tiny_model("llama"), blocks)))
     bare = peft.LoraConfig(r=2, target_modules=[], target_parameters=["q_proj.weight"])
     assert "parameter weight" in str(refused(peft.get_peft_model(tiny_model("llama"), bare)))
 

@@ -42,7 +42,7 @@ def train(model, kind: str, values) -> tuple[torch.Tensor, dict[str, torch.Tenso
         losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        if step == 2 and kind == "lora":
+        if step == 2 and kind in ("lora", "ia3", "embedding"):
             with LOCK:
                 torch.manual_seed(9)
                 model.add_adapter("second", config(kind))

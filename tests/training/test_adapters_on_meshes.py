@@ -26,6 +26,7 @@ CASES = {
         {"zero": 3, "recompute": "full", **SP, "loss_parallel": True},
     ),
     "dp2-tp2-zero2-dropout": ("llama", "dropout", {"dp": 2, "tp": 2}, {"zero": 2, **SP}),
+    "pp2-a-stage-without": ("llama", "some layers", {"pp": 2}, {}),
     "pp2-tp2": ("llama", "lora", {"pp": 2, "tp": 2}, SP),
     "pp2-tp2-dropout-recompute": ("llama", "dropout", {"pp": 2, "tp": 2}, {**SP, "recompute": "full"}),
     "cp2-tp2": ("llama", "lora", {"cp": 2, "tp": 2}, SP),
@@ -84,5 +85,5 @@ def test_twenty_steps(case):
         assert (actual - values).abs().max() < 1e-11
         names = [name for name in weights if name in state]
         seen |= {*names}
-        assert worst({n: state[n] for n in names}, {n: weights[n] for n in names})[0] < 1e-9
+        assert not names or worst({n: state[n] for n in names}, {n: weights[n] for n in names})[0] < 1e-9
     assert seen == weights.keys()

@@ -16,7 +16,7 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 def config(kind: str) -> Any:
     import peft
 
-    every = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"}
+    every = {"r": 4, "lora_alpha": 5, "target_modules": "all-linear"}
     experts = {"r": 2, "target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS}
     some = {"target_modules": ["q_proj", "down_proj", "lm_head", "embed_tokens"], "layers_to_transform": [1]}
     ends = {"r": 3, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}
@@ -28,7 +28,7 @@ def config(kind: str) -> Any:
         "embedding": lambda: peft.LoraConfig(r=3, target_modules=some["target_modules"]),
         "copies": lambda: peft.LoraConfig(**ends),
         "ia3": lambda: peft.IA3Config(target_modules=LINEARS, feedforward_modules=["down_proj", "up_proj"]),
-        "every bias": lambda: peft.LoraConfig(r=3, target_modules=LINEARS, bias="all"),
+        "every bias": lambda: peft.LoraConfig(r=4, target_modules=LINEARS, bias="all"),
         "norms": lambda: peft.LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["norm", "input_layernorm"]),
         "blocks": lambda: peft.LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["mlp"]),
         "experts": lambda: peft.LoraConfig(**experts),

@@ -51,6 +51,7 @@ def reference_losses(tmp_path_factory, **values):
     return losses(path)
 
 
+@pytest.mark.sweep
 def test_a_killed_rank_is_started_again_and_repeats_its_steps(tmp_path):
     model = {"name": "own_models:fails", "set": {"call": 5, "marker": str(tmp_path / "killed")}}
     path = write_run(tmp_path, steps=7, model=model)

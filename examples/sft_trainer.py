@@ -35,6 +35,7 @@ arguments = SFTConfig(
     "runs/sft_trainer",
     max_steps=20,
     learning_rate=3e-3,
+    dataloader_drop_last=True,  # the last samples of an epoch may not divide over the data ranks
     logging_steps=10,
     packing=True,  # several lines a row, kept apart by position_ids
     max_length=128,

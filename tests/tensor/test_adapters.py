@@ -59,19 +59,24 @@ def test_experts_over_both():
     check("qwen3_moe", "experts", 4, ep=2, etp=2, **BOTH)
 
 
+def relative_errors(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> list[float]:
+    """The relative error of each tensor in the 2-norm, in order of size."""
+    return sorted(float((actual[name].double() - b).norm() / b.norm()) for name, b in exact.items())
+
+
 def test_float32_is_as_near_to_float64_as_the_unsharded_model():
-    """The gradients of adapters are small differences: here the unsharded model itself is off by 1.2e-5. 8 ranks share 4 heads."""
+    """Gradients of adapters are small differences: the unsharded model's own are off by up to 1e-5. 8 ranks share 4 heads."""
     model, exact = (adapted_model("llama", "lora", dtype) for dtype in (torch.float32, torch.float64))
     exact.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
     unsharded, expected = reference_run(model, DATA), reference_run(exact, DATA)
     models = [copy.deepcopy(model) for _ in range(8)]
     planned = run_ranks(8, lambda rank: planned_run(models[rank], 8, DATA, sequence_parallel=True))[0]
     for key in ("grads", "grads twice", "weights"):
-        errors = [
-            worst({name: value.double() for name, value in run[key].items()}, expected[key])[0]
-            for run in (planned, unsharded)
-        ]
-        assert errors[0] <= max(2 * errors[1], 5e-6), key
+        ours, theirs = (relative_errors(run[key], expected[key]) for run in (planned, unsharded))
+        for quantile in (0.25, 0.5, 0.75):
+            at = int(quantile * len(ours))
+            assert ours[at] <= 1.25 * theirs[at], (key, quantile)
+        assert ours[-1] <= 4 * theirs[-1], key  # one tensor, which is rounded in another order
 
 
 # -- what PEFT offers besides training ----------------------------------------------------------------------------------

@@ -146,6 +146,12 @@ CLAIMS = (
         "experts_4_loopback",
         lambda result: [result["bytes ours/transformers"]],
     ),
+    Claim(
+        STEP,
+        "block of experts at 1 Gbit/s: longer of messages and compute over it / cores that wait for no message over it",
+        "expert_dispatch_1gbit",
+        lambda result: [result["hidden"], result["of both"]],
+    ),
     Claim(STEP, "bubble of seven schedules on four ranks over their arithmetic", "pipeline_bubble", _each("ratio")),
     Claim(STEP, "step of seven schedules over PyTorch's pipelining by hand, two ranks", "pipeline", _each("ratio")),
     Claim(

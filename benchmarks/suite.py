@@ -76,6 +76,7 @@ RUNS = (
     Run("experts_2_loopback", "experts", "--rounds 5", "--rounds 16", 2),
     Run("experts_2_1gbit", "experts", "--rounds 5", "--rounds 16", 2, "1gbit"),
     Run("experts_4_loopback", "experts", "--rounds 3", "--rounds 8", 4),
+    Run("expert_dispatch_1gbit", "expert_dispatch", "--rounds 5", "--rounds 16", 2, "1gbit"),
     Run("pipeline", "pipeline", "--rounds 7", "", 2),
     Run("pipeline_bubble", "pipeline", "--bubble --ms 60", "--bubble", 4),
     Run("zero", "zero", "--rounds 7", "", 2),

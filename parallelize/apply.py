@@ -61,6 +61,7 @@ from parallelize.plan.schema import Plan
 from parallelize.randomness.dropout.not_installed import require_installed_dropout
 from parallelize.styles.contract import Conversion
 from parallelize.tensor.adapted_layers import prefixes_of_all_heads
+from parallelize.tensor.beside_experts import wrong_beside
 from parallelize.tensor.child_reads import foreign_readers
 from parallelize.tensor.embedding import check_embedding
 from parallelize.tensor.installer import Installer
@@ -297,7 +298,7 @@ _COMPUTE_CHECKS = {
 
 def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
     """What can only be seen on the module itself: still before anything is changed."""
-    problems = [*wrong_heads(resolved, model), *prefixes_of_all_heads(resolved, model)]
+    problems = [*wrong_heads(resolved, model), *prefixes_of_all_heads(resolved, model), *wrong_beside(resolved, model)]
     for fqn, row in resolved.modules.items():
         module = model.objects[fqn]
         try:

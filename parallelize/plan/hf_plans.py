@@ -365,7 +365,9 @@ def _is_implicit(plan: Plan, style: StyleText, pattern: str) -> bool:
 def _bare(style: StyleText) -> StyleText:
     """The style without the options that change no result in `transformers`: units, overlap, flattened tokens."""
     options = {
-        key: value for key, value in style.options.items() if key not in ("unit", "overlap") and value != "tokens"
+        key: value
+        for key, value in style.options.items()
+        if key not in ("unit", "overlap", "beside") and value != "tokens"
     }
     return StyleText("replicate" if style.traits.by_token else style.word, options)
 

@@ -111,7 +111,7 @@ def _experts(style: StyleText, module: ModuleFacts, context: StyleContext) -> Co
         return _dense_experts(module, context)
     _check_kind(style, module, "experts")
     if context.sends_tokens:
-        return _divided_experts(module, context)
+        return replace(_divided_experts(module, context), beside=style.options.get("beside", ""))
     enter = Conversion.GATHER_SEQUENCE if context.sequence_parallel else Conversion.COPY
     leave = Conversion.SCATTER_SEQUENCE if context.sequence_parallel else Conversion.REDUCE
     return Contract("experts", enter, leave, sequence_dim=0, uses=_split_experts(module), compute="experts")
@@ -276,7 +276,7 @@ for _style in (
     ),
     Style("ulysses", _ulysses, {"split": None}, "split", Traits(keeps_layout=True)),
     Style("multihead", _multihead, {"unit": None}, "unit", Traits(keeps_layout=True)),
-    Style("experts", _experts, {"tokens": ("chosen", "all")}),
+    Style("experts", _experts, {"tokens": ("chosen", "all"), "beside": None}),
     Style("rms_norm", _rms_norm, {"unit": None}, "unit", Traits(keeps_layout=True)),
     Style(
         "shard",

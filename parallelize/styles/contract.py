@@ -134,6 +134,8 @@ class Contract:
             have their experts, and their results back).
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
+        beside: of "whole experts": the child of their block that is computed while their results return; with a "?" if the block
+            may have none.
         overlap: one of `OVERLAPS`, where the rule names one; empty means the plan's default.
         dtensors: where the module may meet DTensors, as PyTorch's styles allow: "" nowhere, "in", or "in and out": it then
             returns one.
@@ -151,6 +153,7 @@ class Contract:
     compute: str = "stock"
     split: tuple[str, ...] = ()
     local_attributes: dict[str, str] = field(default_factory=dict)
+    beside: str = ""
     overlap: str = ""
     dtensors: str = ""
     forward_factory: Callable[[Any, Any], Callable] | None = None

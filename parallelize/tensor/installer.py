@@ -25,6 +25,7 @@ from parallelize.styles.contract import Contract, Conversion
 from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.adapted_experts import adapted_experts
 from parallelize.tensor.adapted_layers import adapted_forward, bias_of_first_rank, deferred_with_adapter
+from parallelize.tensor.beside_experts import compute_beside
 from parallelize.tensor.child_reads import children_read
 from parallelize.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
 from parallelize.tensor.embedding import vocabulary_embedding
@@ -103,6 +104,9 @@ class Installer:
             self._set_local_attributes(fqn)
         for call_site in self.call_sites:
             self._install_overlap(call_site)
+        for row in self.resolved.modules.values():
+            if row.contract.beside:
+                compute_beside(self.model, row)
         if self.resolved.region is not None:
             self._install_region()
         if self.group.size > 1 and hasattr(self.model.root, "config"):

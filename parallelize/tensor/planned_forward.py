@@ -43,6 +43,7 @@ class Planned:
         overlap: what runs this module where its collective overlaps with its matmul: an `OverlappedRowLinear` or a
             `SharedInput`. `plain` is then the forward without overlap, and `index` the module's index among those that
             share an input.
+        ahead: of experts, and of a module that is computed while their results return: that module's `ComputedAhead`.
         shows_local: forwards of parents that run now and read its parameters, for which its attributes stay local tensors.
         alone: of a layer with adapters, its forward outside of the module that calls them. is_inside: that module runs now.
         effective: local tensors to compute with in place of stored parameters, while adapters change them.
@@ -50,6 +51,7 @@ class Planned:
     """
 
     __slots__ = (
+        "ahead",
         "alone",
         "argument",
         "bias",
@@ -82,6 +84,7 @@ class Planned:
         self.hide_bias = False
         self.bias_group: Group | None = None
         self.overlap: Any = None
+        self.ahead: Any = None
         self.plain: Callable = _stock
         self.index = 0
         self.shows_local = 0

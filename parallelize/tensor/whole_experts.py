@@ -3,7 +3,8 @@
     tokens [N, hidden], choices [N, k], weights [N, k] of this rank
     sent to the ranks that have their experts, one row for each rank          (ops/experts)
     stock forward of the pairs of a row and one expert of this rank (k = 1)   -> [pairs, hidden], added up by row
-    sent back, and added up by token -> the output [N, hidden]
+    sent back, while shared experts are computed (beside_experts.py)
+    added up by token -> the output [N, hidden]
 
 Of experts split over `etp`, a row goes to every rank that has a part of its expert, and the partial results are added up by token
 with all others: nothing else is sent for them.
@@ -99,6 +100,8 @@ def _exchanged(self: Any, ranks: ExpertRanks, tokens: T, choices: T, weights: T)
     for n, ticket in enumerate(dispatch(tokens, weights, transfers)):
         results = _computed(compute, routes, n, *arrive(ticket, transfers, n))
         returned.append(give_back(results, transfers, n))
+    if planned.ahead is not None:
+        planned.ahead.compute()
     return collect(tuple(returned), transfers)
 
 

@@ -168,10 +168,11 @@ def chunked(shape: Sequence[int], dim: int, num_ranks: int) -> Layout:
     return Layout(tuple(shape), num_ranks, dim, owned, chunks=(Chunk(size),))
 
 
-def repeated(shape: Sequence[int], dim: int, num_ranks: int, num_shards: int) -> Layout:
-    """`num_shards` balanced shards, each stored by every `num_shards`-th rank."""
+def repeated(shape: Sequence[int], dim: int, num_ranks: int, num_shards: int, unit: int = 1) -> Layout:
+    """`num_shards` balanced shards, each stored by every `num_shards`-th rank. unit: elements that stay together."""
     size = shape[dim]
-    owned = tuple(filled(balanced_interval(size, num_shards, rank % num_shards)) for rank in range(num_ranks))
+    shards = [balanced_interval(size // unit, num_shards, rank % num_shards) for rank in range(num_ranks)]
+    owned = tuple(filled((start * unit, stop * unit)) for start, stop in shards)
     return Layout(tuple(shape), num_ranks, dim, owned, chunks=(Chunk(size),))
 
 

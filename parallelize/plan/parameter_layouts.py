@@ -63,7 +63,9 @@ class LayoutMaker:
         options = self.plan.options
         num_ranks = max(self.tp_size, options.expert_ranks)
         if dim == 0:
-            return repeated(fact.shape, 0, num_ranks, options.ep), None
+            return repeated(
+                fact.shape, 0, num_ranks, options.ep, fact.shape[0] // use.chunks if use.chunks > 1 else 1
+            ), None
         parts, width = use.chunks * use.adjacent, fact.shape[dim]
         if width % (parts * options.etp):
             what = f"dim {dim} of {generic(fact.fqn)} is {width}, which etp {options.etp} does not divide"

@@ -28,6 +28,7 @@ from parallelize.tensor.adapted_layers import adapted_forward, bias_of_first_ran
 from parallelize.tensor.child_reads import children_read
 from parallelize.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
 from parallelize.tensor.embedding import vocabulary_embedding
+from parallelize.tensor.expert_forms import form_of
 from parallelize.tensor.feature_norm import gather_normalized
 from parallelize.tensor.multihead_attention import replicated_multihead, sharded_multihead
 from parallelize.tensor.overlap_sites import Overlap, PlannedCallSite
@@ -185,9 +186,12 @@ class Installer:
                 Vocabulary(self._width(row), self.group, self.inputs), self.resolved.plan.options.loss_parallel
             )
         if contract.sends_tokens:
-            return whole_experts(module, self._expert_ranks(row))
+            return whole_experts(form_of(module), self._expert_ranks(row))
         if contract.traits.wraps:
             return self._adapted(module, row)
+        if contract.compute == "experts" and (self.group.size > 1 or self.model.modules[row.fqn].inner):
+            count = self.model.modules[row.fqn].num_experts
+            return split_experts(form_of(module), self.group, self._choice_conversion(contract), count)
         if self.group.size == 1:
             return _of_children(module, read)
         forwards: dict[str, Callable[[], Callable | None]] = {
@@ -195,7 +199,6 @@ class Installer:
             "rms_norm": lambda: sharded_rms_norm(self.group),
             "multihead": lambda: sharded_multihead(self.group),
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
-            "experts": lambda: split_experts(module, self.group, self._choice_conversion(contract)),
             "dense experts": lambda: dense_experts if contract.enter is Conversion.GATHER_SEQUENCE else None,
             "bias of first rank": lambda: bias_of_first_rank(self.group),
         }
@@ -281,7 +284,7 @@ class Installer:
         return self.shared_conversions[key]
 
     def _expert_ranks(self, row: ModuleRow) -> ExpertRanks:
-        experts, options = self._parameter(row.fqn, "down_proj").layout.shape[0], self.resolved.options
+        experts, options = self.model.modules[row.fqn].num_experts, self.resolved.options
         group = self.experts
         if group is None:  # consecutive ranks of tp
             first = self.group.rank // options.expert_ranks * options.expert_ranks
@@ -289,8 +292,10 @@ class Installer:
         same = self.group if row.contract.enter is Conversion.SPLIT_TOKENS and self.group.size > 1 else None
         return ExpertRanks(row.fqn, group, options.etp, experts, 1 if options.overlap == "off" else EXPERT_CHUNKS, same)
 
-    def _choice_conversion(self, contract: Contract) -> Callable:
+    def _choice_conversion(self, contract: Contract) -> Callable | None:
         """The conversion of choices and their weights as those of tokens, which they follow along their first dim."""
+        if self.group.size == 1:
+            return None
         if contract.enter is Conversion.COPY:
             return partial(ops.copy_to_read, group=self.group)
         return partial(self.region.gather, dim=contract.sequence_dim)

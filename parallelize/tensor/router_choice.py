@@ -192,7 +192,7 @@ def wrong_k(name: str, k: int, of_routes: int) -> ShapeError:
 
 
 def router_of(model: nn.Module, experts: str) -> tuple[str, nn.Module]:
-    """(name, module) of the router of experts: the module beside them whose forward calls `topk`.
+    """(name, module) of the router of experts: the module beside them whose forward calls `topk`; else the one that contains both.
 
     Args:
         experts: the name of the module of experts.
@@ -205,6 +205,10 @@ def router_of(model: nn.Module, experts: str) -> tuple[str, nn.Module]:
         fqn: type(inner) for fqn, inner in beside.items() if not f"{fqn}.".startswith(f"{experts}.")
     }
     choosing = {fqn: beside[fqn] for fqn, cls in classes.items() if _calls_topk(cls)}
+    if (
+        not choosing and block and _calls_topk(model.get_submodule(block).__class__)
+    ):  # by the logits of the module beside
+        choosing = {block: model.get_submodule(block)}
     if len(choosing) != 1:
         names = short_list(list(choosing)) or "none"
         what = f"the router of {experts} is not known: modules beside it whose forward calls torch.topk: {names}"

@@ -127,9 +127,9 @@ def test_routers_that_do_not_choose_by_topk():
         pytest.raises(ModelError, match=r"unknown-router: model.layers.0.mlp.gate calls torch.topk 2 times"),
     ):
         model(input_ids=batch()[0])
-    with pytest.raises(ModelError, match="no-experts"), replay_routes(tiny_model("llama"), ROUTES):
+    with pytest.raises(ModelError, match="no-experts"), replay_routes(tiny_model("jetmoe"), ROUTES):
         pass
-    with pytest.raises(ModelError, match="no-experts"), record_routes(tiny_model("llama")):
+    with pytest.raises(ModelError, match="no-experts"), record_routes(tiny_model("jetmoe")):
         pass
 
 

@@ -83,7 +83,8 @@ def _reads_in(model: ModelFacts, fqn: str) -> Iterator[tuple[ChildRead, str]]:
         owner = getattr(module, item.child, None)
         if not isinstance(owner, nn.Module):
             continue
-        for key in (item.parameter, *_read_by(owner.__class__, item.parameter)):
+        cls: Any = type(owner)
+        for key in (item.parameter, *_read_by(cls, item.parameter)):
             name = ".".join(filter(None, (fqn, item.child, key)))
             if owner._parameters.get(key) is not None and name in model.owners:
                 yield item._replace(parameter=key), model.owners[name]

@@ -44,6 +44,8 @@ def _rows(module: Any) -> InnerExperts | None:
     count, width, glu = getattr(module, "num_experts", 0), getattr(module, "ffn_hidden_size", 0), children.get("mlp")
     if glu is None or len(children) > 1 or not isinstance(count, int) or set(glu._parameters) != set(ROWS):
         return None
+    if None in glu._parameters.values():  # of another pipeline stage
+        return None
     shapes = {f"mlp.{key}": tuple(glu._parameters[key].shape) for key in ROWS}
     fits = all(len(shape) == 2 and shape[0] == count * width for shape in shapes.values())
     return InnerExperts("experts", count, shapes) if fits else None

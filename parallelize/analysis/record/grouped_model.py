@@ -1,7 +1,7 @@
 """The grouped matmul of experts that is modeled: every expert gets as many tokens as any other.
 
-Which experts tokens choose is a matter of values, which meta tensors do not have. So the tokens are divided evenly, and a batched
-matmul has the work, results and gradients of the grouped one.
+Which experts tokens choose is a matter of values, which meta tensors do not have. A grouped matmul has results, work and gradients that
+do not depend on them: PyTorch's op runs on meta, for which it knows bfloat16 alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -24,11 +23,19 @@ GROUPED = "grouped_mm"
 
 
 def grouped_matmul(x: T, weights: T, offs: T | None = None, bias: T | None = None, out_dtype: Any = None) -> T:
-    """As `torch._grouped_mm` of tokens [N, in], sorted by expert, and weights [experts, in, out]: [N, out]."""
-    experts, tokens = weights.shape[0], len(x)
-    missing = -tokens % experts
-    groups = (F.pad(x, (0, 0, 0, missing)) if missing else x).view(experts, -1, x.shape[-1])
-    return groups.bmm(weights).flatten(0, 1)[:tokens]
+    """As `torch._grouped_mm` on meta, of a forward, or of the gradient of tokens or weights.
+
+    Args:
+        x, weights: [N, in] and [experts, in, out]; or [in, N] and [N, out].
+        offs: [experts], where the tokens of each end.
+
+    Returns: [N, out]; or [experts, in, out].
+    """
+    shape: tuple[int, ...] = (len(x), weights.shape[-1])
+    if weights.ndim == x.ndim:
+        assert offs is not None
+        shape = (len(offs), *shape)
+    return x.new_empty(shape, dtype=out_dtype)
 
 
 @contextmanager

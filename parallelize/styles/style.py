@@ -52,6 +52,7 @@ class StyleContext:
         input_gathered: a module that contains this one has a `gather` rule.
         sends_tokens: tokens go to the ranks of their experts, rather than each rank having a part of all experts.
         etp: ranks over which each of these experts is split.
+        divides_adapters: adapters of experts are divided as these are, rather than full on each rank.
     """
 
     sequence_parallel: bool = False
@@ -60,6 +61,7 @@ class StyleContext:
     input_gathered: bool = False
     sends_tokens: bool = False
     etp: int = 1
+    divides_adapters: bool = False
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,12 @@ class LayoutMaker:
         """The axis that a layout is over: `ep` where experts are divided over more ranks than those of `tp`."""
         return "ep" if use.by_expert and self.plan.options.expert_ranks > self.tp_size else "tp"
 
+    def divides_adapters(self) -> bool:
+        """Whether adapters are divided as whole experts are. Folded experts are units of ZeRO 3 by themselves, without their adapters."""
+        options = self.plan.options
+        folds = options.expert_ranks > self.tp_size
+        return options.ep > 1 and options.etp == 1 and not (folds and options.zero == 3)
+
     def layout(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[Layout | None, Problem | None]:
         """(the layout, None), or (None, the reason why there is none)."""
         if use.dim is None:

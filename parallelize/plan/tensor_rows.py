@@ -219,7 +219,7 @@ class _Resolver:
                 input_gathered=any(parent in gathered for parent in _parents(name)),
                 sends_tokens=self.plan.options.expert_ranks > 1,
                 etp=self.plan.options.etp,
-                divides_adapters=self._divides_adapters(),
+                divides_adapters=self.layouts.divides_adapters(),
             )
             if context.sequence_parallel and not context.input_gathered:
                 self._check_replicated_in_region(name, rule)
@@ -228,12 +228,6 @@ class _Resolver:
             except ParallelizeError as error:
                 self.problems += [replace(problem, where=rule.where) for problem in error.problems]
         return rows
-
-    def _divides_adapters(self) -> bool:
-        """Of experts: a unit of ZeRO 3 has parameters of its own forward alone, and the units of folded experts are not their adapters'."""
-        options = self.plan.options
-        folds = options.expert_ranks > self.tp_size
-        return options.ep > 1 and options.etp == 1 and not (folds and options.zero == 3)
 
     def _check_replicated_in_region(self, name: str, rule: Rule) -> None:
         """A replicated parameter on sequence shards has a partial gradient, which `replicate` would not sum."""

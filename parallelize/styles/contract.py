@@ -216,6 +216,11 @@ class Contract:
         return self.compute in ("experts", "dense experts", "whole experts")
 
     @property
+    def splits_experts(self) -> bool:
+        """Whether each rank computes a part of every expert, on converted tokens, choices and weights."""
+        return self.compute == "experts"
+
+    @property
     def sends_tokens(self) -> bool:
         """Whether tokens go to the ranks that have their experts, and the results back."""
         return self.compute == "whole experts"

@@ -189,10 +189,11 @@ class Installer:
             return whole_experts(form_of(module), self._expert_ranks(row))
         if contract.traits.wraps:
             return self._adapted(module, row)
-        if contract.compute == "experts" and (self.group.size > 1 or self.model.modules[row.fqn].inner):
-            count = self.model.modules[row.fqn].num_experts
-            return split_experts(form_of(module), self.group, self._choice_conversion(contract), count)
-        if self.group.size == 1:
+        facts, is_split = self.model.modules[row.fqn], self.group.size > 1
+        if contract.splits_experts and (is_split or facts.inner):
+            convert = self._choice_conversion(contract) if is_split else None
+            return split_experts(form_of(module), self.group, convert, facts.num_experts)
+        if not is_split:
             return _of_children(module, read)
         forwards: dict[str, Callable[[], Callable | None]] = {
             "embedding": lambda: vocabulary_embedding(module, self.group, planned.leave if contract.dtensors else None),
@@ -292,10 +293,8 @@ class Installer:
         same = self.group if row.contract.enter is Conversion.SPLIT_TOKENS and self.group.size > 1 else None
         return ExpertRanks(row.fqn, group, options.etp, experts, 1 if options.overlap == "off" else EXPERT_CHUNKS, same)
 
-    def _choice_conversion(self, contract: Contract) -> Callable | None:
+    def _choice_conversion(self, contract: Contract) -> Callable:
         """The conversion of choices and their weights as those of tokens, which they follow along their first dim."""
-        if self.group.size == 1:
-            return None
         if contract.enter is Conversion.COPY:
             return partial(ops.copy_to_read, group=self.group)
         return partial(self.region.gather, dim=contract.sequence_dim)
@@ -374,8 +373,7 @@ class Installer:
     def _install_region(self) -> None:
         """Shard hidden states where the region begins, gather them where it ends."""
         region = self.resolved.region
-        assert region is not None
-        if self.group.size == 1:
+        if region is None or self.group.size == 1:
             return
         objects = self.model.objects  # of this pipeline stage, where the region may begin or end on another one
         if region.enter in objects:
@@ -392,8 +390,7 @@ class Installer:
         objects[decoder].register_forward_pre_hook(refuse_hidden_states, with_kwargs=True)
 
     def _planned(self, module: nn.Module) -> Planned:
-        planned = installed(module)
-        return Planned((), module.__dict__.get("forward")) if planned is None else planned
+        return installed(module) or Planned((), module.__dict__.get("forward"))
 
 
 def _of_children(module: nn.Module, read: tuple[str, ...]) -> Callable | None:

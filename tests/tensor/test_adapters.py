@@ -111,7 +111,7 @@ def unloaded(model):
     return logits(model.unload())
 
 
-@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("ep", [4])
 def test_a_rank_stores_the_adapters_of_its_experts(ep):
     """Of six experts; on four ranks some have two, and the others are padded to as many."""
     models = [adapted_model("mixtral", "experts") for _ in range(ep)]
@@ -126,6 +126,7 @@ def test_a_rank_stores_the_adapters_of_its_experts(ep):
         assert stored and all(count == full[name] // 6 * -(-6 // ep) for name, count in stored.items())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("use", [merged, merged_and_not, merged_for_good])
 def test_merging_adapters_of_whole_experts(use):
     model = adapted_model("mixtral", "experts").eval()

@@ -37,7 +37,7 @@ def test_processes_whose_rows_would_differ_in_size(two_processes):
     assert_named(two_processes.run(jobs.faulty_step, "dp", "choices", timeout_s=60), "choices")
 
 
-@pytest.mark.variants(every=4)
+@pytest.mark.variants(every=8)
 @pytest.mark.processes
 @pytest.mark.parametrize("change", ["choices", "dtype", "nan", "range"])
 @pytest.mark.parametrize("axis", jobs.FOUR)

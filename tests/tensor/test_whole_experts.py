@@ -69,8 +69,7 @@ def test_every_implementation_of_the_stock_experts(mode, implementation):
     check(model, {**MODES[mode], "ep": 2}, 2, torch.float32)
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "ep": 2}], ids=str)
-@pytest.mark.parametrize("family", ["dbrx", "jetmoe"])
+@pytest.mark.parametrize(("family", "options"), [("dbrx", {}), ("jetmoe", {"sequence_parallel": True, "ep": 2})])
 def test_experts_with_weights_in_modules_inside(family, options):
     check(tiny_model(family, torch.float64), options, 2, torch.float64)
 

@@ -102,7 +102,7 @@ INSIDE = [
 ]
 
 
-@pytest.mark.variants(every=5)
+@pytest.mark.variants(every=10)
 @pytest.mark.parametrize(("axes", "options"), INSIDE, ids=str)
 @pytest.mark.parametrize("family", ["dbrx", "jetmoe"])
 def test_experts_with_weights_in_modules_inside(family, axes, options):

@@ -123,6 +123,7 @@ def test_other_families(family):
         assert worst(gradients, expected)[0] <= 1e-12
 
 
+@pytest.mark.variants(every=2)
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=str)
 def test_routers_of_attention_that_each_rank_runs_in_full(sizes):
     """Beside those of shards. The coefficient of JetMoe has another name."""

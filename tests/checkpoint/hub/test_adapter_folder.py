@@ -37,7 +37,7 @@ FILES = ("adapter_model.safetensors", "adapter_config.json")
         ("stages", "embedding", "llama"),
         ("stages", "copies", "llama"),
         ("stages", "every bias", "qwen2"),
-        ("ep", "experts", "gpt_oss"),
+        pytest.param("ep", "experts", "gpt_oss", marks=pytest.mark.sweep),
         ("folded", "experts", "mixtral"),
     ],
 )

@@ -168,11 +168,22 @@ def chunked(shape: Sequence[int], dim: int, num_ranks: int) -> Layout:
     return Layout(tuple(shape), num_ranks, dim, owned, chunks=(Chunk(size),))
 
 
-def repeated(shape: Sequence[int], dim: int, num_ranks: int, num_shards: int) -> Layout:
-    """`num_shards` balanced shards, each stored by every `num_shards`-th rank."""
-    size = shape[dim]
-    owned = tuple(filled(balanced_interval(size, num_shards, rank % num_shards)) for rank in range(num_ranks))
-    return Layout(tuple(shape), num_ranks, dim, owned, chunks=(Chunk(size),))
+def repeated(
+    shape: Sequence[int], dim: int, num_ranks: int, num_shards: int, unit: int = 1, num_chunks: int = 1
+) -> Layout:
+    """`num_shards` balanced shards, each stored by every `num_shards`-th rank.
+
+    Args:
+        unit: elements that stay together.
+        num_chunks: equal parts of the dim, of each of which a rank stores its shard.
+    """
+    size = shape[dim] // num_chunks
+    owned = []
+    for rank in range(num_ranks):
+        start, stop = balanced_interval(size // unit, num_shards, rank % num_shards)
+        offsets = range(0, shape[dim], size) if size else ()
+        owned.append(tuple(part for n in offsets for part in filled((n + start * unit, n + stop * unit))))
+    return Layout(tuple(shape), num_ranks, dim, tuple(owned), chunks=(Chunk(size),) * num_chunks)
 
 
 def tiled(inner: Layout, num_ranks: int, num_rows: int) -> Layout:

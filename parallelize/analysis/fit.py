@@ -216,7 +216,7 @@ def meshes(gpus: int, node_ranks: int, layers: int) -> Iterator[MeshSpec]:
 def _num_experts(subject: Subject, setting: Setting) -> int:
     """Of one layer of a mixture; 0 for any other model."""
     modules = subject.model(setting.weights_dtype).modules.values()
-    return next((next(iter(module.shapes.values()))[0] for module in modules if module.kind == "experts"), 0)
+    return next((module.num_experts for module in modules if module.num_experts), 0)
 
 
 def _foldings(mesh: MeshSpec, experts: int, etp: int, node_ranks: int) -> tuple[int, ...]:

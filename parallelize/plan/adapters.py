@@ -173,11 +173,15 @@ class _Rules:
         """What the rules of a layer depend on besides its style."""
         children = tuple(key for key in _PARTS if self._has(name, key))
         inner = self._structure(f"{name}.{BASE}") if f"{name}.{BASE}" in self.adapted else ()
-        return name in self.copied, children, self._scales_input(name), inner
+        return name in self.copied, children, self._scales_input(name), self._num_experts(name), inner
 
     def _has(self, name: str, key: str) -> bool:
         child = self.model.objects.get(f"{name}.{key}")
         return child is not None and any(True for _ in child.parameters())
+
+    def _num_experts(self, name: str) -> int:
+        """Of the stacked parameter that is adapted; 0 of any other layer."""
+        return int(getattr(self.model.objects[name], "num_experts", 0) or 0)
 
     def _scales_input(self, name: str) -> bool:
         return bool(getattr(self.model.objects[name], "is_feedforward", False))
@@ -185,7 +189,7 @@ class _Rules:
     # -- one layer, by its name or by the pattern of all that are alike -----------------------------------------------
 
     def _parts(self, rule: Rule, pattern: str, name: str) -> Iterator[Rule]:
-        styles = adapter_styles(rule.style, scales_input=self._scales_input(name))
+        styles = adapter_styles(rule.style, scales_input=self._scales_input(name), num_experts=self._num_experts(name))
         unknown = self._unknown_parts(name, rule)
         if styles is None or unknown:
             self._refuse(name, unknown[0] if unknown else f"beside a layer that is `{rule.style}`")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from parallelize.plan.inner_experts import inner_experts
 from parallelize.styles.style import ModuleFacts
 
 
@@ -114,8 +115,12 @@ def _parameters(model: Any) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
 
 def _module_facts(name: str, module: Any) -> ModuleFacts:
     shapes = {key: tuple(value.shape) for key, value in module._parameters.items() if value is not None}
-    flags = _expert_flags(module, shapes)
-    return ModuleFacts(name, "experts" if flags else _kind(module, shapes), type(module).__name__, shapes, flags)
+    flags, class_name = _expert_flags(module, shapes), type(module).__name__
+    if flags:
+        return ModuleFacts(name, "experts", class_name, shapes, flags, next(iter(shapes.values()))[0])
+    if (inner := inner_experts(module)) is not None:
+        return ModuleFacts(name, inner.kind, class_name, shapes, {}, inner.num_experts, inner.shapes)
+    return ModuleFacts(name, _kind(module, shapes), class_name, shapes)
 
 
 EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")

@@ -43,6 +43,12 @@ class LayoutMaker:
         """The axis that a layout is over: `ep` where experts are divided over more ranks than those of `tp`."""
         return "ep" if use.by_expert and self.plan.options.expert_ranks > self.tp_size else "tp"
 
+    def divides_adapters(self) -> bool:
+        """Whether adapters are divided as whole experts are. Folded experts are units of ZeRO 3 by themselves, without their adapters."""
+        options = self.plan.options
+        folds = options.expert_ranks > self.tp_size
+        return options.ep > 1 and options.etp == 1 and not (folds and options.zero == 3)
+
     def layout(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[Layout | None, Problem | None]:
         """(the layout, None), or (None, the reason why there is none)."""
         if use.dim is None:
@@ -59,11 +65,12 @@ class LayoutMaker:
         return (None, problem) if problem else (packed(fact.shape, use.dim, self.tp_size, chunks), None)
 
     def _of_experts(self, fact: ParameterFacts, use: Use, dim: int, rule: Rule) -> tuple[Layout | None, Problem | None]:
-        """Whole experts along dim 0, or, where `dim` is another one, experts of which each is split along it."""
+        """Whole experts along their dim, or, where `dim` is another one, experts of which each is split along it."""
         options = self.plan.options
         num_ranks = max(self.tp_size, options.expert_ranks)
-        if dim == 0:
-            return repeated(fact.shape, 0, num_ranks, options.ep), None
+        if dim == use.expert_dim:
+            unit = fact.shape[0] // use.chunks if dim == 0 and use.chunks > 1 else 1
+            return repeated(fact.shape, dim, num_ranks, options.ep, unit, 1 if dim == 0 else use.chunks), None
         parts, width = use.chunks * use.adjacent, fact.shape[dim]
         if width % (parts * options.etp):
             what = f"dim {dim} of {generic(fact.fqn)} is {width}, which etp {options.etp} does not divide"

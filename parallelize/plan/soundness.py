@@ -177,7 +177,8 @@ def _may_be_an_activation(facts: ModuleFacts) -> bool:
 
 def _inside_experts(name: str, row: ModuleRow, parameters: dict[str, ParameterRow]) -> Iterator[Problem]:
     """A parameter of a module inside of experts, such as a norm of their outputs: each rank has a part of its gradient."""
-    for fqn, parameter in parameters.items() if row.contract.computes_experts else ():
+    is_known = any("." in key for key in row.contract.uses)  # that it computes with these modules inside
+    for fqn, parameter in parameters.items() if row.contract.computes_experts and not is_known else ():
         owner = fqn.rpartition(".")[0]
         if owner.startswith(f"{name}.") and parameter.fact.requires_grad:
             what = f"{generic(owner)} has parameters, of whose gradient each rank of divided experts has another part"

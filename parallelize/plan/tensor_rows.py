@@ -219,6 +219,7 @@ class _Resolver:
                 input_gathered=any(parent in gathered for parent in _parents(name)),
                 sends_tokens=self.plan.options.expert_ranks > 1,
                 etp=self.plan.options.etp,
+                divides_adapters=self.layouts.divides_adapters(),
             )
             if context.sequence_parallel and not context.input_gathered:
                 self._check_replicated_in_region(name, rule)
@@ -257,7 +258,7 @@ class _Resolver:
             what, fix = f"{name} is {size}, and no rule is `experts`", f"{name}=1, or a plan with the style `experts`"
             self.problems.append(Problem("bad-ep", what, self.plan.source, fix=fix))
         for row in rows if ep > 1 else ():
-            count = next(iter(self.model.modules[row.fqn].shapes.values()))[0]
+            count = self.model.modules[row.fqn].num_experts
             if count < ep:
                 what = f"{count} experts of {generic(row.fqn)} leave none for some of {ep} ranks"
                 self.problems.append(Problem("bad-ep", what, row.rule.where, fix="a smaller ep"))
@@ -310,6 +311,11 @@ class _Resolver:
         """Every rule for the parameter under any of its names; rules for several names of one parameter must agree."""
         for name in fact.names:
             owner, _, key = name.rpartition(".")
+            for outer in _parents(owner):  # experts whose weights are in a module inside
+                inner = modules.get(self.model.aliases[outer])
+                use = inner.contract.uses.get(name.removeprefix(f"{outer}.")) if inner is not None else None
+                if inner is not None and use is not None:
+                    yield inner.rule, use
             row = modules.get(self.model.aliases[owner])
             if row is not None and row.contract.owns_parameters:
                 if name in rules:

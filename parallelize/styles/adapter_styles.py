@@ -32,12 +32,15 @@ class AdapterStyles:
     parameters: Mapping[str, StyleText] = field(default_factory=dict)
 
 
-def adapter_styles(style: StyleText, *, scales_input: bool = False) -> AdapterStyles | None:
+def adapter_styles(style: StyleText, *, scales_input: bool = False, num_experts: int = 0) -> AdapterStyles | None:
     """The styles of a layer whose rule is `style`, and of its adapters; None where no adapter of it would be right.
 
     Args:
         scales_input: (IA)^3 scales the input of this layer rather than its output.
+        num_experts: of a layer of stacked experts.
     """
+    if adapts_parameters(style):
+        return _of_experts(style, num_experts)
     make = _BY_WORD.get(style.word)
     return None if make is None else make(style, scales_input)
 
@@ -76,9 +79,14 @@ def _of_replicated(style: StyleText, scales_input: bool) -> AdapterStyles:
     return AdapterStyles(style, modules, dict.fromkeys(bare, style))
 
 
-def _of_experts(style: StyleText, scales_input: bool) -> AdapterStyles:
-    """The weights of adapters are full on every rank, which uses those of the parts that it stores."""
-    return AdapterStyles(style, dict.fromkeys(("lora_A", "lora_B"), StyleText("partial_adapter")))
+def _of_experts(style: StyleText, num_experts: int) -> AdapterStyles:
+    """A [experts x r, in] has the rows of one expert after another, B [out, r x experts] all experts' columns for each of r."""
+    count = str(num_experts)
+    modules = {
+        "lora_A": StyleText("expert_adapter", {"dim": "0", "experts": count}),
+        "lora_B": StyleText("expert_adapter", {"dim": "1", "experts": count}),
+    }
+    return AdapterStyles(style, modules)
 
 
 def _of_embedding(style: StyleText, scales_input: bool) -> AdapterStyles:
@@ -98,7 +106,6 @@ _BY_WORD: dict[str, Callable[[StyleText, bool], AdapterStyles]] = {
     "sequence": _of_replicated,
     "replicate": _of_replicated,
     "embedding": _of_embedding,
-    "experts": _of_experts,
     "embedding_colwise": _of_embedding,
 }
 
@@ -114,6 +121,15 @@ def _column_adapter(style: StyleText, module: ModuleFacts, context: StyleContext
 
 def _row_adapter(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
     return Contract("row_adapter", uses={"weight": Use(1, style.unit)})
+
+
+def _expert_adapter(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
+    """Of the experts of the rank where they are whole; else full on every rank, which uses those of the parts that it stores."""
+    if not context.divides_adapters:
+        return _partial_adapter(style, module, context)
+    dim, experts = int(style.options["dim"]), int(style.options["experts"])
+    chunks = experts if dim == 0 else module.shapes["weight"][1] // experts
+    return Contract("expert_adapter", uses={"weight": Use(dim, chunks=chunks, by_expert=True, expert_dim=dim)})
 
 
 def _partial_adapter(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
@@ -133,6 +149,14 @@ for _style in (
         in_plans=False,
     ),
     Style("row_adapter", _row_adapter, {"unit": None}, "unit", Traits(keeps_layout=True), in_plans=False),
+    Style(
+        "expert_adapter",
+        _expert_adapter,
+        {"dim": None, "experts": None},
+        "dim",
+        Traits(keeps_layout=True),
+        in_plans=False,
+    ),
     Style("partial_adapter", _partial_adapter, traits=Traits(keeps_layout=True), in_plans=False),
 ):
     register_style(_style)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from parallelize.errors import ModelError, Problem
 from parallelize.styles.contract import OVERLAPS, Contract, Conversion, Traits, Use
+from parallelize.styles.inner_expert_style import inner_experts
 from parallelize.styles.style import ModuleFacts, Style, StyleContext, StyleText, register_style
 
 
@@ -109,6 +110,8 @@ def _experts(style: StyleText, module: ModuleFacts, context: StyleContext) -> Co
     """The stacked experts of a mixture: whole ones on each rank, or each split over its inner width, as a dense MLP is."""
     if style.options.get("tokens") == "all":
         return _dense_experts(module, context)
+    if module.inner:
+        return inner_experts(module, context)
     _check_kind(style, module, "experts")
     if context.sends_tokens:
         return replace(_divided_experts(module, context), beside=style.options.get("beside", ""))

@@ -72,6 +72,8 @@ class Use:
         partial: replicated, with a gradient that each rank has only in part.
         by_expert: stacked experts, divided over the ranks of `ep` along dim 0, rather than over those of `tp`. Where `dim` is another
             one, each expert is split along it over the ranks of `etp`.
+        expert_dim: of `by_expert`: the dim along which experts follow each other. In dim 0 there may be `chunks` of them, of several
+            rows each; in another dim each of `chunks` has one element of every expert.
     """
 
     dim: int | None = None
@@ -80,6 +82,7 @@ class Use:
     adjacent: int = 1
     partial: bool = False
     by_expert: bool = False
+    expert_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -214,6 +217,11 @@ class Contract:
     def computes_experts(self) -> bool:
         """Whether it contains the experts of a mixture."""
         return self.compute in ("experts", "dense experts", "whole experts")
+
+    @property
+    def splits_experts(self) -> bool:
+        """Whether each rank computes a part of every expert, on converted tokens, choices and weights."""
+        return self.compute == "experts"
 
     @property
     def sends_tokens(self) -> bool:

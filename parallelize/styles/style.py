@@ -25,10 +25,12 @@ class ModuleFacts:
     Attributes:
         fqn: the module's name.
         kind: "linear" (weight [out, in]), "conv1d" (weight [in, out], as GPT-2 stores it), "embedding", "norm", "experts"
-            (the weights of all experts of a mixture, stacked along dim 0), "other".
+            (those of a mixture, called with tokens, choices and weights), "expert block" (the router is inside too), "other".
         class_name: the class name, for messages.
         shapes: full shapes of its direct parameters, by name.
         flags: of experts: how their weights are stored and computed with, as `transformers` marks an instance (`EXPERT_FLAGS`).
+        num_experts: of experts: how many there are. inner: full shapes of their weights, by dotted name, where these are in modules
+            inside.
     """
 
     fqn: str
@@ -36,6 +38,8 @@ class ModuleFacts:
     class_name: str
     shapes: dict[str, tuple[int, ...]]
     flags: Mapping[str, bool] = field(default_factory=dict)
+    num_experts: int = 0
+    inner: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class StyleContext:
         input_gathered: a module that contains this one has a `gather` rule.
         sends_tokens: tokens go to the ranks of their experts, rather than each rank having a part of all experts.
         etp: ranks over which each of these experts is split.
+        divides_adapters: adapters of experts are divided as these are, rather than full on each rank.
     """
 
     sequence_parallel: bool = False
@@ -56,6 +61,7 @@ class StyleContext:
     input_gathered: bool = False
     sends_tokens: bool = False
     etp: int = 1
+    divides_adapters: bool = False
 
 
 @dataclass(frozen=True)

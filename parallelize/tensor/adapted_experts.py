@@ -1,7 +1,8 @@
 """LoRA on the stacked weights of experts (PEFT's `target_parameters`): each rank adds its part of s B A to the part that it stores.
 
 PEFT registers a parametrization for each forward, which would compute with DTensors. Here its module computes the same weights on
-shards: A [experts x r, in] and B [out, r x experts] are full on every rank, which has a part of their gradients.
+shards. A [experts x r, in] and B [out, r x experts] are those of the rank's experts where these are whole; else they are full on
+every rank, which has a part of their gradients.
 """
 
 from __future__ import annotations
@@ -34,10 +35,17 @@ def adapted_experts(module: Any, experts: nn.Module, layout: Layout, rank: int) 
         inner = self.get_submodule(names)
         planned: Planned = inner._applied.planned
         key, earlier = self.parameter_name, planned.effective
-        weight = earlier[key] if key in earlier else _stored(planned, key).local(inner._parameters)
-        for name in adapters:
-            weight = weight + _delta(self, name, layout, rank).to(weight.dtype)
-        planned.effective = {**earlier, key: weight}
+        made: list[T] = []  # once, of experts that run on several chunks of tokens
+
+        def changed(weight: T) -> T:
+            if not made:
+                weight = earlier[key](weight) if key in earlier else weight
+                for name in adapters:
+                    weight = weight + _delta(self, name, layout, rank).to(weight.dtype)
+                made.append(weight)
+            return made[0]
+
+        planned.effective = {**earlier, key: changed}
         try:
             return self.base_layer(*args, **kwargs)
         finally:
@@ -51,18 +59,17 @@ def _names_to(experts: nn.Module, module: nn.Module) -> str:
     return next(name for name, inner in module.named_modules() if inner is experts)
 
 
-def _stored(planned: Planned, key: str) -> Any:
-    return next(slot for slot in planned.slots if slot.key == key)
-
-
 def _delta(module: Any, adapter: str, layout: Layout, rank: int) -> T:
     """This rank's part of s B A, in the shape of its part of the weight."""
     down, up = (_local_weight(getattr(module, key)[adapter]) for key in ("lora_A", "lora_B"))
-    by_expert = down.view(module.num_experts, -1, down.shape[-1])  # [experts, r, in]
-    up = up.view(up.shape[0], -1, module.num_experts)  # [out, r, experts]
+    rank_of_adapter = module.r[adapter]
+    by_expert = down.view(-1, rank_of_adapter, down.shape[-1])  # [experts, r, in]
+    up = up.view(up.shape[0], rank_of_adapter, -1)  # [out, r, experts]
     is_transposed = not module._did_swap_in_out_features  # stored as [experts, in, out]
     empty = (slice(0, 0),) * 3
     stored = [pair.full for pair in layout.slices(rank)]
+    if by_expert.shape[0] != module.num_experts:  # those of this rank
+        stored = [(slice(0, by_expert.shape[0]), *part[1:]) for part in stored]
     parts = [_block(by_expert, up, part, is_transposed) for part in stored or [empty]]
     delta = parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim or 0)
     if not stored:  # a gradient of zeros

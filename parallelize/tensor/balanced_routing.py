@@ -54,7 +54,7 @@ def experts_of(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
         raise ModelError(
             Problem("no-experts", what, fix="a mixture of `transformers`, or experts with `is_transposed`")
         )
-    return [(fqn, facts.objects[fqn], next(iter(facts.modules[fqn].shapes.values()))[0]) for fqn in names]
+    return [(fqn, facts.objects[fqn], facts.modules[fqn].num_experts) for fqn in names]
 
 
 def choices_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> T:

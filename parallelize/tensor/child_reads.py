@@ -66,7 +66,9 @@ def foreign_readers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Probl
     read: dict[ChildRead, str] = {}
     for fqn in model.objects:
         for item, name in _reads_in(model, fqn) if fqn not in adapted else ():
-            if resolved.parameters[name].layout.dim is not None:
+            row = resolved.modules.get(fqn)
+            is_known = row is not None and f"{item.child}.{item.parameter}" in row.contract.uses
+            if resolved.parameters[name].layout.dim is not None and not is_known:
                 read.setdefault(item, fqn)
     for item, fqn in read.items():
         name = type(model.objects[fqn]).__name__
@@ -79,10 +81,24 @@ def _reads_in(model: ModelFacts, fqn: str) -> Iterator[tuple[ChildRead, str]]:
     module = model.objects[fqn]
     for item in reads_of_children(module.__class__):
         owner = getattr(module, item.child, None)
-        if isinstance(owner, nn.Module) and owner._parameters.get(item.parameter) is not None:
-            name = ".".join(filter(None, (fqn, item.child, item.parameter)))
-            if name in model.owners:
-                yield item, model.owners[name]
+        if not isinstance(owner, nn.Module):
+            continue
+        cls: Any = type(owner)
+        for key in (item.parameter, *_read_by(cls, item.parameter)):
+            name = ".".join(filter(None, (fqn, item.child, key)))
+            if owner._parameters.get(key) is not None and name in model.owners:
+                yield item._replace(parameter=key), model.owners[name]
+
+
+@lru_cache(maxsize=4096)
+def _read_by(cls: Any, method: str) -> tuple[str, ...]:
+    """What a method of a child that is called in place of its forward reads of the child itself."""
+    function = _function(inspect.getattr_static(cls, method, None))
+    if method == "forward" or function is None or function.__module__.partition(".")[0] == "torch":
+        return ()
+    tree = parsed(function)
+    own = [own_attribute(node, receiver(tree)) for node in ast.walk(tree)] if tree is not None else ()
+    return tuple(dict.fromkeys(filter(None, own)))
 
 
 def children_read(resolved: ResolvedPlan, model: ModelFacts, fqn: str) -> tuple[str, ...]:

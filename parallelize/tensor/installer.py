@@ -29,6 +29,7 @@ from parallelize.tensor.beside_experts import compute_beside
 from parallelize.tensor.child_reads import children_read
 from parallelize.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
 from parallelize.tensor.embedding import vocabulary_embedding
+from parallelize.tensor.expert_forms import form_of
 from parallelize.tensor.feature_norm import gather_normalized
 from parallelize.tensor.multihead_attention import replicated_multihead, sharded_multihead
 from parallelize.tensor.overlap_sites import Overlap, PlannedCallSite
@@ -189,17 +190,20 @@ class Installer:
                 Vocabulary(self._width(row), self.group, self.inputs), self.resolved.plan.options.loss_parallel
             )
         if contract.sends_tokens:
-            return whole_experts(module, self._expert_ranks(row))
+            return whole_experts(form_of(module), self._expert_ranks(row))
         if contract.traits.wraps:
             return self._adapted(module, row)
-        if self.group.size == 1:
+        facts, is_split = self.model.modules[row.fqn], self.group.size > 1
+        if contract.splits_experts and (is_split or facts.inner):
+            convert = self._choice_conversion(contract) if is_split else None
+            return split_experts(form_of(module), self.group, convert, facts.num_experts)
+        if not is_split:
             return _of_children(module, read)
         forwards: dict[str, Callable[[], Callable | None]] = {
             "embedding": lambda: vocabulary_embedding(module, self.group, planned.leave if contract.dtensors else None),
             "rms_norm": lambda: sharded_rms_norm(self.group),
             "multihead": lambda: sharded_multihead(self.group),
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
-            "experts": lambda: split_experts(module, self.group, self._choice_conversion(contract)),
             "dense experts": lambda: dense_experts if contract.enter is Conversion.GATHER_SEQUENCE else None,
             "bias of first rank": lambda: bias_of_first_rank(self.group),
         }
@@ -285,7 +289,7 @@ class Installer:
         return self.shared_conversions[key]
 
     def _expert_ranks(self, row: ModuleRow) -> ExpertRanks:
-        experts, options = self._parameter(row.fqn, "down_proj").layout.shape[0], self.resolved.options
+        experts, options = self.model.modules[row.fqn].num_experts, self.resolved.options
         group = self.experts
         if group is None:  # consecutive ranks of tp
             first = self.group.rank // options.expert_ranks * options.expert_ranks
@@ -373,8 +377,7 @@ class Installer:
     def _install_region(self) -> None:
         """Shard hidden states where the region begins, gather them where it ends."""
         region = self.resolved.region
-        assert region is not None
-        if self.group.size == 1:
+        if region is None or self.group.size == 1:
             return
         objects = self.model.objects  # of this pipeline stage, where the region may begin or end on another one
         if region.enter in objects:
@@ -391,8 +394,7 @@ class Installer:
         objects[decoder].register_forward_pre_hook(refuse_hidden_states, with_kwargs=True)
 
     def _planned(self, module: nn.Module) -> Planned:
-        planned = installed(module)
-        return Planned((), module.__dict__.get("forward")) if planned is None else planned
+        return installed(module) or Planned((), module.__dict__.get("forward"))
 
 
 def _of_children(module: nn.Module, read: tuple[str, ...]) -> Callable | None:

@@ -46,7 +46,8 @@ class Planned:
         ahead: of experts, and of a module that is computed while their results return: that module's `ComputedAhead`.
         shows_local: forwards of parents that run now and read its parameters, for which its attributes stay local tensors.
         alone: of a layer with adapters, its forward outside of the module that calls them. is_inside: that module runs now.
-        effective: local tensors to compute with in place of stored parameters, while adapters change them.
+        effective: what adapters that run now make of a local parameter, by key. Called in the module's own forward, in which ZeRO 3 has
+            gathered its parameters.
         bias_scale: of a row linear whose output an adapter scales before the reduction: 1 on the rank that adds its bias, else 0.
     """
 
@@ -90,7 +91,7 @@ class Planned:
         self.shows_local = 0
         self.alone: Callable | None = None
         self.bias_scale: float | None = None
-        self.effective: dict[str, torch.Tensor] = {}
+        self.effective: dict[str, Conversion] = {}
         self.is_inside = False
 
     def run_stock(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -288,8 +289,8 @@ def on_local_parameters(
     try:
         for slot in planned.slots:
             attributes[slot.key] = slot.local(parameters)
-        if planned.effective:
-            attributes.update(planned.effective)
+        for key, change in planned.effective.items():
+            attributes[key] = change(attributes[key])
         for key in converted:
             if key in attributes:
                 attributes[key] = converted[key](attributes[key])

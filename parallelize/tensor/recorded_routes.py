@@ -135,8 +135,7 @@ def layers_with_experts(model: nn.Module) -> dict[str, int]:
     """Name to number of experts of each module of experts, in order, of the stages of all pipeline ranks."""
     cut = cut_of(model)
     facts = describe(model) if cut is None else cut.facts
-    experts = [(fqn, module) for fqn, module in facts.modules.items() if module.kind == "experts"]
-    return {fqn: next(iter(module.shapes.values()))[0] for fqn, module in experts}
+    return {fqn: module.num_experts for fqn, module in facts.modules.items() if module.kind == "experts"}
 
 
 def rows_of_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ForwardRows:

@@ -49,7 +49,7 @@ def replay_routes(model: nn.Module, routes: T | RecordedRoutes, *, local: bool =
     the routes of its part of the batch in order, and begin again after the last: data ranks then have equal parts.
 
     Args:
-        model: as for `record_routes`; its routers choose by `torch.topk`.
+        model: as for `record_routes`; its routers choose by `torch.topk`, or by the `sparsemixer` of Phi 3.5.
         routes: [tokens, layers, k] or [sequences, length, layers, k], integers, of the global batch, the same on every rank; or
             what `record_routes` yielded. Layers are those with experts, or all decoder layers (of which those without experts are not
             read), as inference engines return them. -1 for all k of a token and layer: its router chooses.

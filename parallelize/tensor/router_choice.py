@@ -27,11 +27,13 @@ from parallelize.applied.forward_rows import ForwardRows
 from parallelize.applied.records import applied, mark_applied
 from parallelize.errors import ModelError, Problem, ShapeError, short_list
 from parallelize.ops.replay_cache import in_recompute, is_remembered, remembered
+from parallelize.tensor.sparse_mixer import FUNCTION, ReplacedMaxima
 from parallelize.tensor.syntax import own_attribute, parsed, receiver
 
 T = torch.Tensor
 _TOPK = (torch.topk, torch.Tensor.topk)
 _MASKED_FILL = (torch.masked_fill, torch.Tensor.masked_fill, torch.Tensor.masked_fill_)
+TOPK = "topk"
 _ROUTES, _CHOICES = "replacing choices", "choices"
 
 
@@ -105,6 +107,9 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         replaces = routes is not None
     if not replaces:
         return stock(*args, **kwargs)
+    cls: Any = type(self)
+    if _calls(cls, FUNCTION):
+        return _mixed(router, routes, self.training, lambda: stock(*args, **kwargs))
     with _ReplacedChoices(router, routes) as mode:
         out = stock(*args, **kwargs)
     if mode.calls != 1:
@@ -114,6 +119,23 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise ModelError(
             Problem("unknown-router", what, fix="a router of `transformers`, whose one such call is its choice")
         )
+    return out
+
+
+def _mixed(router: ReplayedRouter, routes: ForwardRoutes | None, training: bool, run: Callable[[], Any]) -> Any:
+    """The output of a router that chooses by maxima. Raises: ModelError `unknown-router`."""
+    choices = _ReplacedChoices(router, routes)
+
+    @torch.no_grad()
+    def decide(replacing: T, own: T) -> T:
+        return remembered(_CHOICES, lambda: torch.where(replacing < 0, own, replacing))
+
+    with ReplacedMaxima(router.count, training, choices.replacing, decide) as mode:
+        out = run()
+    if choices.k is not None and not mode.has_chosen(choices.k):
+        what = f"{router.fqn} took {mode.maxima} maxima and {mode.masks} masks of its scores for {choices.k} choices"
+        fix = f"the router of Phi 3.5, of which {FUNCTION} takes one mask for each choice"
+        raise ModelError(Problem("unknown-router", what, fix=fix))
     return out
 
 
@@ -151,11 +173,11 @@ class _ReplacedChoices(TorchFunctionMode):
 
     def _without_mask(self, scores: T, mask: T, value: Any) -> tuple[T, T, Any]:
         """The arguments of `masked_fill`, by which nothing is left out for tokens whose choices are replaced."""
-        return scores, mask & (self._replacing_choices(scores)[:, :1] < 0), value
+        return scores, mask & (self.replacing(scores)[:, :1] < 0), value
 
     def _choose(self, scores: T, k: int, choose: Callable[[], T]) -> Any:
         self.calls += 1
-        replacing = self._replacing_choices(scores)
+        replacing = self.replacing(scores)
         if replacing.shape[1] != k:
             raise wrong_k(self.router.fqn, k, replacing.shape[1])
 
@@ -166,7 +188,12 @@ class _ReplacedChoices(TorchFunctionMode):
         choices = remembered(_CHOICES, chosen)
         return torch.return_types.topk((scores.gather(1, choices), choices))
 
-    def _replacing_choices(self, scores: T) -> T:
+    @property
+    def k(self) -> int | None:
+        """The number of choices of a token; None before the router has chosen."""
+        return None if self._replacing is None else self._replacing.shape[1]
+
+    def replacing(self, scores: T) -> T:
         """[tokens, k], in a replay those of the forward."""
         if self._replacing is None:
             routes, layer = self.routes, self.router.layer
@@ -192,7 +219,7 @@ def wrong_k(name: str, k: int, of_routes: int) -> ShapeError:
 
 
 def router_of(model: nn.Module, experts: str) -> tuple[str, nn.Module]:
-    """(name, module) of the router of experts: the module beside them whose forward calls `topk`.
+    """(name, module) of the router of experts: the module beside them whose forward calls `topk`; else the one that contains both.
 
     Args:
         experts: the name of the module of experts.
@@ -204,11 +231,16 @@ def router_of(model: nn.Module, experts: str) -> tuple[str, nn.Module]:
     classes: dict[str, Any] = {
         fqn: type(inner) for fqn, inner in beside.items() if not f"{fqn}.".startswith(f"{experts}.")
     }
-    choosing = {fqn: beside[fqn] for fqn, cls in classes.items() if _calls_topk(cls)}
+    choosing = {fqn: beside[fqn] for fqn, cls in classes.items() if _calls(cls, TOPK) or _calls(cls, FUNCTION)}
+    around: Any = type(model.get_submodule(block))
+    if not choosing and block and _calls(around, TOPK):  # by the logits of the module beside
+        choosing = {block: model.get_submodule(block)}
     if len(choosing) != 1:
         names = short_list(list(choosing)) or "none"
         what = f"the router of {experts} is not known: modules beside it whose forward calls torch.topk: {names}"
-        fix = "routers that choose by torch.topk; those that choose by argmax, or by token ids, are not replayed"
+        fix = (
+            "routers that choose by torch.topk; those that choose by token ids, or by other functions, are not replayed"
+        )
         raise ModelError(Problem("unknown-router", what, fix=fix))
     ((fqn, router),) = choosing.items()
     if applied(router).recompute_unit is not None:
@@ -218,8 +250,8 @@ def router_of(model: nn.Module, experts: str) -> tuple[str, nn.Module]:
 
 
 @lru_cache(maxsize=1024)
-def _calls_topk(cls: Any) -> bool:
-    """Whether the forward of a class, or a method that it calls, calls a function named `topk`."""
+def _calls(cls: Any, name_of_function: str) -> bool:
+    """Whether the forward of a class, or a method that it calls, calls a function of this name."""
     pending, seen = ["forward"], {""}
     while pending:
         name = pending.pop()
@@ -230,7 +262,7 @@ def _calls_topk(cls: Any) -> bool:
         tree = parsed(inspect.unwrap(method))
         for node in ast.walk(tree) if tree is not None else ():
             if isinstance(node, ast.Call):
-                if "topk" in (getattr(node.func, "attr", ""), getattr(node.func, "id", "")):
+                if name_of_function in (getattr(node.func, "attr", ""), getattr(node.func, "id", "")):
                     return True
                 pending.append(own_attribute(node.func, receiver(tree)))  # type: ignore[arg-type]
     return False

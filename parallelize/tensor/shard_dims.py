@@ -57,9 +57,11 @@ class ShardDim:
         index = len(before) + self.dim
         same = next((i for i in range(index) if i >= len(after) or before[i] != after[i]), index)
         outer = prod(before[:index]) * self.outer
+        products = [1, *accumulate(after, mul)]
+        if self.kind == "sequence" and self.size == 1:
+            return self._viewed_token(index, outer, after, products)
         if not prod(before) or (self.size == 1 and same < index):
             return None
-        products = [1, *accumulate(after, mul)]
         for dim in range(same, len(after)):
             start, stop = products[dim], products[dim + 1]
             if start == outer and stop == outer and self.size > 1:
@@ -69,6 +71,18 @@ class ShardDim:
                 size = self.size if contains else stop // outer
                 return replace(self, dim=dim - len(after), outer=outer // start, size=size)
         return None
+
+    def _viewed_token(self, index: int, outer: int, after: Shape, products: Sequence[int]) -> ShardDim | None:
+        """One token of each sequence: [batch, 1, hidden] as [batch, hidden] is a batch of tokens, and no hidden dim.
+
+        index: of the dim before. outer: the elements of the dims before it. products: of the sizes before each dim, and of all.
+        """
+        own = [dim for dim, size in enumerate(after) if size == 1 and products[dim] == outer]
+        if own:
+            dim = index if index in own else own[0]
+            return replace(self, dim=dim - len(after), outer=1)
+        flat = next((dim for dim in range(len(after)) if products[dim + 1] == outer), None)
+        return None if flat is None else replace(self, dim=flat - len(after), outer=outer // products[flat])
 
 
 def removed(dims: Sequence[int], ndim: int) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ Source: Shoeybi et al., arXiv:1909.08053, applied to each expert.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,8 @@ from torch import nn
 
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
+from parallelize.plan.inner_experts import inner_experts
+from parallelize.tensor.expert_forms import ExpertForm, input_names
 from parallelize.tensor.planned_forward import Conversion, on_local_parameters
 
 T = torch.Tensor
@@ -31,35 +32,31 @@ INPUTS = 3
 
 def check_experts(module: nn.Module, fqn: str) -> None:
     """Raises: ModelError `wrong-experts-call` for experts that are not called with tokens, choices and weights."""
-    names = input_names(module)
-    if len(names) != INPUTS:
+    names, inner = input_names(module), inner_experts(module)
+    if len(names) != INPUTS and (inner is None or inner.kind == "experts"):
         what = f"{fqn}.forward takes {', '.join(names) or 'no inputs'}: not tokens [N, hidden], choices [N, k] and weights [N, k]"
         fix = "`replicate` for it, or a registered style with a forward of its own"
         raise ModelError(Problem("wrong-experts-call", what, fix=fix))
 
 
-def input_names(module: nn.Module) -> list[str]:
-    """The names of the inputs of the stock forward."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def split_experts(module: nn.Module, group: Group, convert_choices: Conversion) -> Callable:
+def split_experts(form: ExpertForm, group: Group, convert_choices: Conversion | None, count: int) -> Callable:
     """A forward with the arguments and results of the stock one.
 
     Args:
-        convert_choices: the input conversion of choices and weights; that of tokens and of the output are the module's own.
+        convert_choices: the input conversion of choices and weights; that of tokens and of the output are the module's own. None
+            on one rank.
+        count: the number of experts.
     """
-    names = input_names(module)
     # each rank's output is a term of a sum, so that the second bias is added by the first rank alone
     biases: dict[str, Conversion] = {} if group.rank == 0 else {"down_proj_bias": _times_zero}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> T:
         planned = self._applied.planned
-        given = dict(zip(names, args, strict=False)) | kwargs
-        tokens, choices, weights = (given[name] for name in names)
-        inputs = planned.enter(tokens), convert_choices(choices), convert_choices(weights)
-        return planned.leave(on_local_parameters(self, planned, inputs, {}, biases))
+        tokens, choices, weights = form.inputs(self, args, kwargs)
+        if convert_choices is not None:
+            tokens, choices, weights = planned.enter(tokens), convert_choices(choices), convert_choices(weights)
+        out = form.compute(self, (tokens, choices, weights), count, biases)
+        return form.result(self, out if convert_choices is None else planned.leave(out), args, kwargs)
 
     return forward
 

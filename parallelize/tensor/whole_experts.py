@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
@@ -31,8 +30,8 @@ from parallelize.ops import replay_cache
 from parallelize.ops.experts.call_form import CallForm
 from parallelize.ops.experts.routes import Routes, indices_of, routes_of
 from parallelize.ops.experts.transfers import Transfers, arrive, collect, dispatch, give_back
-from parallelize.tensor.planned_forward import Conversion, on_local_parameters
-from parallelize.tensor.split_experts import input_names
+from parallelize.tensor.expert_forms import ExpertForm
+from parallelize.tensor.planned_forward import Conversion
 
 T = torch.Tensor
 
@@ -66,23 +65,22 @@ class ExpertRanks:
         return {"down_proj_bias": partial(_in_its_place, before=part, after=self.etp - 1 - part)}
 
 
-def whole_experts(module: nn.Module, ranks: ExpertRanks) -> Callable:
+def whole_experts(form: ExpertForm, ranks: ExpertRanks) -> Callable:
     """A forward with the arguments and results of the stock one."""
-    names = input_names(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> T:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        tokens, choices, weights = (given[name] for name in names)
-        same = ranks.same_tokens
+        inputs = form.inputs(self, args, kwargs)
+        same, run = ranks.same_tokens, partial(_exchanged, partial(form.compute, self), ranks)
         if same is None:
-            return _exchanged(self, ranks, tokens, choices, weights)
-        parts = (ops.split(x, same, 0) for x in (tokens, choices, weights))
-        return ops.gather(_exchanged(self, ranks, *parts), same, 0, len(tokens), gradient="replicate")
+            return form.result(self, run(*inputs), args, kwargs)
+        parts = (ops.split(x, same, 0) for x in inputs)
+        out = ops.gather(run(*parts), same, 0, len(inputs[0]), gradient="replicate")
+        return form.result(self, out, args, kwargs)
 
     return forward
 
 
-def _exchanged(self: Any, ranks: ExpertRanks, tokens: T, choices: T, weights: T) -> T:
+def _exchanged(form_compute: Callable[..., T], ranks: ExpertRanks, tokens: T, choices: T, weights: T) -> T:
     """The output of this rank's tokens."""
 
     def find_routes() -> Routes:
@@ -92,10 +90,10 @@ def _exchanged(self: Any, ranks: ExpertRanks, tokens: T, choices: T, weights: T)
     # a replay sends the same rows, even where a near tie of the router falls otherwise
     routes = replay_cache.remembered("routes", find_routes)
     transfers = Transfers(routes, ranks.group, tokens, weights)
-    planned, biases, returned = self._applied.planned, ranks.biases, []
+    biases, returned, (first, stop) = ranks.biases, [], routes.experts
 
     def compute(*inputs: T) -> T:
-        return on_local_parameters(self, planned, inputs, {}, biases)
+        return form_compute(inputs, stop - first, biases)
 
     for n, ticket in enumerate(dispatch(tokens, weights, transfers)):
         results = _computed(compute, routes, n, *arrive(ticket, transfers, n))
@@ -110,7 +108,8 @@ def _computed(compute: Callable[..., T], routes: Routes, n: int, tokens: T, weig
     first, stop = routes.experts
     num_pairs = routes.chunks[n].pairs
     if not num_pairs:  # one pair that counts nothing, so that parameters, rows and weights get gradients of zeros
-        out = compute(tokens.new_zeros(1, tokens.shape[1]), choices.new_zeros(1, 1).long(), weights.new_zeros(1, 1))
+        none = tokens.sum(0, keepdim=True)  # zeros that have a gradient, by which units of ZeRO 3 know their backward
+        out = compute(none, choices.new_zeros(1, 1).long(), weights.new_zeros(1, 1))
         return tokens + (out.sum() + weights.sum()) * 0
     rows, slots, experts = _pairs(choices, first, stop, num_pairs)
     out = compute(tokens.index_select(0, rows), experts[:, None], weights[rows, slots][:, None])

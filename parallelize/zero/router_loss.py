@@ -201,7 +201,8 @@ def _choices_of(module: Any) -> int:
 def router_loss_of(module: nn.Module, output: Any) -> T | float:
     """What a stock model adds to its loss: its load-balancing loss, with the coefficient of its config. 0 without one."""
     loss = getattr(output, "aux_loss", None)
-    return 0.0 if loss is None else getattr(module, "router_aux_loss_coef", 0.0) * loss
+    coefficient = getattr(module, "router_aux_loss_coef", getattr(module, "aux_loss_coef", 0.0))
+    return 0.0 if loss is None else coefficient * loss
 
 
 class _RouterForward:
@@ -226,8 +227,14 @@ class _RouterForward:
             self._add(self.logits.pop(0), self.top_k)
 
     def _add(self, logits: T, top_k: int) -> None:
-        divided = self.rows.is_divided(len(logits))
-        self.sums = sums_of(logits, top_k, self._weights(len(logits), divided, logits.device), divided) + self.sums
+        divided, sequence = self.rows.is_divided(len(logits)), self.rows.sequence
+        weights = self._weights(len(logits), divided, logits.device)
+        if (
+            sequence.size > 1 and not divided
+        ):  # of attention that each rank runs in full, beside routers of shards: a part of each row
+            logits, divided = ops.copy(logits, sequence), True
+            weights = (logits.new_ones(len(logits)) if weights is None else weights) / sequence.size
+        self.sums = sums_of(logits, top_k, weights, divided) + self.sums
 
     def _weights(self, count: int, divided: bool, device: torch.device) -> T | None:
         """[count]: 0 for rows of padding, else 1. None: no row is."""

@@ -143,6 +143,24 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"top_k_experts": 2, "hidden_size_per_layer_input": 0, "num_global_key_value_heads": 4, "global_head_dim": 10}
         | {"attention_k_eq_v": True, "num_key_value_heads": 8, "num_kv_shared_layers": 0},
     ),
+    "dbrx": (
+        "DbrxConfig",
+        "DbrxForCausalLM",
+        {
+            "d_model": 48,
+            "n_heads": 8,
+            "n_layers": 2,
+            "max_seq_len": 64,
+            "attn_config": {"kv_n_heads": 4, "clip_qkv": 0.3, "rope_theta": 10000.0},
+        }
+        | {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 2}},
+    ),
+    "jetmoe": (
+        "JetMoeConfig",
+        "JetMoeForCausalLM",
+        {"num_key_value_heads": 4, "kv_channels": 6, "intermediate_size": 32, "max_position_embeddings": 64}
+        | {"num_local_experts": 6, "initializer_range": 0.1},
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
@@ -306,7 +324,7 @@ def choose_unevenly(model: nn.Module) -> None:
 
 
 ROUND_INSIDE = ("router", "gate", "rmsnormgated", "gateddeltanet", "mambamixer", "mamba2mixer", "mambalayer")
-ROUND_INSIDE += ("deepseekv2attention", "llama4textattention", "nemotronhforcausallm")
+ROUND_INSIDE += ("jetmoetopkgating", "deepseekv2attention", "llama4textattention", "nemotronhforcausallm")
 CENTERED_NORMS = ("Gemma2", "Gemma3", "Qwen3Next", "Qwen3_5")  # whose weight is added to one
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from math import prod
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from parallelize import build_mesh, parallelize_model
 from tests.support.models import tiny_batch, tiny_model
 
 AXES = {"dp": {"dp": 2}, "tp": {"tp": 2}}
+FOUR = {"dp=4": {"dp": 4}, "dp=2, tp=2": {"dp": 2, "tp": 2}}
 
 
 def changed(output: tuple, change: str) -> tuple:
@@ -21,6 +23,10 @@ def changed(output: tuple, change: str) -> tuple:
         return logits, torch.cat([weights, weights], 1), torch.cat([choices, choices], 1)
     if change == "dtype":
         return logits, weights.float(), choices
+    if change == "range":
+        choices = choices.clone()
+        choices[-1, 0] = 17
+        return logits, weights, choices
     if change == "nan":
         return logits * torch.nan, weights * torch.nan, choices
     raise AssertionError(change)
@@ -31,14 +37,18 @@ def break_router(model: nn.Module, change: str) -> None:
 
 
 def faulty_step(rank: int, axis: str, change: str, model: nn.Module | None = None, **options: Any) -> str:
-    """The loss of a step as text, or its error. The last rank's router in the second layer is changed."""
+    """The loss of a step as text, or its error. The last rank's router in the second layer is changed; or its batch is empty."""
+    axes = (AXES | FOUR)[axis]
+    ranks, samples = prod(axes.values()), axes.get("dp", 1)
     local = copy.deepcopy(model) if model is not None else tiny_model("mixtral", torch.float64)
-    parallel = parallelize_model(local, build_mesh("cpu", **AXES[axis]), ep=2, check_replicated=False, **options)
-    if rank == 1:
+    options = {"ep": ranks, "check_replicated": change == "empty", **options}
+    parallel = parallelize_model(local, build_mesh("cpu", **axes), **options)
+    if rank == ranks - 1 and change != "empty":
         break_router(local, change)
-    ids, labels = tiny_batch(batch=2, length=8)
-    rows = slice(rank, rank + 1) if axis == "dp" else slice(0, 2)
+    ids, labels = (x.chunk(samples)[rank * samples // ranks] for x in tiny_batch(batch=ranks, length=8))
+    if rank == ranks - 1 and change == "empty":
+        ids, labels = ids[:0], labels[:0]
     try:
-        return str(float(parallel.step(ids[rows], targets=labels[rows])))
+        return str(float(parallel.step(ids, targets=labels)))
     except Exception as error:
         return str(error)

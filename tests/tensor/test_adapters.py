@@ -9,6 +9,7 @@ import torch
 
 from parallelize import build_mesh, full_gradients, parallelize_module
 from parallelize.errors import ParallelizeError
+from parallelize.zero.buckets import to_local
 from tests.support.models import tiny_batch
 from tests.support.parity import compare, planned_run, reference_run, worst
 from tests.support.threads import run_ranks
@@ -108,6 +109,38 @@ def merged_for_good(model):
 
 def unloaded(model):
     return logits(model.unload())
+
+
+@pytest.mark.parametrize("ep", [4])
+def test_a_rank_stores_the_adapters_of_its_experts(ep):
+    """Of six experts; on four ranks some have two, and the others are padded to as many."""
+    models = [adapted_model("mixtral", "experts") for _ in range(ep)]
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=ep), ep=ep)
+        named = models[rank].named_parameters()
+        return {name: to_local(p).numel() for name, p in named if ".experts." in name and "lora" in name}
+
+    full = {name: p.numel() for name, p in adapted_model("mixtral", "experts").named_parameters()}
+    for stored in run_ranks(ep, body):
+        assert stored and all(count == full[name] // 6 * -(-6 // ep) for name, count in stored.items())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("use", [merged, merged_and_not, merged_for_good])
+def test_merging_adapters_of_whole_experts(use):
+    model = adapted_model("mixtral", "experts").eval()
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def body(rank):
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), ep=2)
+        with torch.no_grad():
+            return use(models[rank])
+
+    with torch.no_grad():
+        expected = use(model)
+    for actual in run_ranks(2, body):
+        assert worst({"logits": actual}, {"logits": expected})[0] < 1e-12
 
 
 @pytest.mark.parametrize("use", [disabled, merged, merged_and_not, merged_for_good, unloaded])

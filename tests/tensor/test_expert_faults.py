@@ -37,6 +37,28 @@ def test_processes_whose_rows_would_differ_in_size(two_processes):
     assert_named(two_processes.run(jobs.faulty_step, "dp", "choices", timeout_s=60), "choices")
 
 
+@pytest.mark.variants(every=8)
+@pytest.mark.processes
+@pytest.mark.parametrize("change", ["choices", "dtype", "nan", "range"])
+@pytest.mark.parametrize("axis", jobs.FOUR)
+def test_four_processes_of_which_one_is_wrong(four_processes, axis, change):
+    results = four_processes.run(jobs.faulty_step, axis, change, timeout_s=60)
+    if change in DIFFERENCES:
+        assert_named(results, change)
+    elif change == "nan":
+        assert results == ["nan"] * 4
+    else:
+        named = "bad-choice: model.layers.1.mlp.experts got choices outside of [0, 6)"
+        assert all(named in error and "such as 17" in error for error in results), results
+
+
+@pytest.mark.processes
+def test_processes_of_which_one_has_an_empty_batch(two_processes):
+    """What ranks agree on before a step finds it; without that check, one would wait until the timeout of the group."""
+    errors = two_processes.run(jobs.faulty_step, "dp", "empty", timeout_s=60)
+    assert all("indivisible-batch" in error for error in errors), errors
+
+
 @pytest.mark.parametrize("axis", jobs.AXES)
 def test_a_router_that_is_not_a_number(axis):
     """As in the unsharded model, the loss is not a number: on every rank, without an error or a wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 from transformers import DynamicCache
 
 from parallelize import (
@@ -112,7 +113,8 @@ def test_a_part_of_the_tokens():
 
 
 def test_routers_that_do_not_choose_by_topk():
-    model = tiny_model("phimoe")
+    model = tiny_model("mixtral")
+    model.model.layers[0].mlp.gate = nn.Linear(48, 6)
     with (
         pytest.raises(ModelError, match=r"unknown-router: the router of model.layers.0.mlp.experts is not known"),
         replay_routes(model, ROUTES),
@@ -127,10 +129,22 @@ def test_routers_that_do_not_choose_by_topk():
         pytest.raises(ModelError, match=r"unknown-router: model.layers.0.mlp.gate calls torch.topk 2 times"),
     ):
         model(input_ids=batch()[0])
-    with pytest.raises(ModelError, match="no-experts"), replay_routes(tiny_model("llama"), ROUTES):
+    with pytest.raises(ModelError, match="no-experts"), replay_routes(tiny_model("jetmoe"), ROUTES):
         pass
-    with pytest.raises(ModelError, match="no-experts"), record_routes(tiny_model("llama")):
+    with pytest.raises(ModelError, match="no-experts"), record_routes(tiny_model("jetmoe")):
         pass
+
+
+def test_a_router_that_chooses_by_other_maxima():
+    model = tiny_model("phimoe").eval()
+    router = model.model.layers[0].mlp.router
+    stock = type(router).forward
+    router.forward = lambda x: (stock(router, x), stock(router, x))[1]
+    with (
+        replay_routes(model, ROUTES),
+        pytest.raises(ModelError, match=r"unknown-router: .* took 4 maxima and 4 masks of its scores for 2 choices"),
+    ):
+        model(input_ids=batch()[0])
 
 
 def test_a_router_that_says_nothing_of_k_is_checked_when_it_chooses():

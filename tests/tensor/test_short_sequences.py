@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from parallelize import build_mesh, parallelize_module
+from parallelize.tensor.shard_dims import ShardDim
+from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
+from tests.tensor.test_split_experts import gradients
 from tests.vocabulary.generation.generation_jobs import lively_model
 
 
@@ -27,3 +30,29 @@ def test_prompts_of_one_token_per_rank(tp):
 
     for actual in run_ranks(tp, body):
         assert worst({"": actual}, {"": expected})[0] < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("dim", "before", "after", "expected"),
+    [
+        (-2, (3, 1, 8), (3, 8), (-2, 3)),
+        (-2, (3, 8), (3, 1, 8), (-2, 1)),
+        (-2, (3, 1, 8), (3, 1, 2, 4), (-3, 1)),
+        (-2, (1, 1, 8), (1, 8), (-2, 1)),
+        (-2, (1, 1, 8), (1, 1, 2, 4), (-3, 1)),
+        (-2, (3, 1, 8), (6, 4), None),
+    ],
+)
+def test_a_view_of_one_token_of_each_sequence(dim, before, after, expected):
+    """The dim of tokens becomes none of features, of which a linear would seem to need all tokens."""
+    outer = 3 if before == (3, 8) else 1
+    shard = ShardDim("sequence", dim, outer, 1, "").viewed(before, after)
+    assert (shard and (shard.dim, shard.outer)) == expected
+
+
+def test_a_linear_on_flattened_tokens_beside_a_router():
+    """Of qwen2_moe's shared experts, with one token of each sequence on a rank."""
+    ids, labels = tiny_batch(batch=3, length=2)
+    expected, results = gradients(tiny_model("qwen2_moe", torch.float64), ids, labels, sequence_parallel=True)
+    for actual in results:
+        assert worst(actual, expected)[0] <= 1e-12

@@ -40,7 +40,8 @@ HYBRIDS = ("qwen3_next", "qwen3_5_moe_text", "jamba", "lfm2_moe", "minimax", "ne
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("tp", "ep"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize(
-    "family", [*("mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe"), *HYBRIDS, "gemma4_text"]
+    "family",
+    [*("mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe", "dbrx", "jetmoe"), *HYBRIDS, "gemma4_text"],
 )
 def test_families(family, tp, ep, mode):
     """Six experts, of which four ranks have one or two. With ep 2 on four ranks, two ranks have each expert."""
@@ -51,7 +52,8 @@ def test_families(family, tp, ep, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("tp", "sizes"), [(2, {"etp": 2}), (4, {"ep": 2, "etp": 2}), (4, {"etp": 2})], ids=str)
 @pytest.mark.parametrize(
-    "family", ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe", "nemotron_h", "jamba", "gemma4_text"]
+    "family",
+    ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss", "granitemoe", "nemotron_h", "jamba", "gemma4_text", "jetmoe"],
 )
 def test_families_with_experts_that_are_split_too(family, tp, sizes, mode):
     """With biases, interleaved, transposed and without a gate. The last sizes leave two copies of each expert."""
@@ -65,6 +67,11 @@ def test_every_implementation_of_the_stock_experts(mode, implementation):
     model = tiny_model("mixtral")
     model.set_experts_implementation(implementation)
     check(model, {**MODES[mode], "ep": 2}, 2, torch.float32)
+
+
+@pytest.mark.parametrize(("family", "options"), [("dbrx", {}), ("jetmoe", {"sequence_parallel": True, "ep": 2})])
+def test_experts_with_weights_in_modules_inside(family, options):
+    check(tiny_model(family, torch.float64), options, 2, torch.float64)
 
 
 def test_chunks_that_travel_beside_the_matmuls():
@@ -122,6 +129,7 @@ def test_an_etp_that_does_not_fold_is_refused_with_what_does(options, text):
         ),
         ("llama4_text", {}, {"etp": 2}, "experts-not-divisible: .* sends every token to every expert"),
         ("llama", {}, {"etp": 2}, "etp is 2, and no rule is `experts`"),
+        ("dbrx", {}, {"etp": 2}, "experts-not-splittable: .* rows of one expert after another"),
     ],
 )
 def test_experts_that_cannot_be_split_over_etp_are_refused(family, sizes, options, text):

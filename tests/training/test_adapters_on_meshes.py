@@ -32,6 +32,9 @@ CASES = {
     "cp2-tp2": ("llama", "lora", {"cp": 2, "tp": 2}, SP),
     "dp2-tp2-overlap": ("llama", "lora", {"dp": 2, "tp": 2}, {"zero": 1, "overlap": "chunked"}),
     "dp2-tp2-ep4": ("mixtral", "experts", {"dp": 2, "tp": 2}, {"zero": 2, "ep": 4, **SP}),
+    "dp4-ep2": ("mixtral", "experts", {"dp": 4}, {"zero": 1, "ep": 2}),
+    "dp4-ep4": ("mixtral", "experts", {"dp": 4}, {"zero": 0, "ep": 4}),
+    "dp4-ep2-zero3": ("mixtral", "experts", {"dp": 4}, {"zero": 3, "ep": 2}),
     "dp4-zero3": ("llama", "dora", {"dp": 4}, {"zero": 3}),
 }
 

@@ -93,6 +93,24 @@ def test_experts_and_dense_parameters_in_groups_of_other_ranks():
     check(tiny_model("qwen2_moe", torch.float64), {"dp": 2, "cp": 2, "tp": 2}, options)
 
 
+INSIDE = [
+    ({"dp": 4}, {"ep": 2, "zero": 3, "overlap": "chunked", "recompute": "full"}),
+    ({"dp": 4}, {"ep": 2, "zero": 1, "num_microbatches": 2}),
+    ({"dp": 2, "tp": 2}, {"ep": 4, "zero": 2, "sequence_parallel": True}),
+    ({"cp": 2, "tp": 2}, {"ep": 4, "sequence_parallel": True}),
+    ({"pp": 2, "dp": 2}, {"ep": 2, "num_microbatches": 2}),
+]
+
+
+@pytest.mark.variants(every=10)
+@pytest.mark.parametrize(("axes", "options"), INSIDE, ids=str)
+@pytest.mark.parametrize("family", ["dbrx", "jetmoe"])
+def test_experts_with_weights_in_modules_inside(family, axes, options):
+    """With ZeRO 3 these modules are its units, whose order a rank without tokens keeps."""
+    more = {"tie_word_embeddings": False} if family == "jetmoe" else {}
+    check(tiny_model(family, torch.float64, **more), axes, options, length=8)
+
+
 SPLIT = [
     ({"dp": 4}, {"ep": 2, "etp": 2}),
     *(({"dp": 4}, {"etp": 2, "zero": zero, "num_microbatches": 2}) for zero in (0, 1, 2)),

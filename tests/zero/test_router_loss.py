@@ -123,6 +123,18 @@ def test_other_families(family):
         assert worst(gradients, expected)[0] <= 1e-12
 
 
+@pytest.mark.variants(every=2)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=str)
+def test_routers_of_attention_that_each_rank_runs_in_full(sizes):
+    """Beside those of shards. The coefficient of JetMoe has another name."""
+    model = mixture("jetmoe", aux_loss_coef=COEFFICIENT)
+    mask = batch()[2]
+    loss, expected = alone(model, mask)
+    for actual, gradients in on_mesh(model, sizes, mask, **({"sequence_parallel": True} if "tp" in sizes else {})):
+        assert abs(actual - loss) <= 1e-12 * abs(loss)
+        assert worst(gradients, expected)[0] <= 1e-12
+
+
 def test_in_a_loop_of_ones_own():
     model = mixture()
     _, expected = alone(model)

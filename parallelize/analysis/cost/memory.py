@@ -1,7 +1,7 @@
 """Bytes that a rank stores over a step: what stays, and what is allocated and freed as the schedule runs. Arithmetic.
 
 What stays (parameters, gradients, optimizer state) is counted by `plan/parameter_shards.py`. The rest are the recorded changes of each
-segment, in the order of the rank's actions. Under ZeRO 2 and 3, communication buffers are counted at their largest.
+segment, in the order of the rank's actions. Under ZeRO 2, communication buffers are counted at their largest; under ZeRO 3 as units run.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from parallelize.analysis.cost.curves import Curve, curve_of
 from parallelize.analysis.cost.data_axes import buckets_of, view_of
+from parallelize.analysis.cost.gathered_units import GatheredUnits, gathered_numel
 from parallelize.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
 from parallelize.analysis.cost.training_step import RankStep, receives_early
-from parallelize.analysis.record.trace_data import Segment
 from parallelize.pipeline.schedules import Action
 from parallelize.pipeline.step_runner import AHEAD
 from parallelize.pipeline.timeline import Receive, Send
@@ -71,26 +72,7 @@ def _new_gradients(step: RankStep) -> int:
     return sum(change.gradients for segment in segments for change in segment.changes)
 
 
-@dataclass(frozen=True)
-class _Curve:
-    """The net sum and the highest partial sum of a segment's changes: of activations alone, and with gradients."""
-
-    net: int
-    peak: int
-    net_all: int
-    peak_all: int
-
-
-def curve_of(segment: Segment) -> _Curve:
-    now = peak = now_all = peak_all = 0
-    for change in segment.changes:
-        now += change.activations
-        now_all += change.activations + change.gradients
-        peak, peak_all = max(peak, now), max(peak_all, now_all)
-    return _Curve(now, peak, now_all, peak_all)
-
-
-def _joined(curves: Sequence[tuple[str, _Curve]]) -> tuple[str, _Curve]:
+def _joined(curves: Sequence[tuple[str, Curve]]) -> tuple[str, Curve]:
     """One curve for all, with the unit where it is highest."""
     net = peak = net_all = peak_all = 0
     highest = ""
@@ -99,17 +81,17 @@ def _joined(curves: Sequence[tuple[str, _Curve]]) -> tuple[str, _Curve]:
         if net_all + curve.peak_all > peak_all:
             peak_all, highest = net_all + curve.peak_all, unit
         net, net_all = net + curve.net, net_all + curve.net_all
-    return highest, _Curve(net, peak, net_all, peak_all)
+    return highest, Curve(net, peak, net_all, peak_all)
 
 
 def memory_of(step: RankStep, by_segment: bool = True) -> RankMemory:
     """The memory of the rank of `step`. by_segment: one moment per segment; else one per action."""
     setting, shards = step.setting, step.shards
     parameters, gradients, optimizer = stored_bytes(shards, setting)
-    buffers = buffer_bytes(shards, setting)
     preallocated = gradients - (0 if _preallocates_gradients(setting) else _new_gradients(step))
     walk = _MemoryWalk(step, by_segment)
     moments = tuple(walk.moments())
+    buffers = buffer_bytes(shards, setting) + max(walk.peak_with_units - walk.peak_activations, 0)
     top = max(moments, key=lambda moment: moment.peak, default=Moment("", "", 0, 0, 0))
     base = parameters + optimizer + preallocated
     end_of_backward = _end_of_backward(shards, setting)
@@ -136,12 +118,16 @@ class _MemoryWalk:
     def __init__(self, step: RankStep, by_segment: bool):
         self.step, self.by_segment = step, by_segment
         self.peak_activations = 0
-        self._curves: dict[tuple[int, str, bool], list[tuple[str, _Curve]]] = {}
+        self._curves: dict[tuple[int, str, bool], list[tuple[str, Curve]]] = {}
         self._completing = "BI" if step.split_trace is None else "BW"  # actions that complete a microbatch's gradients
         self._gloo = step.setting.transport == "gloo"  # it does not report that a message was sent, so tensors stay
         self._last_sent_back = 0  # bytes of the gradient that was sent last
         self._begun: set[int] = set()  # stages that have run a backward
         self._preallocated = _preallocates_gradients(step.setting)
+        is_split = step.setting.zero == 3 and step.setting.size(step.setting.shard_axis) > 1
+        self._units = GatheredUnits(step.shards, step.setting) if is_split else None
+        self.peak_with_units = 0  # of activations, gathered parameters and full gradients, under ZeRO 3
+        self._peaks_with_units: dict[tuple[int, str], int] = {}
 
     def moments(self) -> Iterator[Moment]:
         steps = self.step.steps
@@ -153,6 +139,8 @@ class _MemoryWalk:
             activations, everything = activations + moved, everything + moved
             if not isinstance(action, Action):
                 continue
+            if self._units is not None:
+                self.peak_with_units = max(self.peak_with_units, activations + self._with_units(action, self._units))
             for unit, curve in self._curves_of(action):
                 self.peak_activations = max(self.peak_activations, activations + curve.peak)
                 after = everything + curve.net_all
@@ -175,17 +163,27 @@ class _MemoryWalk:
         sent_away = receiver < self.step.schedule.num_stages and receiver not in self.step.local_stages
         return self.step.boundary(receiver).forward_bytes if sent_away and not self._gloo else 0
 
-    def _curves_of(self, action: Action) -> list[tuple[str, _Curve]]:
+    def _curves_of(self, action: Action) -> list[tuple[str, Curve]]:
         """(unit, curve) of what an action runs; computed once for equal actions."""
-        later = self._preallocated or action.stage in self._begun
+        later = self._units is None and (self._preallocated or action.stage in self._begun)
         if action.kind in self._completing:
             self._begun.add(action.stage)
         key = (action.stage, action.kind, later)
         if key not in self._curves:
             segments = self.step.segments(action.stage, later).of(action.kind)
             curves = [(segment.unit, curve_of(segment)) for segment in segments]
+            if self._units is not None:  # full gradients are counted with the units
+                curves = [(unit, Curve(curve.net, curve.peak, curve.net, curve.peak)) for unit, curve in curves]
             self._curves[key] = curves if self.by_segment else [_joined(curves)]
         return self._curves[key]
+
+    def _with_units(self, action: Action, units: GatheredUnits) -> int:
+        """The highest sum in an action, over that before it: full gradients of a unit stay until the unit has run backward."""
+        key = (action.stage, action.kind)
+        if key not in self._peaks_with_units:
+            segments = self.step.segments(action.stage, later=False).of(action.kind)
+            self._peaks_with_units[key] = units.peak(segments, is_backward=action.kind != "F")
+        return self._peaks_with_units[key]
 
     def _received(self, receive: Receive) -> int:
         boundary = self.step.boundary(receive.stage + (receive.direction == "B"))
@@ -212,8 +210,8 @@ def stored_bytes(shards: Sequence[ParameterShard], setting: Setting) -> StoredBy
 def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """Communication buffers.
 
-    ZeRO 2 has flat buckets for two reductions at once. ZeRO 3 has, where activations peak, the parameters outside of FSDP
-    units, one unit, and the next unit, which is being gathered. Deferred reductions store full gradients until the step ends.
+    ZeRO 2 has flat buckets for two reductions at once. Deferred reductions store full gradients until the step ends. (Those of ZeRO 3
+    depend on the unit that runs.)
     """
     if setting.size(setting.shard_axis) == 1:
         return 0
@@ -227,27 +225,12 @@ def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
             if ranks > 1:
                 numels.append((sum(shard.padded_numel(ranks) for shard in bucket) + len(bucket)) * copies)
         return sum(sorted(numels)[-2:]) * setting.gradient_bytes + deferred
-    if setting.zero == 3:
-        sizes = {unit: _gathered_numel(group, setting) for unit, group in zero_groups(shards).items()}
-        outside = sizes.pop("", 0)
-        return (outside + sum(sorted(sizes.values())[-2:]) + _reordered(shards)) * setting.compute_bytes + deferred
-    return 0
-
-
-def _gathered_numel(group: Sequence[ParameterShard], setting: Setting) -> int:
-    """Elements of an FSDP unit that is gathered; with one rank it is never sharded."""
-    ranks = view_of(group[0], setting).ranks
-    return sum(shard.padded_numel(ranks) for shard in group) * ranks if ranks > 1 else 0
-
-
-def _reordered(shards: Sequence[ParameterShard]) -> int:
-    """Elements of the largest parameter that is split along another dim than the first: what is gathered is put in order by a copy."""
-    return max((shard.numel for shard in shards if shard.zero_dim and shard.splits.parameter > 1), default=0)
+    return deferred if setting.zero == 3 else 0
 
 
 def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """ZeRO 3, when activations are freed: a gathered group, its full gradients, and the buffer of their reduce-scatter."""
     if setting.zero != 3 or setting.size(setting.shard_axis) == 1:
         return 0
-    largest = max((_gathered_numel(group, setting) for group in zero_groups(shards).values()), default=0)
+    largest = max((gathered_numel(group, setting) for group in zero_groups(shards).values()), default=0)
     return largest * (2 * setting.compute_bytes + setting.gradient_bytes)

@@ -26,7 +26,7 @@ def forwards_on_meta(model: nn.Module) -> Iterator[None]:
     recompute in backward, experts are grouped matmuls, and a forward may enter autocast by the device of a tensor."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", fused_attention, "AutogradMeta")
-    library.impl("_grouped_mm", grouped_matmul, "AutogradMeta")
+    library.impl("_grouped_mm", grouped_matmul, "Meta", allow_override=True)
     try:
         with private.autocast_of_meta(), grouped_experts(model):
             yield

@@ -66,6 +66,7 @@ _FLOPS: dict[Any, Callable[[tuple, dict], float]] = {
     aten.bmm.default: lambda args, _: _matmul_flops(args[0], args[1]),
     aten.addmm.default: lambda args, _: _matmul_flops(args[1], args[2]),
     aten.baddbmm.default: lambda args, _: _matmul_flops(args[1], args[2]),
+    aten._grouped_mm.default: lambda args, _: _matmul_flops(args[0], args[1]),
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention_forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }

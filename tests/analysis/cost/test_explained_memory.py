@@ -104,6 +104,31 @@ def test_experts_that_get_all_tokens_or_as_many_as_others(two_processes, to_one_
     check(two_processes, "mixtral", {"dp": 2}, {"ep": 2, **options}, batch=4, model=model, to_one_rank=to_one_rank)
 
 
+@pytest.mark.variants(every=7)
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"dp": 4}, {"ep": 2, "recompute": "full"}),
+        ({"dp": 4}, {"ep": 2, "recompute": "full", "num_microbatches": 2}),
+        ({"dp": 4}, {"ep": 2, "recompute": "selective"}),
+        ({"dp": 4}, {"ep": 4, "recompute": "full"}),
+        ({"dp": 4}, {"recompute": "full"}),
+        ({"dp": 4}, {}),
+        ({"dp": 2, "tp": 2}, {"ep": 4, "recompute": "full", "sequence_parallel": True}),
+    ],
+    ids=str,
+)
+def test_experts_under_zero_3(four_processes, axes, options):
+    """Under recompute memory is highest in a backward, with full gradients of a unit, and those of the one before on their way."""
+    model = {"num_local_experts": 8, "num_hidden_layers": 3}
+    check(four_processes, "mixtral", axes, {**options, "zero": 3}, batch=4, model=model, within=0.02)
+
+
+def test_grouped_matmuls_that_a_recomputed_unit_saves(two_processes):
+    model = {"num_local_experts": 8, "num_hidden_layers": 3}
+    check(two_processes, "mixtral", {"dp": 2}, {"recompute": "selective"}, batch=4, model=model, within=0.01)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("sizes", [{"ep": 2}, {"etp": 2}], ids=str)
 def test_copies_of_experts_that_zero_3_splits(four_processes, sizes):

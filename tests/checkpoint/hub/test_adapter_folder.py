@@ -21,6 +21,8 @@ MESHES = {
     "tp": ({"tp": 2}, {"sequence_parallel": True}),
     "zero3": ({"dp": 2, "tp": 2}, {"zero": 3}),
     "stages": ({"pp": 2, "dp": 2}, {"zero": 1}),
+    "ep": ({"tp": 2}, {"ep": 2}),
+    "folded": ({"dp": 4}, {"zero": 2, "ep": 4}),
 }
 FILES = ("adapter_model.safetensors", "adapter_config.json")
 
@@ -35,6 +37,8 @@ FILES = ("adapter_model.safetensors", "adapter_config.json")
         ("stages", "embedding", "llama"),
         ("stages", "copies", "llama"),
         ("stages", "every bias", "qwen2"),
+        pytest.param("ep", "experts", "gpt_oss", marks=pytest.mark.sweep),
+        ("folded", "experts", "mixtral"),
     ],
 )
 def test_saved_alike(mesh, kind, family, tmp_path):

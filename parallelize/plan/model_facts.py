@@ -21,12 +21,15 @@ class ParameterFacts:
         shape: full.
         dtype: without the prefix `torch.`.
         requires_grad: as the model has it.
+        packs: of codes or scales of a quantized linear: how many elements of the weight, along the last dim, one of its
+            elements stands for.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
+    packs: int = 1
 
     @property
     def fqn(self) -> str:
@@ -92,10 +95,11 @@ def describe(model: Any) -> ModelFacts:
         if aliases[name] == name:
             objects[name] = module
             modules[name] = _module_facts(name, module)
-    return ModelFacts(model, modules, objects, aliases, *_parameters(model))
+    packs = {f"{name}.{key}".lstrip("."): n for name, facts in modules.items() for key, n in facts.packs.items()}
+    return ModelFacts(model, modules, objects, aliases, *_parameters(model, packs))
 
 
-def _parameters(model: Any) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
+def _parameters(model: Any, packs: dict[str, int]) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
     names: dict[int, list[str]] = {}
     tensors = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -105,8 +109,9 @@ def _parameters(model: Any) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
     owners: dict[str, str] = {}
     for key, fqns in names.items():
         tensor = tensors[key]
+        dtype = str(tensor.dtype).removeprefix("torch.")
         parameters[fqns[0]] = ParameterFacts(
-            tuple(fqns), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+            tuple(fqns), tuple(tensor.shape), dtype, tensor.requires_grad, packs.get(fqns[0], 1)
         )
         owners |= dict.fromkeys(fqns, fqns[0])
     return parameters, owners
@@ -114,8 +119,9 @@ def _parameters(model: Any) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
 
 def _module_facts(name: str, module: Any) -> ModuleFacts:
     shapes = {key: tuple(value.shape) for key, value in module._parameters.items() if value is not None}
-    flags = _expert_flags(module, shapes)
-    return ModuleFacts(name, "experts" if flags else _kind(module, shapes), type(module).__name__, shapes, flags)
+    flags, packs = _expert_flags(module, shapes), dict(getattr(module, "packs", None) or {})
+    kind = "experts" if flags else "linear" if packs else _kind(module, shapes)
+    return ModuleFacts(name, kind, type(module).__name__, shapes, flags, packs)
 
 
 EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")

@@ -29,6 +29,8 @@ class ModuleFacts:
         class_name: the class name, for messages.
         shapes: full shapes of its direct parameters, by name.
         flags: of experts: how their weights are stored and computed with, as `transformers` marks an instance (`EXPERT_FLAGS`).
+        packs: of a quantized linear: parameter name to the elements of a row of the weight that one of its elements stands for,
+            of the codes first. Their shapes are [out, in / that number].
     """
 
     fqn: str
@@ -36,6 +38,18 @@ class ModuleFacts:
     class_name: str
     shapes: dict[str, tuple[int, ...]]
     flags: Mapping[str, bool] = field(default_factory=dict)
+    packs: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def weight_key(self) -> str:
+        """The parameter with the weight of a linear or embedding: `weight`, or its codes."""
+        return next(iter(self.packs), "weight")
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape of the weight, also where codes of several elements are one."""
+        shape = self.shapes[self.weight_key]
+        return (*shape[:-1], shape[-1] * self.packs.get(self.weight_key, 1))
 
 
 @dataclass(frozen=True)

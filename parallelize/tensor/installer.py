@@ -297,8 +297,8 @@ class Installer:
 
     def _width(self, row: ModuleRow) -> int:
         """The full output width of a column linear or embedding."""
-        layout = self._parameter(row.fqn, "weight").layout
-        assert layout.dim is not None
+        layout = self.resolved.weight_layout(row.fqn)
+        assert layout is not None and layout.dim is not None
         return layout.shape[layout.dim]
 
     def _install_overlap(self, planned: PlannedCallSite) -> None:

@@ -1,0 +1,147 @@
+"""A linear with a frozen quantized weight, which is dequantized in forward and again in backward.
+
+Autograd saves the codes and scales alone, which are stored anyway: of the weight only its matmul with the gradient of the output is
+needed, as it does not train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from parallelize import _torch_private as private
+from parallelize.applied.layout_tensor.layout_dtensor import layout_of, with_layout
+from parallelize.layout import of_elements
+from parallelize.plan.block_formats import BlockFormat
+from parallelize.quantization.block_codes import CODES, SCALES, dequantize, quantize_rows
+from parallelize.quantization.computed_weight import not_written, written_weight
+
+T = torch.Tensor
+
+
+class QuantizedLinear(nn.Linear):
+    """`nn.Linear` whose weight is stored as codes and scales by block: frozen parameters, split as the weight would be.
+
+    The attribute `weight` is the dequantized weight, computed at each look-up, which cannot be written.
+
+    Args:
+        in_features: a multiple of the block of `form`.
+        form: of the codes.
+        bias: whether there is one; it is an ordinary parameter.
+        dtype: of the bias, and of what the attribute `weight` returns. The matmul is done in the dtype of its input.
+        device: of the parameters, which are allocated without values.
+
+    Attributes:
+        packs: parameter name to the elements of a row of the weight that one of its elements stands for.
+
+    Shapes: weight_codes uint8 [out, in / codes_per_byte], weight_scales int16 [out, in / block] of bfloat16 bits.
+    """
+
+    form: BlockFormat
+    dtype: torch.dtype
+    packs: dict[str, int]
+    weight_codes: nn.Parameter
+    weight_scales: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        form: BlockFormat,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+    ):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        dtype = dtype or torch.get_default_dtype()
+        values = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        self.store(form, dtype, values, device)
+
+    def store(self, form: BlockFormat, dtype: torch.dtype, bias: nn.Parameter | None, device: Any) -> None:
+        """Allocate codes and scales, without values, before the bias in the order of parameters."""
+        self.form, self.dtype = form, dtype
+        self.packs = {"weight_codes": form.codes_per_byte, "weight_scales": form.block}
+        for (name, pack), kind in zip(self.packs.items(), (CODES, SCALES), strict=True):
+            stored = torch.empty(self.out_features, self.in_features // pack, dtype=kind, device=device)
+            self.register_parameter(name, nn.Parameter(stored, requires_grad=False))
+        self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> T:  # type: ignore[override]
+        """The dequantized weight [out, in]; of a planned linear a DTensor, in its forward this rank's shard."""
+        codes: Any = self.weight_codes
+        if not isinstance(codes, DTensor):
+            return not_written(dequantize(codes, self.weight_scales, self.form, self.dtype))
+        return not_written(self._sharded_weight(codes, self.weight_scales))
+
+    def _sharded_weight(self, codes: Any, scales: Any) -> DTensor:
+        local = dequantize(private.local_of(codes), private.local_of(scales), self.form, self.dtype)
+        spec, pack = private.spec_of(codes), self.form.codes_per_byte
+        shape = torch.Size((spec.shape[0], spec.shape[1] * pack))
+        weight = DTensor.from_local(
+            local, codes.device_mesh, spec.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+        )
+        layout = layout_of(codes)
+        return with_layout(weight, None if layout is None else of_elements(layout, pack))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise written_weight()
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable[[T], T], recurse: bool = True) -> QuantizedLinear:
+        """What `.to()` calls. No cast of a model changes codes and scales; it changes the dtype that the weight has."""
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(1, dtype=self.dtype)).dtype
+        return self
+
+    def forward(self, input: T) -> T:
+        """input: [..., in]. Returns: [..., out], in the dtype of the input, or of autocast."""
+        return quantized_linear(input, self.weight_codes, self.weight_scales, self.bias, self.form)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, form={self.form}"
+
+
+def quantized_linear(input: T, codes: T, scales: T, bias: T | None, form: BlockFormat) -> T:
+    """`F.linear` with the weight that codes and scales stand for.
+
+    Args:
+        input: [..., in]. codes, scales: see `QuantizedLinear`. bias: [out].
+
+    Returns: [..., out]. Under autocast, input and weight and bias are in its dtype, as those of `F.linear` are.
+    """
+    device = input.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        input, bias = input.to(dtype), bias if bias is None else bias.to(dtype)
+    return _Linear.apply(input, codes, scales, bias, form)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: T, codes: T, scales: T, bias: T | None, form: BlockFormat) -> T:
+        ctx.save_for_backward(codes, scales)
+        ctx.form, ctx.dtype = form, input.dtype
+        with torch.autocast(input.device.type, enabled=False):
+            return F.linear(input, dequantize(codes, scales, form, input.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: T) -> Any:
+        of_input = of_bias = None
+        if ctx.needs_input_grad[0]:
+            codes, scales = ctx.saved_tensors
+            with torch.autocast(grad.device.type, enabled=False):
+                of_input = grad @ dequantize(codes, scales, ctx.form, ctx.dtype)
+        if ctx.needs_input_grad[3]:
+            of_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+        return of_input, None, None, of_bias, None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from parallelize.errors import Problem
-from parallelize.layout import Chunk, Layout, chunked, local_units, packed, of_packs, repeated, replicated, tiled
+from parallelize.layout import Chunk, Layout, chunked, local_units, of_packs, packed, repeated, replicated, tiled
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.schema import Plan, Rule

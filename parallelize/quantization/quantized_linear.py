@@ -19,7 +19,7 @@ from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import layout_of, with_layout
 from parallelize.layout import of_elements
 from parallelize.plan.block_formats import BlockFormat
-from parallelize.quantization.block_codes import CODES, SCALES, dequantize, quantize_rows
+from parallelize.quantization.block_codes import CODES, SCALES, dequantize
 from parallelize.quantization.computed_weight import not_written, written_weight
 
 T = torch.Tensor

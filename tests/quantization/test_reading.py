@@ -1,0 +1,96 @@
+"""Weights are quantized while they are read: each rank reads its own blocks, and codes do not depend on the mesh."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from parallelize import build_mesh, load_pretrained, parallelize_module, quantize
+from parallelize.checkpoint.hub import quantized_tensors
+from parallelize.errors import CheckpointError
+from tests.quantization.quantized_models import SIZES
+from tests.support.models import tiny_batch, tiny_model
+from tests.support.threads import run_ranks
+
+IDS, _ = tiny_batch(67)
+
+
+def saved(family: str, folder, dtype=torch.float32, **sizes):
+    """(a model on meta with quantized linears, the folder of its weights, the model with values, quantized)."""
+    model = tiny_model(family, dtype, **{**SIZES[family], **sizes})
+    model.save_pretrained(folder)
+    with torch.device("meta"):
+        empty = type(model)(model.config).to(dtype).train()
+    return quantize(empty, "nf4(block=16)"), quantize(model, "nf4(block=16)")
+
+
+def codes_of(model) -> dict[str, torch.Tensor]:
+    """Full codes and scales by name. A collective."""
+    named = ((n, p) for n, p in model.named_parameters() if "weight_" in n)
+    return {n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in named}
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_codes_are_those_of_the_full_weight(family, tp, tmp_path):
+    empty, expected = saved(family, tmp_path)
+    models = [copy.deepcopy(empty) for _ in range(tp)]
+
+    def body(rank):
+        model = parallelize_module(models[rank], build_mesh("cpu", tp=tp))
+        loaded = load_pretrained(model, tmp_path)
+        return codes_of(model), loaded, model(input_ids=IDS).logits.detach()
+
+    full, logits = codes_of(expected), expected(input_ids=IDS).logits.detach()
+    for codes, _, out in run_ranks(tp, body):
+        assert codes.keys() == full.keys() and len(full) > 8
+        assert all(torch.equal(codes[name], full[name]) for name in full)
+        assert (out - logits).abs().max() < 1e-5
+
+
+def test_values_in_place_are_replaced(tmp_path):
+    _, expected = saved("llama", tmp_path)
+    model = quantize(tiny_model("llama", seed=1, **SIZES["llama"]), "nf4(block=16)")
+    assert not torch.equal(
+        codes_of(model)["model.layers.0.mlp.up_proj.weight_codes"],
+        codes_of(expected)["model.layers.0.mlp.up_proj.weight_codes"],
+    )
+    load_pretrained(model, tmp_path)
+    assert all(torch.equal(codes, codes_of(expected)[name]) for name, codes in codes_of(model).items())
+    bad = tmp_path / "model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(bad)
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].int()
+    save_file(tensors, bad, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="to be quantized is floating-point") as raised:
+        load_pretrained(model, tmp_path)
+    assert raised.value.slugs == ("wrong-dtype",)
+
+
+def test_the_full_weight_is_never_in_memory(tmp_path, monkeypatch):
+    """Of one linear of 8 MB, parts of 64 KiB are read."""
+    sizes = {"intermediate_size": 32768, "num_hidden_layers": 1}
+    empty, _ = saved("llama", tmp_path, **sizes)
+    monkeypatch.setattr(quantized_tensors, "PART_BYTES", 1 << 16)
+    largest = []
+    stock = torch.empty
+
+    def measured(*shape, **options):
+        made = stock(*shape, **options)
+        largest.append(0 if made.device.type == "meta" else made.nbytes)
+        return made
+
+    models = [copy.deepcopy(empty) for _ in range(2)]
+
+    def body(rank):
+        model = parallelize_module(models[rank], build_mesh("cpu", tp=2))
+        return load_pretrained(model, tmp_path).bytes_read
+
+    monkeypatch.setattr(quantized_tensors.torch, "empty", measured)
+    read = run_ranks(2, body)
+    assert largest and max(largest) <= 1 << 20  # codes of a shard of a linear: 32768 / 2 x 64 / 2 bytes
+    total = (tmp_path / "model.safetensors").stat().st_size
+    assert max(read) < 0.55 * total

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from parallelize.styles.style import ModuleFacts
+
+_INTEGER_BYTES = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,16 @@ class ParameterFacts:
     @property
     def fqn(self) -> str:
         return self.names[0]
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of an element of integers, such as codes and scales, which no cast of a model changes; 0: it is floating-point."""
+        return _INTEGER_BYTES.get(self.dtype, 0)
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of the weights that it stands for, of which scales, beside the codes, are none."""
+        return prod(self.shape) * (self.packs if self.code_bytes <= 1 else 0 if self.packs > 1 else 1)
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,8 @@ def quantized_linear(input: T, codes: T, scales: T, bias: T | None, form: BlockF
     Returns: [..., out]. Under autocast, input and weight and bias are in its dtype, as those of `F.linear` are.
     """
     device = input.device.type
-    if torch.is_autocast_enabled(device):
+    has_autocast = not input.is_meta and input.dtype != torch.float64  # meta has none, and it leaves float64 as it is
+    if has_autocast and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         input, bias = input.to(dtype), bias if bias is None else bias.to(dtype)
     return _Linear.apply(input, codes, scales, bias, form)
@@ -131,8 +132,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input: T, codes: T, scales: T, bias: T | None, form: BlockFormat) -> T:
         ctx.save_for_backward(codes, scales)
         ctx.form, ctx.dtype = form, input.dtype
-        with torch.autocast(input.device.type, enabled=False):
-            return F.linear(input, dequantize(codes, scales, form, input.dtype), bias)
+        return F.linear(input, dequantize(codes, scales, form, input.dtype), bias)
 
     @staticmethod
     @once_differentiable
@@ -140,8 +140,7 @@ class _Linear(torch.autograd.Function):
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
             codes, scales = ctx.saved_tensors
-            with torch.autocast(grad.device.type, enabled=False):
-                of_input = grad @ dequantize(codes, scales, ctx.form, ctx.dtype)
+            of_input = grad @ dequantize(codes, scales, ctx.form, ctx.dtype)
         if ctx.needs_input_grad[3]:
             of_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return of_input, None, None, of_bias, None

@@ -199,6 +199,9 @@ def stored_bytes(shards: Sequence[ParameterShard], setting: Setting) -> StoredBy
     step float32 copies where that is narrower.
     """
     elements = stored_elements(shards, setting.zero, counts_gradients=_preallocates_gradients(setting))
+    codes = [shard for shard in shards if shard.code_bytes]
+    code_bytes = sum(shard.padded_numel(shard.splits.parameter) * shard.code_bytes for shard in codes)
+    values = elements.parameters - sum(shard.padded_numel(shard.splits.parameter) for shard in codes)
     narrows = setting.zero == 3 and setting.low_precision
     item = ITEM_BYTES[setting.weights_dtype] if narrows else setting.compute_bytes
     in_float32 = setting.low_precision or setting.zero == 3
@@ -206,7 +209,7 @@ def stored_bytes(shards: Sequence[ParameterShard], setting: Setting) -> StoredBy
     copy_item = 4 if setting.low_precision and setting.zero < 3 else 0
     state_item = STATE_BYTES[setting.optimizer] * stepped_item // 4 + copy_item
     gradients, optimizer = elements.gradients * setting.gradient_bytes, elements.optimizer * state_item
-    return StoredBytes(elements.parameters * item, gradients, optimizer)
+    return StoredBytes(values * item + code_bytes, gradients, optimizer)
 
 
 def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
@@ -228,16 +231,21 @@ def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
                 numels.append((sum(shard.padded_numel(ranks) for shard in bucket) + len(bucket)) * copies)
         return sum(sorted(numels)[-2:]) * setting.gradient_bytes + deferred
     if setting.zero == 3:
-        sizes = {unit: _gathered_numel(group, setting) for unit, group in zero_groups(shards).items()}
+        item = setting.compute_bytes
+        sizes = {unit: _gathered_bytes(group, setting, item) for unit, group in zero_groups(shards).items()}
         outside = sizes.pop("", 0)
-        return (outside + sum(sorted(sizes.values())[-2:]) + _reordered(shards)) * setting.compute_bytes + deferred
+        return outside + sum(sorted(sizes.values())[-2:]) + _reordered(shards) * item + deferred
     return 0
 
 
-def _gathered_numel(group: Sequence[ParameterShard], setting: Setting) -> int:
-    """Elements of an FSDP unit that is gathered; with one rank it is never sharded."""
+def _gathered_bytes(group: Sequence[ParameterShard], setting: Setting, item: int, times_of_codes: int = 1) -> int:
+    """Bytes of an FSDP unit that is gathered; with one rank it is never sharded. item: of an element that is no code.
+
+    times_of_codes: how often their own bytes are counted.
+    """
     ranks = view_of(group[0], setting).ranks
-    return sum(shard.padded_numel(ranks) for shard in group) * ranks if ranks > 1 else 0
+    sizes = (s.padded_numel(ranks) * (s.code_bytes * times_of_codes if s.code_bytes else item) for s in group)
+    return sum(sizes) * ranks if ranks > 1 else 0
 
 
 def _reordered(shards: Sequence[ParameterShard]) -> int:
@@ -249,5 +257,6 @@ def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """ZeRO 3, when activations are freed: a gathered group, its full gradients, and the buffer of their reduce-scatter."""
     if setting.zero != 3 or setting.size(setting.shard_axis) == 1:
         return 0
-    largest = max((_gathered_numel(group, setting) for group in zero_groups(shards).values()), default=0)
-    return largest * (2 * setting.compute_bytes + setting.gradient_bytes)
+    item = 2 * setting.compute_bytes + setting.gradient_bytes
+    groups = zero_groups(shards).values()
+    return max((_gathered_bytes(group, setting, item, times_of_codes=2) for group in groups), default=0)

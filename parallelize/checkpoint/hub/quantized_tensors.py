@@ -81,7 +81,7 @@ def refuse_quantized(on_mesh: ModelOnMesh, call: str) -> None:
     quantized = quantized_tensors(on_mesh)
     if quantized:
         what = f"{call} writes weights under the names of the Hub, and {len(quantized)} linears have quantized ones"
-        fix = "save_adapter(model, folder), as the base is what it was read from; codes: save_checkpoint, export_weights(names='model')"
+        fix = "save_adapter(model, folder), as the base is what it was read from; codes: Checkpointer, export_weights(names='model')"
         raise CheckpointError(Problem("quantized-base", what, fix=fix))
 
 

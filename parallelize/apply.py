@@ -216,13 +216,13 @@ def _agree_on_plan(
     tp = tp_mesh(mesh)
     with agree_on(mesh, timeout_s) as facts:
         facts |= storage.facts()
+        refuse_other_quantizers(module)
         resolved = decide()
         facts |= resolved.structure()
         if not resolved.plan.kept and not _matched_nothing(resolved):
             _refuse_twice(module)
         _refuse_overlap_of_dtensors(resolved)
         _refuse_styles_of_codes(resolved)
-        refuse_other_quantizers(module)
         if on_context(mesh_spec(mesh)):
             check_context(resolved)
             _refuse_ulysses_twice(resolved)

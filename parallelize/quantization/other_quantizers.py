@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -47,14 +48,20 @@ def refuse_other_quantizers(model: nn.Module) -> None:
     if not layers:
         return
     kind, names = next(iter(layers.items()))
-    what = f"{len(names)} linears are quantized by another library ({kind})"
-    rows = (("linears", short_list(list(dict.fromkeys(names)), 6)),)
+    what = f"weights of {len(names)} modules are quantized by another library ({kind})"
+    rows = (("modules", short_list([name or "the model" for name in dict.fromkeys(names)], 6)),)
     fix = "load the model without its quantization_config, and quantize(model, 'nf4') or 'int8' before the plan"
     raise ModelError(Problem("other-quantizer", what, rows=rows, fix=fix))
 
 
 def _foreign_classes(module: nn.Module) -> Iterator[str]:
-    """The class of a module, or of one of its own parameters and buffers, if it is of a library that quantizes."""
+    """The class of a module, or of one of its own parameters and buffers, if it is of a library that quantizes.
+
+    Or what `transformers` says of a model that one of its quantizers has loaded.
+    """
+    if vars(module).get("is_quantized"):
+        method: Any = vars(module).get("quantization_method", "unknown")
+        yield f"quantization_config of transformers: {getattr(method, 'value', method)}"
     for item in (module, *module._parameters.values(), *module._buffers.values()):
         for kind in type(item).__mro__:
             if kind.__module__.partition(".")[0] in _PACKAGES or kind.__name__ in _CLASSES:

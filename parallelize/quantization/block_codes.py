@@ -19,7 +19,7 @@ from parallelize.plan.block_formats import BlockFormat
 T = torch.Tensor
 CODES, SCALES = torch.uint8, torch.int16
 _INT8_STEPS, _INT8_ZERO = 127, 128
-_PART = 1 << 22  # elements that are quantized at a time, in float32
+_PART = 1 << 18  # elements that are quantized at a time, in float32
 _NF4 = (
     -1.0,
     -0.6961928009986877,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 
 _IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__set__")
@@ -25,7 +26,7 @@ class _RefusesWrites:
         writes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         if writes and isinstance(next(iter((*args, *(kwargs or {}).values())), None), _RefusesWrites):
             raise written_weight()
-        with torch._C.DisableTorchFunctionSubclass():
+        with private.plain_functions():
             out = func(*args, **(kwargs or {}))
         return not_written(out) if func == _DATA else out
 

@@ -50,7 +50,12 @@ def quantize(model: nn.Module, form: str | BlockFormat = "nf4", *, modules: Name
 def dequantize(model: nn.Module) -> nn.Module:
     """Give every quantized linear of a model its dequantized weight, in place: `nn.Linear` again, and frozen.
 
+    Args:
+        model: with or without adapters, which then can be merged.
+
+    Returns: the model.
     Raises: ModelError `wrong-order` after a plan.
+    Cost: no communication.
     """
     refuse_planned(model, "dequantize")
     for module in model.modules():

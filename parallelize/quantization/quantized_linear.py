@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import layout_of, with_layout
 from parallelize.layout import of_elements
-from parallelize.plan.block_formats import BlockFormat
+from parallelize.plan.block_formats import BlockFormat, block_format
 from parallelize.quantization.block_codes import CODES, SCALES, dequantize
 from parallelize.quantization.computed_weight import not_written, written_weight
 
@@ -31,8 +31,8 @@ class QuantizedLinear(nn.Linear):
     The attribute `weight` is the dequantized weight, computed at each look-up, which cannot be written.
 
     Args:
-        in_features: a multiple of the block of `form`.
-        form: of the codes.
+        in_features, out_features: as of `nn.Linear`; the first is a multiple of the block.
+        form: of the codes, such as "nf4": see `quantize`.
         bias: whether there is one; it is an ordinary parameter.
         dtype: of the bias, and of what the attribute `weight` returns. The matmul is done in the dtype of its input.
         device: of the parameters, which are allocated without values.
@@ -53,7 +53,7 @@ class QuantizedLinear(nn.Linear):
         self,
         in_features: int,
         out_features: int,
-        form: BlockFormat,
+        form: str | BlockFormat,
         *,
         bias: bool = False,
         dtype: torch.dtype | None = None,
@@ -63,7 +63,7 @@ class QuantizedLinear(nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         dtype = dtype or torch.get_default_dtype()
         values = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
-        self.store(form, dtype, values, device)
+        self.store(block_format(form), dtype, values, device)
 
     def store(self, form: BlockFormat, dtype: torch.dtype, bias: nn.Parameter | None, device: Any) -> None:
         """Allocate codes and scales, without values, before the bias in the order of parameters."""

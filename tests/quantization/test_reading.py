@@ -32,6 +32,7 @@ def codes_of(model) -> dict[str, torch.Tensor]:
     return {n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in named}
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_codes_are_those_of_the_full_weight(family, tp, tmp_path):

@@ -129,7 +129,7 @@ def test_explain_counts_bytes_of_codes():
 
 
 def test_dtypes_of_layers_of_their_own():
-    layer = QuantizedLinear(64, 8, quantized("llama").model.layers[0].mlp.up_proj.form, bias=True, dtype=torch.float64)
+    layer = QuantizedLinear(64, 8, "nf4(block=16)", bias=True, dtype=torch.float64)
     layer.weight_codes.data.fill_(0x7F)  # a zero and a one
     layer.weight_scales.data.copy_(torch.full((8, 4), 2.0, dtype=torch.bfloat16).view(torch.int16))
     layer.bias.data.zero_()

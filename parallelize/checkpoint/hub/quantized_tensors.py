@@ -33,7 +33,7 @@ from parallelize.quantization.block_codes import quantize_rows
 from parallelize.quantization.quantized_linear import QuantizedLinear
 
 T = torch.Tensor
-PART_BYTES = 4 << 20
+PART_BYTES = 1 << 20
 """Bytes of a weight that are read, and then quantized, at a time."""
 
 

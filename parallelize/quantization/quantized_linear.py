@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import layout_of, with_layout
+from parallelize.errors import ModelError, Problem
 from parallelize.layout import of_elements
 from parallelize.plan.block_formats import BlockFormat, block_format
 from parallelize.quantization.block_codes import CODES, SCALES, dequantize
@@ -63,16 +64,7 @@ class QuantizedLinear(nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         dtype = dtype or torch.get_default_dtype()
         values = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
-        self.store(block_format(form), dtype, values, device)
-
-    def store(self, form: BlockFormat, dtype: torch.dtype, bias: nn.Parameter | None, device: Any) -> None:
-        """Allocate codes and scales, without values, before the bias in the order of parameters."""
-        self.form, self.dtype = form, dtype
-        self.packs = {"weight_codes": form.codes_per_byte, "weight_scales": form.block}
-        for (name, pack), kind in zip(self.packs.items(), (CODES, SCALES), strict=True):
-            stored = torch.empty(self.out_features, self.in_features // pack, dtype=kind, device=device)
-            self.register_parameter(name, nn.Parameter(stored, requires_grad=False))
-        self.register_parameter("bias", bias)
+        allocate_codes(self, block_format(form), dtype, values, device)
 
     @property
     def weight(self) -> T:  # type: ignore[override]
@@ -108,7 +100,35 @@ class QuantizedLinear(nn.Linear):
         return quantized_linear(input, self.weight_codes, self.weight_scales, self.bias, self.form)
 
     def extra_repr(self) -> str:
+        """What `print` shows of it."""
         return f"{super().extra_repr()}, form={self.form}"
+
+
+def allocate_codes(
+    linear: QuantizedLinear, form: BlockFormat, dtype: torch.dtype, bias: nn.Parameter | None, device: Any
+) -> None:
+    """Give a linear codes and scales, without values, before the bias in the order of parameters.
+
+    Raises: ModelError `partial-block`.
+    """
+    if problem := partial_block(type(linear).__name__, linear.in_features, form):
+        raise ModelError(problem)
+    linear.form, linear.dtype = form, dtype
+    linear.packs = {"weight_codes": form.codes_per_byte, "weight_scales": form.block}
+    for (name, pack), kind in zip(linear.packs.items(), (CODES, SCALES), strict=True):
+        stored = torch.empty(linear.out_features, linear.in_features // pack, dtype=kind, device=device)
+        linear.register_parameter(name, nn.Parameter(stored, requires_grad=False))
+    linear.register_parameter("bias", bias)
+
+
+def partial_block(name: str, in_features: int, form: BlockFormat) -> Problem | None:
+    """The problem of a linear whose rows are no whole number of blocks."""
+    left = in_features % form.block
+    if not left:
+        return None
+    what = f"{name} has {in_features} input features, not a multiple of {form.block}"
+    fix = f"a smaller block: '{form.word}(block={in_features & -in_features})'; or leave it out of `modules`"
+    return Problem("partial-block", what, rows=(("rest", f"{in_features} % {form.block} = {left}"),), fix=fix)
 
 
 def quantized_linear(input: T, codes: T, scales: T, bias: T | None, form: BlockFormat) -> T:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard
 
 from parallelize import (
     ColwiseParallel,
+    QuantizedLinear,
     RowwiseParallel,
     build_mesh,
     dequantize,
@@ -54,8 +55,10 @@ def test_linears_that_cannot_be_quantized():
     assert "nf4(block=8)" in refused("partial-block", quantize, uneven)
     refused("unquantizable-linear", quantize, nn.Sequential(nn.ReLU()), modules="0")
     assert "[in, out]" in refused("unquantizable-linear", quantize, tiny_model("gpt2"), "nf4(block=8)")
+    refused("unquantizable-linear", quantize, quantize(linears()))  # a second time
     tied = tiny_model("gemma2")
     refused("tied-weight", quantize, tied, "nf4(block=16)", modules="lm_head")
+    assert "72 % 64 = 8" in refused("partial-block", QuantizedLinear, 72, 8, "int8")
     broken = linears()
     broken.layers[0].weight.data[3, 4] = torch.inf
     refused("not-finite-weight", quantize, broken)

@@ -85,9 +85,7 @@ class ResolvedPlan:
         """The layout of the weight of a linear or embedding, in its elements, also where codes of several are one."""
         facts = self.facts.modules[fqn]
         name = f"{fqn}.{facts.weight_key}"
-        row = self.parameters.get(self.facts.owners.get(name, name))
-        if row is None:  # under the name that it has in this part of the model
-            row = next((other for other in self.parameters.values() if name in other.fact.names), None)
+        row = self.parameters.get(name) or next((r for r in self.parameters.values() if name in r.fact.names), None)
         return None if row is None else of_elements(row.layout, row.fact.packs)
 
     def zero_unit_of(self, fqn: str) -> str:

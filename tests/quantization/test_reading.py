@@ -6,15 +6,16 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from parallelize import build_mesh, load_pretrained, parallelize_module, quantize
+from parallelize import build_mesh, build_optimizer, load_pretrained, parallelize_module, quantize, shard_data
 from parallelize.checkpoint.hub import quantized_tensors
 from parallelize.errors import CheckpointError
-from tests.quantization.quantized_models import SIZES
-from tests.support.models import tiny_batch, tiny_model
+from tests.quantization.quantized_models import SIZES, reference_of
+from tests.support.models import keep_float64, tiny_batch, tiny_model
 from tests.support.threads import run_ranks
 
-IDS, _ = tiny_batch(67)
+IDS, LABELS = tiny_batch(67)
 
 
 def saved(family: str, folder, dtype=torch.float32, **sizes):
@@ -23,6 +24,8 @@ def saved(family: str, folder, dtype=torch.float32, **sizes):
     model.save_pretrained(folder)
     with torch.device("meta"):
         empty = type(model)(model.config).to(dtype).train()
+    if dtype == torch.float64:
+        keep_float64(empty)
     return quantize(empty, "nf4(block=16)"), quantize(model, "nf4(block=16)")
 
 
@@ -95,3 +98,52 @@ def test_the_full_weight_is_never_in_memory(tmp_path, monkeypatch):
     assert largest and max(largest) <= 1 << 20  # codes of a shard of a linear: 32768 / 2 x 64 / 2 bytes
     total = (tmp_path / "model.safetensors").stat().st_size
     assert max(read) < 0.55 * total
+
+
+def with_adapters(model):
+    """LoRA that has an effect, the same on every rank, on a frozen base."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name)
+        if "lora" in name:
+            values = torch.linspace(-0.2, 0.3, parameter.numel(), dtype=parameter.dtype)
+            parameter.data.copy_(values.view_as(parameter))
+    return model
+
+
+def losses_of(model, optimizer, rows: slice) -> torch.Tensor:
+    """Losses of steps on these rows, over the count of all tokens."""
+    losses = []
+    for _ in range(5):
+        logits = model(input_ids=IDS[rows], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), LABELS[rows].flatten(), reduction="sum") / (LABELS != -100).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def test_each_rank_reads_its_blocks_then_adapters_then_zero(tmp_path):
+    empty, full = saved("llama", tmp_path, torch.float64)
+    models = [copy.deepcopy(empty) for _ in range(4)]
+
+    def body(rank):
+        mesh = build_mesh("cpu", dp=2, tp=2)
+        model = parallelize_module(models[rank], mesh)
+        load_pretrained(model, tmp_path)
+        with_adapters(model)
+        with torch.no_grad():
+            model(input_ids=IDS)  # plans the adapters
+        shard_data(model, mesh, zero=2)
+        row = mesh.get_local_rank("dp")
+        return losses_of(model, build_optimizer(model, torch.optim.AdamW, lr=0.01), slice(row, row + 1))
+
+    stock = with_adapters(reference_of(full))
+    expected = losses_of(
+        stock, torch.optim.AdamW([p for p in stock.parameters() if p.requires_grad], lr=0.01), slice(2)
+    )
+    results = run_ranks(4, body)
+    assert (results[0] + results[2] - expected).abs().max() < 1e-11 and expected[0] - expected[-1] > 1e-3

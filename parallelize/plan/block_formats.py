@@ -35,6 +35,11 @@ class BlockFormat:
         return 8 // _BITS[self.word]
 
     @property
+    def scale_packs(self) -> int:
+        """Elements that one byte of scales stands for."""
+        return self.block // _SCALE_BYTES
+
+    @property
     def bytes_per_element(self) -> float:
         """Bytes of codes and scales for each element of the weight."""
         return 1 / self.codes_per_byte + _SCALE_BYTES / self.block

@@ -25,7 +25,8 @@ class ParameterFacts:
         dtype: without the prefix `torch.`.
         requires_grad: as the model has it.
         packs: of codes or scales of a quantized linear: how many elements of the weight, along the last dim, one of its
-            elements stands for.
+            elements stands for. block: elements of the weight between which there is no boundary of ranks.
+        counts: of codes `packs`, of the scales beside them 0: the elements of weights that one of its elements counts for.
     """
 
     names: tuple[str, ...]
@@ -33,6 +34,8 @@ class ParameterFacts:
     dtype: str
     requires_grad: bool
     packs: int = 1
+    block: int = 1
+    counts: int = 1
 
     @property
     def fqn(self) -> str:
@@ -45,8 +48,8 @@ class ParameterFacts:
 
     @property
     def num_weights(self) -> int:
-        """Elements of the weights that it stands for, of which scales, beside the codes, are none."""
-        return prod(self.shape) * (self.packs if self.code_bytes <= 1 else 0 if self.packs > 1 else 1)
+        """Elements of the weights that it stands for."""
+        return prod(self.shape) * self.counts
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,11 @@ def describe(model: Any) -> ModelFacts:
         if aliases[name] == name:
             objects[name] = module
             modules[name] = _module_facts(name, module)
-    packs = {f"{name}.{key}".lstrip("."): n for name, facts in modules.items() for key, n in facts.packs.items()}
-    return ModelFacts(model, modules, objects, aliases, *_parameters(model, packs))
+    quantized = {f"{name}.{key}".lstrip("."): facts for name, facts in modules.items() for key in facts.packs}
+    return ModelFacts(model, modules, objects, aliases, *_parameters(model, quantized))
 
 
-def _parameters(model: Any, packs: dict[str, int]) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
+def _parameters(model: Any, quantized: dict[str, ModuleFacts]) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
     names: dict[int, list[str]] = {}
     tensors = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -123,18 +126,25 @@ def _parameters(model: Any, packs: dict[str, int]) -> tuple[dict[str, ParameterF
     for key, fqns in names.items():
         tensor = tensors[key]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        parameters[fqns[0]] = ParameterFacts(
-            tuple(fqns), tuple(tensor.shape), dtype, tensor.requires_grad, packs.get(fqns[0], 1)
-        )
+        fact = ParameterFacts(tuple(fqns), tuple(tensor.shape), dtype, tensor.requires_grad)
+        parameters[fqns[0]] = _of_codes(fact, quantized[fqns[0]]) if fqns[0] in quantized else fact
         owners |= dict.fromkeys(fqns, fqns[0])
     return parameters, owners
+
+
+def _of_codes(fact: ParameterFacts, linear: ModuleFacts) -> ParameterFacts:
+    """The facts of a parameter of a quantized linear."""
+    key = fact.fqn.rpartition(".")[2]
+    packs = linear.packs[key]
+    return replace(fact, packs=packs, block=linear.block, counts=packs if key == linear.weight_key else 0)
 
 
 def _module_facts(name: str, module: Any) -> ModuleFacts:
     shapes = {key: tuple(value.shape) for key, value in module._parameters.items() if value is not None}
     flags, packs = _expert_flags(module, shapes), dict(getattr(module, "packs", None) or {})
     kind = "experts" if flags else "linear" if packs else _kind(module, shapes)
-    return ModuleFacts(name, kind, type(module).__name__, shapes, flags, packs)
+    block = module.form.block if packs else 1
+    return ModuleFacts(name, kind, type(module).__name__, shapes, flags, packs, block)
 
 
 EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")

@@ -48,7 +48,7 @@ class LayoutMaker:
         """(the layout, None), or (None, the reason why there is none)."""
         if use.dim is None:
             return replicated(fact.shape, self.tp_size), None
-        if fact.packs > 1 and use.dim == len(fact.shape) - 1:
+        if fact.block > 1 and use.dim == len(fact.shape) - 1:
             return self._of_blocks(fact, use, rule)
         if use.by_expert:
             return self._of_experts(fact, use, use.dim, rule)
@@ -63,14 +63,14 @@ class LayoutMaker:
 
     def _of_blocks(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[Layout | None, Problem | None]:
         """Codes or scales, split where the weight that they stand for is split."""
-        weight = replace(fact, shape=(*fact.shape[:-1], fact.shape[-1] * fact.packs), packs=1)
+        weight = replace(fact, shape=(*fact.shape[:-1], fact.shape[-1] * fact.packs), packs=1, block=1)
         layout, problem = self.layout(weight, use, rule)
         if layout is None:
             return None, problem
         bounds = [bound for owned in layout.owned for interval in owned for bound in interval]
-        split = next((bound for bound in bounds if bound % fact.packs), None)
+        split = next((bound for bound in bounds if bound % fact.block), None)
         if split is not None:
-            return None, self._split_block(weight, fact.packs, split, rule)
+            return None, self._split_block(weight, fact.block, split, rule)
         return of_packs(layout, fact.packs), None
 
     def _split_block(self, weight: ParameterFacts, block: int, bound: int, rule: Rule) -> Problem:

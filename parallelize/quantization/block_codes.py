@@ -3,8 +3,8 @@
 A block is `block` consecutive elements of a row of the weight [out, in], so that columns of ranks are rows of codes and scales, and any
 part of the weight between two blocks has the codes that it has in the full weight. The arithmetic is that of float32.
 
-Scales are bfloat16, of which the codes are computed with, so that rounding a scale adds no error of its own. They are stored as the 16
-bits of an integer, which no cast of the model to another dtype changes.
+Scales are bfloat16, and codes are computed with the rounded scale, so that rounding adds no error of its own. They are stored as bytes,
+which no cast of the model to another dtype changes, and which every backend sends (gloo and NCCL send no integers of 16 bits).
 
 Source: Dettmers et al., QLoRA, 2023, section 3 and appendix E (the values of NF4).
 """
@@ -17,7 +17,7 @@ from parallelize.errors import ModelError, Problem
 from parallelize.plan.block_formats import BlockFormat
 
 T = torch.Tensor
-CODES, SCALES = torch.uint8, torch.int16
+BYTES = torch.uint8
 _INT8_STEPS, _INT8_ZERO = 127, 128
 _PART = 1 << 18  # elements that are quantized at a time, in float32
 _NF4 = (
@@ -45,7 +45,7 @@ def quantize_rows(weight: T, form: BlockFormat, codes: T, scales: T) -> None:
 
     Args:
         weight: [out, in], floating-point, of which `form.block` divides `in`.
-        codes: uint8 [out, in / codes_per_byte]. scales: int16 [out, in / block]. On any device.
+        codes: uint8 [out, in / codes_per_byte]. scales: uint8 [out, 2 in / block]. On any device.
 
     Raises: ModelError `not-finite-weight`.
     """
@@ -68,11 +68,11 @@ def _quantized(weight: T, form: BlockFormat) -> tuple[T, T]:
     divisor = scale.float()
     scaled = blocks / torch.where(divisor == 0, 1.0, divisor).unsqueeze(-1)
     if form.word == "int8":
-        codes = (scaled.round().clamp(-_INT8_STEPS, _INT8_STEPS) + _INT8_ZERO).to(CODES).flatten(1)
+        codes = (scaled.round().clamp(-_INT8_STEPS, _INT8_STEPS) + _INT8_ZERO).to(BYTES).flatten(1)
     else:
-        nearest = torch.bucketize(scaled.flatten(1), _midpoints(weight.device), out_int32=True).to(CODES)
+        nearest = torch.bucketize(scaled.flatten(1), _midpoints(weight.device), out_int32=True).to(BYTES)
         codes = nearest[:, ::2] << 4 | nearest[:, 1::2]
-    return codes, scale.view(SCALES)
+    return codes, scale.view(BYTES)
 
 
 def dequantize(codes: T, scales: T, form: BlockFormat, dtype: torch.dtype) -> T:
@@ -85,8 +85,8 @@ def dequantize(codes: T, scales: T, form: BlockFormat, dtype: torch.dtype) -> T:
         values = codes.float() - _INT8_ZERO
     else:
         values = _pairs(codes.device)[codes.int()]
-    blocks = values.reshape(*scales.shape, form.block)
-    return (blocks * scales.view(torch.bfloat16).float().unsqueeze(-1)).flatten(1).to(dtype)
+    factors = scales.contiguous().view(torch.bfloat16).float().unsqueeze(-1)
+    return (values.reshape(*factors.shape[:2], form.block) * factors).flatten(1).to(dtype)
 
 
 def _midpoints(device: torch.device) -> T:

@@ -20,7 +20,7 @@ from parallelize.applied.layout_tensor.layout_dtensor import layout_of, with_lay
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import of_elements
 from parallelize.plan.block_formats import BlockFormat, block_format
-from parallelize.quantization.block_codes import CODES, SCALES, dequantize
+from parallelize.quantization.block_codes import BYTES, dequantize
 from parallelize.quantization.computed_weight import not_written, written_weight
 
 T = torch.Tensor
@@ -41,7 +41,7 @@ class QuantizedLinear(nn.Linear):
     Attributes:
         packs: parameter name to the elements of a row of the weight that one of its elements stands for.
 
-    Shapes: weight_codes uint8 [out, in / codes_per_byte], weight_scales int16 [out, in / block] of bfloat16 bits.
+    Shapes: weight_codes uint8 [out, in / codes_per_byte], weight_scales uint8 [out, 2 in / block]: the bytes of bfloat16.
     """
 
     form: BlockFormat
@@ -114,9 +114,9 @@ def allocate_codes(
     if problem := partial_block(type(linear).__name__, linear.in_features, form):
         raise ModelError(problem)
     linear.form, linear.dtype = form, dtype
-    linear.packs = {"weight_codes": form.codes_per_byte, "weight_scales": form.block}
-    for (name, pack), kind in zip(linear.packs.items(), (CODES, SCALES), strict=True):
-        stored = torch.empty(linear.out_features, linear.in_features // pack, dtype=kind, device=device)
+    linear.packs = {"weight_codes": form.codes_per_byte, "weight_scales": form.scale_packs}
+    for name, pack in linear.packs.items():
+        stored = torch.empty(linear.out_features, linear.in_features // pack, dtype=BYTES, device=device)
         linear.register_parameter(name, nn.Parameter(stored, requires_grad=False))
     linear.register_parameter("bias", bias)
 

@@ -30,7 +30,7 @@ class ModuleFacts:
         shapes: full shapes of its direct parameters, by name.
         flags: of experts: how their weights are stored and computed with, as `transformers` marks an instance (`EXPERT_FLAGS`).
         packs: of a quantized linear: parameter name to the elements of a row of the weight that one of its elements stands for,
-            of the codes first. Their shapes are [out, in / that number].
+            of the codes first. Their shapes are [out, in / that number]. block: elements of a row that are never split.
     """
 
     fqn: str
@@ -39,6 +39,7 @@ class ModuleFacts:
     shapes: dict[str, tuple[int, ...]]
     flags: Mapping[str, bool] = field(default_factory=dict)
     packs: Mapping[str, int] = field(default_factory=dict)
+    block: int = 1
 
     @property
     def weight_key(self) -> str:

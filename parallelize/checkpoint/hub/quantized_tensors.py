@@ -87,8 +87,8 @@ def refuse_quantized(on_mesh: ModelOnMesh, call: str) -> None:
 
 def bytes_to_read(item: QuantizedTensors, scales: LocalTensor) -> int:
     """The bytes of this rank's blocks of a weight, in the dtype in which it is read."""
-    blocks = sum(volume(box_of(pair.full)) for pair in scales.stored.slices)
-    return blocks * item.form.block * item.dtype.itemsize
+    elements = sum(volume(box_of(pair.full)) for pair in scales.stored.slices)
+    return elements * item.form.scale_packs * item.dtype.itemsize
 
 
 def quantize_while_reading(
@@ -122,7 +122,7 @@ def quantize_while_reading(
 def _boxes(scales: Box, item: QuantizedTensors) -> Iterator[tuple[Box, slice]]:
     """Boxes of a weight of at most `PART_BYTES`, for a box of its scales, and the rows of that box that each one is."""
     (first, last), blocks = scales
-    columns = (blocks[0] * item.form.block, blocks[1] * item.form.block)
+    columns = (blocks[0] * item.form.scale_packs, blocks[1] * item.form.scale_packs)
     step = max(1, PART_BYTES // max(1, (columns[1] - columns[0]) * item.dtype.itemsize))
     for start in range(first, last, step):
         stop = min(start + step, last)

@@ -6,12 +6,12 @@ import copy
 from math import prod
 
 import pytest
-import torch
 
-from parallelize import build_mesh, parallelize_model
+from tests.quantization import quantized_jobs
+from tests.quantization.quantized_jobs import steps_of
 from tests.quantization.quantized_models import quantized, reference_of, with_lora
 from tests.support.threads import run_ranks
-from tests.training.test_adapters_on_meshes import IDS, LABELS, STEPS, unsharded
+from tests.training.test_adapters_on_meshes import unsharded
 
 pytest.importorskip("peft")
 
@@ -36,22 +36,19 @@ def test_twenty_steps(case):
     model = with_lora(quantized("llama", form), lora_dropout=0.2 if drops else 0.0)
     models = [copy.deepcopy(model) for _ in range(prod(axes.values()))]
 
-    def body(rank):
-        mesh = build_mesh("cpu", **axes)
-        parallel = parallelize_model(models[rank], mesh, dropout_seed=3, **options)
-        optimizer = parallel.optimizer(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        assert len(stepped) == sum(p.requires_grad for p in parallel.module.parameters())  # no state of codes
-        rows = len(IDS) // axes.get("dp", 1)
-        first = rows * (mesh.get_local_rank("dp") if "dp" in axes else 0)
-        values = []
-        for _ in range(STEPS):
-            part = slice(first, first + rows)
-            loss = parallel.step(input_ids=IDS[part], targets=LABELS[part], use_cache=False)
-            values += [loss.detach().double(), torch.as_tensor(parallel.clip_grad_norm_(0.5)).double()]
-            optimizer.step()
-            optimizer.zero_grad()
-        return torch.stack(values)
-
+    results = run_ranks(len(models), lambda rank: steps_of(models[rank], axes, options))
     expected, _ = unsharded(reference_of(model), drops)
-    assert all((actual - expected).abs().max() < 1e-11 for actual in run_ranks(len(models), body))
+    assert all((actual - expected).abs().max() < 1e-11 for actual in results)
+
+
+@pytest.mark.processes
+def test_two_processes(two_processes):
+    assert max(two_processes.run(quantized_jobs.error_of_logits)) < 1e-12
+
+
+@pytest.mark.sweep
+@pytest.mark.processes
+@pytest.mark.parametrize("zero", [1, 3])
+def test_four_processes(four_processes, zero):
+    errors = four_processes.run(quantized_jobs.error_of_steps, {"dp": 2, "tp": 2}, {"zero": zero, **SP})
+    assert max(errors) < 1e-11

@@ -9,9 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize import build_mesh, full_state_dict, load_pretrained, parallelize_model, parallelize_module
+from parallelize import (
+    build_mesh,
+    full_gradients,
+    full_state_dict,
+    load_pretrained,
+    parallelize_model,
+    parallelize_module,
+)
 from tests.quantization.quantized_models import SIZES, quantized, reference_of, with_lora
 from tests.support.models import tiny_model
+from tests.support.parity import worst
 from tests.training.test_adapters_on_meshes import IDS, LABELS, STEPS, unsharded
 
 
@@ -56,3 +64,25 @@ def error_of_logits(rank: int) -> float:
     full = full_state_dict(planned, every_rank=True)
     assert all(torch.equal(full[name], value) for name, value in first.state_dict().items())
     return float((planned(input_ids=IDS).logits - first(input_ids=IDS).logits).abs().max())
+
+
+def error_of_a_compiled_layer(rank: int, adapted: bool) -> float:
+    """Largest difference between a model with one layer compiled whole, and without: logits and gradients."""
+    model = quantized("llama")
+    model = with_lora(model) if adapted else model
+    planned = parallelize_module(model, build_mesh("cpu", tp=2), sequence_parallel=True)
+    layers = (planned.base_model.model if adapted else planned).model.layers
+
+    def run() -> dict[str, torch.Tensor]:
+        planned.zero_grad()
+        logits = planned(input_ids=IDS[:, :8]).logits
+        logits.square().mean().backward()
+        return {"logits": logits.detach(), **full_gradients(planned)}
+
+    expected = run()
+    torch._dynamo.reset()
+    layers[1].compile(fullgraph=True, backend="aot_eager")
+    run()
+    actual = run()
+    torch._dynamo.reset()
+    return worst(actual, expected)[0]

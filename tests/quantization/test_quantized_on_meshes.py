@@ -52,3 +52,10 @@ def test_two_processes(two_processes):
 def test_four_processes(four_processes, zero):
     errors = four_processes.run(quantized_jobs.error_of_steps, {"dp": 2, "tp": 2}, {"zero": zero, **SP})
     assert max(errors) < 1e-11
+
+
+@pytest.mark.sweep
+@pytest.mark.processes
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_layer_compiles_whole(two_processes, adapted):
+    assert max(two_processes.run(quantized_jobs.error_of_a_compiled_layer, adapted, timeout_s=240)) < 1e-12

@@ -25,6 +25,7 @@ pytest.importorskip("peft")
 IDS, LABELS = tiny_batch(67)
 
 
+@pytest.mark.sweep
 def test_checkpoints_load_on_another_mesh(tmp_path):
     model = with_lora(quantized("llama"))
     models = [copy.deepcopy(model) for _ in range(4)]

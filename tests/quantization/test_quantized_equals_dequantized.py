@@ -28,7 +28,7 @@ def check(model: torch.nn.Module, tp: int, dtype: torch.dtype, **options) -> Non
         compare({**actual, "weights": trained(actual["weights"], model)}, expected, dtype)
 
 
-@pytest.mark.variants(every=10)
+@pytest.mark.variants(every=16)
 @pytest.mark.parametrize("options", [{}, BOTH], ids=["tensor", "sequence+loss"])
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "mixtral"])

@@ -11,6 +11,7 @@ from tests.quantization import quantized_jobs
 from tests.quantization.quantized_jobs import steps_of
 from tests.quantization.quantized_models import quantized, reference_of, with_lora
 from tests.support.threads import run_ranks
+from tests.tensor.adapted_models import EXPERTS
 from tests.training.test_adapters_on_meshes import unsharded
 
 pytest.importorskip("peft")
@@ -24,16 +25,20 @@ CASES = {
     "dp2-zero3-int8": ({"dp": 2}, {"zero": 3}),
     "pp2-tp2-recompute": ({"pp": 2, "tp": 2}, {**SP, "recompute": "selective"}),
     "tp2-dropout": ({"tp": 2}, SP),
+    "dp2-tp2-ep4-mixtral": ({"dp": 2, "tp": 2}, {"zero": 2, "ep": 4, **SP}),
 }
 
 
-@pytest.mark.variants(every=7)
+@pytest.mark.variants(every=8)
 @pytest.mark.parametrize("case", CASES)
 def test_twenty_steps(case):
     axes, options = CASES[case]
     drops = case.endswith("dropout")
     form = "int8(block=16)" if case.endswith("int8") else "nf4(block=16)"
-    model = with_lora(quantized("llama", form), lora_dropout=0.2 if drops else 0.0)
+    lora = {"lora_dropout": 0.2} if drops else {}
+    if is_mixture := case.endswith("mixtral"):
+        lora = {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS}
+    model = with_lora(quantized("mixtral" if is_mixture else "llama", form), **lora)
     models = [copy.deepcopy(model) for _ in range(prod(axes.values()))]
 
     results = run_ranks(len(models), lambda rank: steps_of(models[rank], axes, options))

@@ -41,7 +41,7 @@ def _in_layers(model: nn.Module, form: BlockFormat, tied: set[int]) -> dict[str,
         if _is_linear(module)
         and not is_adapter_parameter(name)
         and not tied & {id(p) for p in module._parameters.values()}
-        and _outputs(module) >= form.block
+        and features(module)[1] >= form.block
     }
     if not chosen:
         kinds = sorted({type(module).__name__ for module in named.values() if not module._modules})
@@ -68,19 +68,26 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or hasattr(module, "nf")
 
 
-def _outputs(module: Any) -> int:
-    return module.out_features if isinstance(module, nn.Linear) else module.nf
+def _is_stock(module: Any) -> bool:
+    """Whether it is `nn.Linear`, or the Conv1D of `transformers`, with its own forward."""
+    is_known = type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    return is_known and "forward" not in module.__dict__
+
+
+def features(module: Any) -> tuple[int, int]:
+    """(input, output) features of a linear or Conv1D."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    return module.weight.shape[0], module.weight.shape[1]
 
 
 def _problems(name: str, module: Any, form: BlockFormat, tied: set[int]) -> Iterator[Problem]:
-    if type(module) is not nn.Linear or "forward" in module.__dict__:
-        kind = type(module).__name__
-        why = "has a forward of its own" if type(module) is nn.Linear else f"is a {kind}"
-        what = f"{generic(name)} {why}, and nn.Linear alone can be quantized"
-        fix = "leave it out of `modules`" + (": its weight is stored as [in, out]" if kind == "Conv1D" else "")
-        yield Problem("unquantizable-linear", what, fix=fix)
+    if not _is_stock(module):
+        why = "has a forward of its own" if "forward" in module.__dict__ else f"is a {type(module).__name__}"
+        what = f"{generic(name)} {why}, and nn.Linear and Conv1D alone can be quantized"
+        yield Problem("unquantizable-linear", what, fix="leave it out of `modules`")
         return
-    if problem := partial_block(generic(name), module.in_features, form):
+    if problem := partial_block(generic(name), features(module)[0], form):
         yield problem
     if id(module.weight) in tied:
         what = f"the weight of {generic(name)} is used by another module too"

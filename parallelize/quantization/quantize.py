@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -13,7 +12,7 @@ from parallelize.errors import ModelError, Problem
 from parallelize.plan.block_formats import BlockFormat, block_format
 from parallelize.quantization.block_codes import dequantize as dequantized_weight
 from parallelize.quantization.block_codes import quantize_rows
-from parallelize.quantization.chosen_linears import Names, chosen_linears
+from parallelize.quantization.chosen_linears import Names, chosen_linears, features
 from parallelize.quantization.other_quantizers import refuse_other_quantizers
 from parallelize.quantization.quantized_linear import QuantizedLinear, allocate_codes
 
@@ -24,8 +23,8 @@ def quantize(model: nn.Module, form: str | BlockFormat = "nf4", *, modules: Name
     Args:
         model: with weights, or on the meta device: weights are then quantized while they are read (`load_pretrained`).
         form: "nf4" or "int8", with blocks of 64 elements of a row; "nf4(block=32)" for others.
-        modules: names or patterns of linears, as plans write them. None: every `nn.Linear` inside of a list of layers, except
-            adapters, tied weights, and those with fewer outputs than a block, such as gates: embedding and head stay as they are.
+        modules: names or patterns of linears, as plans write them. None: every `nn.Linear` (and Conv1D of GPT-2, whose weight is
+            stored as [in, out]) inside of a list of layers, except adapters, tied weights, and those with fewer outputs than a block, such as gates: embedding and head stay as they are.
 
     Returns: the model.
     Raises: ModelError, before anything is changed: `unknown-format`, `no-such-linear`, `unquantizable-linear`, `partial-block`,
@@ -42,7 +41,7 @@ def quantize(model: nn.Module, form: str | BlockFormat = "nf4", *, modules: Name
 
 
 def dequantize(model: nn.Module) -> nn.Module:
-    """Give every quantized linear of a model its dequantized weight, in place: `nn.Linear` again, and frozen.
+    """Give every quantized linear of a model its dequantized weight, in place: `nn.Linear` or Conv1D again, and frozen.
 
     Args:
         model: with or without adapters, which then can be merged.
@@ -66,28 +65,39 @@ def refuse_planned(model: nn.Module, call: str) -> None:
         raise ModelError(Problem("wrong-order", what, fix=f"{call}(model) first, then the plan"))
 
 
-def quantize_linear(linear: nn.Linear, form: BlockFormat) -> None:
-    """Make one linear a `QuantizedLinear`. It stays the same object, with its hooks."""
-    weight, made = linear._parameters.pop("weight"), linear
-    bias = linear._parameters.pop("bias", None)
+def quantize_linear(linear: nn.Module, form: BlockFormat) -> None:
+    """Make one linear, or Conv1D, a `QuantizedLinear`. It stays the same object, with its hooks."""
+    stock, made = type(linear), linear
+    in_features, out_features = features(linear)
+    weight, bias = linear._parameters.pop("weight"), linear._parameters.pop("bias", None)
     assert weight is not None
+    for key in _CONV1D:
+        linear.__dict__.pop(key, None)
     made.__class__ = QuantizedLinear
     assert isinstance(made, QuantizedLinear)
+    made.in_features, made.out_features, made.stock_class = in_features, out_features, stock
     allocate_codes(made, form, weight.dtype, bias, weight.device)
     if not weight.is_meta:
-        quantize_rows(weight, form, made.weight_codes.data, made.weight_scales.data)
+        rows = weight.T if made.is_transposed else weight
+        quantize_rows(rows, form, made.weight_codes.data, made.weight_scales.data)
 
 
-def restore_linear(linear: QuantizedLinear, weight: torch.Tensor | None = None) -> None:
-    """Make it an `nn.Linear` again. weight: default: the dequantized one."""
-    if weight is None:
-        codes, scales = linear.weight_codes, linear.weight_scales
-        weight = dequantized_weight(codes.detach(), scales.detach(), linear.form, linear.dtype)
-    bias = linear._parameters["bias"]
+def restore_linear(linear: QuantizedLinear) -> None:
+    """Make it again what it was, with the dequantized weight."""
+    codes, scales, stock = linear.weight_codes.detach(), linear.weight_scales.detach(), linear.stock_class
+    weight = dequantized_weight(codes, scales, linear.form, linear.dtype)
+    bias, sizes = linear._parameters["bias"], (linear.in_features, linear.out_features)
     linear._parameters.clear()
-    for key in ("form", "dtype", "packs"):
+    is_transposed = linear.is_transposed
+    names = ("form", "dtype", "packs", "stock_class", *(("in_features", "out_features") if is_transposed else ()))
+    for key in names:
         del linear.__dict__[key]
     plain: Any = linear
-    plain.__class__ = nn.Linear
-    plain.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
+    plain.__class__ = stock
+    if is_transposed:
+        plain.nx, plain.nf = sizes
+    plain.weight = nn.Parameter(weight.T.contiguous() if is_transposed else weight, requires_grad=False)
     plain.register_parameter("bias", bias)
+
+
+_CONV1D = ("nx", "nf")

@@ -40,6 +40,7 @@ class QuantizedLinear(nn.Linear):
 
     Attributes:
         packs: parameter name to the elements of a row of the weight that one of its elements stands for.
+        stock_class: of the module that it was: `nn.Linear`, or the Conv1D of `transformers`.
 
     Shapes: weight_codes uint8 [out, in / codes_per_byte], weight_scales uint8 [out, 2 in / block]: the bytes of bfloat16.
     """
@@ -47,6 +48,7 @@ class QuantizedLinear(nn.Linear):
     form: BlockFormat
     dtype: torch.dtype
     packs: dict[str, int]
+    stock_class: type = nn.Linear
     weight_codes: nn.Parameter
     weight_scales: nn.Parameter
 
@@ -65,6 +67,11 @@ class QuantizedLinear(nn.Linear):
         dtype = dtype or torch.get_default_dtype()
         values = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         allocate_codes(self, block_format(form), dtype, values, device)
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether files, and the module that it was, have the weight as [in, out]."""
+        return self.stock_class is not nn.Linear
 
     @property
     def weight(self) -> T:  # type: ignore[override]

@@ -16,6 +16,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama": dict(hidden_size=64, head_dim=8, intermediate_size=128),
     "qwen2": dict(hidden_size=64, head_dim=8, intermediate_size=128),
     "phi3": dict(hidden_size=64, intermediate_size=128),
+    "gpt2": dict(hidden_size=64, n_inner=128),
     "mixtral": dict(hidden_size=64, head_dim=8, intermediate_size=64),
 }
 

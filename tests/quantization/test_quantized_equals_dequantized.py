@@ -28,10 +28,10 @@ def check(model: torch.nn.Module, tp: int, dtype: torch.dtype, **options) -> Non
         compare({**actual, "weights": trained(actual["weights"], model)}, expected, dtype)
 
 
-@pytest.mark.variants(every=16)
+@pytest.mark.variants(every=20)
 @pytest.mark.parametrize("options", [{}, BOTH], ids=["tensor", "sequence+loss"])
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gpt2", "mixtral"])
 def test_families(family, tp, options):
     form = "int8(block=16)" if tp == 4 and options else "nf4(block=16)"
     lora = {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS} if family == "mixtral" else {}

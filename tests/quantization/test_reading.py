@@ -37,7 +37,7 @@ def codes_of(model) -> dict[str, torch.Tensor]:
 
 @pytest.mark.variants(every=3)
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_codes_are_those_of_the_full_weight(family, tp, tmp_path):
     empty, expected = saved(family, tmp_path)
     models = [copy.deepcopy(empty) for _ in range(tp)]

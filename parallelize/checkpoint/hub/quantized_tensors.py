@@ -45,6 +45,7 @@ class QuantizedTensors:
         name: of the weight that they stand for, which a folder contains.
         form, dtype: the format, and the dtype in which the weight is read before it is quantized.
         codes, scales: the names of the parameters.
+        is_transposed: the folder has the weight as [in, out].
     """
 
     name: str
@@ -52,10 +53,12 @@ class QuantizedTensors:
     dtype: torch.dtype
     codes: str
     scales: str
+    is_transposed: bool = False
 
     def weight(self, codes: ModelTensor) -> ModelTensor:
         """The weight as a tensor of the unsharded model."""
         shape = (codes.shape[0], codes.shape[1] * self.form.codes_per_byte)
+        shape = shape[::-1] if self.is_transposed else shape
         names = tuple(f"{name.rpartition('.')[0]}.weight" for name in codes.names)
         return ModelTensor(self.name, names, shape, False)
 
@@ -64,7 +67,14 @@ def quantized_tensors(on_mesh: ModelOnMesh) -> list[QuantizedTensors]:
     """Those of this rank's quantized linears, in the order of the model."""
     linears = ((n, m) for n, m in on_mesh.module.named_modules() if isinstance(m, QuantizedLinear))
     return [
-        QuantizedTensors(f"{name}.weight", linear.form, linear.dtype, *(f"{name}.{key}" for key in linear.packs))
+        QuantizedTensors(
+            f"{name}.weight",
+            linear.form,
+            linear.dtype,
+            f"{name}.weight_codes",
+            f"{name}.weight_scales",
+            linear.is_transposed,
+        )
         for name, linear in linears
     ]
 
@@ -114,7 +124,9 @@ def quantize_while_reading(
     for in_codes, in_scales in zip(codes[0].stored.slices, scales[0].stored.slices, strict=True):
         into_codes, into_scales = codes[1][in_codes.local], scales[1][in_scales.local]
         for box, rows in _boxes(box_of(in_scales.full), item):
+            box = box[::-1] if item.is_transposed else box
             weight = full[slices_of(box)].to(item.dtype) if full is not None else _read(hub, source, box, item.dtype)
+            weight = weight.T if item.is_transposed else weight
             quantize_rows(weight, item.form, into_codes[rows], into_scales[rows])
             progress(weight.numel() * weight.element_size())
 

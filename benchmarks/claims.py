@@ -228,6 +228,28 @@ CLAIMS = (
     ),
     Claim(
         WEIGHTS,
+        "a Hub folder of 16 layers over tp 2, quantized to NF4 while it is read: bytes that a rank stores for a weight over tp",
+        "quantized",
+        lambda result: [round(result["bytes a weight"]["nf4"], 3)],
+        "bytes",
+    ),
+    Claim(
+        WEIGHTS,
+        "growth of the largest resident set of a rank meanwhile, over what it stores then / over that of loading bfloat16",
+        "quantized",
+        lambda result: [
+            result["bytes"]["nf4"]["risen"] / result["bytes"]["nf4"]["stored"],
+            result["bytes"]["nf4"]["risen"] / result["bytes"]["bfloat16"]["risen"],
+        ],
+    ),
+    Claim(
+        STEP,
+        "forward and backward of a frozen linear of 1,024 x 1,024 on 1,024 tokens, on the CPU, over `nn.Linear`: NF4 / int8",
+        "quantized",
+        lambda result: [result["ratios"][form] for form in ("nf4", "int8")],
+    ),
+    Claim(
+        WEIGHTS,
         "a save, hashed, over plain flushed safetensors / PyTorch's distributed checkpoint",
         "checkpoint",
         lambda result: [result["save"]["ratios"][f"ours / {name}"] for name in ("safetensors", "pytorch")],

@@ -91,6 +91,7 @@ RUNS = (
     Run("checkpoint", "checkpoint", "--rounds 5", "", 2),
     Run("load", "load", "--rounds 3"),
     Run("export", "export", "--rounds 5", "", 2),
+    Run("quantized", "quantized", "--rounds 5", "", 2),
     Run("predictions", "predictions", "--rounds 1", "--rounds 3"),
     Run("one_gpu", "one_gpu"),
     Run("scale", "scale", "--rounds 1", "--rounds 3"),

@@ -110,6 +110,9 @@ if TYPE_CHECKING:
     from parallelize.plan.schema import Cuts as Cuts
     from parallelize.plan.schema import Plan as Plan
     from parallelize.plan.schema import Tie as Tie
+    from parallelize.quantization.quantize import dequantize as dequantize
+    from parallelize.quantization.quantize import quantize as quantize
+    from parallelize.quantization.quantized_linear import QuantizedLinear as QuantizedLinear
     from parallelize.randomness.dropout.install import install_dropout as install_dropout
     from parallelize.randomness.dropout.position import Position as Position
     from parallelize.randomness.generators import random_state as random_state

@@ -58,6 +58,7 @@ from parallelize.plan.options import Options, wrong_folding
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
+from parallelize.quantization.other_quantizers import refuse_other_quantizers
 from parallelize.randomness.dropout.not_installed import require_installed_dropout
 from parallelize.styles.contract import Conversion
 from parallelize.tensor.adapted_layers import prefixes_of_all_heads
@@ -216,11 +217,13 @@ def _agree_on_plan(
     tp = tp_mesh(mesh)
     with agree_on(mesh, timeout_s) as facts:
         facts |= storage.facts()
+        refuse_other_quantizers(module)
         resolved = decide()
         facts |= resolved.structure()
         if not resolved.plan.kept and not _matched_nothing(resolved):
             _refuse_twice(module)
         _refuse_overlap_of_dtensors(resolved)
+        _refuse_styles_of_codes(resolved)
         if on_context(mesh_spec(mesh)):
             check_context(resolved)
             _refuse_ulysses_twice(resolved)
@@ -232,6 +235,18 @@ def _agree_on_plan(
         refuse_early_optimizers(module, _replaced(module, local_plan))
         overlapped = check_call_sites(local_plan, local_model, Group(tp.get_group()), torch.device(mesh.device_type))
     return _Agreed(resolved, local_model, local_plan, overlapped)
+
+
+def _refuse_styles_of_codes(resolved: ResolvedPlan) -> None:
+    """Raises: ModelError `quantized-style` for a style object that splits a weight by itself, where it may split a block."""
+    for item in resolved.plan.kept:
+        facts = resolved.facts.modules.get(item.fqn)
+        if facts is not None and facts.packs:
+            what = f"{type(item.style).__name__} splits {item.fqn}, whose weight is quantized by block, without knowing its blocks"
+            fix = (
+                "a plan with `colwise` and `rowwise`; or style objects with local tensors for every module of the dict"
+            )
+            raise ModelError(Problem("quantized-style", what, fix=fix))
 
 
 def _replaced(module: nn.Module, plan: ResolvedPlan) -> Iterator[str]:

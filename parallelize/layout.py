@@ -10,8 +10,8 @@ Floor 0: pure arithmetic, torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from parallelize.errors import Problem, ShapeError
@@ -212,6 +212,30 @@ def packed(shape: Sequence[int], dim: int, num_ranks: int, chunks: Sequence[Chun
             offset += chunk.size
         owned.append(tuple(intervals))
     return Layout(tuple(shape), num_ranks, dim, tuple(owned), chunks=tuple(chunks))
+
+
+def of_packs(layout: Layout, elements: int) -> Layout:
+    """The layout of a tensor whose every element stands for `elements` of another one along its last dim.
+
+    Args:
+        layout: of that other tensor. Where its last dim is sharded, `elements` divides every bound of the intervals.
+    """
+    return _with_last(layout, lambda size: size // elements)
+
+
+def of_elements(layout: Layout, elements: int) -> Layout:
+    """The inverse of `of_packs`: the layout of the other tensor."""
+    return _with_last(layout, lambda size: size * elements)
+
+
+def _with_last(layout: Layout, convert: Callable[[int], int]) -> Layout:
+    """The layout with each size and bound of the last dim converted."""
+    shape = (*layout.shape[:-1], convert(layout.shape[-1]))
+    if layout.dim != len(layout.shape) - 1:
+        return replace(layout, shape=shape)
+    owned = tuple(tuple((convert(start), convert(stop)) for start, stop in part) for part in layout.owned)
+    chunks = tuple(replace(chunk, size=convert(chunk.size)) for chunk in layout.chunks)
+    return replace(layout, shape=shape, owned=owned, chunks=chunks)
 
 
 def even_interval(size: int, num_ranks: int, rank: int) -> Interval:

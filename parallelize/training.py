@@ -39,6 +39,7 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stages import Assignment, Costs
+from parallelize.quantization.other_quantizers import refuse_other_quantizers
 from parallelize.randomness.dropout.call_sites import refused_modules
 from parallelize.randomness.dropout.install import drops, install_dropout, unknown_layouts
 from parallelize.randomness.init.initialize import initialize as draw
@@ -228,6 +229,7 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
     if (drops(module) or spec.ranks("tp") > 1) and (refused := refused_modules(module)):
         raise ModelError(*refused)
     refuse_wrapped(module)
+    refuse_other_quantizers(module)
     refuse_offloaded(module)
     refuse_early_optimizers(module)
     if any(spec.ranks(axis) > 1 for axis in ("pp", *DATA_AXES)):

@@ -90,7 +90,7 @@ def explain_subject(
         setting=setting.describe(),
         mesh=dict(setting.mesh.axes),
         options={key: value for key, value in asdict(setting).items() if key != "mesh"},
-        num_parameters=sum(prod(fact.shape) for fact in model.parameters.values()),
+        num_parameters=sum(fact.num_weights for fact in model.parameters.values()),
         machine=machine.name,
         machine_memory_bytes=machine.memory_bytes,
         machine_sources=machine.sources,
@@ -201,7 +201,7 @@ def _report(step: RankStep, memory: RankMemory, machine: Machine) -> RankReport:
     return RankReport(
         pp_rank=step.pp_rank,
         units=_units(step),
-        parameters=sum(shard.numel for shard in step.shards),
+        parameters=sum(shard.weights for shard in step.shards),
         flops=flops * step.setting.step_microbatches,
         memory=memory,
         messages=tuple(_message_lines(messages, step.setting, machine)),

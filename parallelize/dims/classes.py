@@ -235,7 +235,7 @@ class Classes:
         linear = self.linears[name]
         dims = self.record.parameters.get(f"{name}.weight".lstrip("."))
         if dims is None:
-            return "it has no weight"
+            return "its weight is quantized: derive the plan before" if hasattr(linear, "packs") else "it has no weight"
         out = [factor for part in self.parts_of(dims[output_dim(linear)]) for factor in part]
         for factor in out:
             if factor in self.blocked:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from parallelize.plan.inner_experts import inner_experts
 from parallelize.styles.style import ModuleFacts
+
+_INTEGER_BYTES = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 
 
 @dataclass(frozen=True)
@@ -22,16 +25,32 @@ class ParameterFacts:
         shape: full.
         dtype: without the prefix `torch.`.
         requires_grad: as the model has it.
+        packs: of codes or scales of a quantized linear: how many elements of the weight, along the last dim, one of its
+            elements stands for. block: elements of the weight between which there is no boundary of ranks.
+        counts: of codes `packs`, of the scales beside them 0: the elements of weights that one of its elements counts for.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
+    packs: int = 1
+    block: int = 1
+    counts: int = 1
 
     @property
     def fqn(self) -> str:
         return self.names[0]
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of an element of integers, such as codes and scales, which no cast of a model changes; 0: it is floating-point."""
+        return _INTEGER_BYTES.get(self.dtype, 0)
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of the weights that it stands for."""
+        return prod(self.shape) * self.counts
 
 
 @dataclass(frozen=True)
@@ -93,10 +112,11 @@ def describe(model: Any) -> ModelFacts:
         if aliases[name] == name:
             objects[name] = module
             modules[name] = _module_facts(name, module)
-    return ModelFacts(model, modules, objects, aliases, *_parameters(model))
+    quantized = {f"{name}.{key}".lstrip("."): facts for name, facts in modules.items() for key in facts.packs}
+    return ModelFacts(model, modules, objects, aliases, *_parameters(model, quantized))
 
 
-def _parameters(model: Any) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
+def _parameters(model: Any, quantized: dict[str, ModuleFacts]) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
     names: dict[int, list[str]] = {}
     tensors = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -106,18 +126,28 @@ def _parameters(model: Any) -> tuple[dict[str, ParameterFacts], dict[str, str]]:
     owners: dict[str, str] = {}
     for key, fqns in names.items():
         tensor = tensors[key]
-        parameters[fqns[0]] = ParameterFacts(
-            tuple(fqns), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
-        )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        fact = ParameterFacts(tuple(fqns), tuple(tensor.shape), dtype, tensor.requires_grad)
+        parameters[fqns[0]] = _of_codes(fact, quantized[fqns[0]]) if fqns[0] in quantized else fact
         owners |= dict.fromkeys(fqns, fqns[0])
     return parameters, owners
+
+
+def _of_codes(fact: ParameterFacts, linear: ModuleFacts) -> ParameterFacts:
+    """The facts of a parameter of a quantized linear."""
+    key = fact.fqn.rpartition(".")[2]
+    packs = linear.packs[key]
+    return replace(fact, packs=packs, block=linear.block, counts=packs if key == linear.weight_key else 0)
 
 
 def _module_facts(name: str, module: Any) -> ModuleFacts:
     shapes = {key: tuple(value.shape) for key, value in module._parameters.items() if value is not None}
     flags, class_name = _expert_flags(module, shapes), type(module).__name__
+    packs = dict(getattr(module, "packs", None) or {})
     if flags:
         return ModuleFacts(name, "experts", class_name, shapes, flags, next(iter(shapes.values()))[0])
+    if packs:
+        return ModuleFacts(name, "linear", class_name, shapes, packs=packs, block=module.form.block)
     if (inner := inner_experts(module)) is not None:
         return ModuleFacts(name, inner.kind, class_name, shapes, {}, inner.num_experts, inner.shapes)
     return ModuleFacts(name, _kind(module, shapes), class_name, shapes)

@@ -5,10 +5,11 @@ Torch-free.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from parallelize.errors import Problem
-from parallelize.layout import Chunk, Layout, chunked, local_units, packed, repeated, replicated, tiled
+from parallelize.layout import Chunk, Layout, chunked, local_units, of_packs, packed, repeated, replicated, tiled
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.schema import Plan, Rule
@@ -53,6 +54,8 @@ class LayoutMaker:
         """(the layout, None), or (None, the reason why there is none)."""
         if use.dim is None:
             return replicated(fact.shape, self.tp_size), None
+        if fact.block > 1 and use.dim == len(fact.shape) - 1:
+            return self._of_blocks(fact, use, rule)
         if use.by_expert:
             return self._of_experts(fact, use, use.dim, rule)
         if use.dim >= len(fact.shape):
@@ -63,6 +66,32 @@ class LayoutMaker:
             return layout, self._split_heads(fact, layout, rule) if self.plan.unclaimed != "leave" else None
         chunks, problem = self._chunks(fact, use, rule)
         return (None, problem) if problem else (packed(fact.shape, use.dim, self.tp_size, chunks), None)
+
+    def _of_blocks(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[Layout | None, Problem | None]:
+        """Codes or scales, split where the weight that they stand for is split."""
+        weight = replace(fact, shape=(*fact.shape[:-1], fact.shape[-1] * fact.packs), packs=1, block=1)
+        layout, problem = self.layout(weight, use, rule)
+        if layout is None:
+            return None, problem
+        bounds = [bound for owned in layout.owned for interval in owned for bound in interval]
+        split = next((bound for bound in bounds if bound % fact.block), None)
+        if split is not None:
+            return None, self._split_block(weight, fact.block, split, rule)
+        return of_packs(layout, fact.packs), None
+
+    def _split_block(self, weight: ParameterFacts, block: int, bound: int, rule: Rule) -> Problem:
+        width, name = weight.shape[-1], generic(weight.fqn.rpartition(".")[0])
+        sizes = ", ".join(str(n) for n in range(1, self.tp_size) if width // block % n == 0)
+        return Problem(
+            "split-block",
+            f"`{rule.style}` would split a block of {block} elements that are quantized together",
+            rule.where,
+            (
+                ("module", f"{name}: {width} input features over axis tp (size {self.tp_size})"),
+                ("split at", f"element {bound}: {bound} % {block} = {bound % block}"),
+            ),
+            f"a smaller block: quantize(model, 'nf4(block=32)'); tp size {sizes}; or leave {name} out of `modules`",
+        )
 
     def _of_experts(self, fact: ParameterFacts, use: Use, dim: int, rule: Rule) -> tuple[Layout | None, Problem | None]:
         """Whole experts along their dim, or, where `dim` is another one, experts of which each is split along it."""

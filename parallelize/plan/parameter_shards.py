@@ -12,7 +12,7 @@ Torch-free.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -65,6 +65,8 @@ class ParameterShard:
         zero_unit: of ZeRO 3: the module that it is gathered with.
         axis: that its layout is over: "tp", or "ep" of experts that are folded over data axes.
         zero_dim: whose slices are the rows that ZeRO splits.
+        code_bytes: bytes of an element of codes or scales of a quantized weight; 0: it has the dtype of the others.
+        weights: elements of the model's weights that it stands for: of codes of 4 bits, twice as many as it has itself.
     """
 
     name: str
@@ -79,6 +81,12 @@ class ParameterShard:
     zero_unit: str
     axis: str = "tp"
     zero_dim: int = 0
+    code_bytes: int = 0
+    weights: int = 0
+
+    def item_bytes(self, of_others: int) -> int:
+        """Bytes of an element. of_others: of a parameter that is no code."""
+        return self.code_bytes or of_others
 
     @property
     def numel(self) -> int:
@@ -132,11 +140,12 @@ def _shard(
     local_stages = {stage_of[name] for name in names}
     tied = next((tied_ranks[name] for name in names if name in tied_ranks), ())
     folds, zero = row.axis == "ep", resolved.options.zero
+    shape = row.layout.local_shape(ranks[row.axis])
     splits = splits_of(zero, resolved.mesh, scalar=not fact.shape, ep=row.layout.num_ranks if folds else 1)
     return ParameterShard(
         names[0],
         names,
-        shape=row.layout.local_shape(ranks[row.axis]),
+        shape=shape,
         trained=fact.requires_grad,
         stage=max(local_stages),
         late=row.is_summed or len(local_stages) > 1,
@@ -146,6 +155,8 @@ def _shard(
         zero_unit=resolved.zero_unit_of(names[0]),
         axis=row.axis,
         zero_dim=expert_zero_dim(row.layout, splits.parameter) if folds and zero == 3 else 0,
+        code_bytes=fact.code_bytes,
+        weights=replace(fact, shape=shape).num_weights,
     )
 
 

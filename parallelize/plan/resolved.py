@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from parallelize.layout import Layout, of_elements
 from parallelize.mesh import MeshSpec
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
@@ -79,6 +80,13 @@ class ResolvedPlan:
         """The pp ranks that store any of these parameters, in the order of their stages."""
         stages = sorted({self.stage_of(name) for name in names})
         return tuple(dict.fromkeys(self.stage_ranks[stage] for stage in stages))
+
+    def weight_layout(self, fqn: str) -> Layout | None:
+        """The layout of the weight of a linear or embedding, in its elements, also where codes of several are one."""
+        facts = self.facts.modules[fqn]
+        name = f"{fqn}.{facts.weight_key}"
+        row = self.parameters.get(name) or next((r for r in self.parameters.values() if name in r.fact.names), None)
+        return None if row is None else of_elements(row.layout, row.fact.packs)
 
     def zero_unit_of(self, fqn: str) -> str:
         """The innermost ZeRO unit that contains a module or parameter; "" for the rest of the model."""

@@ -77,7 +77,7 @@ def _ancestors(name: str) -> Iterator[str]:
 
 
 def _weight(name: str, model: ModelFacts, parameters: dict[str, ParameterRow]) -> ParameterRow | None:
-    return parameters.get(model.owners.get(f"{name}.weight", ""))
+    return parameters.get(model.owners.get(f"{name}.{model.modules[name].weight_key}", ""))
 
 
 def _unused_sizes(plan: Plan, model: ModelFacts, modules: dict[str, ModuleRow]) -> Iterator[Problem]:
@@ -201,7 +201,8 @@ def _matching_splits(name: str, row: ModuleRow, model: ModelFacts, relatives: _R
         yield Problem("units-do-not-meet", what, row.rule.where, fix=fix)
     elif not style.unit:
         splitting = relatives.siblings(name, "splits_output")
-        if any("weight" not in model.modules[other.fqn].shapes for other in (*splitting, *rows)):
+        kinds = [model.modules[other.fqn] for other in (*splitting, *rows)]
+        if any(facts.weight_key not in facts.shapes for facts in kinds):
             return  # not linears: only the author of their style knows their widths
         columns = {_dim_size(other, model, 0) // other.rule.style.chunks for other in splitting}
         widths = [_dim_size(other, model, 1) for other in rows if not other.rule.style.unit]
@@ -214,7 +215,7 @@ def _matching_splits(name: str, row: ModuleRow, model: ModelFacts, relatives: _R
 def _dim_size(row: ModuleRow, model: ModelFacts, dim: int) -> int:
     """Output (0) or input (1) features of a linear."""
     facts = model.modules[row.fqn]
-    return facts.shapes["weight"][1 - dim if facts.kind == "conv1d" else dim]
+    return facts.weight_shape[1 - dim if facts.kind == "conv1d" else dim]
 
 
 def _counts_not_local(name: str, row: ModuleRow, plan: Plan, model: ModelFacts) -> Iterator[Problem]:

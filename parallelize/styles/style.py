@@ -31,6 +31,8 @@ class ModuleFacts:
         flags: of experts: how their weights are stored and computed with, as `transformers` marks an instance (`EXPERT_FLAGS`).
         num_experts: of experts: how many there are. inner: full shapes of their weights, by dotted name, where these are in modules
             inside.
+        packs: of a quantized linear: parameter name to the elements of a row of the weight that one of its elements stands for,
+            of the codes first. Their shapes are [out, in / that number]. block: elements of a row that are never split.
     """
 
     fqn: str
@@ -40,6 +42,19 @@ class ModuleFacts:
     flags: Mapping[str, bool] = field(default_factory=dict)
     num_experts: int = 0
     inner: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    packs: Mapping[str, int] = field(default_factory=dict)
+    block: int = 1
+
+    @property
+    def weight_key(self) -> str:
+        """The parameter with the weight of a linear or embedding: `weight`, or its codes."""
+        return next(iter(self.packs), "weight")
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """The shape of the weight, also where codes of several elements are one."""
+        shape = self.shapes[self.weight_key]
+        return (*shape[:-1], shape[-1] * self.packs.get(self.weight_key, 1))
 
 
 @dataclass(frozen=True)

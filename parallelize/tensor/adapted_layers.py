@@ -23,7 +23,7 @@ from parallelize.ops import collectives as ops
 from parallelize.plan.adapters import BASE
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.tensor.planned_forward import Planned, add_bias, convert_argument, hide_local, installed
+from parallelize.tensor.planned_forward import Planned, add_bias, convert_argument, hide_local, installed, on_shard
 from parallelize.tensor.planned_forward import on_local_parameters as run_stock
 
 _READ = ("lora_embedding_A", "lora_embedding_B", "ia3_l")
@@ -79,11 +79,13 @@ def _layer(self: Any, input: torch.Tensor) -> torch.Tensor:
     planned: Any = self._applied.planned
     if not planned.is_inside:
         return planned.alone(self, input)
-    weight = planned.weight.local(self._parameters)
     bias = None
     if planned.bias is not None and (planned.bias_scale is not None or not planned.hide_bias):
         bias = planned.bias.local(self._parameters)
         bias = bias if planned.bias_scale is None else bias * planned.bias_scale
+    if planned.weight is None:
+        return on_shard(self, planned, bias, (input,), {})
+    weight = planned.weight.local(self._parameters)
     if not hasattr(self, "nf"):
         return F.linear(input, weight, bias)
     out = input @ weight  # Conv1D stores its weight as [in, out]

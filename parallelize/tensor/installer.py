@@ -15,6 +15,7 @@ from parallelize.applied.pending_reductions import PendingReduction, PendingRedu
 from parallelize.applied.sharding import shared_of
 from parallelize.comm.groups import Group, group_for
 from parallelize.comm.input_check import InputCheck
+from parallelize.layout import of_elements
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 from parallelize.plan.adapters import BASE
@@ -305,7 +306,8 @@ class Installer:
 
     def _width(self, row: ModuleRow) -> int:
         """The full output width of a column linear or embedding."""
-        layout = self._parameter(row.fqn, "weight").layout
+        weight = self._parameter(row.fqn, self.model.modules[row.fqn].weight_key)
+        layout = of_elements(weight.layout, weight.fact.packs)
         assert layout.dim is not None
         return layout.shape[layout.dim]
 

@@ -37,6 +37,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ParameterRow
 from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
+from parallelize.quantization.quantized_linear import QuantizedLinear
 from parallelize.tensor.installer import Installer
 from parallelize.tensor.later_changes import when_changed
 from parallelize.tensor.planned_forward import installed
@@ -64,7 +65,7 @@ class _FullSizes:
         self.stock = stock
 
     def __call__(self, module: nn.Module) -> Any:
-        if type(module) is nn.Linear and installed(module) is not None:
+        if type(module) in (nn.Linear, QuantizedLinear) and installed(module) is not None:
             return module.in_features, module.out_features
         return self.stock(module)
 
@@ -134,7 +135,7 @@ def _check_sizes(facts: ModelFacts) -> None:
                 (base.in_features, getattr(layer, "in_features", 0)),
                 (base.out_features, getattr(layer, "out_features", 0)),
             ]
-            if type(base) is nn.Linear
+            if type(base) in (nn.Linear, QuantizedLinear)
             else []
         )
         if any(full != actual for full, actual in sizes):

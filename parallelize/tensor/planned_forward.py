@@ -331,19 +331,29 @@ def _rowwise_stock(self: Any, *args: Any, **kwargs: Any) -> Any:
     planned = self._applied.planned
     if planned.enter is not None:
         args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
-    attributes, parameters = self.__dict__, self._parameters
-    weight = attributes["weight"] = planned.weight.local(parameters)
-    bias = None if planned.bias is None else planned.bias.local(parameters)
-    if bias is not None:
-        # Conv1D cannot run without a bias
-        attributes["bias"] = torch.zeros_like(bias) if hasattr(self, "nf") else None
-    try:
-        out = planned.leave(planned.run_stock(self, args, kwargs).contiguous())
-    finally:
-        attributes.pop("weight", None)
-        attributes.pop("bias", None)
-    del weight
+    bias = None if planned.bias is None else planned.bias.local(self._parameters)
+    # Conv1D cannot run without a bias
+    hidden = torch.zeros_like(bias) if bias is not None and hasattr(self, "nf") else None
+    out = planned.leave(on_shard(self, planned, hidden, args, kwargs).contiguous())
     return out if bias is None else add_bias(planned, out, bias)
+
+
+def on_shard(
+    self: Any, planned: Planned, bias: torch.Tensor | None, args: tuple, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """The stock forward of a linear on its shard, with another bias in the place of its own."""
+    attributes, parameters = self.__dict__, self._parameters
+    shown = {key: attributes[key] for key in ("bias",) if key in attributes}
+    for slot in planned.slots:
+        attributes[slot.key] = slot.local(parameters)
+    attributes["bias"] = bias
+    try:
+        return planned.run_stock(self, args, kwargs)
+    finally:
+        if not planned.shows_local:
+            hide_local(attributes, planned)
+        attributes.pop("bias", None)
+        attributes.update(shown)
 
 
 def add_bias(planned: Planned, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -183,6 +183,8 @@ def perturb(model: nn.Module, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
+        if not parameter.is_floating_point():  # codes of a quantized weight
+            continue
         noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         if parameter.ndim < 2:
             parameter.add_(0.3 * noise.to(parameter.device))

@@ -59,7 +59,7 @@ def bytes_per_rank(
         index = edp_rank if shard.axis == "ep" else data_rank
         elements = stored_elements([shard], zero, counts_gradients=True, data_rank=index)
         item = parameters[shard.name].element_size()
-        totals["parameters"] += elements.parameters * (4 if zero == 3 else item)
+        totals["parameters"] += elements.parameters * shard.item_bytes(4 if zero == 3 else item)
         totals["gradients"] += elements.gradients * (4 if mixed else item)
         totals["optimizer"] += elements.optimizer * (state_bytes + (4 if mixed and zero < 3 else 0))
     return totals

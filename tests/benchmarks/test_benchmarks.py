@@ -197,6 +197,17 @@ def test_generation_gives_the_same_tokens_in_every_variant(tmp_path):
 
 
 @pytest.mark.sweep
+def test_a_quantized_base_takes_a_quarter_of_the_bytes(tmp_path):
+    out = tmp_path / "out.json"
+    small = ("--hidden", "128", "--layers", "1", "--tokens", "8", "--rounds", "2")
+    done = two_ranks("benchmarks.quantized", *small, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    results = json.loads(out.read_text())["result"]
+    assert results["bytes a weight"] == {"nf4": 0.53125, "bfloat16": 2.0}
+    assert results["bytes"]["nf4"]["read"] == results["bytes"]["bfloat16"]["read"]
+
+
+@pytest.mark.sweep
 def test_exports_give_the_same_tensors_in_every_variant(tmp_path):
     out = tmp_path / "out.json"
     done = two_ranks("benchmarks.export", "--tensors", "40", "--hidden", "8", "--rounds", "2", "--json", str(out))

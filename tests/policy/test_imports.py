@@ -22,7 +22,7 @@ ROOMS_BY_FLOOR = (
     "dims ops",
     "applied.layout_tensor collectives",
     "applied ops.attention ops.experts ops.matmul ops.vocabulary",
-    "loop randomness.dropout randomness.init vocabulary.logits watchdog",
+    "loop quantization randomness.dropout randomness.init vocabulary.logits watchdog",
     "vocabulary.loss vocabulary.sampling",
     "tensor vocabulary vocabulary.generation zero",
     "context recomputation tensor.torch_styles",

@@ -144,10 +144,10 @@ def _fsdp_messages(shards: Sequence[ParameterShard], setting: Setting) -> Iterat
     for unit, group in zero_groups(shards).items():
         view = view_of(group[0], setting)
         axis, ranks = view.shard_axis, view.ranks
-        numel = sum(shard.padded_numel(ranks) for shard in group)
+        gathered = sum(shard.padded_numel(ranks) * shard.item_bytes(setting.compute_bytes) for shard in group)
         trained = sum(shard.padded_numel(ranks) for shard in group if shard.trained)
         if ranks > 1:
-            full_bytes = ranks * numel * setting.compute_bytes
+            full_bytes = ranks * gathered
             yield Message("all_gather", axis, ranks, full_bytes, unit, "forward"), times
             yield Message("all_gather", axis, ranks, full_bytes, unit, "backward"), times
         reduced = trained * setting.gradient_bytes

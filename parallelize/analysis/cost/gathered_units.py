@@ -36,7 +36,9 @@ class GatheredUnits:
     def __init__(self, shards: Sequence[ParameterShard], setting: Setting):
         self.setting = setting
         groups = zero_groups(shards)
-        self.sizes = {name: gathered_numel(group, setting) for name, group in groups.items()}
+        item, gradient = setting.compute_bytes, setting.gradient_bytes
+        self.sizes = {name: gathered_bytes(group, setting, item) for name, group in groups.items()}
+        self.gradients = {name: gathered_bytes(group, setting, gradient, 0) for name, group in groups.items()}
         self.reordered = {name: _reordered_numel(group) for name, group in groups.items()}
         self.outside = self.sizes.pop("", 0)
         self._known: dict[str, UnitBuffers] = {}
@@ -61,18 +63,21 @@ class GatheredUnits:
         return peak
 
     def _buffers(self, unit: str) -> UnitBuffers:
-        compute, gradient = self.setting.compute_bytes, self.setting.gradient_bytes
+        compute = self.setting.compute_bytes
         names = [name for name in self.sizes if _is_inside(name, unit)]
-        gathered = (self.outside + sum(self.sizes[name] for name in names)) * compute
-        copied = max((self.sizes[name] + self.reordered[name] for name in names), default=0) * compute
-        beside = self.sizes.get(unit, 0)
-        return UnitBuffers(gathered + copied, gathered, beside * compute, beside * gradient)
+        gathered = self.outside + sum(self.sizes[name] for name in names)
+        copied = max((self.sizes[name] + self.reordered[name] * compute for name in names), default=0)
+        return UnitBuffers(gathered + copied, gathered, self.sizes.get(unit, 0), self.gradients.get(unit, 0))
 
 
-def gathered_numel(group: Sequence[ParameterShard], setting: Setting) -> int:
-    """Elements of an FSDP unit that is gathered; with one rank, of the copy that `fully_shard` makes instead."""
+def gathered_bytes(group: Sequence[ParameterShard], setting: Setting, item: int, times_of_codes: int = 1) -> int:
+    """Bytes of an FSDP unit that is gathered; with one rank, of the copy that `fully_shard` makes instead.
+
+    item: of an element that is no code of a quantized weight. times_of_codes: how often the codes' own bytes are counted.
+    """
     ranks = view_of(group[0], setting).ranks
-    return sum(shard.padded_numel(ranks) for shard in group) * ranks
+    sizes = (s.padded_numel(ranks) * (s.code_bytes * times_of_codes if s.code_bytes else item) for s in group)
+    return sum(sizes) * ranks
 
 
 def _reordered_numel(group: Sequence[ParameterShard]) -> int:

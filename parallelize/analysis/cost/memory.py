@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from parallelize.analysis.cost.curves import Curve, curve_of
 from parallelize.analysis.cost.data_axes import buckets_of, view_of
-from parallelize.analysis.cost.gathered_units import GatheredUnits, gathered_numel
+from parallelize.analysis.cost.gathered_units import GatheredUnits, gathered_bytes
 from parallelize.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
 from parallelize.analysis.cost.training_step import RankStep, receives_early
 from parallelize.pipeline.schedules import Action
@@ -197,6 +197,9 @@ def stored_bytes(shards: Sequence[ParameterShard], setting: Setting) -> StoredBy
     step float32 copies where that is narrower.
     """
     elements = stored_elements(shards, setting.zero, counts_gradients=_preallocates_gradients(setting))
+    codes = [shard for shard in shards if shard.code_bytes]
+    code_bytes = sum(shard.padded_numel(shard.splits.parameter) * shard.code_bytes for shard in codes)
+    values = elements.parameters - sum(shard.padded_numel(shard.splits.parameter) for shard in codes)
     narrows = setting.zero == 3 and setting.low_precision
     item = ITEM_BYTES[setting.weights_dtype] if narrows else setting.compute_bytes
     in_float32 = setting.low_precision or setting.zero == 3
@@ -204,7 +207,7 @@ def stored_bytes(shards: Sequence[ParameterShard], setting: Setting) -> StoredBy
     copy_item = 4 if setting.low_precision and setting.zero < 3 else 0
     state_item = STATE_BYTES[setting.optimizer] * stepped_item // 4 + copy_item
     gradients, optimizer = elements.gradients * setting.gradient_bytes, elements.optimizer * state_item
-    return StoredBytes(elements.parameters * item, gradients, optimizer)
+    return StoredBytes(values * item + code_bytes, gradients, optimizer)
 
 
 def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:
@@ -232,5 +235,5 @@ def _end_of_backward(shards: Sequence[ParameterShard], setting: Setting) -> int:
     """ZeRO 3, when activations are freed: a gathered group, its full gradients, and the buffer of their reduce-scatter."""
     if setting.zero != 3 or setting.size(setting.shard_axis) == 1:
         return 0
-    largest = max((gathered_numel(group, setting) for group in zero_groups(shards).values()), default=0)
-    return largest * (2 * setting.compute_bytes + setting.gradient_bytes)
+    item, groups = 2 * setting.compute_bytes + setting.gradient_bytes, zero_groups(shards).values()
+    return max((gathered_bytes(group, setting, item, times_of_codes=2) for group in groups), default=0)

@@ -26,6 +26,7 @@ from parallelize.checkpoint.export.weight_buckets import (
 from parallelize.checkpoint.format.host_memory import torch_dtype
 from parallelize.checkpoint.hub.file_shards import HubTensor, parse_size
 from parallelize.checkpoint.hub.pretrained import model_tensors
+from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
 from parallelize.checkpoint.hub.tensor_messages import (
     HubTensors,
     OwnedBoxes,
@@ -128,6 +129,8 @@ class WeightExporter:
         try:
             self._code, self._bucket_bytes = dtype_code(dtype), parse_size(bucket)
             _check_names(names)
+            if names == "hf":
+                refuse_quantized(self._on_mesh, "export_weights")
             reshard_units(self.module)
             owned = OwnedBoxes(self._on_mesh)
             self._described = owned.described()
@@ -150,7 +153,7 @@ class WeightExporter:
         settings = [self._names, getattr(self, "_bucket_bytes", None), getattr(self, "_code", None)]
         answers = self._sync.agree(error, [self._described, self._receive, settings])
         _check_alike([answer[2] for answer in answers])
-        model = model_tensors(self._on_mesh, self._sync)
+        model = model_tensors(self._on_mesh, self._sync, as_weights=False)
         try:
             by_rank = [answer[0] for answer in answers]
             self._tensors = HubTensors(self.module, model, by_rank, self._code, self._names)

@@ -23,6 +23,7 @@ from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.hub.extras import write_extras
 from parallelize.checkpoint.hub.file_shards import INDEX, HubTensor, assign_files, index_of, parse_size
 from parallelize.checkpoint.hub.pretrained import model_tensors
+from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
 from parallelize.checkpoint.hub.tensor_messages import HubTensors, OwnedBoxes, TensorMessage, as_target, dtype_code
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
@@ -57,7 +58,7 @@ def save_pretrained(
         timeout_s: seconds to wait for other ranks.
 
     Returns: the folder. It is renamed into place after everything was written.
-    Raises: CheckpointError `folder-not-empty`, `write-failed`, `unwritable-conversion`, `unsavable-dtype`, `bad-size`, on
+    Raises: CheckpointError `quantized-base`, `folder-not-empty`, `write-failed`, `unwritable-conversion`, `unsavable-dtype`, `bad-size`, on
         every rank. `folder` is then empty.
     Cost: each element is sent once to the rank that writes it, point to point over gloo, unless that rank owns it; and
         rendezvous of all ranks for errors.
@@ -84,6 +85,7 @@ class _Export:
         error: ParallelizeError | None = None
         local: dict[str, Any] = {}
         try:
+            refuse_quantized(self.on_mesh, "save_pretrained")
             local = self.owned.described()
         except Exception as cause:
             error = as_parallelize_error(cause)

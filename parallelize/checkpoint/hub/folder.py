@@ -157,7 +157,7 @@ def _unquantized_config(folder: Path) -> dict[str, Any]:
     """Raises: CheckpointError of `read_hub_config`, `quantized`."""
     config = read_hub_config(folder)
     if config.get("quantization_config"):
-        fix = "load it with transformers, or use weights that are not quantized"
+        fix = "weights that are not quantized, which quantize(model, 'nf4') before loading lets be quantized while they are read"
         raise CheckpointError(Problem("quantized", "the weights are quantized", str(folder), fix=fix))
     return config
 

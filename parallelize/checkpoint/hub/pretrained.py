@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.applied.stored_slices import named_once
 from parallelize.checkpoint.format.boxes import (
     Box,
-    Part,
     box_of,
     intersection,
     relative_to,
@@ -26,6 +25,14 @@ from parallelize.checkpoint.format.boxes import (
 from parallelize.checkpoint.format.host_memory import Arena, torch_dtype
 from parallelize.checkpoint.hub.folder import HubFolder
 from parallelize.checkpoint.hub.names import ComputedTensor, ModelTensor, TensorSources, find_sources, source_names
+from parallelize.checkpoint.hub.part_views import in_source_order
+from parallelize.checkpoint.hub.quantized_tensors import (
+    bytes_to_read,
+    check_floating,
+    quantize_while_reading,
+    quantized_tensors,
+    with_weights,
+)
 from parallelize.checkpoint.run.fill_tensors import allocate_local
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, model_on_mesh, targets
 from parallelize.checkpoint.run.meta_model import MetaModel
@@ -66,7 +73,8 @@ def load_pretrained(
     """Load the weights of a checkpoint in Hugging Face's layout into a model. A collective over all processes.
 
     Each rank reads only its own shards. A model on the meta device is allocated first and filled in place. A model with
-    values is changed only after everything was read. Floating-point tensors are converted to the dtype of the model.
+    values is changed only after everything was read. Floating-point tensors are converted to the dtype of the model; the weights
+    of quantized linears are quantized while they are read, a part at a time.
 
     Args:
         model: an unsharded, parallelized or pipelined module, with or without ZeRO; or a `ParallelModel`.
@@ -131,43 +139,56 @@ class _Load:
         if self.meta_model.was_meta:
             self.meta_model.allocate(self.device, self.rebuild)
         tensors = targets(self.on_mesh)
+        quantized = [item for item in quantized_tensors(self.on_mesh) if item.name in sources.by_name]
+        stored_as_codes = {name for item in quantized for name in (item.codes, item.scales)}
         if self.meta_model.was_meta:
-            _check_covered(tensors, sources, str(hub.folder))
+            _check_covered([t for t in tensors if fqn_of(t) not in stored_as_codes], sources, str(hub.folder))
         filled = [tensor for tensor in tensors if fqn_of(tensor) in sources.by_name]
         _check_dtypes(hub, sources, filled)
-        destinations: list[tuple[LocalTensor, T]] = []
-        for tensor in filled:
-            if self.meta_model.was_meta:
-                destination = self.meta_model.cleared_local(tensor)
-            else:
-                destination = allocate_local(tensor.stored, tensor.stored.local.dtype, self.arena)
-            destinations.append((tensor, destination))
+        check_floating(hub, [name for item in quantized for name in source_names(sources.by_name[item.name])])
+        destinations = [(tensor, self._destination(tensor)) for tensor in filled]
+        blocks = {fqn_of(t): (t, self._destination(t)) for t in tensors if fqn_of(t) in stored_as_codes}
         jobs = [job for tensor, destination in destinations for job in _jobs(tensor, destination, sources)]
         jobs.sort(key=lambda job: (hub.position(job.source), job.box))
         total = sum(volume(job.box) * job.out.element_size() for job in jobs)
+        total += sum(bytes_to_read(item, blocks[item.scales][0]) for item in quantized)
         with Progress("loading", self.sync.is_coordinator, total) as progress, torch.no_grad():
             for job in jobs:
                 hub.read(job.source, job.box, job.out)
                 progress(volume(job.box) * job.out.element_size())
             _compute(hub, sources, destinations)
             _check_twins(hub, sources, jobs)
+            for item in quantized:
+                quantize_while_reading(hub, item, sources, blocks[item.codes], blocks[item.scales], progress)
         if not self.meta_model.was_meta:
-            staged += destinations
+            staged += [*destinations, *blocks.values()]
+        filled += [tensor for tensor, _ in blocks.values()]
         filled_bytes = sum(tensor.stored.local.numel() * tensor.stored.local.element_size() for tensor in filled)
         return Loaded(hub.bytes_read, filled_bytes)
 
+    def _destination(self, tensor: LocalTensor) -> T:
+        """What is filled for a local tensor: itself where the model was on meta, else memory beside it."""
+        if self.meta_model.was_meta:
+            return self.meta_model.cleared_local(tensor)
+        return allocate_local(tensor.stored, tensor.stored.local.dtype, self.arena)
 
-def model_tensors(on_mesh: ModelOnMesh, sync: RankSync) -> list[ModelTensor]:
-    """Every tensor of the unsharded model, including those of other pipeline stages. A collective over all processes."""
-    local = []
+
+def model_tensors(on_mesh: ModelOnMesh, sync: RankSync, *, as_weights: bool = True) -> list[ModelTensor]:
+    """Every tensor of the unsharded model, including those of other pipeline stages. A collective over all processes.
+
+    as_weights: of quantized linears, the weights that their codes and scales stand for.
+    """
+    local: list[ModelTensor] = []
     if on_mesh.is_first:
         parameters = {on_mesh.canonical(names[0]) for names, _ in named_once(on_mesh.module)}
         for tensor in targets(on_mesh):
             name = fqn_of(tensor)
             names = _all_names(on_mesh, tensor)
-            local.append([name, names, list(tensor.stored.shape), name not in parameters])
+            local.append(ModelTensor(name, tuple(names), tensor.stored.shape, name not in parameters))
+    quantized = quantized_tensors(on_mesh) if as_weights else ()
+    named = [astuple(tensor) for tensor in with_weights(local, quantized)]
     by_name: dict[str, ModelTensor] = {}
-    for name, names, shape, is_buffer in (row for rows in sync.all_gather(local) for row in rows):
+    for name, names, shape, is_buffer in (row for rows in sync.all_gather(named) for row in rows):
         by_name.setdefault(name, ModelTensor(name, tuple(names), tuple(shape), is_buffer))
     return list(by_name.values())
 
@@ -202,20 +223,6 @@ def _jobs(tensor: LocalTensor, destination: T, sources: TensorSources) -> Iterab
             if shared is not None:
                 local = relative_to(relative_to(shared, starts(stored)), [-side.start for side in pair.local])
                 yield _Job(part.source, part.source_box(shared), in_source_order(destination[slices_of(local)], part))
-
-
-def in_source_order(view: T, part: Part) -> T:
-    """A view of a part of the target, with the dims of the source in their order."""
-    used = [dim for dim in part.dims if dim is not None]
-    for dim in reversed(range(view.ndim)):
-        if dim not in used:
-            view = view.squeeze(dim)
-    order = sorted(used)
-    view = view.permute([order.index(dim) for dim in used])
-    for source_dim, target_dim in enumerate(part.dims):
-        if target_dim is None:
-            view = view.unsqueeze(source_dim)
-    return view
 
 
 def _compute(hub: HubFolder, sources: TensorSources, destinations: Sequence[tuple[LocalTensor, T]]) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from parallelize.checkpoint.format.boxes import Box, Part, intersection, relative_to, shape_of, slices_of, starts
 from parallelize.checkpoint.format.host_memory import empty
-from parallelize.checkpoint.hub.pretrained import in_source_order
+from parallelize.checkpoint.hub.part_views import in_source_order
 
 T = torch.Tensor
 ReadBox = Callable[[str, Box, T], None]

@@ -117,7 +117,7 @@ def _layout_changes(record: PlanRecord) -> Iterator[tuple[str, ColumnOutput | No
     rows = record.resolved.parameters
     owners = {name: row for row in rows.values() for name in row.fact.names}
     for fqn, row in record.resolved.modules.items():
-        weight = owners.get(f"{fqn}.weight")
+        weight = owners.get(f"{fqn}.{record.resolved.facts.modules[fqn].weight_key}")
         traits, leave = row.contract.traits, row.contract.leave
         used = [owners[name] for key in ("weight", *row.contract.uses) if (name := f"{fqn}.{key}") in owners]
         layout = next((parameter.layout for parameter in used if parameter.layout.dim is not None), None)
@@ -146,7 +146,8 @@ def _before_adapters(module: nn.Module, record: PlanRecord) -> dict[str, Activat
             or f"{wrapper}.lora_dropout" not in record.resolved.facts.modules
         ):
             continue
-        weight = record.resolved.parameters[f"{name}.weight"].layout
+        weight = record.resolved.weight_layout(name)
+        assert weight is not None
         local = (
             columns_of(weight, group.rank, weight.local_size(group.rank)) if row.contract.traits.sums_output else None
         )

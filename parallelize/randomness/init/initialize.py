@@ -84,10 +84,11 @@ def initialize(
         rebuild: as in `materialize`.
 
     Returns: the module.
-    Raises: before anything is written, ModelError `unknown-initialiser` with every parameter whose distribution is not known;
+    Raises: before anything is written, ModelError `quantized-weights`, `unknown-initialiser` with every parameter whose distribution is not known;
         `no-recipe`; `unrecordable-initialisation`; PlanError `unmatched-rule`.
     Cost: no communication. Memory: the local shards; one full tensor for `stock` and for parameters that are computed.
     """
+    _refuse_codes(module)
     if recipe is None:
         recipe = recipe_of(module)
     if stock and (recipe is None or rules):
@@ -111,6 +112,15 @@ def initialize(
     computed = {stored.fqn: stored for stored in targets if isinstance(initializations[stored.fqn], Computed)}
     replay_stock(recipe, computed, seed if stock else None, lambda name, full: copy_into(computed[name], full))
     return module
+
+
+def _refuse_codes(module: nn.Module) -> None:
+    """Raises: ModelError `quantized-weights` for a model with quantized linears, whose codes no distribution draws."""
+    for name, inner in module.named_modules():
+        if getattr(inner, "packs", None):
+            what = f"the weight of {generic(name)} is quantized, and codes are made of a weight that has values"
+            fix = "initialize(model, seed), then quantize(model); or load_pretrained, which quantizes while it reads"
+            raise ModelError(Problem("quantized-weights", what, fix=fix))
 
 
 def _blanks(module: nn.Module) -> dict[str, torch.Tensor]:

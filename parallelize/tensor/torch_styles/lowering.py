@@ -197,11 +197,7 @@ class _Lowering:
             facts for name, facts in self.facts.modules.items() if facts.kind == "linear" and not _in_layers(name)
         ]
         facts = self.facts.modules[self.facts.aliases[fqn]]
-        return (
-            bool(tables and linears)
-            and facts is linears[-1]
-            and facts.shapes["weight"][0] == tables[0].shapes["weight"][0]
-        )
+        return bool(tables and linears) and facts is linears[-1] and facts.weight_shape[0] == tables[0].weight_shape[0]
 
 
 def _in_layers(fqn: str) -> bool:

@@ -1,0 +1,1 @@
+"""Weights of frozen linears in 4 or 8 bits, and what computes with them."""

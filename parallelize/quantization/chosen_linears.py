@@ -1,0 +1,116 @@
+"""Which linears of a model are quantized, and what is wrong with them, before anything is changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from parallelize.errors import ModelError, Problem, did_you_mean, short_list
+from parallelize.plan.adapters import is_adapter_parameter
+from parallelize.plan.block_formats import BlockFormat
+from parallelize.plan.pattern import check_pattern, generic, matches
+from parallelize.quantization.quantized_linear import partial_block
+
+Names = str | Sequence[str] | None
+
+
+def chosen_linears(model: nn.Module, form: BlockFormat, modules: Names) -> dict[str, nn.Linear]:
+    """The linears to quantize, by their first names. Raises: as `quantize`."""
+    tied = _tied(model)
+    if modules is None:
+        chosen = _in_layers(model, form, tied)
+    else:
+        chosen = _named(model, [modules] if isinstance(modules, str) else modules)
+    problems = [problem for name, module in chosen.items() for problem in _problems(name, module, form, tied)]
+    if problems:
+        raise ModelError(*problems)
+    if modules is None:
+        _warn_of_experts(model)
+    return chosen
+
+
+def _in_layers(model: nn.Module, form: BlockFormat, tied: set[int]) -> dict[str, Any]:
+    named = {n: m for n, m in model.named_modules() if any(part.isdigit() for part in n.split("."))}
+    chosen = {
+        name: module
+        for name, module in named.items()
+        if _is_linear(module)
+        and not is_adapter_parameter(name)
+        and not tied & {id(p) for p in module._parameters.values()}
+        and features(module)[1] >= form.block
+    }
+    if not chosen:
+        kinds = sorted({type(module).__name__ for module in named.values() if not module._modules})
+        what = "the model has no linears in a list of layers"
+        fix = "modules=[...], the names of linears"
+        raise ModelError(Problem("no-such-linear", what, rows=(("modules", short_list(kinds, 8)),), fix=fix))
+    return chosen
+
+
+def _named(model: nn.Module, patterns: Sequence[str]) -> dict[str, Any]:
+    named, problems = dict(model.named_modules()), []
+    for pattern in patterns:
+        check_pattern(pattern, "modules")
+        if not any(matches(pattern, name) for name in named):
+            fix = did_you_mean(pattern, {generic(name) for name in named if name})
+            problems.append(Problem("no-such-linear", f"{pattern!r} matches no module", "modules", fix=fix))
+    if problems:
+        raise ModelError(*problems)
+    return {name: m for name, m in named.items() if any(matches(pattern, name) for pattern in patterns)}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear of any class: refused where it cannot be quantized, rather than left out."""
+    return isinstance(module, nn.Linear) or hasattr(module, "nf")
+
+
+def _is_stock(module: Any) -> bool:
+    """Whether it is `nn.Linear`, or the Conv1D of `transformers`, with its own forward."""
+    is_known = type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    return is_known and "forward" not in module.__dict__
+
+
+def features(module: Any) -> tuple[int, int]:
+    """(input, output) features of a linear or Conv1D."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    return module.weight.shape[0], module.weight.shape[1]
+
+
+def _problems(name: str, module: Any, form: BlockFormat, tied: set[int]) -> Iterator[Problem]:
+    if not _is_stock(module):
+        why = "has a forward of its own" if "forward" in module.__dict__ else f"is a {type(module).__name__}"
+        what = f"{generic(name)} {why}, and nn.Linear and Conv1D alone can be quantized"
+        yield Problem("unquantizable-linear", what, fix="leave it out of `modules`")
+        return
+    if problem := partial_block(generic(name), features(module)[0], form):
+        yield problem
+    if id(module.weight) in tied:
+        what = f"the weight of {generic(name)} is used by another module too"
+        yield Problem("tied-weight", what, fix="leave it out of `modules`")
+    if not module.weight.is_meta and not bool(module.weight.isfinite().all()):
+        what = f"the weight of {generic(name)} is not finite"
+        yield Problem("not-finite-weight", what, fix="leave it out of `modules`, or repair the weight")
+
+
+def _tied(model: nn.Module) -> set[int]:
+    """The ids of parameters that several modules have."""
+    seen, tied = set[int](), set[int]()
+    for module in model.modules():
+        ids = {id(p) for p in module._parameters.values() if p is not None}
+        tied |= seen & ids
+        seen |= ids
+    return tied
+
+
+def _warn_of_experts(model: nn.Module) -> None:
+    stacked = {n: p for n, p in model.named_parameters() if p.ndim == 3 and not is_adapter_parameter(n)}
+    if stacked:
+        count = sum(prod(p.shape) for p in stacked.values())
+        names = short_list(list(dict.fromkeys(map(generic, stacked))), 4)
+        text = f"quantize leaves stacked experts as they are: {count} parameters in {names}"
+        warnings.warn(text, stacklevel=4)

@@ -1,0 +1,69 @@
+"""Weights that other libraries have quantized: recognized by the names of their classes, and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from parallelize.errors import ModelError, Problem, short_list
+from parallelize.plan.pattern import generic
+
+_PACKAGES = (
+    "bitsandbytes",
+    "torchao",
+    "hqq",
+    "gptqmodel",
+    "auto_gptq",
+    "awq",
+    "eetq",
+    "optimum",
+    "quanto",
+    "aqlm",
+    "compressed_tensors",
+    "fbgemm_gpu",
+    "transformer_engine",
+)
+_CLASSES = (
+    "Linear4bit",
+    "Linear8bitLt",
+    "Params4bit",
+    "Int8Params",
+    "AffineQuantizedTensor",
+    "NF4Tensor",
+    "QuantLinear",
+)
+
+
+def refuse_other_quantizers(model: nn.Module) -> None:
+    """Raises: ModelError `other-quantizer` for a model with weights that another library has quantized.
+
+    A plan would split their bytes without the state that they need, which is kept beside them in objects of that library.
+    """
+    layers: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        for kind in _foreign_classes(module):
+            layers.setdefault(kind, []).append(generic(name))
+    if not layers:
+        return
+    kind, names = next(iter(layers.items()))
+    what = f"weights of {len(names)} modules are quantized by another library ({kind})"
+    rows = (("modules", short_list([name or "the model" for name in dict.fromkeys(names)], 6)),)
+    fix = "load the model without its quantization_config, and quantize(model, 'nf4') or 'int8' before the plan"
+    raise ModelError(Problem("other-quantizer", what, rows=rows, fix=fix))
+
+
+def _foreign_classes(module: nn.Module) -> Iterator[str]:
+    """The class of a module, or of one of its own parameters and buffers, if it is of a library that quantizes.
+
+    Or what `transformers` says of a model that one of its quantizers has loaded.
+    """
+    if vars(module).get("is_quantized"):
+        method: Any = vars(module).get("quantization_method", "unknown")
+        yield f"quantization_config of transformers: {getattr(method, 'value', method)}"
+    for item in (module, *module._parameters.values(), *module._buffers.values()):
+        for kind in type(item).__mro__:
+            if kind.__module__.partition(".")[0] in _PACKAGES or kind.__name__ in _CLASSES:
+                yield f"{kind.__module__}.{kind.__name__}"
+                return

@@ -10,6 +10,7 @@ Source: Rajbhandari et al., DeepSpeed-MoE, arXiv:2201.05596 (an expert for all t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.errors import ModelError, Problem
+from parallelize.errors import Problem
+from parallelize.ops import replay_cache
 from parallelize.plan.adapters import BASE
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
@@ -26,6 +28,9 @@ from parallelize.styles.contract import Conversion
 from parallelize.tensor.planned_forward import Planned, install, installed
 
 T = torch.Tensor
+log = logging.getLogger(__name__)
+
+_MAX_MISSES = 3  # after so many calls in a row with another input, the module is no longer computed ahead
 
 
 class ComputedAhead:
@@ -35,14 +40,14 @@ class ComputedAhead:
         fqn, module: the module, which the block calls with its own input after its experts.
 
     Attributes:
-        count: the outputs that were computed ahead and taken.
+        count: the outputs that were computed ahead and taken. misses: consecutive calls of the module with another input.
     """
 
     def __init__(self, fqn: str, module: nn.Module):
         self.fqn, self.module = fqn, module
         self.input: T | None = None
         self.output: T | None = None
-        self.version, self.count = 0, 0
+        self.version, self.count, self.misses = 0, 0, 0
 
     def enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         """A hook before the block's forward: its input."""
@@ -55,32 +60,42 @@ class ComputedAhead:
         self.input = self.output = None
 
     def compute(self) -> None:
-        """Compute the output, unless hooks may change the input of the call that follows."""
-        x, planned = self.input, installed(self.module)
-        if x is None or self.module._forward_pre_hooks:
+        """Compute the output, unless the call that follows may have another input."""
+        # a replay decides as its forward did, whose saved results of collectives it gets in order
+        if not replay_cache.remembered("computed ahead", self._is_expected):
             return
-        assert planned is not None
+        x, planned = self.input, installed(self.module)
+        assert x is not None and planned is not None
         self.version = x._version
         self.output = planned.plain(self.module, x)
 
-    def take(self, args: tuple, kwargs: dict) -> T | None:
-        """The output for a call of the module; None where none was computed, or the input was written to since.
+    def _is_expected(self) -> bool:
+        module = self.module
+        has_hooks = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        return self.input is not None and not has_hooks and self.misses < _MAX_MISSES
 
-        Raises: ModelError `not-beside` where the call has another input.
-        """
-        x, output, inputs = self.input, self.output, (*args, *kwargs.values())
-        if x is None or self.module._forward_pre_hooks:  # called outside of its block, or with what hooks have made
+    def take(self, args: tuple, kwargs: dict) -> T | None:
+        """The output for a call of the module; None where none was computed, or the call has another input or a changed one."""
+        x, output, self.output = self.input, self.output, None
+        if x is None or output is None:
             return None
-        self.output = None
-        if len(inputs) != 1 or inputs[0] is not x:
-            what = (
-                f"{self.fqn} is planned beside the experts, and its block does not call it with the block's own input"
-            )
-            raise ModelError(Problem("not-beside", what, fix="leave `beside` out of the rule of the experts"))
-        if output is None or x._version != self.version:
+        inputs = (*args, *kwargs.values())
+        if len(inputs) != 1 or inputs[0] is not x or x._version != self.version:
+            self._missed()
             return None
-        self.count += 1
+        self.count, self.misses = self.count + 1, 0
         return output
+
+    def _missed(self) -> None:
+        """Hooks of the block, or its code, give the module another input: the stock call is right, and computing ahead a waste."""
+        if replay_cache.in_recompute():
+            return
+        self.misses += 1
+        if self.misses == _MAX_MISSES:
+            log.warning(
+                "%s is no longer computed beside the experts: its block, or a hook, calls it with another input than the block's",
+                self.fqn,
+            )
 
 
 def compute_beside(model: ModelFacts, row: ModuleRow) -> None:

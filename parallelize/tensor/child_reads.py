@@ -65,7 +65,10 @@ def foreign_readers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Probl
         return
     read: dict[ChildRead, str] = {}
     for fqn in model.objects:
-        for item, name in _reads_in(model, fqn) if fqn not in adapted else ():
+        row = resolved.modules.get(fqn)
+        if fqn in adapted or (row is not None and row.contract.traits.reads_shards):
+            continue
+        for item, name in _reads_in(model, fqn):
             if resolved.parameters[name].layout.dim is not None:
                 read.setdefault(item, fqn)
     for item, fqn in read.items():

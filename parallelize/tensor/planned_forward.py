@@ -46,6 +46,7 @@ class Planned:
         shows_local: forwards of parents that run now and read its parameters, for which its attributes stay local tensors.
         alone: of a layer with adapters, its forward outside of the module that calls them. is_inside: that module runs now.
         effective: local tensors to compute with in place of stored parameters, while adapters change them.
+        inputs: functions from a call's arguments to those with this rank's part of one of them.
         bias_scale: of a row linear whose output an adapter scales before the reduction: 1 on the rank that adds its bias, else 0.
     """
 
@@ -59,6 +60,7 @@ class Planned:
         "enter",
         "hide_bias",
         "index",
+        "inputs",
         "is_inside",
         "leave",
         "max_inputs",
@@ -89,8 +91,11 @@ class Planned:
         self.bias_scale: float | None = None
         self.effective: dict[str, torch.Tensor] = {}
         self.is_inside = False
+        self.inputs: tuple[Callable[[tuple, dict], tuple[tuple, dict]], ...] = ()
 
     def run_stock(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        for with_own_part in self.inputs:
+            args, kwargs = with_own_part(args, kwargs)
         if self.stock is None:
             return type(module).forward(module, *args, **kwargs)
         return self.stock(*args, **kwargs)

@@ -164,6 +164,12 @@ TEXT = dict(vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_he
 TEXT |= {"max_position_embeddings": 64, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
 TOWERS = {"text_config": TEXT, "vision_config": TOWER, "projection_dim": 20}
 
+CODEGEN = {"n_head": 16, "hidden_size": 64, "n_layer": 2, "n_positions": 64, "rotary_dim": 4, "n_inner": 72}
+BIGCODE = {"n_head": 8, "n_layer": 2, "n_positions": 64, "n_inner": 72}
+MAMBA = {"state_size": 5, "time_step_rank": 7, "conv_kernel": 3, "expand": 2}
+MAMBA2 = dict(num_heads=12, head_dim=8, expand=2, state_size=5, n_groups=2, conv_kernel=3, chunk_size=4)
+FALCON = dict(num_attention_heads=8, ffn_hidden_size=72, hidden_dropout=0.0, attention_dropout=0.0)
+
 SHIPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {**GQA}),
     "gemma-one-kv-head": ("GemmaConfig", "GemmaForCausalLM", {**GQA, "num_key_value_heads": 1}),
@@ -203,6 +209,60 @@ SHIPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Lfm2ForCausalLM",
         {**SMALL_GQA, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     ),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"n_head": 8, "n_layer": 2}),
+    "bloom-residual": (
+        "BloomConfig",
+        "BloomForCausalLM",
+        {"n_head": 12, "n_layer": 2, "apply_residual_connection_post_layernorm": True},
+    ),
+    "mpt": ("MptConfig", "MptForCausalLM", {"d_model": 48, "n_heads": 8, "n_layers": 2, "max_seq_len": 24}),
+    "mpt-twelve-heads": (
+        "MptConfig",
+        "MptForCausalLM",
+        {"d_model": 48, "n_heads": 12, "n_layers": 2, "max_seq_len": 24},
+    ),
+    "codegen": ("CodeGenConfig", "CodeGenForCausalLM", CODEGEN),
+    "gpt_bigcode": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", BIGCODE),
+    "gpt_bigcode-heads": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", {**BIGCODE, "multi_query": False}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {**FALCON, "multi_query": True}),
+    "falcon-grouped": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 4, "bias": True},
+    ),
+    "falcon-one-norm": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 8, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-alibi": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**FALCON, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True},
+    ),
+    "falcon-alibi-eager": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**FALCON, "multi_query": True, "alibi": True, "attn_implementation": "eager"},
+    ),
+    "mamba": ("MambaConfig", "MambaForCausalLM", MAMBA),
+    "mamba-biased": ("MambaConfig", "MambaForCausalLM", {**MAMBA, "use_bias": True, "use_conv_bias": False}),
+    "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", MAMBA),
+    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", MAMBA2),
+    "mamba2-one-group": ("Mamba2Config", "Mamba2ForCausalLM", {**MAMBA2, "n_groups": 1, "use_bias": True}),
+    "mamba2-many-groups": ("Mamba2Config", "Mamba2ForCausalLM", {**MAMBA2, "n_groups": 4}),
+    "bamba": (
+        "BambaConfig",
+        "BambaForCausalLM",
+        {**SMALL_GQA, "mamba_n_heads": 12, "mamba_d_head": 8, "mamba_d_state": 5}
+        | {"mamba_n_groups": 2, "mamba_chunk_size": 4, "mamba_d_conv": 3, "attn_layer_indices": [1]},
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        {**SMALL_GQA, "num_key_value_heads": 1, "num_hidden_layers": 3, "lru_width": 48, "attention_window_size": 5},
+    ),
+    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {"context_length": 32, "intermediate_size": 72}),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", ENCODER),
     "xlm-roberta": ("XLMRobertaConfig", "XLMRobertaForSequenceClassification", ENCODER),
     "camembert": ("CamembertConfig", "CamembertForMaskedLM", ENCODER),

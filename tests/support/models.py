@@ -164,6 +164,34 @@ TEXT = dict(vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_he
 TEXT |= {"max_position_embeddings": 64, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
 TOWERS = {"text_config": TEXT, "vision_config": TOWER, "projection_dim": 20}
 
+DECODER = dict(vocab_size=67, hidden_size=48, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4)
+DECODER |= {
+    "intermediate_size": 72,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAVA = {"text_config": {"model_type": "llama", **DECODER}, "image_token_id": 66, "image_token_index": 66}
+LLAVA |= {"vision_config": {"model_type": "clip_vision_model", **TOWER}, "image_seq_length": 16}
+QWEN_VL = {
+    "text_config": {
+        **DECODER,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 1e4},
+    }
+}
+QWEN_VL |= {
+    "vision_config": dict(depth=2, embed_dim=64, hidden_size=48, num_heads=8, patch_size=4) | {"mlp_ratio": 2},
+    "image_token_id": 66,
+    "video_token_id": 65,
+    "vision_start_token_id": 64,
+    "vision_end_token_id": 63,
+}
+QWEN_2_5_VL = {
+    **QWEN_VL,
+    "vision_config": dict(depth=2, hidden_size=64, out_hidden_size=48, num_heads=8, patch_size=4)
+    | {"intermediate_size": 72, "fullatt_block_indexes": [1], "window_size": 16},
+}
 CODEGEN = {"n_head": 16, "hidden_size": 64, "n_layer": 2, "n_positions": 64, "rotary_dim": 4, "n_inner": 72}
 BIGCODE = {"n_head": 8, "n_layer": 2, "n_positions": 64, "n_inner": 72}
 MAMBA = {"state_size": 5, "time_step_rank": 7, "conv_kernel": 3, "expand": 2}
@@ -296,6 +324,9 @@ SHIPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "WhisperForConditionalGeneration",
         {**BART, "num_mel_bins": 8, "max_source_positions": 9, "max_target_positions": 24},
     ),
+    "llava": ("LlavaConfig", "LlavaForConditionalGeneration", LLAVA),
+    "qwen2_vl": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration", QWEN_VL),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", QWEN_2_5_VL),
     "vit": ("ViTConfig", "ViTForImageClassification", IMAGE),
     "deit": ("DeiTConfig", "DeiTForImageClassification", IMAGE),
     "dinov2": ("Dinov2Config", "Dinov2ForImageClassification", {**IMAGE, "mlp_ratio": 2}),

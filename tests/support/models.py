@@ -147,7 +147,7 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
         {**LOCAL_SIX, "shared_intermediate_size": 40, "layer_types": ["mamba", "attention"]}
-        | {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 5, "mamba_n_groups": 2, "mamba_chunk_size": 4},
+        | {"mamba_n_heads": 12, "mamba_d_head": 8, "mamba_d_state": 5, "mamba_n_groups": 2, "mamba_chunk_size": 4},
     ),
 }
 """Families with experts. `moe_intermediate_size` is the width of one expert, where dense layers have another one."""

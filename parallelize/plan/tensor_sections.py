@@ -124,7 +124,7 @@ def _local_inputs(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalIn
             except PlanError as error:
                 reader.problems.extend(error.problems)
                 continue
-            if style is None or style.word != "shard" or len(style.unit) != 1 or style.widths[0]:
+            if style is None or not style.traits.for_parameters or len(style.unit) != 1 or style.widths[0]:
                 fix = "`shard(dim, unit=size)`, such as `shard(0, unit=heads)`"
                 reader.wrong(value, "bad-value", f"the input {argument} is {text!r}", fix)
                 continue

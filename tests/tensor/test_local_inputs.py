@@ -40,7 +40,7 @@ class Layer(nn.Module):
     def forward(self, x, bias, extra=None):
         """bias: [batch x heads, 1, length]; extra: [batch, heads or 1, length], or None."""
         h = self.up(x).unflatten(-1, (self.heads, 3)).transpose(1, 2).flatten(0, 1)
-        h = torch.softmax(h + bias.transpose(1, 2), -1).unflatten(0, (-1, self.heads))
+        h = torch.tanh(h + bias.transpose(1, 2)).unflatten(0, (-1, self.heads))
         h = h if extra is None else h * extra[..., None]
         return self.down(h.transpose(1, 2).flatten(2))
 

@@ -65,6 +65,7 @@ from parallelize.tensor.adapted_layers import prefixes_of_all_heads
 from parallelize.tensor.beside_experts import wrong_beside
 from parallelize.tensor.child_reads import foreign_readers
 from parallelize.tensor.embedding import check_embedding
+from parallelize.tensor.gated_norm import check_gated_norm
 from parallelize.tensor.installer import Installer
 from parallelize.tensor.later_adapters import plan_later_adapters
 from parallelize.tensor.multihead_attention import check_multihead
@@ -304,6 +305,7 @@ def _refuse_twice(module: nn.Module) -> None:
 _COMPUTE_CHECKS = {
     "embedding": check_embedding,
     "rms_norm": check_rms_norm,
+    "gated_norm": check_gated_norm,
     "ulysses": check_ulysses,
     "multihead": check_multihead,
     "experts": check_experts,

@@ -34,3 +34,13 @@ class LocalConfig:
 def full_config(config: Any) -> Any:
     """The config itself, where `config` is a `LocalConfig`."""
     return object.__getattribute__(config, "_config") if type(config) is LocalConfig else config
+
+
+def set_local(module: Any, values: dict[str, Any]) -> None:
+    """Set attributes of a module to local values; of `config.name`, in a view of the config that this module alone sees."""
+    on_config = {key.partition(".")[2]: value for key, value in values.items() if key.startswith("config.")}
+    if on_config:
+        module.config = LocalConfig(module.config, on_config)
+    for attribute, value in values.items():
+        if not attribute.startswith("config."):
+            setattr(module, attribute, value)

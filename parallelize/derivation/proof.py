@@ -80,7 +80,9 @@ def provable(source: ModelSource, model: nn.Module, example: Mapping[str, Any] |
 
 def _shape_of_logits(model: nn.Module, output: Any) -> torch.Size | None:
     """Of a language model: [batch, length, vocabulary]."""
-    logits, vocabulary = getattr(output, "logits", None), getattr(getattr(model, "config", None), "vocab_size", None)
+    config: Any = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config
+    logits, vocabulary = getattr(output, "logits", None), getattr(config, "vocab_size", None)
     is_language = isinstance(logits, torch.Tensor) and logits.ndim == 3 and logits.shape[-1] == vocabulary
     return logits.shape if is_language and logits is not None else None
 

@@ -99,6 +99,7 @@ def renamed(plan: Plan, rename: Callable[[str], str]) -> Plan:
         plan,
         rules=tuple(replace(rule, pattern=rename(rule.pattern)) for rule in plan.rules),
         local=tuple(replace(item, pattern=rename(item.pattern)) for item in plan.local),
+        local_inputs=tuple(replace(item, pattern=rename(item.pattern)) for item in plan.local_inputs),
         ties=tuple(replace(tie, members=each(tie.members)) for tie in plan.ties),
         zero_units=each(plan.zero_units),
         recompute_units=each(plan.recompute_units),

@@ -176,6 +176,9 @@ def _kind(module: Any, shapes: dict[str, tuple[int, ...]]) -> str:
             return "conv1d"
         if getattr(module, "out_features", None) == weight[0]:
             return "linear"
+    channels = getattr(module, "groups", None)
+    if weight and not extra and channels == getattr(module, "in_channels", None) == weight[0]:
+        return "depthwise"
     if len(weight) == 1 and not extra and not hasattr(module, "running_mean"):
         return "norm"
     return "other"

@@ -115,28 +115,65 @@ class LayoutMaker:
             if width % (parts := use.chunks * use.adjacent):
                 return [], self._indivisible(fact, use, rule, parts, "chunks")
             return [Chunk(width // use.chunks, adjacent=use.adjacent)] * use.chunks, None
+        counts, problem = self._counts(fact, use, rule)
+        if problem is not None:
+            return [], problem
+        units, problem = self._unit_widths(fact, use, rule, counts)
+        if problem is not None:
+            return [], problem
+        packed_once = [
+            Chunk(count * unit, count, self.plan.sizes[name].replicate_below_tp, name)
+            for name, count, unit in zip(use.unit, counts, units, strict=True)
+        ]
+        return packed_once * use.chunks, None
+
+    def _counts(self, fact: ParameterFacts, use: Use, rule: Rule) -> tuple[list[int], Problem | None]:
+        """The number of units of each size in one chunk."""
         counts = []
         for name in use.unit:
             count = self.size(name)
             if count is None:
                 return [], _no_size(self.plan, name, rule)
-            if self.local_size(name) is None:
+            part, replicable = count // use.chunks, self.plan.sizes[name].replicate_below_tp
+            if count % use.chunks or local_units(part, self.tp_size, replicable) is None:
                 return [], self._uneven(fact, use, rule, name, count)
-            counts.append(count)
-        if width % sum(counts):
-            return [], self._indivisible(fact, use, rule, sum(counts), " + ".join(use.unit))
-        unit = width // sum(counts)
+            counts.append(part)
+        return counts, None
+
+    def _unit_widths(
+        self, fact: ParameterFacts, use: Use, rule: Rule, counts: list[int]
+    ) -> tuple[list[int], Problem | None]:
+        """The width of the units of each size: as the rule names it, or the same of all."""
+        assert use.dim is not None
+        width = fact.shape[use.dim]
+        if use.widths:
+            missing = next((name for name in use.widths if name and self.size(name) is None), None)
+            if missing is not None:
+                return [], _no_size(self.plan, missing, rule)
+            units = [self.size(name) or 1 if name else 1 for name in use.widths]
+            planned = use.chunks * sum(count * unit for count, unit in zip(counts, units, strict=True))
+            return units, None if planned == width else self._other_width(fact, use, rule, planned)
+        parts = use.chunks * sum(counts)
+        if width % parts:
+            return [], self._indivisible(fact, use, rule, parts, " + ".join(use.unit))
         head = self._head_width(fact)
-        if head is not None and width % head == 0 and unit % head:
-            return [], self._split_units(fact, rule, unit, head)
-        return [
-            Chunk(count * unit, count, self.plan.sizes[name].replicate_below_tp, name)
-            for name, count in zip(use.unit, counts, strict=True)
-        ], None
+        if head is not None and width % head == 0 and (width // parts) % head:
+            return [], self._split_units(fact, rule, width // parts, head)
+        return [width // parts] * len(counts), None
+
+    def _other_width(self, fact: ParameterFacts, use: Use, rule: Rule, planned: int) -> Problem:
+        assert use.dim is not None
+        what = f"dim {use.dim} of {generic(fact.fqn)} is {fact.shape[use.dim]}, and the chunks of the rule are {planned} together"
+        sizes = dict.fromkeys((*use.unit, *filter(None, use.widths)))
+        rows = tuple((name, str(self.size(name))) for name in sizes)
+        return Problem("indivisible-units", what, rule.where, rows, "check the sizes that the rule names")
 
     def _uneven(self, fact: ParameterFacts, use: Use, rule: Rule, name: str, count: int) -> Problem:
         replicable = self.plan.sizes[name].replicate_below_tp
-        valid_sizes = [size for size in range(1, count + 1) if local_units(count, size, replicable) is not None]
+        part = count // use.chunks
+        valid_sizes = [size for size in range(1, part + 1) if local_units(part, size, replicable) is not None]
+        if count % use.chunks:
+            valid_sizes = [1]
         more = f", or a multiple of {count}" if replicable else ""
         return Problem(
             "uneven-heads",
@@ -146,7 +183,7 @@ class LayoutMaker:
                 ("module", generic(fact.fqn.rpartition(".")[0])),
                 (
                     name,
-                    f"{count} over axis tp (size {self.tp_size}): {count} % {self.tp_size} = {count % self.tp_size}",
+                    _remainder(count, use.chunks, self.tp_size),
                 ),
             ),
             f"use tp size {', '.join(map(str, valid_sizes))}{more}; or check where `sizes` reads {name} from",
@@ -206,6 +243,12 @@ def _no_size(plan: Plan, name: str, rule: Rule) -> Problem:
         plan.sizes[name].where or rule.where,
         fix=f"write the number itself, or the config field that has it: `sizes: {{{name}: ...}}`",
     )
+
+
+def _remainder(count: int, chunks: int, tp_size: int) -> str:
+    in_chunks = f" in {chunks} chunks" if chunks > 1 else ""
+    parts = f"{chunks} x {tp_size}" if chunks > 1 else str(tp_size)
+    return f"{count}{in_chunks} over axis tp (size {tp_size}): {count} % {parts} = {count % (chunks * tp_size)}"
 
 
 def dotted(root: Any, path: str) -> Any:

@@ -20,16 +20,16 @@ from parallelize.plan.schema import (
     ALLOWED,
     ATTENTION,
     SCHEMA_VERSION,
+    Case,
     Cuts,
-    LocalAttribute,
     Plan,
     RegionBounds,
     Rule,
     Size,
     Tie,
 )
-from parallelize.plan.yaml_nodes import Reader, compose, is_decimal
-from parallelize.styles.notation import parse_style
+from parallelize.plan.tensor_sections import read_cases, read_tensor_sections
+from parallelize.plan.yaml_nodes import Reader, compose
 
 KEYS = {
     "schema_version",
@@ -41,6 +41,8 @@ KEYS = {
     "tensor_parallel",
     "sequence_parallel",
     "local",
+    "local_inputs",
+    "when",
     "pipeline",
     "ties",
     "zero",
@@ -114,16 +116,14 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
     reader = Reader(source)
     top = reader.known(compose(text, source), "the plan", KEYS)
     _check_version(reader, top, source)
-    sizes = _sizes(reader, top)
     plan = Plan(
         name=name,
-        rules=tuple(_rules(reader, top, source)),
         model_types=_texts(reader, top, "model_type"),
         classes=_texts(reader, top, "classes"),
         base="".join(_texts(reader, top, "base")[:1]),
-        sizes=sizes,
+        **read_tensor_sections(reader, top),
+        cases=tuple(read_cases(reader, top)),
         region=_region(reader, top),
-        local=tuple(_local(reader, top)),
         cuts=_cuts(reader, top),
         ties=tuple(_ties(reader, top)),
         zero_units=_units(reader, top, "zero"),
@@ -134,6 +134,7 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
         options=_defaults(reader, top),
         source=source,
     )
+    _check_rules(reader, top, plan, source)
     _check_sizes(reader, plan)
     _check_repeated(reader, plan)
     if reader.problems:
@@ -193,68 +194,6 @@ def _option(reader: Reader, name: str, node: yaml.Node) -> Any:
     return "off" if is_off else reader.text(node, name)
 
 
-def _sizes(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, Size]:
-    sizes = {}
-    for name, _, node in reader.mapping(top["sizes"], "sizes") if "sizes" in top else ():
-        replicate, where = False, reader.where(node)
-        if isinstance(node, yaml.MappingNode):
-            fields = reader.known(node, f"size {name}", {"from", "below_tp"})
-            if "below_tp" in fields:
-                choice = reader.text(fields["below_tp"], "below_tp")
-                replicate = choice == "replicate"
-                if choice not in (None, "replicate", "refuse"):
-                    reader.wrong(fields["below_tp"], "bad-value", f"below_tp is {choice!r}", "replicate or refuse")
-            if "from" not in fields:
-                reader.wrong(node, "missing-key", f"size {name} has no `from`")
-                continue
-            node = fields["from"]
-        source = _size_source(reader, node, name)
-        # a missing source is reported already; the size stays known, so that rules that name it are not reported too
-        sizes[name] = Size(1 if source is None else source, replicate, where)
-    return sizes
-
-
-def _size_source(reader: Reader, node: yaml.Node, name: str) -> str | int | None:
-    """A positive number, or the name of a config field."""
-    fix = "a positive integer, or the config field that has it"
-    if isinstance(node, yaml.ScalarNode) and node.style is None and node.value[:1] in tuple("+-.0123456789") + ("",):
-        if is_decimal(node.value) and node.value != "0":
-            return int(node.value)
-        reader.wrong(node, "wrong-type", f"size {name} is {node.value or 'empty'}", fix)
-        return None
-    return reader.text(node, f"size {name}")
-
-
-def _rules(reader: Reader, top: dict[str, yaml.Node], source: str) -> Iterator[Rule]:
-    if "tensor_parallel" not in top:
-        reader.problems.append(Problem("missing-key", "no tensor_parallel rules", source, fix="add `tensor_parallel:`"))
-        return
-    rules = list(_rules_below(reader, top["tensor_parallel"], ""))
-    if not rules and not reader.problems:
-        reader.wrong(top["tensor_parallel"], "missing-key", "tensor_parallel has no rules")
-    yield from rules
-
-
-def _rules_below(reader: Reader, node: yaml.Node, prefix: str) -> Iterator[Rule]:
-    for key, key_node, value in reader.mapping(node, prefix or "tensor_parallel"):
-        pattern = f"{prefix}.{key}" if prefix else key
-        if isinstance(value, yaml.MappingNode):
-            yield from _rules_below(reader, value, pattern)
-            continue
-        optional, pattern = "?" in pattern, pattern.replace("?", "")
-        if isinstance(value, yaml.ScalarNode) and not value.value:
-            reader.wrong(value, "bad-style", f"{pattern} has no style", "write one, such as `replicate`")
-            continue
-        text = reader.text(value, f"the style of {pattern}")
-        if text is None:
-            continue
-        try:
-            check_pattern(pattern, reader.where(key_node), defaults=True)
-            yield Rule(pattern, parse_style(text, reader.where(value)), reader.where(key_node), optional)
-        except PlanError as error:
-            reader.problems.extend(error.problems)
-
-
 def _region(reader: Reader, top: dict[str, yaml.Node]) -> RegionBounds | None:
     if "sequence_parallel" not in top:
         return None
@@ -265,20 +204,6 @@ def _region(reader: Reader, top: dict[str, yaml.Node]) -> RegionBounds | None:
         return None
     texts: dict[str, Any] = {key: reader.text(value, key) or "" for key, value in fields.items()}
     return RegionBounds(texts["layers"], texts.get("leave", ""), texts.get("argument", ""), reader.where(node))
-
-
-def _local(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalAttribute]:
-    for pattern, key_node, node in reader.mapping(top["local"], "local") if "local" in top else ():
-        optional, pattern = "?" in pattern, pattern.replace("?", "")
-        try:
-            check_pattern(pattern, reader.where(key_node))
-        except PlanError as error:
-            reader.problems.extend(error.problems)
-        for attribute, _, value in reader.mapping(node, f"local {pattern}"):
-            text = reader.text(value, attribute)
-            if text is not None:
-                size, _, divide_by = (part.strip() for part in text.partition("/"))
-                yield LocalAttribute(pattern, attribute, size, divide_by, reader.where(value), optional)
 
 
 def _cuts(reader: Reader, top: dict[str, yaml.Node]) -> Cuts | None:
@@ -355,12 +280,26 @@ def _positions(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, Any]:
     return {"positions": words[0], "positions_from": words[2] if len(words) == 3 else "", "packing": packing}
 
 
+def _check_rules(reader: Reader, top: dict[str, yaml.Node], plan: Plan, source: str) -> None:
+    if "tensor_parallel" not in top:
+        reader.problems.append(Problem("missing-key", "no tensor_parallel rules", source, fix="add `tensor_parallel:`"))
+    elif not plan.rules and not reader.problems:
+        reader.wrong(top["tensor_parallel"], "missing-key", "tensor_parallel has no rules")
+
+
 def _check_sizes(reader: Reader, plan: Plan) -> None:
-    used = [(name, rule.where) for rule in plan.rules for name in rule.style.unit]
-    used += [(name, item.where) for item in plan.local for name in (item.size, item.divide_by) if name]
+    _check_sizes_of(reader, plan, plan.sizes)
+    for case in plan.cases:
+        _check_sizes_of(reader, case, plan.sizes | case.sizes)
+
+
+def _check_sizes_of(reader: Reader, part: Plan | Case, sizes: dict[str, Size]) -> None:
+    used = [(name, rule.where) for rule in part.rules for name in rule.style.sizes]
+    used += [(name, item.where) for item in part.local for name in item.sizes]
+    used += [(item.size, item.where) for item in part.local_inputs]
     for name, where in used:
-        if name not in plan.sizes:
-            fix = did_you_mean(name, plan.sizes) if plan.sizes else f"add `sizes: {{{name}: ...}}`"
+        if name not in sizes:
+            fix = did_you_mean(name, sizes) if sizes else f"add `sizes: {{{name}: ...}}`"
             reader.problems.append(Problem("unknown-size", f"no size is called {name!r}", where, fix=fix))
 
 

@@ -9,6 +9,7 @@ Torch-free.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from parallelize.errors import PlanError, Problem
 from parallelize.mesh import MeshSpec
@@ -16,6 +17,7 @@ from parallelize.plan.adapters import for_adapters, peft_prefix, renamed
 from parallelize.plan.attention_kinds import attention_kinds
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
+from parallelize.plan.parameter_layouts import dotted
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.stage_ranks import ranks_of_stages
@@ -127,6 +129,7 @@ def for_model(plan: Plan, model: ModelFacts) -> Plan:
     Raises: PlanError `unplanned-adapter`.
     """
     prefix = peft_prefix(model)
+    plan = plan.for_config(partial(dotted, model.config))
     plan = _for_base_model(plan, model, prefix)
     if prefix and plan.unclaimed != "leave":
         plan = renamed(plan, lambda name: name if name.startswith(prefix) else prefix + name)
@@ -158,6 +161,7 @@ def _for_base_model(plan: Plan, model: ModelFacts, prefix: str = "") -> Plan:
         attention=tuple(item for item in plan.attention if is_inside(item[0])),
         rules=tuple(map(_of_base, (rule for rule in plan.rules if is_inside(rule.pattern) or rule.pattern == _ALL))),
         local=tuple(item for item in plan.local if is_inside(item.pattern)),
+        local_inputs=tuple(item for item in plan.local_inputs if is_inside(item.pattern)),
     )
     return renamed(inside, lambda name: name.removeprefix(base))
 

@@ -6,6 +6,7 @@ Torch-free.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,6 +78,9 @@ class LocalAttribute:
         size: the size that it is scaled with.
         divide_by: the second size of a ratio, as in `num_key_value_groups: heads/kv_heads`.
         optional: the pattern may match nothing.
+        terms: of an attribute that is a sum of products, as in `conv_dim: heads*head_dim + groups*state`: (size, width) of each;
+            sizes become local, and widths, which may be empty, stay.
+        if_present: modules without the attribute are left as they are, where layers of several classes have one name.
     """
 
     pattern: str
@@ -85,6 +89,55 @@ class LocalAttribute:
     divide_by: str = ""
     where: str = ""
     optional: bool = False
+    terms: tuple[tuple[str, str], ...] = ()
+    if_present: bool = False
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The names of all sizes that it is computed from."""
+        return tuple(filter(None, (self.size, self.divide_by, *(name for term in self.terms for name in term))))
+
+    def __str__(self) -> str:
+        if self.terms:
+            return " + ".join("*".join(filter(None, term)) for term in self.terms)
+        return f"{self.size}/{self.divide_by}"
+
+
+@dataclass(frozen=True)
+class LocalInput:
+    """An argument of a module that has a part for each head, such as ALiBi's biases: a rank takes those of its heads.
+
+    Attributes:
+        pattern: of module names.
+        argument: of the module's forward; None is passed as it is.
+        dim: of the tensor. Its size is that of `size`, or a multiple (batch before heads); a dim of 1 is broadcast, and stays.
+        size: the size by which the heads are sharded.
+        optional: the pattern may match nothing.
+    """
+
+    pattern: str
+    argument: str
+    dim: int
+    size: str
+    where: str = ""
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sections of a plan that hold for some of its models: an entry of `when:`.
+
+    Attributes:
+        condition: (field of the config, whether it must be true or false); all must hold. A field that is absent is false.
+        rules, sizes, local, local_inputs: added to those of the plan.
+    """
+
+    condition: tuple[tuple[str, bool], ...]
+    rules: tuple[Rule, ...] = ()
+    sizes: dict[str, Size] = field(default_factory=dict)
+    local: tuple[LocalAttribute, ...] = ()
+    local_inputs: tuple[LocalInput, ...] = ()
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,6 +212,8 @@ class Plan:
         sizes: by name.
         region: for sequence parallelism.
         local: attributes that become local.
+        local_inputs: arguments of which a rank takes the parts of its heads.
+        cases: sections for some of the models, by their config; empty once the plan is for a model.
         cuts: where a pipeline may split the model.
         ties: of parameters that are different objects.
         zero_units: patterns of FSDP units.
@@ -183,6 +238,8 @@ class Plan:
     sizes: dict[str, Size] = field(default_factory=dict)
     region: RegionBounds | None = None
     local: tuple[LocalAttribute, ...] = ()
+    local_inputs: tuple[LocalInput, ...] = ()
+    cases: tuple[Case, ...] = ()
     cuts: Cuts | None = None
     ties: tuple[Tie, ...] = ()
     zero_units: tuple[str, ...] = ()
@@ -208,11 +265,24 @@ class Plan:
         """
         return replace(self, options=options_of(options, keywords).complete(self.options))
 
+    def for_config(self, value_of: Callable[[str], Any]) -> Plan:
+        """The plan for one model: with the sections under `when:` that hold for it. value_of: a field of its config, or None."""
+        cases = [c for c in self.cases if all(bool(value_of(name)) is truth for name, truth in c.condition)]
+        return replace(
+            self,
+            cases=(),
+            rules=self.rules + tuple(rule for case in cases for rule in case.rules),
+            sizes=self.sizes | {name: size for case in cases for name, size in case.sizes.items()},
+            local=self.local + tuple(item for case in cases for item in case.local),
+            local_inputs=self.local_inputs + tuple(item for case in cases for item in case.local_inputs),
+        )
+
     def facts(self) -> dict[str, str]:
         """Everything that changes what is computed or sent, as text by key. The handshake compares it over the ranks."""
         facts = {f"rule {rule.pattern}": str(rule.style) for rule in self.rules}
         facts |= {f"size {name}": f"{size.source} {size.replicate_below_tp}" for name, size in self.sizes.items()}
-        facts |= {f"local {item.pattern}.{item.attribute}": f"{item.size}/{item.divide_by}" for item in self.local}
+        facts |= {f"local {item.pattern}.{item.attribute}": str(item) for item in self.local}
+        facts |= {f"input {item.pattern}.{item.argument}": f"{item.dim} {item.size}" for item in self.local_inputs}
         facts |= {f"tie {tie.name}": f"{' '.join(tie.members)} {tie.reduce}" for tie in self.ties}
         facts["pipeline"] = str(self.cuts and replace(self.cuts, where=""))
         facts["region"] = f"{self.region.layers} {self.region.leave}" if self.region else ""

@@ -82,7 +82,8 @@ def _weight(name: str, model: ModelFacts, parameters: dict[str, ParameterRow]) -
 
 def _unused_sizes(plan: Plan, model: ModelFacts, modules: dict[str, ModuleRow]) -> Iterator[Problem]:
     """A declared size that no rule uses; the rule that should name it is most likely a sibling of those that name sizes."""
-    used = {unit for rule in plan.rules for unit in rule.style.unit}
+    used = {name for rule in plan.rules for name in rule.style.sizes}
+    used |= {width for item in plan.local for _, width in item.terms} | {item.size for item in plan.local_inputs}
     for name, size in plan.sizes.items():
         if name not in used:
             what = f"no rule shards by the size {name}, so nothing becomes local with it"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mean, near, short_list
 from parallelize.layout import replicated
 from parallelize.plan.adapters import layer_name
+from parallelize.plan.input_shards import with_local_inputs
 from parallelize.plan.local_attributes import local_attributes
 from parallelize.plan.model_facts import ModelFacts, ParameterFacts
 from parallelize.plan.parameter_layouts import LayoutMaker
@@ -60,7 +61,8 @@ class _Resolver:
     def run(self) -> TensorRows:
         module_rules, parameter_rules = self._match()
         region = self._region()
-        modules = self._modules(module_rules, region)
+        modules, problems = with_local_inputs(self.plan, self._modules(module_rules, region), self.layouts)
+        self.problems += problems
         self._check_region(region, modules)
         self._check_vocabulary(modules)
         self._check_experts(modules)

@@ -15,8 +15,7 @@ from parallelize.styles.style import ModuleFacts, Style, StyleContext, StyleText
 
 def _colwise(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
     out_dim, _ = _linear_dims(style, module)
-    use = Use(out_dim, style.unit, style.chunks)
-    bias = Use(0, style.unit, style.chunks)
+    use, bias = _use(style, out_dim), _use(style, 0)
     output = style.options.get("output", "shard")
     leave = Conversion.NONE
     deferred = output == "vocabulary" and context.fuse_loss
@@ -38,14 +37,15 @@ def _colwise(style: StyleText, module: ModuleFacts, context: StyleContext) -> Co
 def _rowwise(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
     _, in_dim = _linear_dims(style, module)
     leave = Conversion.SCATTER_SEQUENCE if context.sequence_parallel else Conversion.REDUCE
+    inside = style.options.get("gradient") == "partial"
     return Contract(
         "rowwise",
         Conversion.SPLIT_LAST if style.options.get("input") == "full" else Conversion.NONE,
-        leave,
+        Conversion.SUM_BOTH if inside else leave,
         sequence_dim=_sequence_dim(style.options.get("output")),
         # the bias is added once, after the sum: under sequence parallelism each rank adds it to its own tokens
         uses={
-            name: Use(partial=context.sequence_parallel) if name == "bias" else Use(in_dim, style.unit)
+            name: Use(partial=context.sequence_parallel or inside) if name == "bias" else _use(style, in_dim)
             for name in module.shapes
         },
         compute="rowwise",
@@ -76,6 +76,11 @@ def _gather(style: StyleText, module: ModuleFacts, context: StyleContext) -> Con
     return Contract("gather", enter, argument=style.options.get("argument", ""))
 
 
+def _scan(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
+    """As `gather`; the forward computes this rank's channels or heads, with shards of its children's parameters."""
+    return replace(_gather(style, module, context), style="scan", compute="scan")
+
+
 def _full_sequence(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
     """A module that mixes tokens and is not split by heads: each rank runs it on all tokens, so that gradients are full."""
     on = context.sequence_parallel
@@ -92,7 +97,12 @@ def _ulysses(style: StyleText, module: ModuleFacts, context: StyleContext) -> Co
 
 def _rms_norm(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
     _check_kind(style, module, "norm")
-    return Contract("rms_norm", uses={name: Use(0, style.unit) for name in module.shapes}, compute="rms_norm")
+    return Contract("rms_norm", uses={name: _use(style, 0) for name in module.shapes}, compute="rms_norm")
+
+
+def _gated_norm(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
+    _check_kind(style, module, "norm")
+    return Contract("gated_norm", uses={name: _use(style, 0) for name in module.shapes}, compute="gated_norm")
 
 
 def _multihead(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
@@ -193,8 +203,17 @@ def _split_experts(module: ModuleFacts) -> dict[str, Use]:
 
 
 def _shard(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
-    use = Use(int(style.options.get("dim", "0")), style.unit, style.chunks)
-    return Contract("shard", uses=dict.fromkeys(module.shapes, use))
+    use = _use(style, int(style.options.get("dim", "0")))
+    return Contract("shard", uses=dict.fromkeys(module.shapes, use), local_attributes=_groups(module))
+
+
+def _use(style: StyleText, dim: int) -> Use:
+    return Use(dim, style.unit, style.chunks, widths=style.widths if any(style.widths) else ())
+
+
+def _groups(module: ModuleFacts) -> dict[str, str]:
+    """A depthwise convolution has as many groups as channels."""
+    return {"groups": "weight"} if module.kind == "depthwise" else {}
 
 
 def _shared_input(context: StyleContext) -> Conversion:
@@ -250,7 +269,7 @@ for _style in (
     Style(
         "rowwise",
         _rowwise,
-        {**_LINEAR, "input": ("shard", "full"), "output": ("tokens",)},
+        {**_LINEAR, "chunks": None, "input": ("shard", "full"), "output": ("tokens",), "gradient": ("full", "partial")},
         "unit",
         Traits(sums_output=True),
     ),
@@ -270,6 +289,8 @@ for _style in (
         "argument",
         Traits(shares_input=True, keeps_layout=True),
     ),
+    Style("scan", _scan, {"argument": None}, "argument", Traits(shares_input=True, reads_shards=True)),
+    Style("gated_norm", _gated_norm, {"unit": None}, "unit", Traits(keeps_layout=True)),
     Style(
         "full_sequence",
         _full_sequence,

@@ -20,6 +20,7 @@ class Conversion(Enum):
     NONE = "none"
     COPY = "copy"  # Replicate -> Replicate; the gradient of each rank is Partial
     REDUCE = "reduce"  # Partial -> Replicate
+    SUM_BOTH = "sum_both"  # Partial -> Replicate; the gradient of each rank is Partial
     GATHER_SEQUENCE = "gather_sequence"  # Shard(sequence) -> Replicate; gradient Partial
     SCATTER_SEQUENCE = "scatter_sequence"  # Partial -> Shard(sequence)
     ENTER_REGION = "enter_region"  # Replicate -> Shard(sequence)
@@ -45,6 +46,7 @@ _COLLECTIVES: dict[Conversion, tuple[str | None, str | None]] = {  # (forward, b
     Conversion.NONE: (None, None),
     Conversion.COPY: (None, "all_reduce"),
     Conversion.REDUCE: ("all_reduce", None),
+    Conversion.SUM_BOTH: ("all_reduce", "all_reduce"),
     Conversion.GATHER_SEQUENCE: ("all_gather", "reduce_scatter"),
     Conversion.SCATTER_SEQUENCE: ("reduce_scatter", "all_gather"),
     Conversion.ENTER_REGION: (None, "all_gather"),
@@ -67,13 +69,15 @@ class Use:
     Args:
         dim: the sharded dim, None for replicated.
         unit: names of sizes whose units must not be split, one per chunk: `("heads", "kv_heads", "kv_heads")`.
-        chunks: number of equal chunks, each sharded by itself, where no unit is named.
+        chunks: number of equal chunks, each sharded by itself. Where units are named, each chunk contains an equal part of them all.
         adjacent: elements along `dim` that stay together, such as 2 for the pairs of an interleaved gate and up projection.
         partial: replicated, with a gradient that each rank has only in part.
         by_expert: stacked experts, divided over the ranks of `ep` along dim 0, rather than over those of `tp`. Where `dim` is another
             one, each expert is split along it over the ranks of `etp`.
         expert_dim: of `by_expert`: the dim along which experts follow each other. In dim 0 there may be `chunks` of them, of several
             rows each; in another dim each of `chunks` has one element of every expert.
+        widths: for each of `unit`, the name of the size that is the width of its units, or "", where chunks of several widths are packed;
+            empty: all units are equally wide.
     """
 
     dim: int | None = None
@@ -83,6 +87,23 @@ class Use:
     partial: bool = False
     by_expert: bool = False
     expert_dim: int = 0
+    widths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class InputShard:
+    """An argument that has a part for each head, of which a rank takes those of its heads.
+
+    Args:
+        argument: its name. dim: of the tensor.
+        heads: the number of all of them.
+        owned: (first, one past the last) of the heads of each rank.
+    """
+
+    argument: str
+    dim: int
+    heads: int
+    owned: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -100,6 +121,7 @@ class Traits:
         for_parameters: a rule may give it to a bare parameter, as well as to a module.
         sees_full: what is inside runs on full activations, also where sequence parallelism splits those around it.
         wraps: it calls a layer, and adapters beside it, for which it does the conversions of the layer.
+        reads_shards: its forward may read sharded parameters of its children, and computes with this rank's shards of them.
     """
 
     splits_output: bool = False
@@ -112,6 +134,7 @@ class Traits:
     for_parameters: bool = False
     sees_full: bool = False
     wraps: bool = False
+    reads_shards: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,12 +152,14 @@ class Contract:
         uses: parameter name to its use; a parameter that is not named is replicated.
         compute: what runs between the conversions: "stock" (the module's own forward), or a word that `apply` knows:
             "rowwise" (the bias is added once, after the reduction), "embedding" (ids outside the local shard give
-            zeros), "rms_norm" (the mean square is taken over all ranks), "multihead" (the arithmetic of
+            zeros), "rms_norm" and "gated_norm" (the mean square is taken over all ranks that have a part of it), "scan" (a state-space
+            mixer, which reads shards of its children's parameters), "multihead" (the arithmetic of
             `nn.MultiheadAttention` on this rank's heads), "ulysses" (its attention exchanges a sequence
             shard for a head shard), "deferred_head" (the loss runs its matmul), "lookup" (an embedding's own forward),
             "experts" (tokens, choices and their weights are converted, and each rank computes a shard of every expert), "dense
             experts" (as "experts", called with all tokens once for each expert), "whole experts" (tokens are sent to the ranks that
             have their experts, and their results back).
+        inputs: arguments of which each rank takes the parts of its heads.
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
         beside: of "whole experts": the child of their block that is computed while their results return; with a "?" if the block
@@ -154,6 +179,7 @@ class Contract:
     sequence_dim: int = 1
     uses: dict[str, Use] = field(default_factory=dict)
     compute: str = "stock"
+    inputs: tuple[InputShard, ...] = ()
     split: tuple[str, ...] = ()
     local_attributes: dict[str, str] = field(default_factory=dict)
     beside: str = ""
@@ -170,7 +196,7 @@ class Contract:
     @property
     def takes_shard(self) -> bool:
         """Whether the module is called with a shard of features, laid out as its weight."""
-        return self.enter is Conversion.NONE and (self.traits.sums_output or self.compute == "rms_norm")
+        return self.enter is Conversion.NONE and (self.traits.sums_output or self.compute in ("rms_norm", "gated_norm"))
 
     @property
     def decides_inside(self) -> bool:

@@ -12,7 +12,8 @@ from parallelize.styles import adapter_styles, builtin  # noqa: F401, so that th
 from parallelize.styles.style import STYLES, StyleText
 
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\(([^()]*)\))?\s*\Z")
-_SIZES = re.compile(r"[A-Za-z_]\w*(?:\s*\+\s*[A-Za-z_]\w*)*\Z")
+_TERM = r"[A-Za-z_]\w*(?:\s*\*\s*[A-Za-z_]\w*)?"
+_SIZES = re.compile(rf"\s*{_TERM}(?:\s*\+\s*{_TERM})*\s*\Z")
 
 # words of `transformers` plans -> the style here; of two words with one meaning, the current one comes first
 TRANSFORMERS_WORDS = {
@@ -68,6 +69,11 @@ def parse_style(text: str, where: str = "") -> StyleText:
     return StyleText(word, options)
 
 
+def is_sum_of_sizes(text: str) -> bool:
+    """Whether a text is names of sizes joined by `+`, each of which may have a width: `heads*head_dim + groups`."""
+    return bool(_SIZES.match(text))
+
+
 def transformers_word(style: StyleText) -> str | None:
     """The word of `transformers` plans for this style, or None: the inverse of `TRANSFORMERS_WORDS`."""
     text = str(style)
@@ -102,5 +108,6 @@ def _option(word: str, part: str, where: str) -> tuple[str, str]:
     if key == "dim" and not (value.isdigit() and int(value) < 8):
         raise PlanError(Problem("bad-style-option", f"{word}(dim=) is {value!r}", where, fix="a number, 0 to 7"))
     if key == "unit" and not _SIZES.match(value):
-        raise PlanError(Problem("bad-style-option", f"{word}(unit=) is {value!r}", where, fix="size names joined by +"))
+        fix = "size names joined by +, each alone or `name*width`"
+        raise PlanError(Problem("bad-style-option", f"{word}(unit=) is {value!r}", where, fix=fix))
     return key, value

@@ -25,7 +25,8 @@ class ModuleFacts:
     Attributes:
         fqn: the module's name.
         kind: "linear" (weight [out, in]), "conv1d" (weight [in, out], as GPT-2 stores it), "embedding", "norm", "experts"
-            (those of a mixture, called with tokens, choices and weights), "expert block" (the router is inside too), "other".
+            (those of a mixture, called with tokens, choices and weights), "expert block" (the router is inside too), "depthwise"
+            (a convolution of each channel), "other".
         class_name: the class name, for messages.
         shapes: full shapes of its direct parameters, by name.
         flags: of experts: how their weights are stored and computed with, as `transformers` marks an instance (`EXPERT_FLAGS`).
@@ -130,6 +131,12 @@ def contract_of(style: StyleText, module: ModuleFacts, context: StyleContext) ->
     return replace(contract, overlap=style.options["overlap"]) if "overlap" in style.options else contract
 
 
+def terms_of(text: str) -> tuple[tuple[str, str], ...]:
+    """(name, width or "") of each term of `a + b*width`; empty for an empty text."""
+    terms = (part.partition("*") for part in text.split("+")) if text else ()
+    return tuple((name.strip(), width.strip()) for name, _, width in terms)
+
+
 @dataclass(frozen=True)
 class StyleText:
     """A style as a plan writes it, after it was checked.
@@ -154,8 +161,17 @@ class StyleText:
     @property
     def unit(self) -> tuple[str, ...]:
         """The names in the option `unit`, which are joined by `+`; empty without the option."""
-        text = self.options.get("unit", "")
-        return tuple(part.strip() for part in text.split("+")) if text else ()
+        return tuple(name for name, _ in terms_of(self.options.get("unit", "")))
+
+    @property
+    def widths(self) -> tuple[str, ...]:
+        """For each name in `unit`, the size that is the width of its units, as in `heads*head_dim`; empty where it is not named."""
+        return tuple(width for _, width in terms_of(self.options.get("unit", "")))
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The names of all sizes of the plan that it uses."""
+        return tuple(filter(None, (*self.unit, *self.widths)))
 
     @property
     def chunks(self) -> int:

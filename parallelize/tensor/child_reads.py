@@ -65,8 +65,10 @@ def foreign_readers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Probl
         return
     read: dict[ChildRead, str] = {}
     for fqn in model.objects:
-        for item, name in _reads_in(model, fqn) if fqn not in adapted else ():
-            row = resolved.modules.get(fqn)
+        row = resolved.modules.get(fqn)
+        if fqn in adapted or (row is not None and row.contract.traits.reads_shards):
+            continue
+        for item, name in _reads_in(model, fqn):
             is_known = row is not None and f"{item.child}.{item.parameter}" in row.contract.uses
             if resolved.parameters[name].layout.dim is not None and not is_known:
                 read.setdefault(item, fqn)

@@ -9,7 +9,7 @@ from types import MethodType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.applied.local_config import LocalConfig
+from parallelize.applied.local_config import set_local
 from parallelize.applied.parameters import Slot
 from parallelize.applied.pending_reductions import PendingReduction, PendingReductions
 from parallelize.applied.sharding import shared_of
@@ -32,6 +32,8 @@ from parallelize.tensor.dtensor_boundary import SharedConversions, input_convers
 from parallelize.tensor.embedding import vocabulary_embedding
 from parallelize.tensor.expert_forms import form_of
 from parallelize.tensor.feature_norm import gather_normalized
+from parallelize.tensor.gated_norm import sharded_gated_norm
+from parallelize.tensor.local_inputs import local_inputs
 from parallelize.tensor.multihead_attention import replicated_multihead, sharded_multihead
 from parallelize.tensor.overlap_sites import Overlap, PlannedCallSite
 from parallelize.tensor.overlapped_forwards import (
@@ -52,6 +54,7 @@ from parallelize.tensor.refused_outputs import refuse_attentions, refuse_hidden_
 from parallelize.tensor.region import EvenShards, Region
 from parallelize.tensor.rms_norm import sharded_rms_norm
 from parallelize.tensor.row_linear import OverlappedRowLinear
+from parallelize.tensor.scan import scan_forward
 from parallelize.tensor.shared_conversion import SharedConversion
 from parallelize.tensor.shared_input import SharedInput
 from parallelize.tensor.split_experts import dense_experts, split_experts
@@ -166,6 +169,7 @@ class Installer:
             if planned.enter is not None:
                 planned.argument = argument_of(module, contract.argument)
                 planned.max_inputs = contract.max_inputs
+            planned.inputs = local_inputs(module, contract.inputs, self.group, argument_of)
             is_fresh = type(module) is nn.Linear or contract.computes_experts  # an output that nothing else reads
             planned.leave = self._conversion(contract.leave, row, fused=is_fresh)
             planned.hide_bias = contract.adds_bias_after_sum and planned.leave is not None
@@ -203,6 +207,10 @@ class Installer:
         forwards: dict[str, Callable[[], Callable | None]] = {
             "embedding": lambda: vocabulary_embedding(module, self.group, planned.leave if contract.dtensors else None),
             "rms_norm": lambda: sharded_rms_norm(self.group),
+            "gated_norm": lambda: sharded_gated_norm(
+                module, self._parameter(row.fqn, "weight"), self.group, self._subgroup
+            ),
+            "scan": lambda: scan_forward(read),
             "multihead": lambda: sharded_multihead(self.group),
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),
             "dense experts": lambda: dense_experts if contract.enter is Conversion.GATHER_SEQUENCE else None,
@@ -267,6 +275,7 @@ class Installer:
             Conversion.COPY: lambda: (
                 self._shared_conversion(conversion, dim) if reads else partial(ops.copy, group=group)
             ),
+            Conversion.SUM_BOTH: lambda: partial(ops.sum_both, group=group),
             Conversion.REDUCE: lambda: partial(ops.reduce_owned if fused else ops.reduce, group=group),
             Conversion.GATHER_SEQUENCE: lambda: self._shared_conversion(conversion, dim),
             Conversion.SCATTER_SEQUENCE: lambda: partial(self.region.scatter, dim=dim),
@@ -369,12 +378,7 @@ class Installer:
             parameter = self._parameter(fqn, key)
             layout = parameter.layout
             values[attribute] = layout.local_shape(self._rank(parameter))[layout.sharded_dims[0]]
-        on_config = {key.partition(".")[2]: value for key, value in values.items() if key.startswith("config.")}
-        if on_config:
-            module.config = LocalConfig(module.config, on_config)
-        for attribute, value in values.items():
-            if not attribute.startswith("config."):
-                setattr(module, attribute, value)
+        set_local(module, values)
 
     def _install_region(self) -> None:
         """Shard hidden states where the region begins, gather them where it ends."""

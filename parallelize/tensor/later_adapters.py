@@ -170,9 +170,11 @@ def _rows(record: PlanRecord, facts: ModelFacts, added: Mapping[str, Any]) -> tu
     new = {*added, *owners, *(name for name in adapted_layers(facts) if not _is_wrapped(facts, name))}
     rules = tuple(rule for rule in plan.rules if _names_any(rule, new))
     options = replace(stock.options, loss_parallel=False, fuse_loss=False, ep=1, etp=1)
-    used = {unit for rule in rules for unit in rule.style.unit}
+    used = {name for rule in rules for name in rule.style.sizes}
     sizes = {name: size for name, size in stock.sizes.items() if name in used}
-    part = replace(plan, rules=rules, sizes=sizes, options=options, local=(), ties=(), unclaimed="replicate")
+    part = replace(
+        plan, rules=rules, sizes=sizes, options=options, local=(), local_inputs=(), ties=(), unclaimed="replicate"
+    )
     parameters = {name: facts.parameters[name] for name in added}
     names = {name: fact.fqn for fact in parameters.values() for name in fact.names}
     return plan, tensor_rows(part, replace(facts, parameters=parameters, owners=names), record.group.size)

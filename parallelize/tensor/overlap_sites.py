@@ -60,7 +60,7 @@ def planned_call_sites(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Pl
             if requested == "auto" and _has_siblings(fqn, resolved):
                 continue  # they share one boundary conversion, which sends less than a collective matmul of each
             yield PlannedCallSite(fqn, _COLUMN_OPS[contract.enter], requested, (fqn,))
-        elif contract.traits.shares_input and contract.enter in _COLUMN_OPS:
+        elif contract.traits.shares_input and contract.runs_stock_forward and contract.enter in _COLUMN_OPS:
             consumers = tuple(_consumers(fqn, resolved, model))
             if consumers:
                 yield PlannedCallSite(fqn, _COLUMN_OPS[contract.enter], requested, consumers)

@@ -48,6 +48,7 @@ class Planned:
         alone: of a layer with adapters, its forward outside of the module that calls them. is_inside: that module runs now.
         effective: what adapters that run now make of a local parameter, by key. Called in the module's own forward, in which ZeRO 3 has
             gathered its parameters.
+        inputs: functions from a call's arguments to those with this rank's part of one of them.
         bias_scale: of a row linear whose output an adapter scales before the reduction: 1 on the rank that adds its bias, else 0.
     """
 
@@ -62,6 +63,7 @@ class Planned:
         "enter",
         "hide_bias",
         "index",
+        "inputs",
         "is_inside",
         "leave",
         "max_inputs",
@@ -93,8 +95,11 @@ class Planned:
         self.bias_scale: float | None = None
         self.effective: dict[str, Conversion] = {}
         self.is_inside = False
+        self.inputs: tuple[Callable[[tuple, dict], tuple[tuple, dict]], ...] = ()
 
     def run_stock(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        for with_own_part in self.inputs:
+            args, kwargs = with_own_part(args, kwargs)
         if self.stock is None:
             return type(module).forward(module, *args, **kwargs)
         return self.stock(*args, **kwargs)

@@ -70,7 +70,7 @@ def whole_experts(form: ExpertForm, ranks: ExpertRanks) -> Callable:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> T:
         inputs = form.inputs(self, args, kwargs)
-        same, run = ranks.same_tokens, partial(_exchanged, partial(form.compute, self), ranks)
+        same, run = ranks.same_tokens, partial(_exchanged, self, form, ranks)
         if same is None:
             return form.result(self, run(*inputs), args, kwargs)
         parts = (ops.split(x, same, 0) for x in inputs)
@@ -80,26 +80,27 @@ def whole_experts(form: ExpertForm, ranks: ExpertRanks) -> Callable:
     return forward
 
 
-def _exchanged(form_compute: Callable[..., T], ranks: ExpertRanks, tokens: T, choices: T, weights: T) -> T:
+def _exchanged(self: Any, form: ExpertForm, ranks: ExpertRanks, tokens: T, choices: T, weights: T) -> T:
     """The output of this rank's tokens."""
 
     def find_routes() -> Routes:
-        form = CallForm.of(ranks.fqn, tokens, weights)
-        return routes_of(choices, ranks.num_experts, ranks.group, ranks.num_chunks, ranks.fqn, form, ranks.etp)
+        call = CallForm.of(ranks.fqn, tokens, weights)
+        return routes_of(choices, ranks.num_experts, ranks.group, ranks.num_chunks, ranks.fqn, call, ranks.etp)
 
     # a replay sends the same rows, even where a near tie of the router falls otherwise
     routes = replay_cache.remembered("routes", find_routes)
     transfers = Transfers(routes, ranks.group, tokens, weights)
-    biases, returned, (first, stop) = ranks.biases, [], routes.experts
+    biases, returned, ahead = ranks.biases, [], self._applied.planned.ahead
+    first, stop = routes.experts
 
     def compute(*inputs: T) -> T:
-        return form_compute(inputs, stop - first, biases)
+        return form.compute(self, inputs, stop - first, biases)
 
     for n, ticket in enumerate(dispatch(tokens, weights, transfers)):
         results = _computed(compute, routes, n, *arrive(ticket, transfers, n))
         returned.append(give_back(results, transfers, n))
-    if planned.ahead is not None:
-        planned.ahead.compute()
+    if ahead is not None:
+        ahead.compute()
     return collect(tuple(returned), transfers)
 
 

@@ -22,9 +22,17 @@ def own_model() -> nn.Module:
 
 def own_type() -> nn.Module:
     """A model of `transformers` without a shipped plan, and without one of its own."""
-    from transformers import BloomConfig, BloomForCausalLM
+    from transformers import BioGptConfig, BioGptForCausalLM
 
-    return BloomForCausalLM(BloomConfig(vocab_size=53, hidden_size=32, n_head=4, n_layer=2))
+    sizes = {
+        "vocab_size": 53,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "intermediate_size": 40,
+    }
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BioGptForCausalLM(BioGptConfig(**sizes, **no_dropout))
 
 
 MAKERS = {"own_model": own_model, "own_type": own_type}

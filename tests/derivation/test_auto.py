@@ -55,4 +55,4 @@ def test_a_model_that_cannot_be_derived_is_left_alone():
 
 @pytest.mark.sweep
 def test_a_derived_plan_can_be_verified_by_its_name():
-    assert verify("bloom", "auto", "tp=2", sequence_parallel=False, loss_parallel=False).ok
+    assert verify("biogpt", "auto", "tp=2", sequence_parallel=False, loss_parallel=False).ok

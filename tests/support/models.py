@@ -165,7 +165,7 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteMoeHybridConfig",
         "GraniteMoeHybridForCausalLM",
         {**LOCAL_SIX, "shared_intermediate_size": 40, "layer_types": ["mamba", "attention"]}
-        | {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 5, "mamba_n_groups": 2, "mamba_chunk_size": 4},
+        | {"mamba_n_heads": 12, "mamba_d_head": 8, "mamba_d_state": 5, "mamba_n_groups": 2, "mamba_chunk_size": 4},
     ),
 }
 """Families with experts. `moe_intermediate_size` is the width of one expert, where dense layers have another one."""
@@ -181,6 +181,40 @@ TOWER = {**IMAGE, "num_hidden_layers": 2}
 TEXT = dict(vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
 TEXT |= {"max_position_embeddings": 64, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
 TOWERS = {"text_config": TEXT, "vision_config": TOWER, "projection_dim": 20}
+
+DECODER = dict(vocab_size=67, hidden_size=48, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4)
+DECODER |= {
+    "intermediate_size": 72,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAVA = {"text_config": {"model_type": "llama", **DECODER}, "image_token_id": 66, "image_token_index": 66}
+LLAVA |= {"vision_config": {"model_type": "clip_vision_model", **TOWER}, "image_seq_length": 16}
+QWEN_VL = {
+    "text_config": {
+        **DECODER,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 1], "rope_theta": 1e4},
+    }
+}
+QWEN_VL |= {
+    "vision_config": dict(depth=2, embed_dim=64, hidden_size=48, num_heads=8, patch_size=4) | {"mlp_ratio": 2},
+    "image_token_id": 66,
+    "video_token_id": 65,
+    "vision_start_token_id": 64,
+    "vision_end_token_id": 63,
+}
+QWEN_2_5_VL = {
+    **QWEN_VL,
+    "vision_config": dict(depth=2, hidden_size=64, out_hidden_size=48, num_heads=8, patch_size=4)
+    | {"intermediate_size": 72, "fullatt_block_indexes": [1], "window_size": 16},
+}
+CODEGEN = {"n_head": 16, "hidden_size": 64, "n_layer": 2, "n_positions": 64, "rotary_dim": 4, "n_inner": 72}
+BIGCODE = {"n_head": 8, "n_layer": 2, "n_positions": 64, "n_inner": 72}
+MAMBA = {"state_size": 5, "time_step_rank": 7, "conv_kernel": 3, "expand": 2}
+MAMBA2 = dict(num_heads=12, head_dim=8, expand=2, state_size=5, n_groups=2, conv_kernel=3, chunk_size=4)
+FALCON = dict(num_attention_heads=8, ffn_hidden_size=72, hidden_dropout=0.0, attention_dropout=0.0)
 
 SHIPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {**GQA}),
@@ -221,6 +255,60 @@ SHIPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Lfm2ForCausalLM",
         {**SMALL_GQA, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     ),
+    "bloom": ("BloomConfig", "BloomForCausalLM", {"n_head": 8, "n_layer": 2}),
+    "bloom-residual": (
+        "BloomConfig",
+        "BloomForCausalLM",
+        {"n_head": 12, "n_layer": 2, "apply_residual_connection_post_layernorm": True},
+    ),
+    "mpt": ("MptConfig", "MptForCausalLM", {"d_model": 48, "n_heads": 8, "n_layers": 2, "max_seq_len": 24}),
+    "mpt-twelve-heads": (
+        "MptConfig",
+        "MptForCausalLM",
+        {"d_model": 48, "n_heads": 12, "n_layers": 2, "max_seq_len": 24},
+    ),
+    "codegen": ("CodeGenConfig", "CodeGenForCausalLM", CODEGEN),
+    "gpt_bigcode": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", BIGCODE),
+    "gpt_bigcode-heads": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", {**BIGCODE, "multi_query": False}),
+    "falcon": ("FalconConfig", "FalconForCausalLM", {**FALCON, "multi_query": True}),
+    "falcon-grouped": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 4, "bias": True},
+    ),
+    "falcon-one-norm": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 8, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-alibi": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**FALCON, "multi_query": False, "alibi": True, "parallel_attn": False, "bias": True},
+    ),
+    "falcon-alibi-eager": (
+        "FalconConfig",
+        "FalconForCausalLM",
+        {**FALCON, "multi_query": True, "alibi": True, "attn_implementation": "eager"},
+    ),
+    "mamba": ("MambaConfig", "MambaForCausalLM", MAMBA),
+    "mamba-biased": ("MambaConfig", "MambaForCausalLM", {**MAMBA, "use_bias": True, "use_conv_bias": False}),
+    "falcon_mamba": ("FalconMambaConfig", "FalconMambaForCausalLM", MAMBA),
+    "mamba2": ("Mamba2Config", "Mamba2ForCausalLM", MAMBA2),
+    "mamba2-one-group": ("Mamba2Config", "Mamba2ForCausalLM", {**MAMBA2, "n_groups": 1, "use_bias": True}),
+    "mamba2-many-groups": ("Mamba2Config", "Mamba2ForCausalLM", {**MAMBA2, "n_groups": 4}),
+    "bamba": (
+        "BambaConfig",
+        "BambaForCausalLM",
+        {**SMALL_GQA, "mamba_n_heads": 12, "mamba_d_head": 8, "mamba_d_state": 5}
+        | {"mamba_n_groups": 2, "mamba_chunk_size": 4, "mamba_d_conv": 3, "attn_layer_indices": [1]},
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        {**SMALL_GQA, "num_key_value_heads": 1, "num_hidden_layers": 3, "lru_width": 48, "attention_window_size": 5},
+    ),
+    "rwkv": ("RwkvConfig", "RwkvForCausalLM", {"context_length": 32, "intermediate_size": 72}),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", ENCODER),
     "xlm-roberta": ("XLMRobertaConfig", "XLMRobertaForSequenceClassification", ENCODER),
     "camembert": ("CamembertConfig", "CamembertForMaskedLM", ENCODER),
@@ -254,6 +342,9 @@ SHIPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "WhisperForConditionalGeneration",
         {**BART, "num_mel_bins": 8, "max_source_positions": 9, "max_target_positions": 24},
     ),
+    "llava": ("LlavaConfig", "LlavaForConditionalGeneration", LLAVA),
+    "qwen2_vl": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration", QWEN_VL),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", QWEN_2_5_VL),
     "vit": ("ViTConfig", "ViTForImageClassification", IMAGE),
     "deit": ("DeiTConfig", "DeiTForImageClassification", IMAGE),
     "dinov2": ("Dinov2Config", "Dinov2ForImageClassification", {**IMAGE, "mlp_ratio": 2}),

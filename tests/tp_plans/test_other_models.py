@@ -12,8 +12,8 @@ from benchmarks.record import read_record
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "other-models.md"
 ROWS = {row["type"]: row for row in read_record(NAME)["result"]}
-QUICK = "bloom"
-"""Of which the attention is left whole."""
+QUICK = "bitnet"
+"""Of which a part is left whole."""
 
 
 def test_the_page_has_the_rows_of_the_record():

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
+from parallelize import MeshSpec, PlanError
 from parallelize.derivation.example_inputs import inputs_of
 from parallelize.derivation.proof import provable, prove
 from parallelize.plan.choose import shipped_plan_of
+from parallelize.plan.model_facts import describe
+from parallelize.plan.options import Options
+from parallelize.plan.resolve import resolve
+from parallelize.verification.verify import verify
 from tests.support.models import SHIPPED, shipped_source
+from tests.support.refused import refused
 
-QUICK = ("cohere-norms", "t5", "clip")
-"""What other plans do not have: a norm with a weight for each head, two lists of layers, two towers."""
+QUICK = ("cohere-norms", "t5", "clip", "mamba2-one-group")
+"""What other plans do not have: a norm with a weight for each head, two lists of layers, two towers, state-space mixers with shared
+groups."""
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(monkeypatch):
+    """RWKV looks for a compiler by starting it."""
+    module = importlib.import_module("transformers.models.rwkv.modeling_rwkv")
+    monkeypatch.setattr(module, "is_ninja_available", lambda: False)
 
 
 def proof_of(family, tp):
@@ -27,6 +43,80 @@ def proof_of(family, tp):
 def test_a_plan_is_right(family):
     proof = proof_of(family, 2)
     assert proof.ok, proof
+
+
+def on_mesh(family, mesh):
+    torch.manual_seed(0)
+    source = shipped_source(family)
+    return verify(source, shipped_plan_of(source.config), mesh, full_size=True)
+
+
+STACKS = [
+    "cohere",
+    "cohere-norms",
+    "cohere2",
+    "olmo",
+    "starcoder2",
+    "stablelm",
+    "glm",
+    "persimmon",
+    "phi",
+    "nemotron",
+    "arcee",
+    "apertus",
+    "gptj",
+    "gpt_neo",
+    "codegen",
+    "gpt_bigcode",
+    "bloom",
+    "falcon",
+    "falcon-grouped",
+    "falcon-alibi",
+    "mpt",
+    "gemma",
+    "lfm2",
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+    "bamba",
+    "recurrent_gemma",
+    "rwkv",
+    "roberta",
+    "electra",
+    "distilbert",
+    "modernbert",
+]
+"""Families whose layers are one stack, whatever is before and after it."""
+
+
+@pytest.mark.parametrize("family", ["falcon-alibi"])
+def test_a_pipeline_of_stages(family):
+    assert on_mesh(family, "pp=2,tp=2").ok
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,tp=2"])
+@pytest.mark.parametrize("family", STACKS)
+def test_every_stack_in_stages(family, mesh):
+    result = on_mesh(family, mesh)
+    assert result.ok, result.difference or result
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "named"),
+    [
+        ("mpt-twelve-heads", 8, "12 over axis tp"),
+        ("codegen", 8, "16 in 4 chunks"),
+        ("falcon-grouped", 8, "4 over axis tp"),
+        ("mamba2-many-groups", 8, "12 over axis tp"),
+    ],
+)
+def test_heads_that_ranks_do_not_divide(family, tp, named):
+    source = shipped_source(family)
+    with torch.device("meta"):
+        facts = describe(source.build("meta"))
+    with refused(PlanError, "uneven-heads", named):
+        resolve(shipped_plan_of(source.config), facts, MeshSpec(tp=tp), Options(sequence_parallel=False))
 
 
 @pytest.mark.sweep

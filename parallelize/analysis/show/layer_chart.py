@@ -22,6 +22,7 @@ FULL, TOKENS, FEATURES, SUMMANDS = "full on each rank", "tokens sharded", "featu
 _AFTER = {
     Conversion.COPY: FULL,
     Conversion.REDUCE: FULL,
+    Conversion.SUM_BOTH: FULL,
     Conversion.GATHER_SEQUENCE: FULL,
     Conversion.SCATTER_SEQUENCE: TOKENS,
     Conversion.ENTER_REGION: TOKENS,

@@ -1,0 +1,142 @@
+"""Reads what a plan file says over `tp`: sizes, rules, and attributes and inputs that become local.
+
+These sections may also be under `when:`, for models whose config says so.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from parallelize.errors import PlanError
+from parallelize.plan.pattern import check_pattern
+from parallelize.plan.schema import Case, LocalAttribute, LocalInput, Rule, Size
+from parallelize.plan.yaml_nodes import Reader, is_decimal
+from parallelize.styles.notation import is_sum_of_sizes, parse_style
+from parallelize.styles.style import terms_of
+
+TENSOR_KEYS = {"sizes", "tensor_parallel", "local", "local_inputs"}
+"""The sections that may be under `when:`."""
+
+_CONDITION = re.compile(r"(not\s+)?([A-Za-z_][\w.]*)\Z")
+
+
+def read_tensor_sections(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, Any]:
+    """The fields of a `Plan`, or of a `Case`, that these sections fill. Mistakes are collected by the reader."""
+    return {
+        "sizes": _sizes(reader, top),
+        "rules": tuple(_rules_below(reader, top["tensor_parallel"], "")) if "tensor_parallel" in top else (),
+        "local": tuple(_local(reader, top)),
+        "local_inputs": tuple(_local_inputs(reader, top)),
+    }
+
+
+def read_cases(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[Case]:
+    """`when:`: a condition on fields of the model's config, to the sections that hold where it is true."""
+    for text, key_node, node in reader.mapping(top["when"], "when") if "when" in top else ():
+        parts = [_CONDITION.match(part.strip()) for part in text.split(" and ")]
+        if not all(parts):
+            reader.wrong(key_node, "bad-condition", f"cannot read {text!r}", "`field`, `not field`, joined by ` and `")
+        condition = tuple((part[2], not part[1]) for part in parts if part)
+        sections = reader.known(node, f"when {text}", TENSOR_KEYS)
+        yield Case(condition, where=reader.where(key_node), **read_tensor_sections(reader, sections))
+
+
+def _sizes(reader: Reader, top: dict[str, yaml.Node]) -> dict[str, Size]:
+    sizes = {}
+    for name, _, node in reader.mapping(top["sizes"], "sizes") if "sizes" in top else ():
+        replicate, where = False, reader.where(node)
+        if isinstance(node, yaml.MappingNode):
+            fields = reader.known(node, f"size {name}", {"from", "below_tp"})
+            if "below_tp" in fields:
+                choice = reader.text(fields["below_tp"], "below_tp")
+                replicate = choice == "replicate"
+                if choice not in (None, "replicate", "refuse"):
+                    reader.wrong(fields["below_tp"], "bad-value", f"below_tp is {choice!r}", "replicate or refuse")
+            if "from" not in fields:
+                reader.wrong(node, "missing-key", f"size {name} has no `from`")
+                continue
+            node = fields["from"]
+        source = _size_source(reader, node, name)
+        # a missing source is reported already; the size stays known, so that rules that name it are not reported too
+        sizes[name] = Size(1 if source is None else source, replicate, where)
+    return sizes
+
+
+def _size_source(reader: Reader, node: yaml.Node, name: str) -> str | int | None:
+    """A positive number, or the name of a config field."""
+    fix = "a positive integer, or the config field that has it"
+    if isinstance(node, yaml.ScalarNode) and node.style is None and node.value[:1] in tuple("+-.0123456789") + ("",):
+        if is_decimal(node.value) and node.value != "0":
+            return int(node.value)
+        reader.wrong(node, "wrong-type", f"size {name} is {node.value or 'empty'}", fix)
+        return None
+    return reader.text(node, f"size {name}")
+
+
+def _rules_below(reader: Reader, node: yaml.Node, prefix: str) -> Iterator[Rule]:
+    for key, key_node, value in reader.mapping(node, prefix or "tensor_parallel"):
+        pattern = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, yaml.MappingNode):
+            yield from _rules_below(reader, value, pattern)
+            continue
+        optional, pattern = "?" in pattern, pattern.replace("?", "")
+        if isinstance(value, yaml.ScalarNode) and not value.value:
+            reader.wrong(value, "bad-style", f"{pattern} has no style", "write one, such as `replicate`")
+            continue
+        text = reader.text(value, f"the style of {pattern}")
+        if text is None:
+            continue
+        try:
+            check_pattern(pattern, reader.where(key_node), defaults=True)
+            yield Rule(pattern, parse_style(text, reader.where(value)), reader.where(key_node), optional)
+        except PlanError as error:
+            reader.problems.extend(error.problems)
+
+
+def _local(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalAttribute]:
+    for pattern, optional, node in _patterns(reader, top, "local"):
+        for attribute, _, value in reader.mapping(node, f"local {pattern}"):
+            text = reader.text(value, attribute)
+            if text is None:
+                continue
+            where, if_present, attribute = reader.where(value), attribute.endswith("?"), attribute.removesuffix("?")
+            if is_sum_of_sizes(text) and ("*" in text or "+" in text):
+                terms = terms_of(text)
+                yield LocalAttribute(pattern, attribute, "", "", where, optional, terms, if_present)
+            else:
+                size, _, divide_by = (part.strip() for part in text.partition("/"))
+                yield LocalAttribute(pattern, attribute, size, divide_by, where, optional, (), if_present)
+
+
+def _local_inputs(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalInput]:
+    """`local_inputs:`: of modules, arguments that have a part for each head: `alibi: shard(0, unit=heads)`."""
+    for pattern, optional, node in _patterns(reader, top, "local_inputs"):
+        for argument, _, value in reader.mapping(node, f"local_inputs {pattern}"):
+            text, where = reader.text(value, argument), reader.where(value)
+            try:
+                style = parse_style(text, where) if text is not None else None
+            except PlanError as error:
+                reader.problems.extend(error.problems)
+                continue
+            if style is None or not style.traits.for_parameters or len(style.unit) != 1 or style.widths[0]:
+                fix = "`shard(dim, unit=size)`, such as `shard(0, unit=heads)`"
+                reader.wrong(value, "bad-value", f"the input {argument} is {text!r}", fix)
+                continue
+            yield LocalInput(pattern, argument, int(style.options.get("dim", "0")), style.unit[0], where, optional)
+
+
+def _patterns(reader: Reader, top: dict[str, yaml.Node], key: str) -> Iterator[tuple[str, bool, yaml.Node]]:
+    """(pattern, whether it may match nothing, value) of each entry of a section."""
+    for pattern, key_node, node in reader.mapping(top[key], key) if key in top else ():
+        optional, pattern = "?" in pattern, pattern.replace("?", "")
+        try:
+            check_pattern(pattern, reader.where(key_node))
+        except PlanError as error:
+            reader.problems.extend(error.problems)
+        yield pattern, optional, node

@@ -93,8 +93,8 @@ def _exchanged(self: Any, form: ExpertForm, ranks: ExpertRanks, tokens: T, choic
     biases, returned, ahead = ranks.biases, [], self._applied.planned.ahead
     first, stop = routes.experts
 
-    def compute(*inputs: T) -> T:
-        return form.compute(self, inputs, stop - first, biases)
+    def compute(rows: T, experts: T, pair_weights: T) -> T:
+        return form.compute(self, (rows, experts, pair_weights), stop - first, biases)
 
     for n, ticket in enumerate(dispatch(tokens, weights, transfers)):
         results = _computed(compute, routes, n, *arrive(ticket, transfers, n))

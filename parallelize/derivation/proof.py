@@ -58,7 +58,10 @@ def prove(source: ModelSource, plan: Plan | None, tp: int) -> Proof:
             break
     if not result.ok:
         difference = result.difference
-        return Proof(False, str(difference or result), difference.module if difference else "", error=largest)
+        if difference is None:
+            return Proof(False, str(result), error=largest)
+        slugs = (difference.slug,) if difference.slug else ()  # a model that is refused is not computed wrongly
+        return Proof(False, str(difference), difference.module, slugs, largest)
     modes = ", ".join(dict.fromkeys(row.mode for row in result.rows))
     text = f"proven on tp={tp} ({modes}): loss and every gradient within {largest:.0e} of the unsharded model's"
     return Proof(True, text, error=largest)

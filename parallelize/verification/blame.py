@@ -7,6 +7,7 @@ backward. A module whose input is not what its rule expects is not to blame: the
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from parallelize.layout import Layout
 from parallelize.plan.pattern import generic
@@ -38,11 +39,11 @@ def blame(
             return _at_call(evidence, mode, call, relation.kind, _explanation(relation, configuration))
     error = _first_error(traces)
     if error is not None and error.outside:
-        return Difference(str(mode), error.outside, "raised", error.message)
+        return Difference(str(mode), error.outside, "raised", error.message, slug=error.slug)
     if error is not None:
         failed = next((call for call in reference.calls if call.name == error.module), None)
         if failed is not None and not (failed.name == "" and evidence.was_made(failed)):
-            return _at_call(evidence, mode, failed, "raised", error.message)
+            return replace(_at_call(evidence, mode, failed, "raised", error.message), slug=error.slug)
     return _model_output(evidence, mode, errors, error.message if error else "") or blame_gradients(
         evidence, mode, errors
     )

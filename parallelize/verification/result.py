@@ -33,6 +33,7 @@ class Difference:
         rule, where: the rule of the plan that matches the module, and its line in the plan file.
         others: further suspects, most likely first: (module, rule).
         fix: what to change, if that is known.
+        slug: of the problem that was raised; "" where none was.
     """
 
     mode: str
@@ -43,6 +44,7 @@ class Difference:
     where: str = ""
     others: tuple[tuple[str, str], ...] = ()
     fix: str = ""
+    slug: str = ""
 
     def __str__(self) -> str:
         rows = [("module", self.module), ("kind", self.kind), ("what", self.explanation)]

@@ -216,7 +216,7 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-_RATES = ("dropout", "drop_path", "drop_prob", "drop_rate", "layerdrop", "layer_drop")
+_RATES = ("jitter_noise", "dropout", "drop_path", "drop_prob", "drop_rate", "layerdrop", "layer_drop")
 
 
 def _is_rate(name: str) -> bool:

@@ -9,14 +9,17 @@ from torch import nn
 from parallelize import derive_plan
 from parallelize.derivation import derive
 from parallelize.derivation.draft import Drafting
+from parallelize.derivation.example_inputs import inputs_of
 from parallelize.derivation.proof import projected, provable, prove
 from parallelize.dims import operations
 from parallelize.dims.classes import Classes
 from parallelize.errors import ModelError
 from parallelize.models.model_source import source_of
+from parallelize.plan.choose import shipped_plan_of
 from parallelize.plan.plan_file import parse_plan
 from tests.derivation import own_models as models
 from tests.derivation.test_derived_plans import PLANS
+from tests.support.models import tiny_model
 from tests.support.refused import refused
 
 
@@ -46,6 +49,13 @@ def test_mistakes_are_found(right, wrong, named):
 def test_a_right_plan_is_proven():
     proof = proof_of(PLANS["TinyGpt"])
     assert proof.ok and "plain, sequence parallel" in str(proof) and proof.slugs == ()
+
+
+def test_what_is_refused_in_the_forward_has_its_slug():
+    model = tiny_model("phimoe")
+    source = source_of(model)
+    proof = prove(provable(source, model, inputs_of(source, model)), shipped_plan_of(model.config), 2)
+    assert not proof.ok and proof.slugs == ("router-draws",)
 
 
 def test_each_element_of_each_output_counts():

@@ -163,9 +163,15 @@ CLAIMS = (
     Claim(STEP, "peak memory of the same", "zero_memory", _each("ratio")),
     Claim(
         STEP,
-        "attention over `cp`=2, 8,192 tokens, time of the full sequence on one rank: Ulysses / ring",
+        "step of a Llama with attention over `cp`=2, 8,192 tokens, over the full sequence on one rank: Ulysses / ring",
         "long_context_2_loopback",
         _longest(("ulysses", "ring"), "times_of_none"),
+    ),
+    Claim(
+        STEP,
+        "the attention alone, ring over one rank, forward and backward: float32 causal / full / window / packed, bfloat16 the same",
+        "ring_attention",
+        lambda result: [row["ring over one rank"] for row in result["rows"]],
     ),
     Claim(
         STEP,

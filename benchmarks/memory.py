@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallelize.comm.groups import Group
 from parallelize.ops import library
 
 
@@ -37,10 +36,8 @@ class _Storages(TorchDispatchMode):
 
     def _run_kernel(self, func: Any, args: tuple) -> Any:
         """Run an op of this package with the mode on: modes do not see what an op's kernel allocates."""
-        name = func._schema.name.partition("::")[2]
-        group = Group.by_key(library.group_key(name, args))
         with self:
-            return library.KERNELS[name](*library.with_group(name, args, group))
+            return library.KERNELS[func._schema.name.partition("::")[2]].run(args)
 
     def _add(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()

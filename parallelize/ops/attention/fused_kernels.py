@@ -17,35 +17,35 @@ _CUDA_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attenti
 _CUDA_WIDTH = 256  # the widest head of flash attention
 
 
-def serves(q: T, k: T, v: T, masked: bool) -> bool:
-    """Whether a fused kernel takes these tensors and is exact enough (see `kernels`).
+def serves(q: T, k: T, v: T) -> bool:
+    """Whether a fused kernel takes these tensors.
 
     On meta tensors the CPU's kernel stands for all kernels (see `analysis.record.attention_model`).
     """
-    if q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel() or q.dtype == torch.float32:
+    if q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel():
         return False
     if q.device.type in ("cpu", "meta"):
         return _CPU is not None
-    if not q.is_cuda or masked or _CUDA is None or torch.cuda.get_device_capability(q.device) < (8, 0):
+    if not q.is_cuda or _CUDA is None or torch.cuda.get_device_capability(q.device) < (8, 0):
         return False
     width = q.shape[-1]  # the public function pads heads to a multiple of 8; the op below it does not
     return q.dtype in (torch.float16, torch.bfloat16) and width <= _CUDA_WIDTH and width % 8 == 0
 
 
-def forward(q: T, k: T, v: T, mask: T | None, causal: bool, scale: float) -> tuple[T, T]:
-    """(output [B, H, S, D], log-sums [B, H, S] in float32 at least). `mask` is added to the scores, in q's dtype."""
+def forward(q: T, k: T, v: T, causal: bool, scale: float) -> tuple[T, T]:
+    """(output [B, H, S, D], log-sums [B, H, S] in float32 at least)."""
     if not q.is_cuda:
-        out, lse = _CPU(q, *_repeated(q, k, v), 0.0, causal, attn_mask=mask, scale=scale)
+        out, lse = _CPU(q, *_repeated(q, k, v), 0.0, causal, scale=scale)
         return out, lse
     out, lse, *_ = _CUDA(q, *_repeated(q, k, v), 0.0, causal, False, scale=scale)
     return out, lse
 
 
-def backward(grad: T, q: T, k: T, v: T, out: T, lse: T, mask: T | None, causal: bool, scale: float) -> tuple[T, T, T]:
+def backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool, scale: float) -> tuple[T, T, T]:
     """Gradients of q, k and v, from the output and log-sums over all keys, of which `k` and `v` may be a part."""
     keys_values = _repeated(q, k, v)
     if not q.is_cuda:
-        dq, dk, dv = _CPU_BACKWARD(grad, q, *keys_values, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+        dq, dk, dv = _CPU_BACKWARD(grad, q, *keys_values, out, lse, 0.0, causal, scale=scale)
     else:
         rows, columns = q.shape[2], k.shape[2]
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off

@@ -2,8 +2,8 @@
 
     step s of P: send block (r - s) to r + 1 | attend from local queries to block (r - s), combine the outputs by log-sums
 
-Backward sends the blocks around once more, each with the sum of its gradients, which arrives at the block's rank after P
-steps. A rank stores two blocks at any time. Every block is P times smaller than the sequence, and so is everything saved for
+Backward sends the blocks around once more. The sum of a block's gradients follows it from the first of the other ranks on, and
+the block's own rank, which it reaches after P - 1 messages, adds its part. A rank stores two blocks at any time. Every block is P times smaller than the sequence, and so is everything saved for
 backward: q, k, v, the output and one number per row.
 
 `runs` says which positions of the sequence each rank of the ring has (see `Context.layout_of`). In the op's arguments it is one
@@ -71,7 +71,7 @@ def ring_attention(
         runs: the positions of each rank of the group, ascending.
         documents: see the module docstring.
 
-    Cost: P - 1 messages of a rank's keys and values forward; the same, and P of their gradients in float32, backward.
+    Cost: P - 1 messages of a rank's keys and values forward; the same, and P - 1 of their gradients in float32, backward.
     """
     flat = [number for rank_runs in runs for number in (len(rank_runs), *(edge for run in rank_runs for edge in run))]
     return _RingAttention.apply(q, k, v, documents, flat, masking, group.key)
@@ -283,32 +283,36 @@ def _ring_blocks(exchange: Exchange, group: Group, ring: Ring, k: T, v: T) -> It
 
 
 class _RingGradients:
-    """Gradients of blocks: each follows its block one step later, and every rank adds its part."""
+    """Gradients of blocks: the sum of each follows its block one step later, and every rank adds its part, the owner last."""
 
     def __init__(self, exchange: Exchange, group: Group, ring: Ring, k: T, v: T):
         self.exchange, self.group, self.ring, self.k, self.v = exchange, group, ring, k, v
         self.posted: Step | None = None
+        self.own: T | None = None
         self.sum: T | None = None
 
     def add(self, owner: int, part: T) -> None:
         """Add this rank's part of the gradients of a block to the sum that has arrived, and send it on."""
         size, rank = self.group.size, self.group.rank
-        if self.posted is not None:
-            assert self.sum is not None
-            self.exchange.finish(self.posted)
-            part += self.sum
-        if size == 1:
-            self.sum = part
+        if owner == rank:
+            self.own = part
             return
+        self._receive(part)
         self.sum = _empty_block(part, self.k, self.v, self.ring[(owner - 1) % size])
         self.posted = self.exchange.post({(rank + 1) % size: part}, {(rank - 1) % size: self.sum}, _GRADIENTS)
 
     def arrived(self) -> tuple[T, T]:
         """The gradients of this rank's block."""
+        assert self.own is not None
+        self._receive(self.own)
+        return _unpacked(self.own, self.k, self.v, self.k.shape[2])
+
+    def _receive(self, part: T) -> None:
+        """Add the sum that is under way, if any."""
         if self.posted is not None:
+            assert self.sum is not None
             self.exchange.finish(self.posted)
-        assert self.sum is not None
-        return _unpacked(self.sum, self.k, self.v, self.k.shape[2])
+            part += self.sum
 
 
 def _num_tokens(runs: tuple[Run, ...]) -> int:

@@ -8,7 +8,7 @@ import torch
 from parallelize import build_mesh
 from parallelize.comm.groups import Group
 from parallelize.context.sequence_shards import SequenceLayout
-from parallelize.ops.attention import kernels
+from parallelize.ops.attention import score_blocks
 from parallelize.ops.attention.ring_attention import Masking, ring_attention
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
@@ -71,9 +71,10 @@ def test_in_single_precision(mask):
 
 
 @pytest.mark.parametrize("width", [8, 6])
-def test_strips_of_any_size(monkeypatch, width):
-    """Masks and scores are computed strip by strip; if values are narrower than keys, no fused kernel is used."""
-    monkeypatch.setattr(kernels, "STRIP_BYTES", 600)
+def test_blocks_of_any_size(monkeypatch, width):
+    """Scores are computed block by block; if values are narrower than keys, no fused kernel is used."""
+    monkeypatch.setattr(score_blocks, "_BLOCK_ROWS", 9)
+    monkeypatch.setattr(score_blocks, "_BLOCK_KEYS", 4)
     check(2, 23, True, MASKS["window"], packed(23), torch.float64, 1e-12, width)
 
 
@@ -122,3 +123,21 @@ def test_in_half_precision_is_as_near_as_one_rank(dtype):
     assert actual.dtype == dtype
     # outputs of blocks are rounded before they are combined: a little more noise, of the same size
     assert (actual - expected).square().mean() <= 1.5**2 * (one_rank - expected).square().mean()
+
+
+@pytest.mark.parametrize("rise", [5.0, 60.0, 400.0])
+def test_scores_that_rise_from_block_to_block(monkeypatch, rise):
+    """Weights relative to the highest score of the first block overflow where later scores are much larger."""
+    monkeypatch.setattr(score_blocks, "_BLOCK_KEYS", 8)
+    torch.manual_seed(0)
+    q, k, v = torch.ones(1, 2, 16, 4), torch.randn(1, 2, 32, 4) * 0.1, torch.randn(1, 2, 32, 4)
+    k[:, :, 8:] += rise / 8
+    scoring = score_blocks.Scoring(None, False, 2.0)
+    out, lse = score_blocks.forward(q, k, v, scoring)
+    scores = 2.0 * q.double() @ k.double().transpose(-1, -2)
+    assert relative(out, scores.softmax(-1) @ v.double()) < 2e-6 * max(1.0, rise / 10)
+    assert relative(lse, scores.logsumexp(-1)) < 1e-6
+
+
+def relative(actual, expected):
+    return float((actual.double() - expected).abs().max() / expected.abs().max())

@@ -66,6 +66,10 @@ def _seconds(*names: str) -> Figures:
     return lambda result: [result[name]["seconds"] for name in names]
 
 
+def _of_generation(result: Any, name: str, phase: str) -> list[Any]:
+    return [row["ratios"][phase][f"{name} / transformers"] for row in result["rows"]]
+
+
 CLAIMS = (
     Claim(
         STEP,
@@ -181,9 +185,27 @@ CLAIMS = (
     ),
     Claim(
         STEP,
-        "tokens/s over `transformers`' tensor parallelism, two ranks: `transformers`' `generate` on a planned model / `parallelize.generate`",
+        "tokens/s of decoding over `transformers`' tensor parallelism, two ranks of one host, `parallelize.generate`: batch 1 / 8",
         "generate",
-        lambda result: [result["ratios"][f"{name} / transformers"] for name in ("stock loop", "ours")],
+        lambda result: _of_generation(result, "ours", "decode"),
+    ),
+    Claim(
+        STEP,
+        "the same, `transformers`' `generate` on a planned model: batch 1 / 8",
+        "generate",
+        lambda result: _of_generation(result, "stock loop", "decode"),
+    ),
+    Claim(
+        STEP,
+        "the same, `parallelize.generate` with every sum through gloo's sockets: batch 1 / 8",
+        "generate",
+        lambda result: _of_generation(result, "ours over sockets", "decode"),
+    ),
+    Claim(
+        STEP,
+        "prompts of 32 tokens and the first new one, `parallelize.generate` over `transformers`: batch 1 / 8",
+        "generate",
+        lambda result: _of_generation(result, "ours", "prefill"),
     ),
     *(
         Claim(

@@ -23,7 +23,7 @@ from parallelize.zero.shard_data import data_of
 T = torch.Tensor
 
 
-class Read(Protocol):
+class FolderRead(Protocol):
     """One read: a box of a tensor of the folder, and the view that it fills."""
 
     @property
@@ -53,7 +53,7 @@ def map_parameters(
     hub: HubFolder,
     tensors: Sequence[tuple[str, LocalTensor]],
     loaded: Container[str],
-    reads_of: Callable[[LocalTensor], Iterable[Read]],
+    reads_of: Callable[[LocalTensor], Iterable[FolderRead]],
 ) -> tuple[set[str], list[LocalTensor]]:
     """Make parameters that were allocated, and not written to, views of the files; move all others to huge pages.
 
@@ -82,7 +82,7 @@ def map_parameters(
     ]
 
 
-def _view_of_file(hub: HubFolder, local: T, reads: list[Read]) -> T | None:
+def _view_of_file(hub: HubFolder, local: T, reads: list[FolderRead]) -> T | None:
     """What a local tensor can be instead of being read, or None."""
     if len(reads) != 1 or torch_dtype(hub.tensors[reads[0].source][0]) != local.dtype or not local.is_contiguous():
         return None

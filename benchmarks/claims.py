@@ -66,6 +66,14 @@ def _seconds(*names: str) -> Figures:
     return lambda result: [result[name]["seconds"] for name in names]
 
 
+def _of_load(result: Any, name: str) -> list[Any]:
+    return [result[moment]["ratios"][f"{name} / transformers"] for moment in ("returns", "read", "written")]
+
+
+def _of_generation(result: Any, name: str, phase: str) -> list[Any]:
+    return [row["ratios"][phase][f"{name} / transformers"] for row in result["rows"]]
+
+
 CLAIMS = (
     Claim(
         STEP,
@@ -187,9 +195,27 @@ CLAIMS = (
     ),
     Claim(
         STEP,
-        "tokens/s over `transformers`' tensor parallelism, two ranks: `transformers`' `generate` on a planned model / `parallelize.generate`",
+        "tokens/s of decoding over `transformers`' tensor parallelism, two ranks of one host, `parallelize.generate`: batch 1 / 8",
         "generate",
-        lambda result: [result["ratios"][f"{name} / transformers"] for name in ("stock loop", "ours")],
+        lambda result: _of_generation(result, "ours", "decode"),
+    ),
+    Claim(
+        STEP,
+        "the same, `transformers`' `generate` on a planned model: batch 1 / 8",
+        "generate",
+        lambda result: _of_generation(result, "stock loop", "decode"),
+    ),
+    Claim(
+        STEP,
+        "the same, `parallelize.generate` with every sum through gloo's sockets: batch 1 / 8",
+        "generate",
+        lambda result: _of_generation(result, "ours over sockets", "decode"),
+    ),
+    Claim(
+        STEP,
+        "prompts of 32 tokens and the first new one, `parallelize.generate` over `transformers`: batch 1 / 8",
+        "generate",
+        lambda result: _of_generation(result, "ours", "prefill"),
     ),
     *(
         Claim(
@@ -268,9 +294,15 @@ CLAIMS = (
     ),
     Claim(
         WEIGHTS,
-        "pretrained weights into tp shards over `transformers`' own loading: until the call returns / until every weight was written to once (theirs are mapped, ours are copies)",
+        "pretrained weights into tp shards over `transformers`' own loading, which maps most of them: until the call returns / until every weight was read once / until it was then written to once",
         "load",
-        lambda result: [result[moment]["ratios"]["ours / transformers"] for moment in ("returns", "written")],
+        lambda result: _of_load(result, "ours"),
+    ),
+    Claim(
+        WEIGHTS,
+        "the same with `mapped=True`",
+        "load",
+        lambda result: _of_load(result, "ours, mapped"),
     ),
     Claim(
         CHECKS,

@@ -6,12 +6,14 @@ A Llama of `transformers` with random float32 weights, saved by `transformers`. 
 with a model that is parallelized over tp and stores its shards. Files are in the page cache. Every time is measured in fresh
 processes, because a run loads once, into newly allocated memory. Contenders are interleaved.
 
-Two times are measured: until the call returns, and until every weight was written to once, as a first optimizer step does.
-`transformers` returns weights that are mapped from the files, and copied when they are first written to.
+Three times are measured, one after another: until the call returns; until every weight was read once, as a first forward does; and
+until every weight was then written to once, as a first optimizer step does. `transformers` returns weights of which most are mapped from
+the files, and copied when they are first written to.
 
 | contender | |
 |---|---|
 | ours | model on meta, `parallelize_module`, `load_pretrained` |
+| ours, mapped | the same with `mapped=True`: shards along dim 0 stay in the file |
 | transformers | `from_pretrained` with `DistributedConfig(tp_size=...)` |
 | everything | each rank reads the full model, and `parallelize_module` shards it |
 | slices alone | the same shards read by `safetensors` into new tensors, without a model: the lower bound |
@@ -41,8 +43,18 @@ from benchmarks.timing import join, ratio
 from parallelize import build_mesh, destroy_groups, load_pretrained, parallelize_module, shard_info
 from parallelize.checkpoint.hub.pretrained import Loaded
 
-NAMES = ("ours", "transformers", "everything", "slices alone")
-PAIRS = [("ours", "transformers", 0.6), ("ours", "everything", None), ("ours", "slices alone", None)]
+NAMES = ("ours", "ours, mapped", "transformers", "everything", "slices alone")
+MOMENTS = {
+    "returns": "until the call returns",
+    "read": "until every weight was read once",
+    "written": "until every weight was then written to once",
+}
+PAIRS = [
+    ("ours", "transformers"),
+    ("ours, mapped", "transformers"),
+    ("ours", "everything"),
+    ("ours", "slices alone"),
+]
 RANKS = 2
 
 
@@ -84,9 +96,9 @@ class Contenders:
             model = LlamaForCausalLM(self.config)
         return parallelize_module(model, self.mesh, "llama")
 
-    def ours(self) -> Any:
+    def ours(self, **how: Any) -> Any:
         model = self.planned(torch.device("meta"))
-        self.loaded = load_pretrained(model, self.folder)
+        self.loaded = load_pretrained(model, self.folder, **how)
         return model
 
     def transformers(self) -> Any:
@@ -126,6 +138,7 @@ def once(args: argparse.Namespace) -> None:
     contenders = Contenders(args.folder, args)
     work: dict[str, Callable[[], Any]] = {
         "ours": contenders.ours,
+        "ours, mapped": lambda: contenders.ours(mapped=True),
         "transformers": contenders.transformers,
         "everything": contenders.everything,
         "slices alone": contenders.slices_alone,
@@ -144,10 +157,14 @@ def once(args: argparse.Namespace) -> None:
         else list(weights_of(model).values())
     )
     with torch.no_grad():
+        total = sum(weight.sum() for weight in weights)
+        dist.barrier()
+        read = time.perf_counter()
         for weight in weights:
             weight.mul_(1.0)
     dist.barrier()
-    times = {"returns": loaded - began, "written": time.perf_counter() - began}
+    times = {"returns": loaded - began, "read": read - began, "written": time.perf_counter() - began}
+    assert total == total, "a weight is NaN"
     if args.check and not same_weights(model, contenders.everything()):
         raise SystemExit("shards differ from those of the model that was read whole")
     if contenders.loaded is not None:
@@ -169,11 +186,12 @@ def launch(args: argparse.Namespace, folder: Path, name: str, *more: str) -> dic
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    launch(args, folder, "ours", "--check")
+    for name in ("ours", "ours, mapped"):
+        launch(args, folder, name, "--check")
     names = NAMES if find_spec("accelerate") else tuple(name for name in NAMES if name != "transformers")
     if names != NAMES:
         print("accelerate is not installed, which transformers' parallel loading asks for: left out")
-    pairs = [pair for pair in PAIRS if set(pair[:2]) <= set(names)]
+    pairs = [pair for pair in PAIRS if set(pair) <= set(names)]
     launches_of: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for turn in range(args.rounds):
         for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
@@ -181,16 +199,15 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     first = launches_of["ours"][0]
     results: dict[str, Any] = {key: int(first[key]) for key in ("bytes_held", "bytes_read")}
     print(f"{first['bytes_held'] / 1e6:.0f} MB a rank; read {first['bytes_read'] / first['bytes_held']:.4f} of that")
-    for moment in ("returns", "written"):
+    for moment, text in MOMENTS.items():
         times = {name: [seconds[moment] for seconds in launches] for name, launches in launches_of.items()}
         medians = {name: statistics.median(values) for name, values in times.items()}
-        ratios = {f"{top} / {bottom}": ratio(times, top, bottom) | {"bound": bound} for top, bottom, bound in pairs}
-        print("\nuntil the call returns" if moment == "returns" else "\nuntil every weight was written to once")
+        ratios = {f"{top} / {bottom}": ratio(times, top, bottom) for top, bottom in pairs}
+        print(f"\n{text}")
         for name, seconds in medians.items():
             print(f"  {name:<14} {seconds:7.3f} s")
         for name, value in ratios.items():
-            bound = f"  (bound {value['bound']})" if value["bound"] else ""
-            print(f"  {name:<24} {value['median']:.3f} [{value['low']:.3f}, {value['high']:.3f}]{bound}")
+            print(f"  {name:<28} {value['median']:.3f} [{value['low']:.3f}, {value['high']:.3f}]")
         results[moment] = {"seconds": medians, "ratios": ratios}
     return results
 

@@ -25,6 +25,14 @@ def blocking_options(kind: str) -> Any:
     return options
 
 
+def timeout_s(pg: dist.ProcessGroup) -> float:
+    """Seconds that a collective of this gloo group waits for other ranks (the backend's options: 2.6)."""
+    try:
+        return float(pg._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return 1800.0
+
+
 def default_store() -> Any | None:
     """The store of the default process group, for messages that must not depend on matching collectives."""
     try:

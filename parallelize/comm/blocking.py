@@ -4,7 +4,7 @@ A wrapper costs 2 to 3 us a call, as much as the call itself: it logs errors, bu
 contexts and tensor subclasses, none of which occur inside a planned module. Both ways end in the same method of the process
 group and the same dispatched op, so profilers, traces and fake groups see no difference. Compilers, which know the wrappers
 alone, and complex tensors, which the wrappers view as real ones, take the wrapper. While PyTorch's `CommDebugMode` counts,
-they are functional collectives, by whose names it counts.
+they are functional collectives, by whose names it counts. Sums and gathers of a group that shares memory go through it (`same_host`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from parallelize import _torch_groups as private_groups
 from parallelize._torch_private import counts_collectives
 from parallelize.comm import functional
+from parallelize.comm.shared_memory import SharedMemory
 
 # torch 2.13 renamed these, and warns about the old names
 _RENAMED = hasattr(dist, "all_gather_single")
@@ -36,6 +37,8 @@ def all_reduce(x: torch.Tensor, pg: dist.ProcessGroup) -> None:
         dist.all_reduce(x, group=pg)
     elif counts_collectives():
         functional.all_reduce(x, pg)
+    elif (memory := shared_by(pg, x)) is not None:
+        memory.reduce(x)
     else:
         _wait(pg.allreduce([x], _SUM))
 
@@ -46,6 +49,8 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> Non
         wrapped_all_gather(out, x, group=pg)
     elif counts_collectives():
         functional.all_gather(out, x, pg)
+    elif (memory := shared_by(pg, x)) is not None:
+        memory.all_gather(out, x)
     else:
         _wait(_all_gather(pg)(out, x, _GATHER))
 
@@ -58,6 +63,12 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) ->
         functional.reduce_scatter(out, x, pg)
     else:
         _wait(_reduce_scatter(pg)(out, x, _SCATTER))
+
+
+def shared_by(pg: dist.ProcessGroup, x: torch.Tensor) -> SharedMemory | None:
+    """The memory through which this tensor is exchanged, where `through_shared_memory` is active for the group."""
+    memory = SharedMemory.active.get(pg) if SharedMemory.active else None
+    return memory if memory is not None and memory.takes(x) else None
 
 
 def _needs_wrapper(x: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from parallelize import _torch_groups as private_groups
 from parallelize._torch_private import counts_collectives
 from parallelize.comm import blocking, functional
 from parallelize.comm.link_profile import LinkProfile
+from parallelize.comm.shared_memory import SharedMemory
 from parallelize.comm.uncaught_errors import publish_uncaught_errors
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import AXES, MeshSpec, folded, folding_order, short_name
@@ -37,15 +38,18 @@ class GroupState:
         posted: lines that this rank has compared through the store (see `ops.matmul.op_handshake`).
         first_choices: what the group's first rank decided, by line.
         store_prefix: where the lines of this group are in the store; empty before the first one.
+        shared_memory: what its ranks have mapped (see `same_host`). has_no_shared_memory: they have tried, and cannot.
     """
 
-    __slots__ = ("first_choices", "posted", "profiles", "store_prefix")
+    __slots__ = ("first_choices", "has_no_shared_memory", "posted", "profiles", "shared_memory", "store_prefix")
 
     def __init__(self) -> None:
         self.profiles: dict[tuple[str, torch.dtype], LinkProfile] = {}
         self.posted: set[str] = set()
         self.first_choices: dict[str, str] = {}
         self.store_prefix = ""
+        self.shared_memory: SharedMemory | None = None
+        self.has_no_shared_memory = False
 
 
 _STATES: weakref.WeakKeyDictionary[Any, GroupState] = weakref.WeakKeyDictionary()  # process group -> its state
@@ -180,6 +184,8 @@ class Group:
             blocking.all_reduce(x, self.pg)
         elif not torch.compiler.is_compiling() and counts_collectives():
             functional.all_reduce(x, self.pg, op.name.lower())
+        elif op is dist.ReduceOp.MAX and (memory := blocking.shared_by(self.pg, x)) is not None:
+            memory.reduce(x, largest=True)
         else:
             dist.all_reduce(x, op, group=self.pg)
 

@@ -193,7 +193,11 @@ def test_generation_gives_the_same_tokens_in_every_variant(tmp_path):
     done = two_ranks("benchmarks.generate", *sizes, "--json", str(out))
     assert done.returncode == 0, done.stderr
     results = json.loads(out.read_text())["result"]
-    assert {"stock loop", "ours"} <= set(results["tokens_per_s"]) and "ours / stock loop" in results["ratios"]
+    assert [row["batch"] for row in results["rows"]] == [1, 8]
+    assert all({"stock loop", "ours"} <= set(row["ms"]["decode"]) for row in results["rows"])
+    assert all(
+        "ours / stock loop" in row["ratios"][phase] for row in results["rows"] for phase in ("prefill", "decode")
+    )
 
 
 @pytest.mark.sweep

@@ -51,6 +51,7 @@ class TensorFile:
         self.bytes_read = 0
         self._buffers = buffers or Buffers()
         self._checked_blocks: set[tuple[str, int]] = set()
+        self._map: mmap.mmap | None = None
         try:
             self.header = self._read_header(expected)
             sizes = {entry.name: entry.num_bytes for entry in self.header.entries.values()}
@@ -81,6 +82,7 @@ class TensorFile:
         self.close()
 
     def close(self) -> None:
+        self._map = None
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -143,6 +145,28 @@ class TensorFile:
                 at += length
         else:
             self._copy_mapped(entry, box, data)
+
+    def mapped(self, name: str, box: Box) -> T | None:
+        """A box of a tensor as a view of a private map of the file, which writes do not reach. None where it is not one run of bytes.
+
+        The map lives as long as views of it, also after `close`. Pages are read when they are used first, and digests are not compared.
+        Whoever truncates or overwrites the file meanwhile changes the values, or ends the process (SIGBUS).
+
+        Raises: CheckpointError `missing-tensor`, `truncated-file`.
+        """
+        entry = self.entry(name)
+        layout, dtype = runs(entry.shape, box), torch_dtype(entry.dtype)
+        begin = entry.start + layout.span[0] * entry.item_bytes
+        if volume(box) == 0 or not layout.is_contiguous or begin % entry.item_bytes:
+            return None
+        if self._map is None:
+            descriptor = self._opened()
+            if os.fstat(descriptor).st_size < self.size:
+                what = f"has less than the {self.size} bytes that it had when it was opened"
+                raise CheckpointError(Problem("truncated-file", what, str(self.path)))
+            self._map = mmap.mmap(descriptor, self.size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        view = torch.frombuffer(self._map, dtype=dtype, count=volume(box), offset=begin)
+        return view.view(shape_of(box))
 
     # -- without digests ----------------------------------------------------------------------------------------------
 

@@ -130,6 +130,11 @@ class HubFolder:
         """Copy a box of a tensor into `out`. Raises: CheckpointError of `TensorFile.read`."""
         self._file_of[name].read(name, box, out)
 
+    def mapped(self, name: str, box: Box) -> T | None:
+        """A box of a tensor as a view of the file, or None where it must be read. See `TensorFile.mapped`."""
+        file = self._file_of[name]
+        return file.mapped(name, box) if isinstance(file, TensorFile) else None
+
     def read_full(self, name: str) -> T:
         """A full tensor, on the CPU. Raises: CheckpointError of `TensorFile.read`."""
         code, shape = self.tensors[name]

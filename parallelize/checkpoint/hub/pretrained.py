@@ -24,6 +24,7 @@ from parallelize.checkpoint.format.boxes import (
 )
 from parallelize.checkpoint.format.host_memory import Arena, torch_dtype
 from parallelize.checkpoint.hub.folder import HubFolder
+from parallelize.checkpoint.hub.mapped_weights import check_mappable, map_parameters
 from parallelize.checkpoint.hub.names import ComputedTensor, ModelTensor, TensorSources, find_sources, source_names
 from parallelize.checkpoint.hub.part_views import in_source_order
 from parallelize.checkpoint.hub.quantized_tensors import (
@@ -52,10 +53,12 @@ class Loaded:
     Attributes:
         bytes_read: bytes of tensors that this rank read from the files.
         bytes_held: bytes of the local tensors that this rank filled.
+        bytes_mapped: those of them that are views of the files (`mapped=True`).
     """
 
     bytes_read: int
     bytes_held: int
+    bytes_mapped: int = 0
 
 
 def load_pretrained(
@@ -68,6 +71,7 @@ def load_pretrained(
     allow_unexpected: bool = False,
     allow_pickle: bool = False,
     rebuild: Rebuild | None = None,
+    mapped: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> Loaded:
     """Load the weights of a checkpoint in Hugging Face's layout into a model. A collective over all processes.
@@ -86,17 +90,23 @@ def load_pretrained(
         allow_unexpected: ignore tensors that the model does not have.
         allow_pickle: read `pytorch_model.bin` if there are no safetensors files; see `HubFolder`.
         rebuild: functions that recreate buffers of a model on the meta device, by name, as for `materialize`.
+        mapped: a parameter whose shard is one run of bytes in a safetensors file of the model's dtype (shards along dim 0, and full
+            tensors) becomes a view of the file, whose pages are read at their first use and copied at their first write; the file is
+            never written to. Others are copied. For a model on meta that is loaded to the CPU without ZeRO. The files must not be changed
+            while the model lives: its values would change, or the process would end (SIGBUS) where a file is truncated.
         timeout_s: seconds to wait for other ranks.
 
     Returns: the bytes read and filled by this rank.
     Raises: CheckpointError, on every rank: `missing-tensor` and `unexpected-tensor` with similar names, `wrong-shape`,
-        `wrong-dtype`, `twins-differ`, and those of the files (see `HubFolder`). The model is then unchanged.
+        `wrong-dtype`, `twins-differ`, `not-mappable`, and those of the files (see `HubFolder`). The model is then unchanged.
     Cost: two small rendezvous of all ranks (names and shapes; errors). No tensor is communicated.
     """
     module, on_mesh = model_on_mesh(model, mesh)
     sync = RankSync(on_mesh.mesh, timeout_s, own_group=False)
     try:
-        return _Load(module, on_mesh, sync, device, rebuild).run(folder, allow_missing, allow_unexpected, allow_pickle)
+        return _Load(module, on_mesh, sync, device, rebuild, mapped).run(
+            folder, allow_missing, allow_unexpected, allow_pickle
+        )
     finally:
         sync.close()
 
@@ -104,8 +114,16 @@ def load_pretrained(
 class _Load:
     """One load; `run` is the order of its steps."""
 
-    def __init__(self, module: nn.Module, on_mesh: ModelOnMesh, sync: RankSync, device: Any, rebuild: Rebuild | None):
-        self.module, self.on_mesh, self.sync, self.rebuild = module, on_mesh, sync, rebuild
+    def __init__(
+        self,
+        module: nn.Module,
+        on_mesh: ModelOnMesh,
+        sync: RankSync,
+        device: Any,
+        rebuild: Rebuild | None,
+        mapped: bool,
+    ):
+        self.module, self.on_mesh, self.sync, self.rebuild, self.mapped = module, on_mesh, sync, rebuild, mapped
         self.device = device or (on_mesh.mesh.device_type if on_mesh.mesh is not None else "cpu")
         self.meta_model = MetaModel(module)
         self.arena = Arena()
@@ -136,9 +154,16 @@ class _Load:
         return loaded
 
     def _read(self, hub: HubFolder, sources: TensorSources, staged: list[tuple[LocalTensor, T]]) -> Loaded:
+        if self.mapped:
+            check_mappable(self.module, self.device, self.meta_model.was_meta)
         if self.meta_model.was_meta:
-            self.meta_model.allocate(self.device, self.rebuild)
+            self.meta_model.allocate(self.device, self.rebuild, in_arena=not self.mapped)
         tensors = targets(self.on_mesh)
+        mapped: set[str] = set()
+        if self.mapped:
+            reads_of = lambda tensor: _jobs(tensor, tensor.stored.local, sources)  # noqa: E731
+            named = [(fqn_of(tensor), tensor) for tensor in tensors]
+            mapped, tensors = map_parameters(self.on_mesh, hub, named, sources.by_name, reads_of)
         quantized = [item for item in quantized_tensors(self.on_mesh) if item.name in sources.by_name]
         stored_as_codes = {name for item in quantized for name in (item.codes, item.scales)}
         if self.meta_model.was_meta:
@@ -150,10 +175,11 @@ class _Load:
         blocks = {fqn_of(t): (t, self._destination(t)) for t in tensors if fqn_of(t) in stored_as_codes}
         jobs = [job for tensor, destination in destinations for job in _jobs(tensor, destination, sources)]
         jobs.sort(key=lambda job: (hub.position(job.source), job.box))
-        total = sum(volume(job.box) * job.out.element_size() for job in jobs)
+        unread = [job for job in jobs if job.target not in mapped]
+        total = sum(volume(job.box) * job.out.element_size() for job in unread)
         total += sum(bytes_to_read(item, blocks[item.scales][0]) for item in quantized)
         with Progress("loading", self.sync.is_coordinator, total) as progress, torch.no_grad():
-            for job in jobs:
+            for job in unread:
                 hub.read(job.source, job.box, job.out)
                 progress(volume(job.box) * job.out.element_size())
             _compute(hub, sources, destinations)
@@ -163,8 +189,10 @@ class _Load:
         if not self.meta_model.was_meta:
             staged += [*destinations, *blocks.values()]
         filled += [tensor for tensor, _ in blocks.values()]
-        filled_bytes = sum(tensor.stored.local.numel() * tensor.stored.local.element_size() for tensor in filled)
-        return Loaded(hub.bytes_read, filled_bytes)
+        filled_bytes = {fqn_of(tensor): 0 for tensor in filled}
+        for tensor in filled:  # a parameter and its copy in another dtype have one name
+            filled_bytes[fqn_of(tensor)] += tensor.stored.local.nbytes
+        return Loaded(hub.bytes_read, sum(filled_bytes.values()), sum(filled_bytes[name] for name in mapped))
 
     def _destination(self, tensor: LocalTensor) -> T:
         """What is filled for a local tensor: itself where the model was on meta, else memory beside it."""
@@ -205,11 +233,12 @@ def fqn_of(tensor: LocalTensor) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """One read: a box of a tensor of the folder, and a view of its shape to read it into."""
+    """One read: a box of a tensor of the folder, and a view of its shape, in the tensor `target` of the model, to read it into."""
 
     source: str
     box: Box
     out: T
+    target: str
 
 
 def _jobs(tensor: LocalTensor, destination: T, sources: TensorSources) -> Iterable[_Job]:
@@ -222,7 +251,8 @@ def _jobs(tensor: LocalTensor, destination: T, sources: TensorSources) -> Iterab
             shared = intersection(stored, part.target)
             if shared is not None:
                 local = relative_to(relative_to(shared, starts(stored)), [-side.start for side in pair.local])
-                yield _Job(part.source, part.source_box(shared), in_source_order(destination[slices_of(local)], part))
+                out = in_source_order(destination[slices_of(local)], part)
+                yield _Job(part.source, part.source_box(shared), out, fqn_of(tensor))
 
 
 def _compute(hub: HubFolder, sources: TensorSources, destinations: Sequence[tuple[LocalTensor, T]]) -> None:

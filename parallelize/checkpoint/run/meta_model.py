@@ -27,17 +27,17 @@ class MetaModel:
         self._all_meta = all(parameter.is_meta for parameter in module.parameters())
         self._before: list[tuple[dict, dict]] = []
 
-    def allocate(self, device: Any = None, rebuild: Rebuild | None = None) -> None:
-        """Allocate parameters and buffers; on the CPU in huge pages."""
+    def allocate(self, device: Any = None, rebuild: Rebuild | None = None, *, in_arena: bool = True) -> None:
+        """Allocate parameters and buffers; on the CPU in huge pages. in_arena=False: the caller chooses the memory of parameters."""
         for owner in self.module.modules():
             self._before += [(entries, dict(entries)) for entries in (owner._parameters, owner._buffers)]
         allocate(self.module, device, rebuild)
         data = data_of(self.module)
-        if data is not None and data.zero == 3:  # `fully_shard` has views of its own
+        if not in_arena or (data is not None and data.zero == 3):  # `fully_shard` has views of its own
             return
         arena = Arena()
         for _, parameter in named_once(self.module):
-            _move(parameter, arena)
+            move_to_arena(parameter, arena)
 
     def cleared_local(self, tensor: LocalTensor) -> torch.Tensor:
         """The local tensor to fill, with zeros in its padding."""
@@ -61,13 +61,16 @@ def _is_real(parameter: Any) -> bool:
     return parameter is not None and not parameter.is_meta
 
 
-def _move(parameter: Any, arena: Arena) -> None:
-    """Move an allocated parameter, which has not been written to, to memory of the arena."""
+def move_to_arena(parameter: Any, arena: Arena) -> None:
+    """Move an allocated parameter, which has not been written to, to memory of the arena, where it is on the CPU."""
     local = to_local(parameter)
-    if local.device.type != "cpu":
-        return
-    new = arena.take(tuple(local.shape), local.dtype)
+    if local.device.type == "cpu":
+        place(parameter, arena.take(tuple(local.shape), local.dtype))
+
+
+def place(parameter: Any, local: torch.Tensor) -> None:
+    """Make a tensor of the same shape and dtype the memory of an allocated parameter, or of its local tensor."""
     if isinstance(parameter, DTensor):
-        private.set_local(parameter, new)
+        private.set_local(parameter, local)
     else:
-        parameter.data = new
+        parameter.data = local

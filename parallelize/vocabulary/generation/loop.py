@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallelize.applied.records import record_of
+from parallelize.comm.same_host import through_shared_memory
 from parallelize.errors import ModelError, Problem, ShapeError
 from parallelize.models.wrapped_models import forward_signature
 from parallelize.ops.random.counter import key
 from parallelize.ops.vocabulary.vocabulary_shard import check_ids
+from parallelize.vocabulary.generation.growing_cache import reserve
 from parallelize.vocabulary.generation.transformers_generate import refuse_split
 from parallelize.vocabulary.logits.forms import shard_of
 from parallelize.vocabulary.sampling.candidates import Candidates
@@ -54,7 +58,8 @@ def generate(
     Returns: [B, S + n], prompts and new tokens, where n <= max_new_tokens is the number of the longest row.
     Raises: before the first forward, ModelError `training-mode`, `no-cache`, `cut-model`, `generate-over-cp`; ShapeError
         `bad-prompts`, `bad-mask`, `right-padding`, `bad-option`, `too-long`, `id-out-of-range`.
-    Cost: one forward of S tokens, then one forward per new token, and the communication of one `sample` per token.
+    Cost: one forward of S tokens, then one forward per new token, and the communication of one `sample` per token. Gloo ranks of
+        one host sum through shared memory meanwhile (see `through_shared_memory`); a plain cache grows in place.
     """
     parameters = _check_model(model)
     _check_prompts(input_ids, attention_mask)
@@ -67,19 +72,27 @@ def generate(
     extra_inputs = _ExtraInputs(attention_mask, start + max_new_tokens, parameters)
     ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     cache, stop = None, start
-    for new in range(max_new_tokens):
-        first = 0 if new == 0 else stop - 1
-        inputs = extra_inputs(first, stop)
-        out = model(input_ids=tokens[:, first:stop], past_key_values=cache, use_cache=True, **inputs)
-        cache = _cache_of(model, out)
-        drawn = draw(Candidates.of(*shard_of(out.logits[:, -1])), options, key(seed, "sample", new))
-        tokens[:, stop] = torch.where(ended, pad, drawn)
-        stop += 1
-        if stops:
-            ended |= torch.isin(drawn, ending)
-            if bool(ended.all()):
-                break
+    with _fast_sums(model):
+        for new in range(max_new_tokens):
+            first = 0 if new == 0 else stop - 1
+            inputs = extra_inputs(first, stop)
+            out = model(input_ids=tokens[:, first:stop], past_key_values=cache, use_cache=True, **inputs)
+            cache = _cache_of(model, out)
+            if new == 0:
+                reserve(cache, start + max_new_tokens)
+            drawn = draw(Candidates.of(*shard_of(out.logits[:, -1])), options, key(seed, "sample", new))
+            tokens[:, stop] = torch.where(ended, pad, drawn)
+            stop += 1
+            if stops:
+                ended |= torch.isin(drawn, ending)
+                if bool(ended.all()):
+                    break
     return tokens[:, :stop].clone()
+
+
+def _fast_sums(model: Any) -> AbstractContextManager[None]:
+    record = record_of(getattr(model, "_orig_mod", model))  # compiled or not
+    return nullcontext() if record is None else through_shared_memory(record.group, record.mesh.device_type)
 
 
 class _ExtraInputs:

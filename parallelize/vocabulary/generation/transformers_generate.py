@@ -17,6 +17,7 @@ from torch import nn
 
 from parallelize.applied.records import applied, cut_of, record_of
 from parallelize.comm.groups import Group
+from parallelize.comm.same_host import through_shared_memory
 from parallelize.errors import ModelError, Problem
 from parallelize.styles.contract import Conversion
 from parallelize.vocabulary.logits.sharded_logits import ShardedLogits
@@ -40,7 +41,12 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     refuse_split(self)
     record = record_of(self)
     assert record is not None
-    with full_logits(self), same_generator_states(record.group, torch.device(record.mesh.device_type)):
+    device = torch.device(record.mesh.device_type)
+    with (
+        full_logits(self),
+        same_generator_states(record.group, device),
+        through_shared_memory(record.group, device.type),
+    ):
         return type(self).generate(self, *args, **kwargs)
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
 
-from parallelize import build_mesh, load_pretrained, save_pretrained
+from parallelize import build_mesh, load_pretrained, parallelize_module, save_pretrained
 from parallelize.errors import ParallelizeError
 from parallelize.pipeline.parallel_model import ParallelModel
 from parallelize.randomness.init.initialize import build_on_meta
 from parallelize.training import parallelize_model
+from parallelize.zero.buckets import to_local
 from tests.checkpoint.checkpoint_jobs import full
 from tests.support.models import tiny_model
 
@@ -53,6 +55,56 @@ def class_and_config(folder: str) -> tuple[Any, Any]:
 def loaded_on_mesh(folder: str, axes: dict[str, int], options: dict[str, Any], **more: Any) -> ParallelModel:
     cls, config = class_and_config(folder)
     return parallelize_model(build_on_meta(cls, config), build_mesh("cpu", **axes), **options, **more)
+
+
+def planned_on_meta(folder: str, axes: dict[str, int]) -> Any:
+    cls, config = class_and_config(folder)
+    return parallelize_module(build_on_meta(cls, config), build_mesh("cpu", **axes))
+
+
+def load_mapped(rank: int, folder: str, axes: dict[str, int]) -> list[str]:
+    """Check that a mapped load has the weights of a copied one, where they are, and that training it does not reach the files."""
+    copied, model = planned_on_meta(folder, axes), planned_on_meta(folder, axes)
+    load_pretrained(copied, folder)
+    before = {path.name: path.read_bytes() for path in Path(folder).glob("*.safetensors")}
+    result = load_pretrained(model, folder, mapped=True)
+    problems = []
+    weights = dict(copied.named_parameters())
+    sizes = {True: 0, False: 0}
+    addresses = mapped_addresses(folder)
+    for name, parameter in model.named_parameters():
+        local, expected = to_local(parameter), to_local(weights[name])
+        problems += [] if torch.equal(local, expected) and local.is_contiguous() else [name]
+        sizes[any(start <= local.data_ptr() < stop for start, stop in addresses)] += local.nbytes
+    if (result.bytes_mapped, result.bytes_read) != (sizes[True], sizes[False]) or not sizes[True]:
+        problems.append(f"{result} and {sizes}")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    changed = {path.name: path.read_bytes() for path in Path(folder).glob("*.safetensors")} != before
+    for name, parameter in model.named_parameters():
+        problems += [] if torch.equal(to_local(parameter), to_local(weights[name]) + 1.0) else [f"{name}, written"]
+    return problems + (["files changed"] if changed else [])
+
+
+def slug_of_mapped(rank: int, folder: str, reason: str) -> tuple[str, bool]:
+    """(the slug of a refused load, whether the model is as before)."""
+    model = planned_on_meta(folder, {"tp": 2} if reason != "zero" else {"dp": 2, "tp": 1})
+    if reason == "zero":
+        fully_shard(model, mesh=build_mesh("cpu", dp=2, tp=1)["dp"])
+    elif reason == "values":
+        load_pretrained(model, folder)
+    try:
+        load_pretrained(model, folder, mapped=True, device="meta" if reason == "device" else None)
+    except ParallelizeError as error:
+        return error.slugs[0], all(parameter.is_meta != (reason == "values") for parameter in model.parameters())
+    return "", False
+
+
+def mapped_addresses(folder: str) -> list[tuple[int, int]]:
+    """The addresses in this process at which files of a folder are mapped."""
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
+    return [tuple(int(side, 16) for side in line.split()[0].split("-")) for line in lines]  # type: ignore[misc]
 
 
 def load_and_save(rank: int, folder: str, axes: dict[str, int], options: dict[str, Any], out: str) -> list[str]:

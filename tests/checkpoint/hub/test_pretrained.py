@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +59,19 @@ def test_loading_and_saving_gives_the_same_folder(four_processes, sources, tmp_p
 def test_experts_are_stacked_and_unstacked(four_processes, sources, tmp_path, axes, options):
     for wrong in four_processes.run(jobs.load_and_save, sources("mixtral"), axes, options, str(tmp_path / "out")):
         assert not wrong
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the test reads where files are mapped")
+@pytest.mark.variants(every=6)
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 1}], ids=["tp", "dp"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "mixtral"])
+def test_mapped_weights_are_those_of_the_files_and_never_written_to_them(two_processes, sources, family, axes):
+    assert two_processes.run(jobs.load_mapped, sources(family), axes) == [[]] * 2
+
+
+@pytest.mark.parametrize("reason", ["zero", "values", "device"])
+def test_what_cannot_be_mapped_is_refused_on_every_rank(two_processes, sources, reason):
+    assert two_processes.run(jobs.slug_of_mapped, sources("llama"), reason) == [("not-mappable", True)] * 2
 
 
 def test_damaged_folders_are_refused(two_processes, sources, tmp_path):

@@ -186,9 +186,9 @@ def _forward_findings(subject: Subject, setting: Setting, resolved: ResolvedPlan
             return
     mistakes = [*_misread(forwards), *_output_is_a_shard(forwards), *_not_reduced(forwards)]
     yield from (Finding("error", problem) for problem in mistakes)
-    if not mistakes and not setting.sequence_parallel and setting.ep == 1:
+    if not mistakes and setting.ep == 1:
         yield from (
-            Finding(severity, problem) for severity, problem in dims_findings(*_built(subject, setting), resolved)
+            Finding(severity, problem) for severity, problem in dims_findings(*built(subject, setting), resolved)
         )
     yield from (Finding("warning", problem) for problem in _never_called(forwards))
 
@@ -204,8 +204,8 @@ def run_forwards(subject: Subject, setting: Setting, attention: str = "") -> tup
 
     attention: an attention implementation instead of the model's own.
     """
-    unsharded = forward_shapes(*_built(subject, setting, attention))
-    model, inputs = _built(subject, setting, attention)
+    unsharded = forward_shapes(*built(subject, setting, attention))
+    model, inputs = built(subject, setting, attention)
     with fake_mesh(MeshSpec(tp=setting.size("tp"))) as mesh:
         modes: dict[str, Any] = {
             "sequence_parallel": setting.sequence_parallel,
@@ -214,13 +214,13 @@ def run_forwards(subject: Subject, setting: Setting, attention: str = "") -> tup
             "etp": setting.etp,
         }
         try:
-            parallelize_module(model, mesh, subject.plan_for(setting), overlap="off", **modes)
+            parallelize_module(model, mesh, subject.plan_for(setting), overlap="off", trace=False, **modes)
         except ParallelizeError as error:
             return unsharded, ForwardShapes(error=error)
         return unsharded, forward_shapes(model, inputs)
 
 
-def _built(subject: Subject, setting: Setting, attention: str = "") -> tuple[Any, dict[str, Any]]:
+def built(subject: Subject, setting: Setting, attention: str = "") -> tuple[Any, dict[str, Any]]:
     """The model on meta, equal layers once, and inputs of its forward."""
     tp = setting.size("tp")
     classes = layer_classes(subject.layers(setting), subject.model(setting.weights_dtype))

@@ -35,7 +35,7 @@ MAX_MODULES = 5_000
 """A model of more modules is not traced by default. A forward of 1,000 modules is recorded in about half a second."""
 SECONDS = 5.0
 
-_right: dict[tuple[Any, ...], None] = {}  # what was traced in this process without a mistake
+_traced_before: dict[tuple[Any, ...], str] = {}  # in this process, without a mistake; or why it could not be
 _lock = threading.Lock()  # ranks may be threads, and operations of meta tensors are replaced meanwhile
 
 
@@ -57,9 +57,9 @@ def check_by_trace(
     if not reason:
         key = (type(module), repr(getattr(module, "config", "")), *sorted(resolved.structure().items()))
         with _lock:
-            reason = "" if key in _right else _traced(module, resolved, trace is None, inputs)
-            if not reason:
-                _right[key] = None
+            if key not in _traced_before or (trace and _traced_before[key]):
+                _traced_before[key] = _traced(module, resolved, trace is None, inputs)
+            reason = _traced_before[key]
     if reason and trace:
         fix = "trace=None, which leaves it out; `parallelize verify` compares the numbers"
         raise ModelError(Problem("untraceable-model", f"{type(module).__name__} is not traced: {reason}", fix=fix))

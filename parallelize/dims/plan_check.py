@@ -7,6 +7,7 @@ anything runs on a mesh: an operation that needs all of a dim that the plan shar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from parallelize.dims.classes import Blocked, Classes
 from parallelize.dims.factors import Factor, leaves
@@ -48,14 +49,18 @@ class PlanCheck:
     # -- what the shards need ----------------------------------------------------------------------------------------------
 
     def _mixed(self) -> Iterator[Problem]:
-        """Operations that need all of what is sharded."""
+        """Operations that need all of what is sharded, each once with all parameters that it makes unshardable."""
+        by_operation: dict[str, dict[str, Shard]] = {}
         for name, shard in self.shards.items():
             for factor in shard.factors:
                 blocked = self.classes.blocked.get(factor)
                 if blocked is not None:
-                    yield self._problem(
-                        "mixed-features", name, f"{_sentence(blocked)} needs all of what is sharded", shard.row
-                    )
+                    by_operation.setdefault(_sentence(blocked), {}).setdefault(generic(name), shard)
+        for sentence, shards in by_operation.items():
+            (name, shard), *others = shards.items()
+            problem = self._problem("mixed-features", name, f"{sentence} needs all of what is sharded", shard.row)
+            more = [("sharded too", ", ".join(other for other, _ in others))] if others else []
+            yield replace(problem, rows=(*problem.rows, *more))
 
     def _crossed(self) -> Iterator[Problem]:
         """Parameters that are sharded along another factor than those with which they are computed."""

@@ -177,7 +177,11 @@ def _forward_findings(subject: Subject, setting: Setting, resolved: ResolvedPlan
         yield Finding("warning", Problem("cannot-run-forward", what, fix="check by `parallelize verify`"))
         return
     if forwards.planned.error is not None:
-        yield Finding("error", _failed(forwards))
+        failed = _failed(forwards)
+        if failed.slug in _OF_OPERATIONS:
+            yield from _refused_operation(subject, setting, resolved, failed)
+        else:
+            yield Finding("error", failed)
         return
     for attention in _other_attentions(model):
         other = _Forwards(*run_forwards(subject, setting, attention), resolved, attention)
@@ -191,6 +195,16 @@ def _forward_findings(subject: Subject, setting: Setting, resolved: ResolvedPlan
             Finding(severity, problem) for severity, problem in dims_findings(*built(subject, setting), resolved)
         )
     yield from (Finding("warning", problem) for problem in _never_called(forwards))
+
+
+def _refused_operation(subject: Subject, setting: Setting, resolved: ResolvedPlan, failed: Problem) -> list[Finding]:
+    """A forward that is refused for an operation, as the trace says it: with the module's name and the rule, and with parameters that
+    were left full."""
+    if setting.ep > 1:
+        return [Finding("error", failed)]
+    traced = [Finding(*found) for found in dims_findings(*built(subject, setting), resolved)]
+    same = [finding for finding in traced if finding.problem.slug == failed.slug]
+    return same or [Finding("error", failed), *(found for found in traced if found.problem.slug == "left-full")]
 
 
 def _other_attentions(model: ModelFacts) -> Sequence[str]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from parallelize import derive_plan
 from parallelize.analysis.show.canvas import box, legend, line, picture, text_at
 from parallelize.analysis.show.stylesheet import STYLE
-from parallelize.derivation.example_inputs import inputs_of
 from parallelize.dims.classes import Classes, output_dim
 from parallelize.dims.factors import Factor, size_of
 from parallelize.dims.trace import record_forward
+from parallelize.models.example_inputs import inputs_of
 from parallelize.models.model_source import source_of
 from parallelize.plan.pattern import is_default, matches
 from parallelize.plan.schema import Plan

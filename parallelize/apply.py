@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ from parallelize.zero.other_optimizers import watch_optimizers
 from parallelize.zero.replicas import compare_weights
 from parallelize.zero.router_loss import share_router_loss
 
+_TRACE = "parallelize.analysis.automatic_trace"
+"""On a higher floor: it runs forwards of models on tensors without values, as `lint` does."""
 PlanLike = Plan | str | os.PathLike | Mapping[str, Any] | Any
 
 
@@ -106,6 +109,7 @@ def parallelize_module(
     device: torch.device | str | None = None,
     check_replicated: bool | None = None,
     own_reduction: bool = False,
+    trace: bool | None = None,
     handshake_timeout_s: float = TIMEOUT_S,
 ) -> nn.Module:
     """Apply tensor, sequence and loss parallelism to a stock module, in place, and return it.
@@ -134,6 +138,9 @@ def parallelize_module(
         own_reduction: the caller sums gradients over the mesh's data axes, in its own code; those of experts that `ep` folds over
             them over `dp_replicate` and `edp` of their own mesh (`parameter.device_mesh`) alone. Without it, `shard_data` or
             `fully_shard` must be applied before the first backward, which is refused otherwise.
+        trace: follow the dims of the plan through a forward of the stock model, on a copy without values: an operation that needs all of
+            what a rank has a part of is then named before anything is changed. None: once for each class, config and plan of the process,
+            where the inputs are known and it takes seconds at most. True: or ModelError `untraceable-model`. False: not.
         handshake_timeout_s: how long ranks wait for each other before the missing ones are named.
 
     Returns: the same module; its parameters are DTensors, its activations plain local tensors.
@@ -159,7 +166,7 @@ def parallelize_module(
         return resolved
 
     storage = Storage(src_data_rank, weights_dtype, device, check_replicated)
-    apply_plan(module, mesh, decide, storage, handshake_timeout_s)
+    apply_plan(module, mesh, decide, storage, handshake_timeout_s, trace=trace)
     if mesh_spec(mesh).ranks(*DATA_AXES) > 1 and not own_reduction and applied(module).data is None:
         guard_gradients(module, mesh, NOT_REDUCED)
     record = record_of(module)
@@ -175,10 +182,12 @@ def apply_plan(
     decide: Callable[[], ResolvedPlan],
     storage: Storage | None = None,
     timeout_s: float = TIMEOUT_S,
+    *,
+    trace: bool | None = False,
 ) -> nn.Module:
     """`parallelize_module` by a resolved plan. decide: returns it; what it raises is raised on every rank."""
     storage = storage or Storage()
-    agreed = _agree_on_plan(module, mesh, decide, storage, timeout_s)
+    agreed = _agree_on_plan(module, mesh, decide, storage, timeout_s, trace)
     if storage.check_replicated is not False and tp_mesh(mesh).size() > 1:
         names = _full_on_each_rank(module, agreed.plan, storage.compares)
         compare_weights(module, mesh, Group(tp_mesh(mesh).get_group()), "tp", names)
@@ -212,7 +221,12 @@ class _Agreed:
 
 
 def _agree_on_plan(
-    module: nn.Module, mesh: DeviceMesh, decide: Callable[[], ResolvedPlan], storage: Storage, timeout_s: float
+    module: nn.Module,
+    mesh: DeviceMesh,
+    decide: Callable[[], ResolvedPlan],
+    storage: Storage,
+    timeout_s: float,
+    trace: bool | None,
 ) -> _Agreed:
     """Resolve and check the plan, and compare what it depends on over ranks; or raise the same error on every rank."""
     tp = tp_mesh(mesh)
@@ -234,8 +248,15 @@ def _agree_on_plan(
         refuse_wrapped(module)
         refuse_offloaded(module)
         refuse_early_optimizers(module, _replaced(module, local_plan))
+        check_by_trace(module, resolved, trace)
         overlapped = check_call_sites(local_plan, local_model, Group(tp.get_group()), torch.device(mesh.device_type))
     return _Agreed(resolved, local_model, local_plan, overlapped)
+
+
+def check_by_trace(module: nn.Module, resolved: ResolvedPlan, trace: bool | None) -> None:
+    """`analysis/automatic_trace.py`, which is loaded where something is traced. Raises: as it does."""
+    if trace is not False and resolved.tp_size > 1:
+        import_module(_TRACE).check_by_trace(module, resolved, trace)
 
 
 def _refuse_styles_of_codes(resolved: ResolvedPlan) -> None:

@@ -18,7 +18,7 @@ from parallelize.applied.offloaded_models import refuse_offloaded
 from parallelize.applied.other_wrappers import refuse_wrapped
 from parallelize.applied.records import cut_of
 from parallelize.applied.storage import Storage
-from parallelize.apply import apply_plan
+from parallelize.apply import apply_plan, check_by_trace
 from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.groups import mesh_spec, with_tp
 from parallelize.comm.handshake import agree_on
@@ -78,6 +78,7 @@ def parallelize_model(
     whole: Collection[str] | Mapping[str, bool] = (),
     share_inputs: bool = False,
     check_replicated: bool = True,
+    trace: bool | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> ParallelModel:
     """Put a stock model on a mesh of `pp`, `dp_replicate`, `dp` (or `dp_shard`), `cp` and `tp`, in place; axes may be absent.
@@ -97,6 +98,7 @@ def parallelize_model(
         check_replicated: compare what ranks must have alike, by digest: the parameters of data ranks now, in each step
             inputs, targets, mode and hyperparameters, and in every `compare_every`-th step the parameters that ranks store
             alike. False turns all of it off.
+        trace: as for `parallelize_module`.
 
     Returns: the model with its step, optimizer and clipping.
     Raises: MeshError `unknown-axis`, `no-data-axis`; ModelError `unknown-option`, `bad-option`, `bad-zero-stage`,
@@ -114,6 +116,7 @@ def parallelize_model(
         _check(module, spec, complete, initialize)
         resolved = resolve(chosen, describe(module), spec, complete, costs=costs, assignment=assignment)
         agreed |= resolved.structure()
+        check_by_trace(module, resolved, trace)  # before stages are cut
         if drops(module) and (unplaceable := unknown_layouts(resolved)):
             raise ModelError(*unplaceable)
 

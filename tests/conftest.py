@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PARALLELIZE_TRACE", "off")  # tests apply plans thousands of times; those of the trace turn it on
 
 import sys
 import zlib

@@ -56,6 +56,9 @@ def _add_lint(verbs: Any) -> None:
     lint.add_argument("--model", metavar="MODEL", help=f"check against it: {MODEL}")
     lint.add_argument("--mesh", help="such as pp=2,dp=4,tp=8 (default with a model: tp=2)")
     lint.add_argument("--world-size", type=int, metavar="N", help="processes that there will be")
+    lint.add_argument(
+        "--trace", action="store_true", help="also say how much of the plan was followed through the forward"
+    )
     add_options(lint)
     _add_overrides(lint)
     add_json(lint)
@@ -147,8 +150,12 @@ def _subject(model: str, plan: Any, overrides: list[str]) -> Subject:
 def _lint(options: argparse.Namespace) -> int:
     if not options.plans and options.model is None:
         raise PlanError(Problem("nothing-to-lint", "no plan and no model was given", fix="parallelize lint my.yaml"))
+    if options.trace and options.model is None:
+        fix = "parallelize lint my.yaml --model llama --trace"
+        raise PlanError(Problem("nothing-to-trace", "--trace follows a plan through a model's forward", fix=fix))
     findings: list[tuple[str, Problem]] = []
     passed: list[str] = []
+    notes: list[str] = []
     for name in options.plans or [None]:
         plan_findings, plan = _lint_plan(name, options)
         findings += plan_findings
@@ -156,19 +163,34 @@ def _lint(options: argparse.Namespace) -> int:
             linted = f"{plan.source}: {len(plan.rules)} rules" if plan is not None else f"{options.model}"
             against = f", {options.model} on {options.mesh or 'tp=2'}" if options.model else ""
             passed.append(f"{linted}, no mistakes{against}")
+        notes += _trace_notes(plan, options)
     if options.json:
-        print_json({"findings": [{"severity": severity, **as_data(problem)} for severity, problem in findings]})
+        data = [{"severity": severity, **as_data(problem)} for severity, problem in findings]
+        print_json({"findings": data, **({"trace": notes} if options.trace else {})})
     else:
         for severity, problem in findings:
             if severity == "error":
                 report([problem], as_json=False)
             else:
                 say(f"warning: {problem}")
-        for line in passed:
+        for line in (*passed, *notes):
             print(line)
     if any(severity == "error" for severity, _ in findings):
         return MISTAKE
     return PROBLEM_FOUND if any(_is_unchecked(problem) for _, problem in findings) else FINE
+
+
+def _trace_notes(plan: Plan | None, options: argparse.Namespace) -> list[str]:
+    if not options.trace or options.model is None:
+        return []
+    from parallelize.analysis.cost.setting import Setting
+    from parallelize.analysis.trace_notes import trace_notes
+
+    setting = Setting(MeshSpec.parse(options.mesh or "tp=2"), **options_given(options))
+    try:
+        return list(trace_notes(_subject(options.model, plan, options.set), setting))
+    except ParallelizeError:  # which is among the findings
+        return []
 
 
 def _is_unchecked(problem: Problem) -> bool:

@@ -8,9 +8,7 @@ from typing import Any
 from torch import nn
 
 from parallelize.analysis.record.attention_model import forwards_on_meta
-from parallelize.dims.classes import Classes
-from parallelize.dims.plan_check import PlanCheck
-from parallelize.dims.trace import record_forward
+from parallelize.dims.plan_trace import trace_plan
 from parallelize.errors import Problem
 from parallelize.plan.resolved import ResolvedPlan
 
@@ -20,13 +18,14 @@ def dims_findings(model: nn.Module, inputs: Mapping[str, Any], resolved: Resolve
 
     Args:
         model: on the meta device; layers that equal others may be left out. inputs: keyword arguments of its forward.
-        resolved: the plan over `tp`, without sequence parallelism.
+        resolved: the plan over `tp`.
     """
+    if any(row.fact.packs != 1 or row.fact.counts != 1 for row in resolved.parameters.values()):
+        return  # quantized weights, which other operations compute with
     inputs = {name: value for name, value in inputs.items() if name != "targets"}
     try:
         with forwards_on_meta(model):
-            classes = Classes(record_forward(model, inputs), model)
-        problems = PlanCheck(classes, resolved).problems()
+            problems = trace_plan(model, inputs, resolved).problems
     except Exception as error:  # a forward may do what cannot be followed: what else was checked stands
         reason = (str(error).splitlines() or [""])[0]
         what = f"the dims of the forward cannot be followed ({type(error).__name__}: {reason})"

@@ -177,7 +177,11 @@ def _forward_findings(subject: Subject, setting: Setting, resolved: ResolvedPlan
         yield Finding("warning", Problem("cannot-run-forward", what, fix="check by `parallelize verify`"))
         return
     if forwards.planned.error is not None:
-        yield Finding("error", _failed(forwards))
+        failed = _failed(forwards)
+        if failed.slug in _OF_OPERATIONS:
+            yield from _refused_operation(subject, setting, resolved, failed)
+        else:
+            yield Finding("error", failed)
         return
     for attention in _other_attentions(model):
         other = _Forwards(*run_forwards(subject, setting, attention), resolved, attention)
@@ -186,11 +190,21 @@ def _forward_findings(subject: Subject, setting: Setting, resolved: ResolvedPlan
             return
     mistakes = [*_misread(forwards), *_output_is_a_shard(forwards), *_not_reduced(forwards)]
     yield from (Finding("error", problem) for problem in mistakes)
-    if not mistakes and not setting.sequence_parallel and setting.ep == 1:
+    if not mistakes and setting.ep == 1:
         yield from (
-            Finding(severity, problem) for severity, problem in dims_findings(*_built(subject, setting), resolved)
+            Finding(severity, problem) for severity, problem in dims_findings(*built(subject, setting), resolved)
         )
     yield from (Finding("warning", problem) for problem in _never_called(forwards))
+
+
+def _refused_operation(subject: Subject, setting: Setting, resolved: ResolvedPlan, failed: Problem) -> list[Finding]:
+    """A forward that is refused for an operation, as the trace says it: with the module's name and the rule, and with parameters that
+    were left full."""
+    if setting.ep > 1:
+        return [Finding("error", failed)]
+    traced = [Finding(*found) for found in dims_findings(*built(subject, setting), resolved)]
+    same = [finding for finding in traced if finding.problem.slug == failed.slug]
+    return same or [Finding("error", failed), *(found for found in traced if found.problem.slug == "left-full")]
 
 
 def _other_attentions(model: ModelFacts) -> Sequence[str]:
@@ -204,8 +218,8 @@ def run_forwards(subject: Subject, setting: Setting, attention: str = "") -> tup
 
     attention: an attention implementation instead of the model's own.
     """
-    unsharded = forward_shapes(*_built(subject, setting, attention))
-    model, inputs = _built(subject, setting, attention)
+    unsharded = forward_shapes(*built(subject, setting, attention))
+    model, inputs = built(subject, setting, attention)
     with fake_mesh(MeshSpec(tp=setting.size("tp"))) as mesh:
         modes: dict[str, Any] = {
             "sequence_parallel": setting.sequence_parallel,
@@ -214,13 +228,13 @@ def run_forwards(subject: Subject, setting: Setting, attention: str = "") -> tup
             "etp": setting.etp,
         }
         try:
-            parallelize_module(model, mesh, subject.plan_for(setting), overlap="off", **modes)
+            parallelize_module(model, mesh, subject.plan_for(setting), overlap="off", trace=False, **modes)
         except ParallelizeError as error:
             return unsharded, ForwardShapes(error=error)
         return unsharded, forward_shapes(model, inputs)
 
 
-def _built(subject: Subject, setting: Setting, attention: str = "") -> tuple[Any, dict[str, Any]]:
+def built(subject: Subject, setting: Setting, attention: str = "") -> tuple[Any, dict[str, Any]]:
     """The model on meta, equal layers once, and inputs of its forward."""
     tp = setting.size("tp")
     classes = layer_classes(subject.layers(setting), subject.model(setting.weights_dtype))

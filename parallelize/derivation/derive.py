@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from parallelize.derivation.draft import Draft, Drafting, leaves_something
-from parallelize.derivation.example_inputs import inputs_of
 from parallelize.derivation.plan_text import Heading, Sections, plan_text
 from parallelize.derivation.proof import Proof, provable, prove
 from parallelize.derivation.region_search import find_region
@@ -21,6 +20,7 @@ from parallelize.dims.classes import Choice, Classes
 from parallelize.dims.record import Record
 from parallelize.dims.trace import record_forward
 from parallelize.errors import MeshError, ModelError, Problem
+from parallelize.models.example_inputs import inputs_of
 from parallelize.models.model_source import ModelSource, source_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic

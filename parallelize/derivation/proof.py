@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.derivation.example_inputs import floating_outputs
 from parallelize.errors import ParallelizeError
+from parallelize.models.example_inputs import floating_outputs
 from parallelize.models.model_source import ModelSource
 from parallelize.plan.schema import Plan
 from parallelize.verification.verify import verify
@@ -49,7 +49,7 @@ def prove(source: ModelSource, plan: Plan | None, tp: int) -> Proof:
     """
     for seed in _SEEDS:
         try:
-            result = verify(source, plan, f"tp={tp}", full_size=True, seed=seed)
+            result = verify(source, plan, f"tp={tp}", full_size=True, seed=seed, trace=False)
         except ParallelizeError as error:
             rows = [value for problem in error.problems for _, value in problem.rows]
             return Proof(False, str(error), rows[0].split(" ")[0] if rows else "", error.slugs)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.derivation.example_inputs import inputs_of
 from parallelize.derivation.proof import Proof, provable, prove
 from parallelize.derivation.small_config import small_configs
 from parallelize.dims.trace import record_forward
 from parallelize.errors import ModelError, ParallelizeError, Problem
+from parallelize.models.example_inputs import inputs_of
 from parallelize.models.model_source import ModelSource
 from parallelize.plan.schema import Plan
 from parallelize.verification.scale import disable_dropout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -74,10 +74,16 @@ class Choice:
 
 
 class Classes:
-    """The factors of a record, and what is known of each."""
+    """The factors of a record, and what is known of each.
 
-    def __init__(self, record: Record, model: nn.Module):
+    Args:
+        record: of a forward. model: that ran it.
+        counts: (module, whether there is a rule for the operation) -> whether an operation that needs all of a dim is counted. None: all are.
+    """
+
+    def __init__(self, record: Record, model: nn.Module, counts: Callable[[str, bool], bool] | None = None):
         self.record = record
+        self.counts = counts or (lambda module, is_known: True)
         self.modules = dict(model.named_modules())
         self.linears = {name: module for name, module in self.modules.items() if is_linear(module)}
         self.norms = _norms_over_heads(record, self.modules)
@@ -92,6 +98,8 @@ class Classes:
         for dim, what in self.record.fixed:
             self._forbid(dim, what)
         for mix in self.record.mixes:
+            if not self.counts(mix.module, mix.is_known):
+                continue
             if mix.operation in _OF_NORMS and mix.module in self.norms:
                 self._forbid(
                     self._outside_of(mix.dim, self.norms[mix.module]), f"a norm in {mix.module}", mix.line, mix.module
@@ -99,12 +107,14 @@ class Classes:
             else:
                 self._forbid(mix.dim, f"{mix.operation} in {mix.module or 'the model'}", mix.line, mix.module)
         for lookup in self.record.lookups:
-            self._forbid(lookup.dim, f"rows of {lookup.table or 'a table'} are looked up")
+            if self.counts(lookup.module, True):
+                self._forbid(lookup.dim, f"rows of {lookup.table or 'a table'} are looked up")
         for contraction in self.record.contractions:
             module, _, key = contraction.weight.rpartition(".")
             if key != "weight" or module not in self.linears or contraction.module != module:
                 what = f"a matmul over it in {contraction.module or 'the model'}"
-                self._forbid(contraction.dim, what, module=contraction.module)
+                if self.counts(contraction.module, True):
+                    self._forbid(contraction.dim, what, contraction.line, contraction.module)
 
     def _outside_of(self, dim: Dim, weight: Dim) -> Dim:
         """The factors of a dim that the weight of its norm does not have."""
@@ -274,7 +284,7 @@ def _parts(record: Record) -> dict[Factor, list[Dim]]:
         if len(flat) == 1:
             slices[flat[0]].setdefault((cut.start, cut.stop), []).append(cut)
         else:
-            record.mixes += [_sliced(cut.dim, cut.module)]
+            record.mixes += [_sliced(cut)]
     parts: dict[Factor, list[Dim]] = {}
     for factor, ranges in slices.items():
         ordered = sorted(ranges)
@@ -285,9 +295,9 @@ def _parts(record: Record) -> dict[Factor, list[Dim]]:
                     record.tie(same[0].part, cut.part, "a slice")
             parts[factor] = [ranges[key][0].part for key in ordered]
         else:
-            record.mixes += [_sliced(cut.dim, cut.module) for same in ranges.values() for cut in same]
+            record.mixes += [_sliced(cut) for same in ranges.values() for cut in same]
     return parts
 
 
-def _sliced(dim: Dim, module: str) -> Mix:
-    return Mix(dim, "a slice", module)
+def _sliced(cut: Slice) -> Mix:
+    return Mix(cut.dim, "a slice", cut.module, cut.line)

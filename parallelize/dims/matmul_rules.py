@@ -8,7 +8,7 @@ import torch
 
 from parallelize import _torch_private as private
 from parallelize.dims.factors import Dim, regroup, size_of
-from parallelize.dims.record import Contraction, Record
+from parallelize.dims.record import Contraction, Record, line_of_model
 
 T = torch.Tensor
 
@@ -17,7 +17,8 @@ def _contract(record: Record, a: Dim, b: Dim, tensors: tuple[T, ...], name: str)
     dim = record.tie(a, b, name)
     names = [weight for tensor in tensors for weight in record.weights(tensor)]
     if dim:
-        record.contractions.append(Contraction(dim, names[0] if len(names) == 1 else "", record.module))
+        weight = names[0] if len(names) == 1 else ""
+        record.contractions.append(Contraction(dim, weight, record.module, line_of_model()))
 
 
 def mm_rule(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
@@ -74,11 +75,26 @@ def _tie_heads(record: Record, heads: Dim, kv_heads: Dim) -> Dim:
 
 
 def convolution_rule(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
+    """Where each channel is convolved by itself it stays a channel; else all channels are needed. Along a dim in which the kernel
+    has size 1, nothing is needed."""
     x, weight = record.dims(args[0]), record.dims(args[1])
-    record.mix([*x[1:], *weight], "a convolution")
-    if isinstance(args[2], T):
-        record.mix(record.dims(args[2]), "a convolution")
+    bias = record.dims(args[2]) if isinstance(args[2], T) else [[]]
     record.fresh(out)
-    dims = record.dims(out)
-    record.mix(dims[1:], "a convolution")
-    record.set(out, [x[0], *dims[1:]])
+    dims = [x[0], *record.dims(out)[1:]]
+    alone = {index for index in range(2, len(dims)) if _is_alone(args, index)}
+    for index in alone:
+        dims[index] = x[index]
+    needed = [dim for side in (x, dims) for index, dim in enumerate(side) if index > 1 and index not in alone]
+    if args[8] == args[0].shape[1] == out.shape[1] and not args[6]:
+        dims[1] = record.tie(record.tie(x[1], weight[0], name), bias[0], name)
+        needed += weight[1:]
+    else:
+        needed += [x[1], dims[1], *weight, *bias]
+    record.mix(needed, "a convolution")
+    record.set(out, dims)
+
+
+def _is_alone(args: tuple, index: int) -> bool:
+    """Whether a convolution keeps the positions along a dim apart: a kernel of size 1, a stride of 1, no padding."""
+    stride, padding = (values[min(index - 2, len(values) - 1)] for values in args[3:5])
+    return args[1].shape[index] == 1 and stride == 1 and padding == 0 and not args[6]

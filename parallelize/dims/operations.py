@@ -60,7 +60,7 @@ _DISTINCT = ("arange", "rand", "randn", "randint", "linspace", "eye", "tril_indi
 
 def _unknown(record: Record, name: str, inputs: list[T], outputs: list[T]) -> None:
     for tensor in inputs:
-        record.mix(record.dims(tensor), f"{name}, for which there is no rule")
+        record.mix(record.dims(tensor), f"{name}, for which there is no rule", is_known=False)
     for tensor in outputs:
         if not any(tensor is x for x in inputs):
             record.fresh(tensor)
@@ -167,7 +167,7 @@ def _channel_norm(record: Record, name: str, args: tuple, kwargs: dict, out: Any
 def _embedding(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
     table, ids = record.dims(args[0]), record.dims(args[1])
     weights = sorted(record.weights(args[0]))
-    record.lookups.append(Lookup(table[0], weights[0] if weights else "", record.are_ids(args[1])))
+    record.lookups.append(Lookup(table[0], weights[0] if weights else "", record.are_ids(args[1]), record.module))
     record.set(out, [*ids, table[1]])
 
 
@@ -175,7 +175,7 @@ def _index_dim(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> 
     """index_select, gather: of one dim any elements are taken, the others stay."""
     dims = list(record.dims(args[0]))
     dim = args[1] % len(dims)
-    record.mix([dims[dim]], name)
+    record.mix([dims[dim]], name, is_known=not record.is_computed(args[2]))
     if name == "gather":
         index = record.dims(args[2])
         dims = [
@@ -192,9 +192,10 @@ def _index(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None
     dims, indices = record.dims(args[0]), list(args[1])
     used = [position for position, index in enumerate(indices) if index is not None]
     tensors = [indices[position] for position in used]
-    record.mix([dims[position] for position in used], "an index")
+    is_known = not any(record.is_computed(index) for index in tensors)  # of which each rank has those of its shard
+    record.mix([dims[position] for position in used], "an index", is_known)
     if any(index.dtype == torch.bool for index in tensors) or used != list(range(used[0], used[-1] + 1)):
-        record.mix(dims, "an index")
+        record.mix(dims, "an index", is_known=False)
         record.fresh(out)
         return
     shape = torch.broadcast_shapes(*(index.shape for index in tensors))
@@ -206,10 +207,29 @@ def _index(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None
 
 
 def _write(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
-    """scatter, index_put, ...: the result has the shape of the first operand, whose dims are all needed."""
-    for tensor in (leaf for leaf in private.tree_leaves((args, kwargs)) if isinstance(leaf, T)):
-        record.mix(record.dims(tensor), name)
-    record.set(out, list(record.dims(args[0])))
+    """scatter, index_put, ...: the result has the shape of the first operand. Dims that are not written by index may stay."""
+    dims = record.dims(args[0])
+    written = args[1] if len(args) > 1 else None
+    tensors = [leaf for leaf in private.tree_leaves((args, kwargs)) if isinstance(leaf, T)]
+    is_known = not any(record.is_computed(x) for x in tensors if not x.is_floating_point())
+    if isinstance(written, int):
+        record.mix([dims[written % len(dims)]], name, is_known)
+    elif isinstance(written, (list, tuple)):
+        record.mix([dim for dim, index in zip(dims, written, strict=False) if index is not None], name, is_known)
+    for tensor in tensors:
+        record.mix(record.dims(tensor), name, is_known=False)
+    record.set(out, list(dims))
+
+
+def _pool(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> None:
+    """Pooling and resizing: the dims after batch and channels are others afterwards."""
+    x = record.dims(args[0])
+    last = 1 if name.endswith("1d") or "linear1d" in name else 3 if name.endswith("3d") else 2
+    start = len(x) - last
+    record.mix(x[start:], "pooling" if "pool" in name else name)
+    for result in private.tree_leaves(out):
+        if isinstance(result, T):
+            record.set(result, [*x[:start], *(new_dim(size) for size in result.shape[start:])])
 
 
 def _copy(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
@@ -256,8 +276,11 @@ def _rules() -> dict[str, Rule]:
         _write: "scatter scatter_ scatter_add scatter_add_ index_put index_put_ _index_put_impl_ index_add index_add_ slice_scatter select_scatter "
         "masked_scatter",
         _copy: "copy_",
+        _pool: "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d max_pool2d_with_indices "
+        "max_pool3d_with_indices upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d",
         _same: "clone detach alias lift_fresh _to_copy contiguous zeros_like ones_like full_like empty_like rand_like randn_like new_empty_strided "
         "native_dropout",
+        _pointwise: "masked_fill_ floor_divide polar exponential_ uniform_ normal_ bernoulli_",
         _made: "new_empty new_zeros new_ones new_full",
         _triangle: "tril triu",
         _scalar: "_local_scalar_dense item equal is_nonzero _assert_async sym_size _assert_tensor_metadata",

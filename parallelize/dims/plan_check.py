@@ -7,174 +7,108 @@ anything runs on a mesh: an operation that needs all of a dim that the plan shar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 from parallelize.dims.classes import Blocked, Classes
-from parallelize.dims.factors import Factor, size_of
+from parallelize.dims.factors import Factor, leaves
+from parallelize.dims.planned_shards import Shard, computed_parameters, planned_shards
+from parallelize.dims.token_check import token_problems
 from parallelize.errors import Problem
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ParameterRow
 from parallelize.styles.contract import Conversion
 
-_GATHERED = (Conversion.GATHER_LAST, Conversion.VOCABULARY)
-_FULL = ("an output of the model", "an input of the model")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """What the plan shards of one parameter. `factors`: the leading one of each part that the forward makes of the dim."""
-
-    row: ParameterRow
-    factors: tuple[Factor, ...]
-
 
 class PlanCheck:
     """Compares a resolved plan with what a forward allows.
 
     Args:
-        classes: of a forward of the same model. resolved: the plan over `tp`, without sequence parallelism.
+        classes: of a forward of the same model, recorded with the boundaries of the plan. resolved: the plan over `tp`.
     """
 
     def __init__(self, classes: Classes, resolved: ResolvedPlan):
         self.classes, self.resolved = classes, resolved
+        self.shards, self.misfits = planned_shards(classes, resolved)
+        self.features = {factor for shard in self.shards.values() for factor in shard.factors}
+        self.tokens = {factor for dim in classes.record.token_shards for factor in leaves(dim)}
 
     def problems(self) -> list[Problem]:
         """All mistakes, each once for all layers that have it."""
-        self.shards: dict[str, Shard] = {}
         problems = [
-            *self._splits(),
+            *(self._problem(misfit.slug, misfit.name, misfit.what, misfit.row) for misfit in self.misfits),
             *self._mixed(),
+            *self._crossed(),
             *self._left_full(),
             *self._entries(),
             *self._gradients(),
+            *token_problems(self.classes, self.tokens, self.resolved),
         ]
         return list({(problem.slug, problem.what): problem for problem in problems}.values())
 
-    # -- which factors are sharded -----------------------------------------------------------------------------------------
-
-    def _splits(self) -> Iterator[Problem]:
-        """Shards that do not follow the parts of a dim, or that cut one of its units."""
-        for name, row in self._computed():
-            dim = row.layout.dim
-            if dim is None or row.axis != "tp" or _is_full(row):
-                continue
-            parts = self.classes.parts_of(self.classes.record.parameters[name][dim])
-            chunks = self._chunks(parts, row)
-            if chunks is None:
-                yield self._problem("divided-features", name, self._of_parts(name, parts, row), row)
-                continue
-            cut = self._cut_unit(chunks, row)
-            if cut:
-                yield self._problem("divided-units", name, cut, row)
-                continue
-            self.shards[name] = Shard(row, tuple(chunk[0] for chunk in _divided(chunks, row)))
-
-    def _computed(self) -> Iterator[tuple[str, ParameterRow]]:
-        """Parameters under each name by which a module reads them, where no style computes with them in a way of its own."""
-        for row in self.resolved.parameters.values():
-            for name in row.fact.names:
-                if name in self.classes.record.parameters and not self._has_own_compute(name):
-                    yield name, row
-
-    def _has_own_compute(self, name: str) -> bool:
-        """Whether a style computes this parameter's module in a way of its own: tables, experts, attention of PyTorch."""
-        return self._is_inside_of_such(name.rpartition(".")[0])
-
-    def _computes_otherwise(self, module: str) -> bool:
-        row = self.resolved.modules.get(module)
-        if row is None:
-            return False
-        contract = row.contract
-        return contract.traits.looks_up or contract.sends_tokens or not contract.runs_stock_forward
-
-    def _is_inside_of_such(self, module: str) -> bool:
-        """Whether an operation of this module is part of what a style computes in a way of its own."""
-        parts = module.split(".")
-        return any(self._computes_otherwise(".".join(parts[:end])) for end in range(1, len(parts) + 1))
-
-    def _chunks(self, parts: tuple[tuple[Factor, ...], ...], row: ParameterRow) -> list[tuple[Factor, ...]] | None:
-        """The chunks of a dim that the plan shards each by itself, as factors; None where they are not those of the forward."""
-        count = max(1, len(row.layout.chunks))
-        if len(parts) > 1:
-            sizes = [size_of(part) for part in parts]
-            chunks = [chunk.size for chunk in row.layout.chunks]
-            return list(parts) if chunks == sizes and all(parts) else None
-        (part,) = parts
-        for index in range(len(part)):
-            if size_of(part[:index]) == count:
-                return [part[index:]] * count
-        return None
-
-    def _cut_unit(self, chunks: list[tuple[Factor, ...]], row: ParameterRow) -> str:
-        """Whether a range begins or ends inside of what the leading factor counts, such as a head."""
-        dim, start = row.layout.dim, 0
-        assert dim is not None
-        for chunk in chunks:
-            repeated = 1 + next(
-                (i for i, factor in enumerate(chunk[1:]) if factor not in self.classes.repeats), len(chunk) - 1
-            )
-            width = size_of(chunk[repeated:])
-            for owned in row.layout.owned:
-                for low, high in owned:
-                    inside = start <= low and high <= start + size_of(chunk)
-                    if inside and ((low - start) % width or (high - start) % width):
-                        return f"a rank has {low} to {high} of {row.layout.shape[dim]}, and units of {width} must not be split"
-            start += size_of(chunk)
-        return ""
-
-    # -- what they need ------------------------------------------------------------------------------------------------------
+    # -- what the shards need ----------------------------------------------------------------------------------------------
 
     def _mixed(self) -> Iterator[Problem]:
-        """Operations that need all of what is sharded."""
-        joined = {factor for name, shard in self.shards.items() if self._is_joined(name) for factor in shard.factors}
+        """Operations that need all of what is sharded, each once with all parameters that it makes unshardable."""
+        by_operation: dict[str, dict[str, Shard]] = {}
         for name, shard in self.shards.items():
-            for factor in () if self._is_joined(name) else shard.factors:
+            for factor in shard.factors:
                 blocked = self.classes.blocked.get(factor)
-                if blocked is None or self._is_inside_of_such(blocked.module):
-                    continue
-                if not (blocked.reason in _FULL and factor in joined):
-                    what = f"{_sentence(blocked)} needs all of what is sharded"
-                    yield self._problem("mixed-features", name, what, shard.row)
+                if blocked is not None:
+                    by_operation.setdefault(_sentence(blocked), {}).setdefault(generic(name), shard)
+        for sentence, shards in by_operation.items():
+            (name, shard), *others = shards.items()
+            problem = self._problem("mixed-features", name, f"{sentence} needs all of what is sharded", shard.row)
+            more = [("sharded too", ", ".join(other for other, _ in others))] if others else []
+            yield replace(problem, rows=(*problem.rows, *more))
 
-    def _is_joined(self, name: str) -> bool:
-        """Whether a module gathers its output, or splits its input: around it, the tensor is full."""
-        row = self.resolved.modules.get(name.rpartition(".")[0])
-        return row is not None and (row.contract.leave in _GATHERED or row.contract.enter is Conversion.SPLIT_LAST)
+    def _crossed(self) -> Iterator[Problem]:
+        """Parameters that are sharded along another factor than those with which they are computed."""
+        for name, shard in self.shards.items():
+            others = (self.features - set(shard.factors)) & self._factors_of(name)
+            other = next((other for other, its in self.shards.items() if others & set(its.factors)), "")
+            if other:
+                sizes = [[factor.size for factor in part] for part in self._parts_of(name, shard)]
+                what = f"its features are read as {sizes[0]}, and {generic(other)} is sharded along another one of them"
+                yield self._problem("divided-features", name, what, shard.row)
+
+    def _parts_of(self, name: str, shard: Shard) -> tuple[tuple[Factor, ...], ...]:
+        assert shard.row.layout.dim is not None
+        return self.classes.parts_of(self.classes.record.parameters[name][shard.row.layout.dim])
+
+    def _factors_of(self, name: str) -> set[Factor]:
+        """All factors of a parameter."""
+        dims = self.classes.record.parameters[name]
+        return {factor for dim in dims for part in self.classes.parts_of(dim) for factor in part}
 
     def _left_full(self) -> Iterator[Problem]:
         """Parameters that are full on each rank, and have a dim that is sharded elsewhere."""
-        factors = {factor for shard in self.shards.values() for factor in shard.factors}
         for name, row in self._computed():
-            if row.layout.dim is not None:
-                continue
-            for dim in self.classes.record.parameters[name]:
-                shared = {factor for part in self.classes.parts_of(dim) for factor in part} & factors
-                others = [other for other, shard in self.shards.items() if shared & set(shard.factors)]
-                if others:
-                    what = f"it is full on each rank, and {generic(others[0])}, with which it is computed, is sharded"
-                    yield self._problem("left-full", name, what, row)
-                    break
+            shared = self._factors_of(name) & self.features if row.layout.dim is None else set()
+            other = next((other for other, shard in self.shards.items() if shared & set(shard.factors)), "")
+            if other:
+                what = f"it is full on each rank, and {generic(other)}, with which it is computed, is sharded"
+                yield self._problem("left-full", name, what, row)
+
+    def _computed(self) -> Iterator[tuple[str, ParameterRow]]:
+        yield from computed_parameters(self.classes, self.resolved)
 
     def _entries(self) -> Iterator[Problem]:
         """Row linears whose input is a shard, or full, where they expect the other."""
-        made = {
-            factor
-            for name, shard in self.shards.items()
-            if not self._is_joined(name) and not self._sums(name)
-            for factor in shard.factors
-        }
+        made = {factor for name, shard in self.shards.items() if not self._sums(name) for factor in shard.factors}
+        made |= {factor for misfit in self.misfits for factor in self._factors_of(misfit.name)}
         for name, shard in self.shards.items():
             if not self._sums(name):
                 continue
-            if self._splits_input(name) and made & set(shard.factors):
-                what = "its input is sharded already, and `input=full` would split it again"
-                yield self._problem("input-split-twice", name, what, shard.row, "`rowwise` without `input=full`")
-            elif not self._splits_input(name) and not made & set(shard.factors):
+            module = name.rpartition(".")[0]
+            if self._splits_input(name):
+                if made & set(leaves(self.classes.record.split_inputs.get(module, []))):
+                    what = "its input is sharded already, and `input=full` would split it again"
+                    yield self._problem("input-split-twice", name, what, shard.row, "`rowwise` without `input=full`")
+            elif not made & set(shard.factors):
                 what = "it expects a shard, and nothing that its input is made of is sharded"
-                yield self._problem(
-                    "input-not-sharded", name, what, shard.row, "`rowwise(input=full)`, or shard what makes its input"
-                )
+                fix = "`rowwise(input=full)`, or shard what makes its input"
+                yield self._problem("input-not-sharded", name, what, shard.row, fix)
 
     def _sums(self, name: str) -> bool:
         row = self.resolved.modules.get(name.rpartition(".")[0])
@@ -184,12 +118,13 @@ class PlanCheck:
         row = self.resolved.modules.get(name.rpartition(".")[0])
         return row is not None and row.contract.enter is Conversion.SPLIT_LAST
 
+    # -- gradients -----------------------------------------------------------------------------------------------------------
+
     def _gradients(self) -> Iterator[Problem]:
         """Full parameters whose gradient each rank has in part, and others whose gradient is summed though it is complete."""
-        factors = {factor for shard in self.shards.values() for factor in shard.factors}
-        partial = self.classes.partial_of(factors)
+        partial = self.classes.partial_of(self.features | self.tokens)
         for name, row in self._computed():
-            if row.layout.dim is not None:
+            if row.layout.dim is not None or self._is_bias_of_sum(name):
                 continue
             if name in partial and not row.partial:
                 what = "each rank computes with it for its own shard alone, and its gradient is not summed"
@@ -197,6 +132,11 @@ class PlanCheck:
             elif row.partial and name not in partial and self._is_used(name) and not self._shares_input(name):
                 what = "each rank has all of its gradient, which would be summed over the ranks"
                 yield self._problem("summed-twice", name, what, row, "`replicate`")
+
+    def _is_bias_of_sum(self, name: str) -> bool:
+        """Whether it is the bias of a row linear, which is added after the sum."""
+        row = self.resolved.modules.get(name.rpartition(".")[0])
+        return row is not None and row.contract.adds_bias_after_sum and name.endswith(".bias")
 
     def _shares_input(self, name: str) -> bool:
         """Whether it is in a block that converts its input once: what column linears in it read has partial gradients."""
@@ -209,42 +149,14 @@ class PlanCheck:
 
     # -- messages --------------------------------------------------------------------------------------------------------------
 
-    def _of_parts(self, name: str, parts: tuple[tuple[Factor, ...], ...], row: ParameterRow) -> str:
-        planned = [chunk.size for chunk in row.layout.chunks] or [row.layout.shape[row.layout.dim or 0]]
-        actual = [size_of(part) for part in parts]
-        if len(parts) > 1:
-            return f"the forward splits it into parts of {actual}, and the plan shards chunks of {planned}"
-        return (
-            f"the plan shards chunks of {planned}, and the forward reads it as {[factor.size for factor in parts[0]]}"
-        )
-
     def _problem(self, slug: str, name: str, what: str, row: ParameterRow, fix: str = "") -> Problem:
-        module = name.rpartition(".")[0]
-        rule = self.resolved.modules.get(module)
-        rows = (
-            (("rule", f"{row.rule.pattern}: {row.rule.style}"),)
-            if rule is None
-            else (("rule", f"{rule.rule.pattern}: {rule.rule.style}"),)
-        )
+        module_row = self.resolved.modules.get(name.rpartition(".")[0])
+        rule = row.rule if module_row is None else module_row.rule
         fix = fix or "`parallelize plans derive` shows what can be sharded, and why the rest cannot"
-        return Problem(slug, f"{generic(name)}: {what}", row.rule.where, rows, fix)
-
-
-def _is_full(row: ParameterRow) -> bool:
-    """Whether each rank stores all of it, as the only key/value head."""
-    assert row.layout.dim is not None
-    return all(row.layout.local_size(rank) == row.layout.shape[row.layout.dim] for rank in range(row.layout.num_ranks))
-
-
-def _divided(chunks: list[tuple[Factor, ...]], row: ParameterRow) -> Iterator[tuple[Factor, ...]]:
-    """The chunks of which ranks have different parts: the only key/value head is full on each."""
-    start = 0
-    for chunk in chunks:
-        stop = start + size_of(chunk)
-        if not all(any(low <= start and stop <= high for low, high in owned) for owned in row.layout.owned):
-            yield chunk
-        start = stop
+        text = f"{rule.pattern}: {rule.style}"
+        return Problem(slug, f"{generic(name)}: {what}", row.rule.where, (("rule", text),), fix)
 
 
 def _sentence(blocked: Blocked) -> str:
-    return f"{blocked.reason} ({blocked.line})" if blocked.line else blocked.reason
+    reason = generic(blocked.reason)
+    return f"{reason} ({blocked.line})" if blocked.line else reason

@@ -20,12 +20,18 @@ Dims = list[Dim]
 
 @dataclass(frozen=True, eq=False)
 class Mix:
-    """An operation that needs all of a dim, so that the dim cannot be sharded. `line`: of the model's code."""
+    """An operation that needs all of a dim, so that the dim cannot be sharded.
+
+    Attributes:
+        line: of the model's code.
+        is_known: False: there is no rule for the operation, or its dims could not be followed, so that it may need less.
+    """
 
     dim: Dim
     operation: str
     module: str
     line: str = ""
+    is_known: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +41,7 @@ class Contraction:
     dim: Dim
     weight: str
     module: str
+    line: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +53,7 @@ class Slice:
     stop: int
     part: Dim
     module: str
+    line: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +93,7 @@ class Lookup:
     dim: Dim
     table: str
     of_tokens: bool
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,8 @@ class Record:
         unknown: operations without a rule, with the modules that called them.
         calls: of modules with hidden states, in the order in which they began.
         ratios: of attributes, in the order in which they were read.
+        token_shards: at the boundaries of a plan: dims of tokens of which a rank has a part. gathered_tokens: and which were gathered.
+        split_inputs: of a module that splits the features of its input: that dim before it was split.
     """
 
     parameters: dict[str, Dims] = field(default_factory=dict)
@@ -139,6 +150,9 @@ class Record:
     unknown: dict[str, str] = field(default_factory=dict)
     calls: list[HiddenCall] = field(default_factory=list)
     ratios: dict[Ratio, None] = field(default_factory=dict)
+    token_shards: list[Dim] = field(default_factory=list)
+    gathered_tokens: list[Dim] = field(default_factory=list)
+    split_inputs: dict[str, Dim] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._dims: Any = WeakIdKeyDictionary()
@@ -146,6 +160,7 @@ class Record:
         self._learned: Any = WeakIdKeyDictionary()
         self._ids: Any = WeakIdKeyDictionary()
         self._constant: Any = WeakIdKeyDictionary()
+        self._computed: Any = WeakIdKeyDictionary()
         self.module = ""
 
     # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -186,12 +201,20 @@ class Record:
         """Whether a tensor was made of buffers and numbers alone."""
         return bool(self._constant.get(tensor))
 
+    def is_computed(self, tensor: T) -> bool:
+        """Whether a tensor depends on activations, as choices of a router do."""
+        return bool(self._computed.get(tensor))
+
     def mark_ids(self, tensor: T) -> None:
         """Integers that are an input of the model."""
         self._ids[tensor] = True
 
     def are_ids(self, tensor: T) -> bool:
         return bool(self._ids.get(tensor))
+
+    def sum_gradient(self, tensor: T) -> None:
+        """The gradient of this tensor is summed over the ranks: what it was made of has all of its own."""
+        self._weights.pop(tensor, None)
 
     def note(self, inputs: list[T], outputs: list[T], operation: str, linear: bool) -> None:
         """Record how results depend on parameters."""
@@ -201,6 +224,9 @@ class Record:
             for out in outputs:
                 self.mark_constant(out)
         learned = any(self.depends(x) for x in inputs)
+        if any(self.is_computed(x) or (self.depends(x) and not self.weights(x)) for x in inputs):
+            for out in outputs:
+                self._computed[out] = True
         if any(self.are_ids(x) for x in inputs):
             for out in outputs:
                 if not out.is_floating_point() and out.dtype != torch.bool:
@@ -220,23 +246,37 @@ class Record:
 
     # -- dims -------------------------------------------------------------------------------------------------------------
 
-    def mix(self, dims: Iterable[Dim], operation: str) -> None:
-        line = _line_of_model()
-        self.mixes += [Mix(dim, operation, self.module, line) for dim in dims if dim]
+    def mix(self, dims: Iterable[Dim], operation: str, is_known: bool = True) -> None:
+        line, is_known = line_of_model(), is_known and not _is_over_ranks()
+        self.mixes += [Mix(dim, operation, self.module, line, is_known) for dim in dims if dim]
 
     def tie(self, first: Dim, second: Dim, operation: str) -> Dim:
         """One dim for two operands, of which one may have size 1."""
         if first and second and first is not second and not unify(first, second):
-            self.mix((first, second), f"{operation} of sizes whose factors differ")
+            self.mix((first, second), f"{operation} of sizes whose factors differ", is_known=False)
         return first or second
 
 
 _TORCH, _PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
 
 
-def _line_of_model() -> str:
+_OVER_RANKS = "load_balancing_loss_func"
+"""Of `transformers`: where its operations need all tokens, the sums over ranks are made (`zero/router_loss.py`)."""
+
+
+def line_of_model() -> str:
     """File and line of the innermost code that is neither PyTorch's nor this package's."""
+    frame = _model_frame()
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _is_over_ranks() -> bool:
+    frame = _model_frame()
+    return frame is not None and frame.f_code.co_name == _OVER_RANKS
+
+
+def _model_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
         frame = frame.f_back
-    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return frame

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from parallelize.dims.factors import new_dim, regroup, size_of
-from parallelize.dims.record import Dims, Record, Slice
+from parallelize.dims.record import Dims, Record, Slice, line_of_model
 
 T = torch.Tensor
 
@@ -95,7 +95,7 @@ def _cut(record: Record, source: T, result: T, dim: int, start: int) -> None:
         record.set(result, list(dims))
         return
     part = new_dim(size)
-    record.slices.append(Slice(dims[dim], start, start + size, part, record.module))
+    record.slices.append(Slice(dims[dim], start, start + size, part, record.module, line_of_model()))
     record.set(result, [*dims[:dim], part, *dims[dim + 1 :]])
 
 
@@ -128,9 +128,11 @@ def stack_rule(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> 
 
 def pad_rule(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
     dims = list(record.dims(args[0]))
-    for index, (before, after) in enumerate(zip(args[0].shape, out.shape, strict=True)):
-        if before != after:
-            record.mix([dims[index]], "padding")
-            dims[index] = new_dim(after)
-            record.mix([dims[index]], "padding")
+    widths = args[1]  # (before, after) of the last dim, of the one before it, ...
+    for index in range(len(widths) // 2):
+        if any(widths[2 * index : 2 * index + 2]):
+            dim = len(dims) - 1 - index
+            record.mix([dims[dim]], "padding")
+            dims[dim] = new_dim(out.shape[dim])
+            record.mix([dims[dim]], "padding")
     record.set(out, dims)

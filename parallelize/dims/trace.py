@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,25 +13,35 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from parallelize import _torch_private as private
+from parallelize.dims.boundaries import Boundaries, boundaries_of
 from parallelize.dims.factors import new_dim
 from parallelize.dims.operations import apply_rule
 from parallelize.dims.record import HiddenCall, Ratio, Record, SizeRead
+from parallelize.plan.resolved import ResolvedPlan
 
 T = torch.Tensor
 Source = tuple[str, str, int]
 """(module, attribute, value) of an integer that a forward reads."""
 
 
-def record_forward(model: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]) -> Record:
+def record_forward(
+    model: nn.Module,
+    inputs: Mapping[str, Any] | tuple[Any, ...],
+    resolved: ResolvedPlan | None = None,
+    end: float | None = None,
+) -> Record:
     """Run `model` on `inputs`, without gradients, and record it. The model's integer attributes are replaced meanwhile.
 
     Args:
         model: any module on one device, in the mode in which it is to be recorded.
         inputs: keyword arguments of its forward, or positional ones.
+        resolved: a plan over `tp`, at whose boundaries dims become others; None: none do.
+        end: of `time.monotonic()`, when it is given up; None: never.
 
-    Returns: the record. Raises: whatever the forward raises.
+    Returns: the record. Raises: TimeoutError; whatever the forward raises.
     """
     record = Record()
+    boundaries = None if resolved is None else boundaries_of(record, resolved)
     _name_parameters(record, model)
     args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), dict(inputs))
     for leaf in private.tree_leaves((args, kwargs)):
@@ -40,10 +51,10 @@ def record_forward(model: nn.Module, inputs: Mapping[str, Any] | tuple[Any, ...]
                 record.mark_ids(leaf)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_named_modules(record, model))
+        stack.enter_context(_named_modules(record, model, boundaries))
         stack.enter_context(_watched_integers(model))
         stack.enter_context(_SizesRead(record))
-        stack.enter_context(private.record_ops(_recorder(record)))
+        stack.enter_context(private.record_ops(_recorder(record, end)))
         out = model(*args, **kwargs)
     for leaf in private.tree_leaves(_values_of(out)):
         if isinstance(leaf, T):
@@ -73,8 +84,10 @@ def _name_parameters(record: Record, model: nn.Module) -> None:
         record.mark_constant(buffer)
 
 
-def _recorder(record: Record) -> Any:
+def _recorder(record: Record, end: float | None) -> Any:
     def run(func: Any, args: tuple, kwargs: dict, call: Any) -> Any:
+        if end is not None and time.monotonic() > end:
+            raise TimeoutError("the forward takes too long to be recorded")
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return _scalar_on_meta(args[0])
         out = call()
@@ -90,25 +103,27 @@ def _scalar_on_meta(x: T) -> Any:
 
 
 @contextmanager
-def _named_modules(record: Record, model: nn.Module) -> Iterator[None]:
+def _named_modules(record: Record, model: nn.Module, boundaries: Boundaries | None) -> Iterator[None]:
     """Keep `record.module` at the innermost module whose forward runs, and note what modules are called with."""
     with ExitStack() as stack:
         running: list[tuple[str, HiddenCall | None]] = []
         for name, module in model.named_modules():
 
-            def enter(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> None:
+            def enter(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> Any:
                 call = _call_of(name, module, args, kwargs)
                 record.calls += [call] if call is not None else []
                 running.append((record.module, call))
                 record.module = name
+                return None if boundaries is None else boundaries.enter(name, module, args, kwargs)
 
-            def leave(_: nn.Module, __: Any, output: Any) -> None:
+            def leave(_: nn.Module, __: Any, output: Any, name: str = name) -> Any:
                 if not running:  # PyTorch calls this after an error in a hook before it, too
-                    return
+                    return None
                 record.module, call = running.pop()
                 out = output[0] if isinstance(output, (tuple, list)) and output else output
                 if call is not None and isinstance(out, T):
                     call.out, call.result = tuple(out.shape), private.storage_address(out)
+                return None if boundaries is None or output is None else boundaries.leave(name, output)
 
             stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -198,6 +213,8 @@ class _SizesRead(TorchFunctionMode):
         self.record = record
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is T.__getitem__:
+            args = (args[0], _as_slices(args[1]))
         out = func(*args, **(kwargs or {}))
         leaves = private.tree_leaves((args, kwargs))
         watched = [leaf for leaf in leaves if isinstance(leaf, _Watched)]
@@ -232,6 +249,16 @@ class _SizesRead(TorchFunctionMode):
     def _of_module(self, source: Source) -> Source:
         """A field of a config is local in the module that reads it."""
         return source[0] or self.record.module, *source[1:]
+
+
+def _as_slices(index: Any) -> Any:
+    """A list of one index is a range, which tensors without values do not show."""
+    if isinstance(index, tuple):
+        lists = [item for item in index if isinstance(item, list) or (isinstance(item, T) and item.ndim)]
+        return tuple(map(_as_slices, index)) if len(lists) == 1 else index
+    if isinstance(index, list) and len(index) == 1 and type(index[0]) is int:
+        return slice(index[0], index[0] + 1 or None)
+    return index
 
 
 def _limits(leaf: Any) -> list[_Watched]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from parallelize.dims.factors import new_dim
-from parallelize.dims.record import Record, Slice
+from parallelize.dims.record import Record, Slice, line_of_model
 
 T = torch.Tensor
 
@@ -23,5 +23,6 @@ def gated_halves(record: Record, name: str, args: tuple, kwargs: dict, out: T) -
     dims = list(record.dims(args[0]))
     dim = (args[1] if len(args) > 1 else -1) % len(dims)
     half, part = out.shape[dim], new_dim(out.shape[dim])
-    record.slices += [Slice(dims[dim], start, start + half, part, record.module) for start in (0, half)]
+    line = line_of_model()
+    record.slices += [Slice(dims[dim], start, start + half, part, record.module, line) for start in (0, half)]
     record.set(out, [*dims[:dim], part, *dims[dim + 1 :]])

@@ -25,6 +25,7 @@ from torch import nn
 
 from parallelize.errors import ModelError, Problem
 from parallelize.models.known_sizes import KNOWN
+from parallelize.models.meta_copy import meta_copy
 from parallelize.models.model_dtype import in_dtype
 from parallelize.models.transformers_models import config_of_file, config_of_type, maker_of
 from parallelize.models.wrapped_models import forward_signature
@@ -123,10 +124,7 @@ def _copied(model: nn.Module) -> nn.Module:
     """A copy on torch's default device, if that is meta: without a copy of the values."""
     if not torch.empty(0).is_meta:
         return copy.deepcopy(model)
-    copies: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
-    for parameter in model.parameters():
-        copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    return copy.deepcopy(model, copies)
+    return meta_copy(model)
 
 
 def parse_overrides(texts: list[str]) -> dict[str, Any]:

@@ -43,6 +43,9 @@ def add_commands(verbs: Any) -> None:
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="how long ranks wait for each other (default: 120)"
     )
+    parser.add_argument(
+        "--no-trace", dest="trace", action="store_false", help="compare numbers also where the forward shows a mistake"
+    )
     parser.add_argument("--full-size", action="store_true", help="do not scale the config down")
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="K=V", help="fields of the config, or arguments"
@@ -78,6 +81,7 @@ def _run(options: argparse.Namespace) -> Any:
         seed=options.seed,
         full_size=options.full_size,
         timeout_s=options.timeout,
+        trace=None if options.trace else False,
         tell=_progress_printer(shows_progress(options)),
         **options_given(options),
     )

@@ -73,6 +73,7 @@ class Request:
     seed: int = 0
     full_size: bool = False
     timeout_s: float = 120.0
+    trace: bool | None = None
 
     def size(self, axis: str) -> int:
         return self.mesh.ranks(axis)

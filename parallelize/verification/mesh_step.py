@@ -193,7 +193,7 @@ def apply(
     if plan is not None:  # the model has the dtype to verify in already, whatever that of training is
         plan = replace(plan, options=replace(plan.options, dtype=None))
     applied_plan = configuration.request.plan if plan is None else plan
-    return parallelize_model(model, mesh, applied_plan, options, loss=loss, count=configuration.count)
+    return parallelize_model(model, mesh, applied_plan, options, loss=loss, count=configuration.count, trace=False)
 
 
 def is_auto(configuration: Configuration) -> bool:

@@ -23,6 +23,7 @@ from parallelize.verification.module_trace import ModuleTrace
 from parallelize.verification.reference import check_repeats, is_a_sum, reference_step, trace_reference
 from parallelize.verification.result import Difference
 from parallelize.verification.tolerance import bound_of
+from parallelize.verification.traced_modes import trace_modes
 
 ProgressCallback = Callable[[str], None]
 
@@ -61,6 +62,7 @@ class VerificationRun:
             for configurations in build_configurations(request, device)
         ]
         self.configuration: Configuration = variants[0][0][0]
+        trace_modes(self.configuration)
         tokens = max(each.rows * each.length for configurations, _ in variants for each in configurations)
         self.bound = bound_of(self.configuration.model, self.configuration.dtype, tokens, request.mesh.world_size)
         if not request.full_size:

@@ -46,6 +46,7 @@ def verify(
     seed: int = 0,
     full_size: bool = False,
     timeout_s: float = 120.0,
+    trace: bool | None = None,
     tell: Callable[[str], None] = lambda text: None,
     **options: Unpack[OptionKeywords],
 ) -> Verification:
@@ -68,6 +69,8 @@ def verify(
         seed: seed of weights and batch, 0 or more.
         full_size: whether a config keeps its sizes.
         timeout_s: how long ranks may wait for each other, and how long one mode may take, in seconds.
+        trace: follow the dims of the plan through the forward first, as `parallelize_module` does: what it needs in full is an
+            error that names the operation. False: the numbers alone are compared.
         options: fields of `Options`, as `parallelize_model` takes them; options that are not given have the values of
             the plan's `defaults:`. Without `sequence_parallel` and `loss_parallel`, every mode that the plan serves is
             run, one after another; without `num_microbatches` and pp, one microbatch in some runs and two in others
@@ -102,6 +105,7 @@ def verify(
         seed=seed,
         full_size=full_size,
         timeout_s=timeout_s,
+        trace=trace,
     )
     with _isolated("threads"):
         request = checked(request)

@@ -18,6 +18,7 @@ from parallelize.cli import main
 from parallelize.models.model_source import ModelSource
 from parallelize.plan.plan_file import parse_plan
 from tests.support.models import COMMON, FAMILIES, tiny_model
+from tests.support.refused import refused_command
 from tests.tensor.odd_models import OddModel, plan_text
 
 
@@ -257,11 +258,36 @@ def test_autocast_by_the_device_of_a_tensor():
 
 
 def test_a_forward_that_cannot_be_followed_is_a_warning(monkeypatch):
-    def fail(model, inputs):
+    def fail(model, inputs, resolved):
         raise KeyError("no rule")
 
-    monkeypatch.setattr("parallelize.analysis.dims_findings.record_forward", fail)
+    monkeypatch.setattr("parallelize.analysis.dims_findings.trace_plan", fail)
     warnings = [
         finding for finding in lint(tiny("llama"), None, "tp=2") if "cannot be followed" in finding.problem.what
     ]
     assert [(finding.severity, finding.problem.slug) for finding in warnings] == [("warning", "cannot-run-forward")]
+
+
+def test_trace_says_how_much_of_the_plan_was_followed(capsys):
+    sizes = "vocab_size=66 hidden_size=48 num_hidden_layers=2 num_attention_heads=8 num_key_value_heads=4 intermediate_size=72"
+    options = [word for size in sizes.split() for word in ("--set", size)]
+    assert main(["lint", "--model", "llama", "--trace", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[1:]] == [
+        "traced, plain",
+        "traced, sequence parallel",
+        "traced, sequence + loss parallel",
+    ]
+    assert all("8 of 9 kinds of sharded parameters were followed" in line for line in lines[1:])
+    assert all("compute with model.embed_tokens.weight" in line for line in lines[1:])
+
+
+def test_trace_needs_a_model(capsys):
+    assert refused_command(capsys, "lint", "llama", "--trace")[0] == ["nothing-to-trace"]
+
+
+def test_what_the_forward_of_a_lint_cannot_follow_is_said(capsys, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("schema_version: 1\ntensor_parallel: {'0': embedding, '1': colwise, '2': rowwise}\n")
+    assert main(["lint", str(path), "--model", "tests.analysis.test_lint:reads_values", "--trace"]) == 1
+    assert "traced, plain: not at all: " in capsys.readouterr().out

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize.dims.classes import Classes
-from parallelize.dims.plan_check import PlanCheck
-from parallelize.dims.trace import record_forward
+from parallelize.dims.plan_trace import trace_plan
 from parallelize.errors import Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.choose import choose_plan
@@ -30,9 +28,8 @@ FAMILY_CASES = [pytest.param(f, marks=() if f in QUICK else pytest.mark.sweep) f
 
 def problems_of(model: nn.Module, plan: Plan, inputs: dict, tp: int = 2) -> list[Problem]:
     disable_dropout(model.train())
-    classes = Classes(record_forward(model, inputs), model)
     resolved = resolve(plan, describe(model), MeshSpec([("tp", tp)]), Options(sequence_parallel=False))
-    return PlanCheck(classes, resolved).problems()
+    return list(trace_plan(model, inputs, resolved).problems)
 
 
 def of_family(family: str, change: dict[str, str] | None = None, tp: int = 2) -> list[Problem]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parallelize import build_mesh, parallelize_module, shard_data
-from parallelize.derivation.example_inputs import inputs_of
+from parallelize.models.example_inputs import inputs_of
 from parallelize.verification.precision import InFloat64
 from tests.pipeline.pipeline_jobs import full_value
 from tests.support.models import perturb, shipped_source

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from parallelize import MeshSpec, PlanError
-from parallelize.derivation.example_inputs import inputs_of
 from parallelize.derivation.proof import provable, prove
+from parallelize.models.example_inputs import inputs_of
 from parallelize.plan.choose import shipped_plan_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.derivation.image_inputs import BATCH, LENGTH, has_images, image, images_in_text
 from parallelize.errors import ModelError, ParallelizeError, Problem
+from parallelize.models.image_inputs import BATCH, LENGTH, has_images, image, images_in_text
 from parallelize.models.model_source import ModelSource
 
 T = torch.Tensor

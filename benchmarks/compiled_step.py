@@ -25,7 +25,8 @@ from parallelize import build_mesh, cross_entropy, destroy_groups, next_tokens, 
 FORMS = {
     "tensor": {},
     "sequence": {"sequence_parallel": True},
-    "sequence, overlap": {"sequence_parallel": True, "overlap": "chunked"},
+    "sequence, chunked": {"sequence_parallel": True, "overlap": "chunked"},
+    "sequence, auto": {"sequence_parallel": True, "overlap": "auto"},
 }
 VOCABULARY = 512
 
@@ -73,7 +74,7 @@ def measure(hidden: int, form: str, args: argparse.Namespace) -> dict[str, Any]:
         "compiled over eager": ratio(times, "compiled", "eager"),
     }
     result |= {"graphs": first, "graphs of other batches": counters["stats"]["unique_graphs"] - first}
-    return result | {"overlap": str(overlap_report(models["compiled"])) if "overlap" in form else ""}
+    return result | {"overlap": str(overlap_report(models["compiled"])) if "overlap" in FORMS[form] else ""}
 
 
 def tell(result: dict[str, Any]) -> None:

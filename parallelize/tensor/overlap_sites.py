@@ -6,7 +6,7 @@ or to a block whose converted input several column linears share (see `shared_in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -182,20 +182,23 @@ class CallSite:
     def __deepcopy__(self, memo: dict) -> CallSite:
         return self  # copies of a model are counted together
 
-    def algorithm(self, work: LinearWork, dtype: torch.dtype, device: torch.device) -> str:
-        """The algorithm for this call, which is counted."""
-        profile, choice = self.choices.get((work, dtype), (None, None))
-        if choice is None or profile is not self.group.profiles.get((device.type, dtype)):
-            choice = self._choose(work, dtype, device)
-            if not torch.compiler.is_compiling():
-                self.choices[work, dtype] = self.group.profiles.get((device.type, dtype)), choice
+    def algorithm(self, work: Callable[[], LinearWork], dtype: torch.dtype, device: torch.device) -> str:
+        """The algorithm for this call, which is counted. A graph of any size names none, and the op chooses by the sizes of the call."""
+        if self.planned.requested == "auto" and torch.compiler.is_compiling():
+            return "auto" if (device.type, dtype) in self.group.profiles else "sync"
+        choice = self._chosen(work, dtype, device)
         self.count(choice.algorithm != "sync", f"{choice.algorithm}: {choice.reason}")
         return choice.algorithm
 
-    def _choose(self, work: LinearWork, dtype: torch.dtype, device: torch.device) -> AlgorithmChoice:
-        if self.planned.requested == "auto":
-            return decide(self.group, dtype, device, work)
-        return AlgorithmChoice(algorithm_of(self.planned.requested), "asked for")
+    def _chosen(self, work: Callable[[], LinearWork], dtype: torch.dtype, device: torch.device) -> AlgorithmChoice:
+        if self.planned.requested != "auto":
+            return AlgorithmChoice(algorithm_of(self.planned.requested), "asked for")
+        call = work()
+        profile, choice = self.choices.get((call, dtype), (None, None))
+        if choice is None or profile is not self.group.profiles.get((device.type, dtype)):
+            choice = decide(self.group, dtype, device, call)
+            self.choices[call, dtype] = self.group.profiles.get((device.type, dtype)), choice
+        return choice
 
     def count(self, overlapped: bool, reason: str) -> None:
         """Count a forward."""

@@ -1,8 +1,8 @@
 """The collective matmuls as dispatcher ops: schemas, kernels, fake kernels.
 
 Each op is `F.linear` with a collective before or after it, on this rank's local tensors. `algorithm` is "sync", "chunked/8"
-(8 chunks per shard) or "symm_mem". "auto/sync" is this rank's choice; then the group's first rank decides for all. Groups are
-identified by `Group.key`.
+(8 chunks per shard) or "symm_mem". "auto/sync" is this rank's choice; then the group's first rank decides for all. "auto" chooses by
+the sizes of the call, which compiled graphs do not know. Groups are identified by `Group.key`.
 
     all_gather_linear       local rows -> all rows times this rank's weights, and the gathered rows
     linear_reduce_scatter   partial sums -> local rows of their sum
@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 
 import torch
 import torch.nn.functional as F
 
 from parallelize.comm.groups import Group
+from parallelize.comm.link_profile import LinearWork, choose, gather_work, reduce_work, scatter_work
 from parallelize.layout import even_interval
 from parallelize.ops.library import define, fake
 from parallelize.ops.matmul import chunked_matmul, symmetric_memory
@@ -47,12 +49,21 @@ def _line(op: str, x: T, other: T, shape: Sequence[int], dim: int | None, *notes
     return " ".join([op, dtypes, f"[{', '.join(sizes)}]", *notes])
 
 
-def _decided(group: Group, x: T, algorithm: str, line: str) -> tuple[str, str]:
-    """(the algorithm to use, the line that the ranks must still agree on)."""
+def _decided(
+    group: Group, x: T, algorithm: str, line: str, work: Callable[..., LinearWork], *sizes: int
+) -> tuple[str, str]:
+    """(the algorithm to use, the line that the ranks must still agree on). sizes: rows, inner and output features for `work`."""
     kind, _, choice = algorithm.partition("/")
     if kind != "auto":
         return algorithm, f"{line} {algorithm}"
+    if not choice:
+        profile = group.profiles.get((x.device.type, x.dtype))
+        choice = choose(work(*sizes, group.size, x.element_size()), profile).algorithm if profile else "sync"
     return agree_on_first(group, x.device, line, choice), ""
+
+
+def _features(weights: list[T]) -> int:
+    return sum(len(weight) for weight in weights)
 
 
 def _gather(algorithm: str) -> Callable:
@@ -90,7 +101,8 @@ def _all_gather_linear(
     """The outputs, and the gathered rows, or an empty tensor unless `keep`."""
     shape = (*x.shape[:dim], full, *x.shape[dim + 1 :])
     line = _line("all_gather_linear", x, weights[0], shape, dim, f"save {_SAVE[keep]}")
-    algorithm, line = _decided(group, x, algorithm, line)
+    sizes = prod(shape[:-1]), x.shape[-1], _features(weights)
+    algorithm, line = _decided(group, x, algorithm, line, gather_work, *sizes)
     rights = [weight.t() for weight in weights]
     outs, gathered = _gather(algorithm)(
         x, rights, _optional_biases(biases, weights), dim, full, group, line=line, keep=keep
@@ -121,7 +133,8 @@ def _all_gather_linear_backward(
     like = grads[0] if other is None else other
     line = _line("all_gather_linear_backward", like, rows, (*like.shape[:-1], rows.shape[-1]), dim)
     if input_grad or (selected and not gathered):
-        algorithm, line = _decided(group, like, algorithm, line)
+        sizes = prod(like.shape[:-1]), rows.shape[-1], _features(weights)
+        algorithm, line = _decided(group, like, algorithm, line, gather_work, *sizes)
 
     def scatter(rows: T, works: list[Thunk]) -> list[T]:
         works = works + [
@@ -145,9 +158,8 @@ def _all_gather_linear_backward(
 
 @define("linear_reduce_scatter(Tensor x, Tensor weight, int dim, str group, str algorithm) -> Tensor")
 def _linear_reduce_scatter(x: T, weight: T, dim: int, group: Group, algorithm: str) -> T:
-    algorithm, line = _decided(
-        group, x, algorithm, _line("linear_reduce_scatter", x, weight, (*x.shape[:-1], len(weight)), dim)
-    )
+    line = _line("linear_reduce_scatter", x, weight, (*x.shape[:-1], len(weight)), dim)
+    algorithm, line = _decided(group, x, algorithm, line, scatter_work, prod(x.shape[:-1]), x.shape[-1], len(weight))
     return _scatter(algorithm)(MatmulSum([(x, weight.t())]), dim, group, line=line)
 
 
@@ -161,7 +173,7 @@ def _linear_reduce_scatter_backward(
     """[input gradient, if needed], [weight gradient, if needed], and the gathered output gradient."""
     full = x.shape[dim]
     line = _line("linear_reduce_scatter_backward", grad, weight, (*x.shape[:-1], len(weight)), dim)
-    algorithm, line = _decided(group, grad, algorithm, line)
+    algorithm, line = _decided(group, grad, algorithm, line, scatter_work, prod(x.shape[:-1]), x.shape[-1], len(weight))
     if not (input_grad and weight_grad and algorithm.startswith("chunked")):
         rights = [weight] if input_grad else []
         dxs, full_grad = _gather(algorithm)(grad, rights, [None] * len(rights), dim, full, group, line=line)
@@ -186,9 +198,8 @@ def _linear_reduce_scatter_backward(
 
 @define("linear_all_reduce(Tensor x, Tensor weight, str group, str algorithm) -> Tensor")
 def _linear_all_reduce(x: T, weight: T, group: Group, algorithm: str) -> T:
-    algorithm, line = _decided(
-        group, x, algorithm, _line("linear_all_reduce", x, weight, (*x.shape[:-1], len(weight)), None)
-    )
+    line = _line("linear_all_reduce", x, weight, (*x.shape[:-1], len(weight)), None)
+    algorithm, line = _decided(group, x, algorithm, line, reduce_work, prod(x.shape[:-1]), x.shape[-1], len(weight))
     return chunked_matmul.matmul_all_reduce(MatmulSum([(x, weight.t())]), group, steps_of(algorithm), line=line)
 
 
@@ -216,7 +227,8 @@ def _column_linear_backward(
             works.append(partial(weight_gradient, grad[..., lo:hi], x, out[lo:hi]))
     total = MatmulSum(list(zip(grads, weights, strict=True)))
     line = _line("column_linear_backward", grads[0], weights[0], x.shape, None)
-    algorithm, line = _decided(group, x, algorithm, line)
+    sizes = prod(x.shape[:-1]), _features(weights), x.shape[-1]  # of the input gradient
+    algorithm, line = _decided(group, x, algorithm, line, reduce_work, *sizes)
     return [chunked_matmul.matmul_all_reduce(total, group, steps_of(algorithm), works, line), *results]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -48,7 +49,7 @@ class OverlappedLinear:
         *,
         overlap: str = "auto",
         chunks: int | None = None,
-        decided: Callable[[LinearWork, torch.dtype, torch.device], str] | None = None,
+        decided: Callable[[Callable[[], LinearWork], torch.dtype, torch.device], str] | None = None,
         features: tuple[int, int] | None = None,
     ):
         self.op, self.overlap, self.chunks, self.decided, self.features = op, overlap, chunks, decided, features
@@ -152,9 +153,13 @@ class OverlappedLinear:
         ):  # what is sent is the input gradient, whose matmul has inputs and outputs swapped
             inner, outs = outs, inner
         dtype, device = self.weights[0].dtype, self.x.device
-        return dim_index, full, self._algorithm(work(rows, inner, outs, self.size, dtype.itemsize), dtype, device)
+        return (
+            dim_index,
+            full,
+            self._algorithm(partial(work, rows, inner, outs, self.size, dtype.itemsize), dtype, device),
+        )
 
-    def _algorithm(self, work: LinearWork, dtype: torch.dtype, device: torch.device) -> str:
+    def _algorithm(self, work: Callable[[], LinearWork], dtype: torch.dtype, device: torch.device) -> str:
         if self.decided is not None:
             return self.decided(work, dtype, device)
         if self.overlap == "symm_mem" and self.group is not None:
@@ -163,7 +168,7 @@ class OverlappedLinear:
             return algorithm_of(self.overlap, self.chunks)
         if self.group is None:
             return "sync"
-        algorithm = decide(self.group, dtype, device, work).algorithm
+        algorithm = decide(self.group, dtype, device, work()).algorithm
         # plain shards may be uneven, so that ranks choose differently
         return algorithm if self.is_dtensor else f"auto/{algorithm}"
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from parallelize.derivation.divided_config import divided
 from parallelize.verification.scale import scaled, without_dropout
 
 _RATIO = 3  # query heads for each key/value head
@@ -66,6 +67,8 @@ def small_configs(config: Any, tp: int) -> Iterator[Any]:
     for make in (*fixed, *scaled_down) if has_experts else (*scaled_down, *fixed):
         with suppress(Exception):  # a class of transformers may raise anything for sizes that it does not take
             yield make()
+    with suppress(Exception):
+        yield divided(config)
     with suppress(Exception):
         yield _fewer_layers(config)
 

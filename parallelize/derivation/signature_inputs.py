@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.derivation.image_inputs import BATCH, LENGTH, image
+from parallelize.derivation.image_inputs import BATCH, LENGTH, image, rows_of_patches
 
 T = torch.Tensor
 _MOST = 8
 """Of combinations of shapes that are tried."""
 
+_ROWS = 4  # patches along each side of an image
 _WAVE = 1600  # samples of sound
 
 
@@ -25,6 +26,10 @@ def inputs_by_signature(model: nn.Module) -> Iterator[dict[str, Any]]:
     if config is None:
         return
     parameters = inspect.signature(model.forward).parameters
+    if "grid_thw" in parameters:
+        yield rows_of_patches(model)
+    if "spatial_shapes" in parameters:
+        yield _images_in_rows(config, parameters)
     main = getattr(model, "main_input_name", "input_ids")
     always = [name for name in parameters if name in (main, "input_ids", "decoder_input_ids", "bbox")]
     required = [name for name, value in parameters.items() if value.default is value.empty and name in MAKERS]
@@ -32,6 +37,16 @@ def inputs_by_signature(model: nn.Module) -> Iterator[dict[str, Any]]:
     for names in ([*always, *required, *more], [*always, *required]):
         names = [name for name in dict.fromkeys(names) if name in MAKERS]
         yield from islice(_combinations(names, config, parameters), _MOST)
+
+
+def _images_in_rows(config: Any, parameters: Any) -> dict[str, Any]:
+    """Images as [batch, patches, channels x height x width], with the number of patches along each side."""
+    vision = getattr(config, "vision_config", None) or config
+    size = getattr(vision, "num_channels", 3) * vision.patch_size**2
+    masks = {name: torch.ones(BATCH, _ROWS**2, dtype=torch.long) for name in ("pixel_attention_mask",) if name in parameters}
+    ids = {"input_ids": _ids(LENGTH)(config)[0]} if "input_ids" in parameters else {}
+    shapes = torch.tensor([[_ROWS, _ROWS]] * BATCH)
+    return {**ids, "pixel_values": torch.randn(BATCH, _ROWS**2, size), "spatial_shapes": shapes, **masks}
 
 
 def _combinations(names: list[str], config: Any, parameters: Any) -> Iterator[dict[str, Any]]:
@@ -95,12 +110,18 @@ def _queries(config: Any) -> list[T]:
     return [torch.randn(BATCH, LENGTH, width)] if type(width) is int else []
 
 
+def _seen(config: Any) -> list[T]:
+    """Masks of spectrograms, [batch, frames]."""
+    return [torch.ones(BATCH, spectrogram.shape[-1], dtype=torch.long) for spectrogram in _spectrograms(config)]
+
+
 MAKERS: dict[str, Callable[[Any], list[T]]] = {
     "input_ids": _ids(LENGTH),
     "decoder_input_ids": _ids(LENGTH - 2),
     "pixel_values": _images,
     "input_features": _spectrograms,
     "input_values": _waves,
+    "input_features_mask": _seen,
     "audio_values": _waves,
     "bbox": _boxes,
     "query_embeds": _queries,

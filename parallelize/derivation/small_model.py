@@ -24,6 +24,7 @@ from parallelize.verification.scale import disable_dropout
 
 log = logging.getLogger("parallelize")
 
+_FEW_PARAMETERS = 4_000_000
 MAX_PARAMETERS = 200_000_000
 """A module of more parameters is not run on this machine: derive from a config, or from a function with smaller sizes."""
 
@@ -33,8 +34,7 @@ def small_model(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
     if source.config is None:
         return source, _built(source)
     reason: Exception | None = None
-    for config in small_configs(source.config, tp):
-        small = source.with_config(config)
+    for small in sorted(map(source.with_config, small_configs(source.config, tp)), key=_is_large):
         try:
             _check_elements(small.build("meta"))
             model = _built(small)
@@ -46,6 +46,14 @@ def small_model(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
     what = f"no small version of {source.text} runs: {type(reason).__name__}: {_first_line(reason)}"
     fix = "a function that returns a small model: package.module:function; and --inputs where its forward takes other inputs"
     raise ModelError(Problem("untraceable-model", what, fix=fix)) from reason
+
+
+def _is_large(source: ModelSource) -> bool:
+    """Whether a config is not as small as it was to be, because it has widths of unknown names."""
+    try:
+        return sum(parameter.numel() for parameter in source.build("meta").parameters()) > _FEW_PARAMETERS
+    except Exception:  # whatever the class raises is named where it is tried
+        return True
 
 
 def _with_inputs(source: ModelSource, model: nn.Module) -> ModelSource:

@@ -91,7 +91,7 @@ class LayoutMaker:
             return [], self._indivisible(fact, use, rule, sum(counts), " + ".join(use.unit))
         unit = width // sum(counts)
         head = self._head_width(fact)
-        if head is not None and width % head == 0 and unit % head:
+        if head is not None and width % head == 0 and unit % head and not (unit == 1 and self._count_heads(use)):
             return [], self._split_units(fact, rule, unit, head)
         return [
             Chunk(count * unit, count, self.plan.sizes[name].replicate_below_tp, name)
@@ -126,6 +126,11 @@ class LayoutMaker:
             (("weight", f"{list(fact.shape)}: {width} % {parts} = {width % parts}"),),
             "check the sizes that the rule names",
         )
+
+    def _count_heads(self, use: Use) -> bool:
+        """Whether the sizes of a rule are fields that count heads: a gate or a sink has one number for each."""
+        sources = [str(self.plan.sizes[name].source) for name in use.unit]
+        return all("head" in source and "dim" not in source for source in sources)
 
     def _head_width(self, fact: ParameterFacts) -> int | None:
         """The head width of the attention module that has the parameter, or that contains its linear; or None."""

@@ -25,11 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from benchmarks.every_type_sources import source_of_type
 from benchmarks.every_type_table import with_table
 from benchmarks.record import RESULTS, read_record, write_record
 from parallelize import derive_plan
-from parallelize.derivation.small_model import prove_small, small_model
+from parallelize.derivation.example_inputs import inputs_of
+from parallelize.derivation.proof import Proof, provable, prove
+from parallelize.derivation.small_model import small_model
 from parallelize.errors import ParallelizeError, PlanError
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource, read_model
@@ -41,7 +45,7 @@ from parallelize.plan.schema import Plan
 NAME = "every_type"
 TP = (2, 4)
 _WAIT = 8  # times the seconds of CPU that a type may take, until its process is ended although it waits
-MEMORY = 8 << 30
+MEMORY = 12 << 30
 """Bytes of address space of a type's process."""
 
 Row = dict[str, Any]
@@ -65,12 +69,14 @@ def row_of(model_type: str) -> Row:
     """What is known of one type: its class, the plan that serves it, and the error on each number of ranks."""
     row: Row = {"type": model_type}
     try:
-        source = read_model(model_type)
-        model = small_model(source, TP[0])[1]
+        source = source_of_type(model_type)
+        model = _small(source, TP[0])[1]
     except ImportError as error:
         return row | {"kind": "unbuilt", "reason": f"needs a package: {_first_line(error)}"}
     except ParallelizeError as error:
-        kind = "unbuilt" if "unknown-model" in error.slugs else "refused"
+        if isinstance(error.__cause__, ImportError):
+            return row | {"kind": "unbuilt", "reason": f"needs a package: {_first_line(error.__cause__)}"}
+        kind = "unbuilt" if set(error.slugs) & {"unknown-model", "untraceable-model"} else "refused"
         return row | {"kind": kind, "reason": f"{error.slugs[0]}: {_reason(error)}"}
     row["class"] = type(model).__name__
     if shipped_plan_of(source.config) is not None:
@@ -107,7 +113,7 @@ def _proven(source: ModelSource, plan: Plan, kind: str, tps: Sequence[int] = TP,
     row: Row = {"kind": kind, "errors": dict(known or {}), "sequence": plan.region is not None}
     for tp in tps:
         try:
-            proof = prove_small(source, plan, tp)
+            proof = _proof(source, plan, tp)
         except ParallelizeError as error:
             row["errors"][str(tp)] = error.slugs[0]
             continue
@@ -119,11 +125,30 @@ def _proven(source: ModelSource, plan: Plan, kind: str, tps: Sequence[int] = TP,
     return row | _shares(source, plan)
 
 
+_SMALL: dict[tuple[str, int], tuple[ModelSource, nn.Module]] = {}
+"""The small models of this process, by the name of the source and the number of ranks."""
+
+
+def _small(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
+    if (source.text, tp) not in _SMALL:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            _SMALL[source.text, tp] = small_model(source, tp)
+    return _SMALL[source.text, tp]
+
+
+def _proof(source: ModelSource, plan: Plan, tp: int) -> Proof:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        small, model = _small(source, tp)
+        return prove(provable(small, model, inputs_of(small, model)), plan, tp)
+
+
 def _shares(source: ModelSource, plan: Plan) -> Row:
     """Of the elements of parameters of the small model, and of those in its layers, the shares that are sharded."""
-    model = small_model(source, TP[0])[1]
+    model = _small(source, TP[0])[1]
     rows = resolve(plan, describe(model), MeshSpec.parse("tp=2")).parameters.values()
-    sizes = [(_elements(row), row.layout.dim is not None, _is_in_layer(row.fqn)) for row in rows]
+    sizes = [(_elements(row), row.layout.dim is not None, _is_in_layer(row.fqn, model)) for row in rows]
     layers = [(size, sharded) for size, sharded, inside in sizes if inside]
     return {
         "all": sum(size for size, sharded, _ in sizes if sharded) / max(1, sum(size for size, _, _ in sizes)),
@@ -135,8 +160,11 @@ def _elements(row: Any) -> int:
     return torch.Size(row.fact.shape).numel()
 
 
-def _is_in_layer(fqn: str) -> bool:
-    return any(segment.isdigit() for segment in fqn.split("."))
+def _is_in_layer(fqn: str, model: nn.Module) -> bool:
+    """Whether a parameter is in an item of a list, other than a list of tables."""
+    owner = fqn.rpartition(".")[0]
+    is_table = owner.rpartition(".")[2].isdigit() and isinstance(model.get_submodule(owner), nn.Embedding)
+    return not is_table and any(segment.isdigit() for segment in fqn.split("."))
 
 
 def _reason(error: ParallelizeError) -> str:
@@ -178,6 +206,7 @@ def _child(model_type: str, sender: Connection, timeout: int) -> None:
 def run_types(types: Iterable[str], workers: int, timeout: int) -> Iterable[Row]:
     """The rows, as they come."""
     context = multiprocessing.get_context("fork")
+    read_model("llama").build("meta")  # imports what each would import
     waiting, running = list(types), {}  # type: ignore[var-annotated]
     while waiting or running:
         while waiting and len(running) < workers:

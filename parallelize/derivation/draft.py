@@ -73,9 +73,12 @@ class Drafting:
         if self.logits:
             self._shard_vocabulary()
         self._spread_local()
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name in self.choice.partial:
+            if not parameters[name].requires_grad:
+                continue
             module = name.rpartition(".")[0]
-            self.draft.styles.setdefault(module, "replicate(gradient=partial)")
+            self.draft.styles.setdefault(module or name, "replicate(gradient=partial)")
         self.draft.whole |= {
             whole.module: whole.reason for whole in self.choice.whole if whole.module not in self.draft.styles
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from parallelize.derivation.example_inputs import floating_outputs
 from parallelize.errors import ParallelizeError
 from parallelize.models.model_source import ModelSource
 from parallelize.plan.schema import Plan
+from parallelize.verification.result import Difference
 from parallelize.verification.verify import verify
 
 
@@ -58,10 +60,17 @@ def prove(source: ModelSource, plan: Plan | None, tp: int) -> Proof:
             break
     if not result.ok:
         difference = result.difference
-        return Proof(False, str(difference or result), difference.module if difference else "", error=largest)
+        module, slugs = (difference.module, _slugs(difference)) if difference else ("", ())
+        return Proof(False, str(difference or result), module, slugs, largest)
     modes = ", ".join(dict.fromkeys(row.mode for row in result.rows))
     text = f"proven on tp={tp} ({modes}): loss and every gradient within {largest:.0e} of the unsharded model's"
     return Proof(True, text, error=largest)
+
+
+def _slugs(difference: Difference) -> tuple[str, ...]:
+    """The slug of the problem that a step raised; none where it computed something else, or an error of the model."""
+    named = re.match(r"\w+Error: ([a-z]+(?:-[a-z]+)+): ", difference.explanation)
+    return (named[1],) if difference.kind == "raised" and named else ()
 
 
 def provable(source: ModelSource, model: nn.Module, example: Mapping[str, Any] | tuple[Any, ...]) -> ModelSource:

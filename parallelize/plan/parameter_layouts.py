@@ -157,9 +157,10 @@ class LayoutMaker:
         if width % parts:
             return [], self._indivisible(fact, use, rule, parts, " + ".join(use.unit))
         head = self._head_width(fact)
-        if head is not None and width % head == 0 and (width // parts) % head:
-            return [], self._split_units(fact, rule, width // parts, head)
-        return [width // parts] * len(counts), None
+        unit = width // parts
+        if head is not None and width % head == 0 and unit % head and not (unit == 1 and self._count_heads(use)):
+            return [], self._split_units(fact, rule, unit, head)
+        return [unit] * len(counts), None
 
     def _other_width(self, fact: ParameterFacts, use: Use, rule: Rule, planned: int) -> Problem:
         assert use.dim is not None
@@ -199,6 +200,11 @@ class LayoutMaker:
             (("weight", f"{list(fact.shape)}: {width} % {parts} = {width % parts}"),),
             "check the sizes that the rule names",
         )
+
+    def _count_heads(self, use: Use) -> bool:
+        """Whether the sizes of a rule are fields that count heads: a gate or a sink has one number for each."""
+        sources = [str(self.plan.sizes[name].source) for name in use.unit]
+        return all("head" in source and "dim" not in source for source in sources)
 
     def _head_width(self, fact: ParameterFacts) -> int | None:
         """The head width of the attention module that has the parameter, or that contains its linear; or None."""

@@ -58,6 +58,16 @@ def test_a_swapped_style_is_named(family, pattern, style, slug):
     assert slug in error.value.slugs, error.value
 
 
+def test_a_gathered_block_in_which_nothing_is_sharded():
+    rows = ("self_attn.q_proj", "self_attn.{k,v}_proj", "self_attn.o_proj")
+    plan = load_plan("llama").with_options(sequence_parallel=True)
+    rules = tuple(r for r in plan.rules if not r.pattern.startswith(tuple("model.layers.*." + row for row in rows)))
+    whole = replace(plan, rules=(*rules, *(replace(r, style=parse_style("replicate")) for r in plan.rules if r not in rules)))
+    with pytest.raises(PlanError) as error:
+        resolve(replace(whole, local=()), describe(tiny_model("llama")), MeshSpec(tp=2))
+    assert "gather-without-shards" in error.value.slugs and "self_attn" in str(error.value)
+
+
 def test_a_count_that_does_not_become_local():
     plan = replace(load_plan("bert"), local=())
     with pytest.raises(PlanError) as error:

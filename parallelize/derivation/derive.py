@@ -189,7 +189,16 @@ def _fields(model: nn.Module) -> dict[str, int]:
 
 
 def _counts(config: Any) -> dict[str, int]:
-    return {name: value for name, value in vars(config).items() if type(value) is int and value > 1} if config else {}
+    """Whole numbers of a config, other than those that count or name something else than features and heads."""
+    if config is None:
+        return {}
+    numbers = {name: value for name, value in vars(config).items() if type(value) is int and value > 1}
+    return {name: value for name, value in numbers.items() if not _NO_COUNT.search(name)}
+
+
+_NO_COUNT = re.compile(
+    r"(num|in|image)_channels$|num_labels$|_ids?$|_index$|layers$|^depth|patch_size|kernel|stride|buckets|version"
+)
 
 
 def _name(source: ModelSource, model: nn.Module) -> str:

@@ -25,12 +25,22 @@ _BOXES = {"max_2d_position_embeddings", "dim_bbox"}
 _VOCABULARY = 131
 _POSITIONS = 512
 _SMALLEST = 48  # widths below this stay
-_WIDTH = re.compile(r"size|dim|width|rank|channels|d_model|d_ff|d_kv|d_head|d_latents|inner|ffn|embd|hidden|features|units|planes")
+_WIDTH = re.compile(
+    r"size|dim|width|rank|channels|d_model|d_ff|d_kv|d_head|d_latents|inner|ffn|embd|hidden|features|units|planes"
+)
 _NO_WIDTH = re.compile(
     r"token|vocab|position|length|layers|image|patch|kernel|stride|window|frame|sampl|mel|bins|fft|hop|groups|ctx|grid|steps|interval|chunk"
     r"|rate|index|scale|buckets|range|types|labels|crop|context|num_|max_|codebook_size|batch|block_size|sparse|memory|queue|topk|top_k"
 )
-_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads", "encoder_attention_heads", "decoder_attention_heads")
+_HEADS = (
+    "num_attention_heads",
+    "num_heads",
+    "n_head",
+    "n_heads",
+    "attention_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+)
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "encoder_hidden_size", "hidden_dim", "width")
 _HEAD_DIMS = ("head_dim", "d_kv", "kv_channels", "attention_head_dim", "attention_head_size", "global_head_dim")
@@ -188,7 +198,9 @@ def _divide_widths(part: Any, widths: _Widths) -> None:
 
 def _divide_counts(part: Any) -> None:
     """Few layers, of each kind one, and short tables of positions."""
-    counts = {value for name, value in vars(part).items() if type(value) is int and _is_depth(name) and value > _MAX_LAYERS}
+    counts = {
+        value for name, value in vars(part).items() if type(value) is int and _is_depth(name) and value > _MAX_LAYERS
+    }
     kinds = vars(part).get("layer_types") or []
     chosen = _layers(kinds)
     for name, value in list(vars(part).items()):
@@ -198,7 +210,9 @@ def _divide_counts(part: Any) -> None:
             setattr(part, name, type(value)(value[index] for index in chosen))
         elif name in ("depths", "layer_depths") and isinstance(value, (list, tuple)):
             setattr(part, name, type(value)(min(depth, 2) for depth in value))
-        elif type(value) is int and name.endswith(("experts", "expert_num")) and value > _MAX_HEADS and "per" not in name:
+        elif (
+            type(value) is int and name.endswith(("experts", "expert_num")) and value > _MAX_HEADS and "per" not in name
+        ):
             setattr(part, name, _MAX_HEADS)
         elif name == "first_k_dense_replace" and type(value) is int:
             setattr(part, name, min(value, 1))
@@ -213,7 +227,11 @@ def _divide_counts(part: Any) -> None:
 
 
 def _is_depth(name: str) -> bool:
-    return "kv_shared" not in name and name.endswith(("layers", "n_layer", "depth", "num_blocks", "attends_per_block")) and "rope" not in name
+    return (
+        "kv_shared" not in name
+        and name.endswith(("layers", "n_layer", "depth", "num_blocks", "attends_per_block"))
+        and "rope" not in name
+    )
 
 
 def _layers(kinds: list[str]) -> list[int]:
@@ -242,7 +260,11 @@ def small_tokens(parts: list[Any]) -> None:
         for name, value in list(vars(part).items()):
             if type(value) is int and "vocab" in name and value > _VOCABULARY:
                 setattr(part, name, _VOCABULARY)
-            elif type(value) is int and name.endswith(("position_embeddings", "n_positions", "n_ctx")) and value > _POSITIONS:
+            elif (
+                type(value) is int
+                and name.endswith(("position_embeddings", "n_positions", "n_ctx"))
+                and value > _POSITIONS
+            ):
                 setattr(part, name, _POSITIONS)
     ids: dict[int, int] = {}
     for part in parts:

@@ -18,6 +18,7 @@ _MOST = 8
 
 _ROWS = 4  # patches along each side of an image
 _WAVE = 1600  # samples of sound
+_BINS = ("num_mel_bins", "feature_size", "n_mels", "input_dim", "input_feat_per_channel")
 
 
 def inputs_by_signature(model: nn.Module) -> Iterator[dict[str, Any]]:
@@ -43,7 +44,9 @@ def _images_in_rows(config: Any, parameters: Any) -> dict[str, Any]:
     """Images as [batch, patches, channels x height x width], with the number of patches along each side."""
     vision = getattr(config, "vision_config", None) or config
     size = getattr(vision, "num_channels", 3) * vision.patch_size**2
-    masks = {name: torch.ones(BATCH, _ROWS**2, dtype=torch.long) for name in ("pixel_attention_mask",) if name in parameters}
+    masks = {
+        name: torch.ones(BATCH, _ROWS**2, dtype=torch.long) for name in ("pixel_attention_mask",) if name in parameters
+    }
     ids = {"input_ids": _ids(LENGTH)(config)[0]} if "input_ids" in parameters else {}
     shapes = torch.tensor([[_ROWS, _ROWS]] * BATCH)
     return {**ids, "pixel_values": torch.randn(BATCH, _ROWS**2, size), "spatial_shapes": shapes, **masks}
@@ -77,8 +80,9 @@ def _images(config: Any) -> list[T]:
 
 
 def _bins(config: Any) -> int:
-    for part in (config, *(getattr(config, name, None) for name in ("audio_config", "encoder_config", "speech_config"))):
-        for name in ("num_mel_bins", "feature_size", "n_mels", "input_dim", "input_feat_per_channel"):
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {})
+    for part in (config, *parts):
+        for name in _BINS:
             if type(size := getattr(part, name, None)) is int:
                 return size
     return 80
@@ -105,6 +109,16 @@ def _boxes(config: Any) -> list[T]:
     return [boxes, boxes / 100.0]
 
 
+def _patches(config: Any) -> list[T]:
+    """[batch, patches, row and column of a patch with its pixels]: positions count from 1."""
+    width = getattr(getattr(config, "vision_config", None), "patch_embed_hidden_size", None)
+    if type(width) is not int:
+        return []
+    patches = torch.randn(BATCH, LENGTH, 2 + width)
+    patches[..., :2] = torch.arange(1, LENGTH + 1)[:, None]
+    return [patches]
+
+
 def _queries(config: Any) -> list[T]:
     width = getattr(config, "hidden_size", None)
     return [torch.randn(BATCH, LENGTH, width)] if type(width) is int else []
@@ -118,6 +132,8 @@ def _seen(config: Any) -> list[T]:
 MAKERS: dict[str, Callable[[Any], list[T]]] = {
     "input_ids": _ids(LENGTH),
     "decoder_input_ids": _ids(LENGTH - 2),
+    "qformer_input_ids": _ids(LENGTH - 4),
+    "flattened_patches": _patches,
     "pixel_values": _images,
     "input_features": _spectrograms,
     "input_values": _waves,

@@ -17,6 +17,7 @@ from parallelize.verification.scale import scaled, without_dropout
 
 _RATIO = 3  # query heads for each key/value head
 _MAX_LAYERS = 3
+_MAX_DEPTH = 2  # layers of a stage
 _EXPERTS = 6
 _WIDE = 256  # widths above this are scaled
 
@@ -189,6 +190,8 @@ def _small(config: Any, real: Any, tp: int) -> Any:
     heads, hidden = pair("num_attention_heads"), pair("hidden_size")
     for name, value in list(vars(small).items()):
         before = vars(config).get(name)
+        if name in ("depth", "depths") and isinstance(value, (list, tuple)):
+            setattr(small, name, type(value)(min(depth, _MAX_DEPTH) for depth in value))
         if type(value) is not int or value != before or value < 2:
             continue
         if name.endswith(("attention_heads", "num_heads")) and value == heads[0]:

@@ -70,9 +70,14 @@ def _with_inputs(source: ModelSource, model: nn.Module) -> ModelSource:
             continue
         if "inputs" in source.extras:
             return source
-        return replace(source, extras={**source.extras, "inputs": lambda batch, length: dict(inputs)})
+        return replace(source, extras={**source.extras, "inputs": partial(_copy_of, inputs)})
     assert reason is not None
     raise reason
+
+
+def _copy_of(inputs: dict[str, Any], batch: int, length: int) -> dict[str, Any]:
+    """The same inputs, whatever the numbers of rows and tokens."""
+    return dict(inputs)
 
 
 def _built(source: ModelSource) -> nn.Module:

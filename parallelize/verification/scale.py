@@ -182,6 +182,7 @@ def perturb(model: nn.Module, seed: int) -> None:
     Norm weights of one and biases of zero hide permutations and missing terms; weights of 0.02 in a small model make them
     smaller than rounding. A matrix that begins smaller than its siblings of the same shape stays so: attention whose scale is
     in the initial queries (T5) has logits so large without it that its softmax has one element, whose gradients are of rounding.
+    None stays smaller than a twentieth of them: its term would be negligible.
     """
     ratios = _ratios_to_siblings(model)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -209,11 +210,16 @@ def _ratios_to_siblings(model: nn.Module) -> dict[str, float]:
     ratios: dict[str, float] = {}
     for group in groups.values():
         largest = max(group.values())
-        ratios |= {name: std / largest for name, std in group.items() if 0 < std < _CLEARLY_SMALLER * largest}
+        ratios |= {
+            name: max(std / largest, _SMALLEST_RATIO)
+            for name, std in group.items()
+            if 0 < std < _CLEARLY_SMALLER * largest
+        }
     return ratios
 
 
 _CLEARLY_SMALLER = 0.6  # the deviations of small matrices of the same initialization differ by less
+_SMALLEST_RATIO = 0.05
 
 
 def without_dropout(config: Any) -> None:
@@ -237,10 +243,29 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def let_inputs_require_gradients(model: nn.Module) -> None:
+    """Turn off what fails where inputs require gradients: models of sound set that flag on what they make of their input.
+
+    They do so for recomputation, which passes no gradient on where no input requires one.
+    """
+    for module in model.modules():
+        if vars(module).get("_requires_grad") is True:
+            setattr(module, "_requires_grad", False)  # noqa: B010 - mypy: not every module has it
+
+
 _AUGMENTATIONS = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
 """Fields of how far positions are moved at random in training; None: not at all."""
 
-_RATES = ("jitter_noise", "dropout", "drop_path", "drop_prob", "drop_rate", "layerdrop", "layer_drop")
+_RATES = (
+    "dropout",
+    "drop_path",
+    "drop_prob",
+    "drop_rate",
+    "layerdrop",
+    "layer_drop",
+    "mask_time_prob",
+    "mask_feature_prob",
+)
 
 
 def _is_rate(name: str) -> bool:

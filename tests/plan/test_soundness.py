@@ -58,16 +58,6 @@ def test_a_swapped_style_is_named(family, pattern, style, slug):
     assert slug in error.value.slugs, error.value
 
 
-def test_a_gathered_block_in_which_nothing_is_sharded():
-    rows = ("self_attn.q_proj", "self_attn.{k,v}_proj", "self_attn.o_proj")
-    plan = load_plan("llama").with_options(sequence_parallel=True)
-    rules = tuple(r for r in plan.rules if not r.pattern.startswith(tuple("model.layers.*." + row for row in rows)))
-    whole = replace(plan, rules=(*rules, *(replace(r, style=parse_style("replicate")) for r in plan.rules if r not in rules)))
-    with pytest.raises(PlanError) as error:
-        resolve(replace(whole, local=()), describe(tiny_model("llama")), MeshSpec(tp=2))
-    assert "gather-without-shards" in error.value.slugs and "self_attn" in str(error.value)
-
-
 def test_a_count_that_does_not_become_local():
     plan = replace(load_plan("bert"), local=())
     with pytest.raises(PlanError) as error:
@@ -107,6 +97,36 @@ def test_an_attribute_that_does_not_divide():
     model = nn.ModuleDict({"b": Block()})
     text = text.replace("up:", "b.up:").replace("down:", "b.down:").replace("scale:", "b.scale:")
     assert slugs(text, model, tp=4) == {"uneven-attribute"}
+
+
+@pytest.mark.parametrize(
+    "inside", [{"up": "colwise", "down": "rowwise"}, {"scale": "replicate(gradient=partial)"}, {"up": "replicate"}]
+)
+def test_a_gathered_block_in_which_nothing_is_sharded(inside):
+    """The gradient of its input would be summed over ranks of which each has all of it."""
+    model = nn.ModuleDict({"b": nn.ModuleDict({"c": Block()})})
+    styles = {"up": "replicate", "down": "replicate", "scale": "replicate", **inside}
+    rules = "".join(f"  b.c.{name}: {style}\n" for name, style in styles.items())
+    plan = parse_plan(f"schema_version: 1\ntensor_parallel:\n  b: gather\n{rules}")
+    if "replicate" not in inside.values():
+        resolve(plan, describe(model), MeshSpec(tp=2))
+        return
+    with pytest.raises(PlanError) as error:
+        resolve(plan, describe(model), MeshSpec(tp=2))
+    assert error.value.slugs == ("gather-without-shards",)
+
+
+@pytest.mark.parametrize(("up", "down"), [("colwise", "rowwise"), ("replicate", "replicate")])
+def test_a_parameter_of_a_block_that_has_shards_may_have_a_partial_gradient(up, down):
+    model = nn.ModuleDict({"b": Block()})
+    plan = parse_plan(
+        f"schema_version: 1\ntensor_parallel: {{b: replicate(gradient=partial), b.up: {up}, b.down: {down}}}"
+    )
+    if up == "colwise":
+        assert resolve(plan, describe(model), MeshSpec(tp=2)).parameters["b.scale"].partial
+        return
+    with pytest.raises(PlanError, match="partial-without-shards"):
+        resolve(plan, describe(model), MeshSpec(tp=2))
 
 
 def test_a_region_whose_first_module_converts_its_own_input():

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from benchmarks.every_type_sources import source_of_type
-from benchmarks.every_type_table import with_table
+from benchmarks.every_type_table import OUT_OF_MEMORY, with_table
 from benchmarks.record import RESULTS, read_record, write_record
 from parallelize import derive_plan
 from parallelize.derivation.example_inputs import inputs_of
@@ -51,8 +51,16 @@ MEMORY = 12 << 30
 Row = dict[str, Any]
 
 
-_MAPPINGS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "IMAGE_TEXT_TO_TEXT")
-"""Of the classes of `transformers`: types with one of these come first."""
+_MAPPINGS = {
+    "CAUSAL_LM": "causal language models",
+    "MASKED_LM": "masked language models",
+    "SEQ_TO_SEQ_CAUSAL_LM": "sequence to sequence",
+    "SEQUENCE_CLASSIFICATION": "classification of texts",
+    "IMAGE_CLASSIFICATION": "classification of images",
+    "IMAGE": "vision: images alone",
+    "IMAGE_TEXT_TO_TEXT": "vision: images and text",
+}
+"""Of the classes of `transformers`, in words: types with one of these come first."""
 
 
 def model_types() -> list[str]:
@@ -60,9 +68,15 @@ def model_types() -> list[str]:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
 
-    first = {name for kind in _MAPPINGS for name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")}
+    first = {name for names in _names_of_mappings().values() for name in names}
     known = first | set(modeling_auto.MODEL_MAPPING_NAMES)
     return sorted(known & set(CONFIG_MAPPING.keys()), key=lambda name: (name not in first, name))
+
+
+def _names_of_mappings() -> dict[str, set[str]]:
+    from transformers.models.auto import modeling_auto
+
+    return {words: set(getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")) for kind, words in _MAPPINGS.items()}
 
 
 def row_of(model_type: str) -> Row:
@@ -117,12 +131,20 @@ def _proven(source: ModelSource, plan: Plan, kind: str, tps: Sequence[int] = TP,
         except ParallelizeError as error:
             row["errors"][str(tp)] = error.slugs[0]
             continue
-        row["errors"][str(tp)] = proof.error if proof.ok else proof.slugs[0] if proof.slugs else "DIFFERS"
+        row["errors"][str(tp)] = proof.error if proof.ok else _slug_of(proof)
         if not proof.ok:
             row["reason"] = proof.text[:400]
     if not isinstance(row["errors"][str(TP[0])], float):
-        return row | {"kind": "wrong" if row["errors"][str(TP[0])] == "DIFFERS" else "refused"}
+        kinds = {"DIFFERS": "wrong", OUT_OF_MEMORY: "failed"}
+        return row | {"kind": kinds.get(row["errors"][str(TP[0])], "refused")}
     return row | _shares(source, plan)
+
+
+def _slug_of(proof: Proof) -> str:
+    """By what a proof failed: a refusal, the limit of memory, or another result."""
+    if proof.slugs:
+        return proof.slugs[0]
+    return OUT_OF_MEMORY if "[enforce fail at" in proof.text or "not enough memory" in proof.text else "DIFFERS"
 
 
 _SMALL: dict[tuple[str, int], tuple[ModelSource, nn.Module]] = {}
@@ -260,9 +282,11 @@ def main(arguments: list[str] | None = None) -> int:
         options.page.write_text(with_table(options.page.read_text(), rows.values()))
         return 0
     types = options.only or [name for name in model_types() if _is_open(rows.get(name), options.again)]
+    mappings = _names_of_mappings()
     for row in run_types(types, options.workers, options.timeout):
         rows[row["type"]] = row
         row["reason"] = _short(row.get("reason", ""))
+        row["mappings"] = [words for words, names in mappings.items() if row["type"] in names]
         write_record(options.json, [rows[name] for name in sorted(rows)])
         print(row["type"], row["kind"], row.get("errors", ""), row.get("reason", "")[:150], flush=True)
     return 0

@@ -67,6 +67,10 @@ def _resnet() -> dict[str, Any]:
 
 FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
     "lfm2_moe": _conv_layers,
+    "big_bird": lambda: {
+        "attention_type": "original_full"
+    },  # to which it changes in its forward where sequences are short
+    "bigbird_pegasus": lambda: {"attention_type": "original_full"},
     "cohere_compass_text": _with_rotary,
     "xmod": lambda: {"default_language": "en_XX"},
     "reformer": lambda: {"axial_pos_embds": False, "num_hidden_layers": 2, "attn_layers": ["local", "local"]},

@@ -20,7 +20,7 @@ def shrink_images(parts: list[Any]) -> None:
             if type(value) is int and value > side:
                 setattr(part, name, side)
             elif isinstance(value, (list, tuple)) and len(value) == 2 and min(value) > side:
-                setattr(part, name, type(value)([side, side]))
+                setattr(part, name, [side, side] if isinstance(value, list) else (side, side))
         if type(vars(part).get("mm_tokens_per_image")) is int:
             part.mm_tokens_per_image = (PATCHES // 2) ** 2
 

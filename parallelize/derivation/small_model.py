@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -59,7 +59,8 @@ def _is_large(source: ModelSource) -> bool:
 def _with_inputs(source: ModelSource, model: nn.Module) -> ModelSource:
     """The source with inputs that the forward takes. Raises: what the forward raised for the first that were tried."""
     reason: Exception | None = None
-    makers = (lambda: inputs_of(source, model), *(partial(dict, inputs) for inputs in inputs_by_signature(model)))
+    makers: list[Callable[[], dict[str, Any]]] = [lambda: inputs_of(source, model)]
+    makers += [partial(dict, inputs) for inputs in inputs_by_signature(model)]
     for make in makers:
         try:
             inputs = make()

@@ -262,8 +262,11 @@ def _remainder(count: int, chunks: int, tp_size: int) -> str:
 
 
 def dotted(root: Any, path: str) -> Any:
-    """`root.a.b` for the path `a.b`, None where a part is missing."""
+    """`root.a.b` for the path `a.b`, None where a part is missing, or cannot be read: of a config with other values in some layers."""
     value = root
     for part in path.split("."):
-        value = getattr(value, part, None)
+        try:
+            value = getattr(value, part, None)
+        except Exception:  # classes of transformers raise errors of their own
+            return None
     return value

@@ -25,13 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from benchmarks.every_type_table import with_table
+from benchmarks.every_type_sources import source_of_type
+from benchmarks.every_type_table import OUT_OF_MEMORY, with_table
 from benchmarks.record import RESULTS, read_record, write_record
 from parallelize import derive_plan
-from parallelize.derivation.small_model import prove_small, small_model
+from parallelize.derivation.proof import Proof, provable, prove
+from parallelize.derivation.small_model import small_model
 from parallelize.errors import ParallelizeError, PlanError
 from parallelize.mesh import MeshSpec
+from parallelize.models.example_inputs import inputs_of
 from parallelize.models.model_source import ModelSource, read_model
 from parallelize.plan.choose import choose_plan, shipped_plan_of
 from parallelize.plan.model_facts import describe
@@ -41,14 +45,22 @@ from parallelize.plan.schema import Plan
 NAME = "every_type"
 TP = (2, 4)
 _WAIT = 8  # times the seconds of CPU that a type may take, until its process is ended although it waits
-MEMORY = 8 << 30
+MEMORY = 12 << 30
 """Bytes of address space of a type's process."""
 
 Row = dict[str, Any]
 
 
-_MAPPINGS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "IMAGE_TEXT_TO_TEXT")
-"""Of the classes of `transformers`: types with one of these come first."""
+_MAPPINGS = {
+    "CAUSAL_LM": "causal language models",
+    "MASKED_LM": "masked language models",
+    "SEQ_TO_SEQ_CAUSAL_LM": "sequence to sequence",
+    "SEQUENCE_CLASSIFICATION": "classification of texts",
+    "IMAGE_CLASSIFICATION": "classification of images",
+    "IMAGE": "vision: images alone",
+    "IMAGE_TEXT_TO_TEXT": "vision: images and text",
+}
+"""Of the classes of `transformers`, in words: types with one of these come first."""
 
 
 def model_types() -> list[str]:
@@ -56,21 +68,29 @@ def model_types() -> list[str]:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
 
-    first = {name for kind in _MAPPINGS for name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")}
+    first = {name for names in _names_of_mappings().values() for name in names}
     known = first | set(modeling_auto.MODEL_MAPPING_NAMES)
     return sorted(known & set(CONFIG_MAPPING.keys()), key=lambda name: (name not in first, name))
+
+
+def _names_of_mappings() -> dict[str, set[str]]:
+    from transformers.models.auto import modeling_auto
+
+    return {words: set(getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES")) for kind, words in _MAPPINGS.items()}
 
 
 def row_of(model_type: str) -> Row:
     """What is known of one type: its class, the plan that serves it, and the error on each number of ranks."""
     row: Row = {"type": model_type}
     try:
-        source = read_model(model_type)
-        model = small_model(source, TP[0])[1]
+        source = source_of_type(model_type)
+        model = _small(source, TP[0])[1]
     except ImportError as error:
         return row | {"kind": "unbuilt", "reason": f"needs a package: {_first_line(error)}"}
     except ParallelizeError as error:
-        kind = "unbuilt" if "unknown-model" in error.slugs else "refused"
+        if isinstance(error.__cause__, ImportError):
+            return row | {"kind": "unbuilt", "reason": f"needs a package: {_first_line(error.__cause__)}"}
+        kind = "unbuilt" if set(error.slugs) & {"unknown-model", "untraceable-model"} else "refused"
         return row | {"kind": kind, "reason": f"{error.slugs[0]}: {_reason(error)}"}
     row["class"] = type(model).__name__
     if shipped_plan_of(source.config) is not None:
@@ -107,23 +127,50 @@ def _proven(source: ModelSource, plan: Plan, kind: str, tps: Sequence[int] = TP,
     row: Row = {"kind": kind, "errors": dict(known or {}), "sequence": plan.region is not None}
     for tp in tps:
         try:
-            proof = prove_small(source, plan, tp)
+            proof = _proof(source, plan, tp)
         except ParallelizeError as error:
             row["errors"][str(tp)] = error.slugs[0]
             continue
-        row["errors"][str(tp)] = proof.error if proof.ok else proof.slugs[0] if proof.slugs else "DIFFERS"
+        row["errors"][str(tp)] = proof.error if proof.ok else _slug_of(proof)
         if not proof.ok:
             row["reason"] = proof.text[:400]
     if not isinstance(row["errors"][str(TP[0])], float):
-        return row | {"kind": "wrong" if row["errors"][str(TP[0])] == "DIFFERS" else "refused"}
+        kinds = {"DIFFERS": "wrong", OUT_OF_MEMORY: "failed"}
+        return row | {"kind": kinds.get(row["errors"][str(TP[0])], "refused")}
     return row | _shares(source, plan)
+
+
+def _slug_of(proof: Proof) -> str:
+    """By what a proof failed: a refusal, the limit of memory, or another result."""
+    if proof.slugs:
+        return proof.slugs[0]
+    return OUT_OF_MEMORY if "[enforce fail at" in proof.text or "not enough memory" in proof.text else "DIFFERS"
+
+
+_SMALL: dict[tuple[str, int], tuple[ModelSource, nn.Module]] = {}
+"""The small models of this process, by the name of the source and the number of ranks."""
+
+
+def _small(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
+    if (source.text, tp) not in _SMALL:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            _SMALL[source.text, tp] = small_model(source, tp)
+    return _SMALL[source.text, tp]
+
+
+def _proof(source: ModelSource, plan: Plan, tp: int) -> Proof:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        small, model = _small(source, tp)
+        return prove(provable(small, model, inputs_of(small, model)), plan, tp)
 
 
 def _shares(source: ModelSource, plan: Plan) -> Row:
     """Of the elements of parameters of the small model, and of those in its layers, the shares that are sharded."""
-    model = small_model(source, TP[0])[1]
+    model = _small(source, TP[0])[1]
     rows = resolve(plan, describe(model), MeshSpec.parse("tp=2")).parameters.values()
-    sizes = [(_elements(row), row.layout.dim is not None, _is_in_layer(row.fqn)) for row in rows]
+    sizes = [(_elements(row), row.layout.dim is not None, _is_in_layer(row.fqn, model)) for row in rows]
     layers = [(size, sharded) for size, sharded, inside in sizes if inside]
     return {
         "all": sum(size for size, sharded, _ in sizes if sharded) / max(1, sum(size for size, _, _ in sizes)),
@@ -135,8 +182,11 @@ def _elements(row: Any) -> int:
     return torch.Size(row.fact.shape).numel()
 
 
-def _is_in_layer(fqn: str) -> bool:
-    return any(segment.isdigit() for segment in fqn.split("."))
+def _is_in_layer(fqn: str, model: nn.Module) -> bool:
+    """Whether a parameter is in an item of a list, other than a list of tables."""
+    owner = fqn.rpartition(".")[0]
+    is_table = owner.rpartition(".")[2].isdigit() and isinstance(model.get_submodule(owner), nn.Embedding)
+    return not is_table and any(segment.isdigit() for segment in fqn.split("."))
 
 
 def _reason(error: ParallelizeError) -> str:
@@ -178,6 +228,7 @@ def _child(model_type: str, sender: Connection, timeout: int) -> None:
 def run_types(types: Iterable[str], workers: int, timeout: int) -> Iterable[Row]:
     """The rows, as they come."""
     context = multiprocessing.get_context("fork")
+    read_model("llama").build("meta")  # imports what each would import
     waiting, running = list(types), {}  # type: ignore[var-annotated]
     while waiting or running:
         while waiting and len(running) < workers:
@@ -231,9 +282,11 @@ def main(arguments: list[str] | None = None) -> int:
         options.page.write_text(with_table(options.page.read_text(), rows.values()))
         return 0
     types = options.only or [name for name in model_types() if _is_open(rows.get(name), options.again)]
+    mappings = _names_of_mappings()
     for row in run_types(types, options.workers, options.timeout):
         rows[row["type"]] = row
         row["reason"] = _short(row.get("reason", ""))
+        row["mappings"] = [words for words, names in mappings.items() if row["type"] in names]
         write_record(options.json, [rows[name] for name in sorted(rows)])
         print(row["type"], row["kind"], row.get("errors", ""), row.get("reason", "")[:150], flush=True)
     return 0

@@ -23,6 +23,7 @@ from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.models.example_inputs import inputs_of
 from parallelize.models.model_source import ModelSource, source_of
 from parallelize.plan.model_facts import describe
+from parallelize.plan.parameter_layouts import dotted
 from parallelize.plan.pattern import generic
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import ALLOWED, Plan
@@ -77,8 +78,8 @@ def derive_plan(
         tell: called with a line of text before each step.
 
     Returns: the plan with its file. Linears that cannot be proven are left whole, with the reason.
-    Raises: ModelError `unknown-inputs`, `untraceable-model`, `too-large-to-run`, `nothing-to-shard`; MeshError `bad-mesh`; what
-        reading the model raises.
+    Raises: ModelError `unknown-inputs`, `untraceable-model`, `too-large-to-run`, `nothing-to-shard`, and, of the unsharded model,
+        `reference-failed`, `not-finite`, `not-deterministic`; MeshError `bad-mesh`; what reading the model raises.
     Cost: a forward, and a few training steps of the scaled model on the CPU. Random numbers are those of a seed of its own, so that
         all ranks of a job derive the same plan, and the caller's generator is left alone.
     """
@@ -189,7 +190,18 @@ def _fields(model: nn.Module) -> dict[str, int]:
 
 
 def _counts(config: Any) -> dict[str, int]:
-    return {name: value for name, value in vars(config).items() if type(value) is int and value > 1} if config else {}
+    """Whole numbers of a config, other than those that count or name something else than features and heads."""
+    if config is None:
+        return {}
+    numbers = {name: value for name, value in vars(config).items() if type(value) is int and value > 1}
+    return {
+        name: value for name, value in numbers.items() if not _NO_COUNT.search(name) and dotted(config, name) == value
+    }
+
+
+_NO_COUNT = re.compile(
+    r"(num|in|image)_channels$|num_labels$|_ids?$|_index$|layers$|^depth|patch_size|kernel|stride|buckets|version"
+)
 
 
 def _name(source: ModelSource, model: nn.Module) -> str:

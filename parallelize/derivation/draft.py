@@ -73,9 +73,12 @@ class Drafting:
         if self.logits:
             self._shard_vocabulary()
         self._spread_local()
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name in self.choice.partial:
+            if not parameters[name].requires_grad:
+                continue
             module = name.rpartition(".")[0]
-            self.draft.styles.setdefault(module, "replicate(gradient=partial)")
+            self.draft.styles.setdefault(module or name, "replicate(gradient=partial)")
         self.draft.whole |= {
             whole.module: whole.reason for whole in self.choice.whole if whole.module not in self.draft.styles
         }
@@ -104,7 +107,7 @@ class Drafting:
             if module in self.classes.norms:
                 self.draft.styles[module] = f"rms_norm({self._size_name(self._count(candidate, place.parts[0]))})"
             elif linear is None:
-                size = f", unit={self._size_name(self._count(candidate, place.parts[0]))}" if has_units else ""
+                size = f", unit={self._unit(candidate, place.parts[0])}" if has_units else ""
                 self.draft.styles[place.parameter] = f"shard({place.dim}{size})"
             elif key == "weight" and place.dim == output_dim(linear):
                 self.draft.styles[module] = _call("colwise", self._units(candidate, place, has_units))
@@ -127,8 +130,14 @@ class Drafting:
         """The argument of `colwise`."""
         parts = self._chunks(candidate, place)
         if has_units:
-            return " + ".join(self._size_name(self._count(candidate, part)) for part in parts)
+            return " + ".join(self._unit(candidate, part) for part in parts)
         return f"chunks={len(parts)}" if len(parts) > 1 else ""
+
+    def _unit(self, candidate: ShardableFactor, part: tuple[Factor, ...]) -> str:
+        """The size of a part, with the width of its units where a head has one feature, as of a gate."""
+        name = self._size_name(self._count(candidate, part))
+        is_of_heads = name.startswith(("heads", "kv_heads"))
+        return f"{name}*1" if is_of_heads and self._count(candidate, part) == size_of(part) else name
 
     def _chunks(self, candidate: ShardableFactor, place: Place) -> list[tuple[Factor, ...]]:
         """The parts of a dim, each of which begins with the factor: [3, heads, width] are three."""
@@ -282,7 +291,7 @@ def _name_of_size(source: str | int) -> str:
     if isinstance(source, int):
         return "heads"
     if "head" not in source:
-        return source
+        return source.rpartition(".")[2]
     return "kv_heads" if "key_value" in source or "kv" in source else "heads"
 
 

@@ -12,10 +12,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from parallelize.derivation.divided_config import HEAD_WIDTH, divided
 from parallelize.verification.scale import scaled, without_dropout
 
 _RATIO = 3  # query heads for each key/value head
 _MAX_LAYERS = 3
+_MAX_DEPTH = 2  # layers of a stage
 _EXPERTS = 6
 _WIDE = 256  # widths above this are scaled
 
@@ -29,6 +31,8 @@ _SIZES = dict(
     num_hidden_layers=3,
     num_attention_heads=12,
     num_key_value_heads=4,
+    swa_num_attention_heads=12,
+    swa_num_key_value_heads=4,
     head_dim=10,
     intermediate_size=104,
     max_position_embeddings=64,
@@ -52,7 +56,22 @@ _EXPERT_SIZES = dict(
     qk_rope_head_dim=8,
     qk_nope_head_dim=8,
     v_head_dim=8,
+    qk_head_dim=16,
 )
+_STATE_SIZES = dict(
+    index_n_heads=4,
+    index_head_dim=16,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    mamba_dt_rank=8,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    n_groups=4,
+    mamba_n_groups=4,
+)
+"""Of layers that choose keys, or carry a state: as large beside the others as in real models."""
 
 
 def small_configs(config: Any, tp: int) -> Iterator[Any]:
@@ -66,6 +85,9 @@ def small_configs(config: Any, tp: int) -> Iterator[Any]:
     for make in (*fixed, *scaled_down) if has_experts else (*scaled_down, *fixed):
         with suppress(Exception):  # a class of transformers may raise anything for sizes that it does not take
             yield make()
+    for head_width in (HEAD_WIDTH, 0):
+        with suppress(Exception):
+            yield divided(config, head_width)
     with suppress(Exception):
         yield _fewer_layers(config)
 
@@ -119,7 +141,7 @@ def _fixed(config: Any, latent: bool) -> Any:
     """The config with fixed small sizes. `latent`: as many key/value heads as heads, as attention with latent keys has."""
     values, mapped = config.to_dict(), getattr(config, "attribute_map", {})
     layers = values.get("num_hidden_layers")
-    sizes = {mapped.get(name, name): value for name, value in {**_SIZES, **_EXPERT_SIZES}.items()}
+    sizes = {mapped.get(name, name): value for name, value in {**_SIZES, **_EXPERT_SIZES, **_STATE_SIZES}.items()}
     if latent:  # rotary tables have the width of the part of a head that is rotated
         sizes["head_dim"] = _EXPERT_SIZES["qk_rope_head_dim"]
         sizes[mapped.get("num_key_value_heads", "num_key_value_heads")] = _SIZES["num_attention_heads"]
@@ -168,6 +190,8 @@ def _small(config: Any, real: Any, tp: int) -> Any:
     heads, hidden = pair("num_attention_heads"), pair("hidden_size")
     for name, value in list(vars(small).items()):
         before = vars(config).get(name)
+        if name in ("depth", "depths") and isinstance(value, (list, tuple)):
+            setattr(small, name, type(value)(min(depth, _MAX_DEPTH) for depth in value))
         if type(value) is not int or value != before or value < 2:
             continue
         if name.endswith(("attention_heads", "num_heads")) and value == heads[0]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from parallelize.derivation.proof import Proof, provable, prove
+from parallelize.derivation.signature_inputs import inputs_by_signature
 from parallelize.derivation.small_config import small_configs
 from parallelize.dims.trace import record_forward
 from parallelize.errors import ModelError, ParallelizeError, Problem
@@ -21,29 +24,61 @@ from parallelize.verification.scale import disable_dropout
 
 log = logging.getLogger("parallelize")
 
+_FEW_PARAMETERS = 4_000_000
 MAX_PARAMETERS = 200_000_000
 """A module of more parameters is not run on this machine: derive from a config, or from a function with smaller sizes."""
 
 
 def small_model(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
-    """A small version of the model: of a config with other sizes, the first that the model accepts."""
+    """A small version of the model: of a config with other sizes, the first that the model accepts, with inputs that it accepts."""
     if source.config is None:
         return source, _built(source)
     reason: Exception | None = None
-    for config in small_configs(source.config, tp):
-        small = source.with_config(config)
+    for small in sorted(map(source.with_config, small_configs(source.config, tp)), key=_is_large):
         try:
             _check_elements(small.build("meta"))
             model = _built(small)
             check_subject(model)
-            record_forward(model, inputs_of(small, model))
-            return small, model
+            return _with_inputs(small, model), model
         except Exception as error:  # a class may refuse the sizes with any error
             reason = reason or error
             log.debug("%s does not run with smaller sizes: %s", source.text, error)
     what = f"no small version of {source.text} runs: {type(reason).__name__}: {_first_line(reason)}"
     fix = "a function that returns a small model: package.module:function; and --inputs where its forward takes other inputs"
     raise ModelError(Problem("untraceable-model", what, fix=fix)) from reason
+
+
+def _is_large(source: ModelSource) -> bool:
+    """Whether a config is not as small as it was to be, because it has widths of unknown names."""
+    try:
+        return sum(parameter.numel() for parameter in source.build("meta").parameters()) > _FEW_PARAMETERS
+    except Exception:  # whatever the class raises is named where it is tried
+        return True
+
+
+def _with_inputs(source: ModelSource, model: nn.Module) -> ModelSource:
+    """The source with inputs that the forward takes. Raises: what the forward raised for the first that were tried."""
+    reason: Exception | None = None
+    makers: list[Callable[[], dict[str, Any]]] = [lambda: inputs_of(source, model)]
+    makers += [partial(dict, inputs) for inputs in inputs_by_signature(model)]
+    for make in makers:
+        try:
+            inputs = make()
+            record_forward(model, inputs)
+        except Exception as error:  # of code of any model
+            reason = reason or error
+            log.debug("%s does not run with these inputs: %s", source.text, error)
+            continue
+        if "inputs" in source.extras:
+            return source
+        return replace(source, extras={**source.extras, "inputs": partial(_copy_of, inputs)})
+    assert reason is not None
+    raise reason
+
+
+def _copy_of(inputs: dict[str, Any], batch: int, length: int) -> dict[str, Any]:
+    """The same inputs, whatever the numbers of rows and tokens."""
+    return dict(inputs)
 
 
 def _built(source: ModelSource) -> nn.Module:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallelize.errors import ModelError, ParallelizeError, Problem
-from parallelize.models.image_inputs import BATCH, LENGTH, has_images, image, images_in_text
+from parallelize.models.image_inputs import BATCH, LENGTH, has_images, image, images_in_text, masking
 from parallelize.models.model_source import ModelSource
 
 T = torch.Tensor
@@ -47,7 +47,7 @@ def _by_config(model: nn.Module) -> dict[str, Any]:
     if has_images(model):
         return images_in_text(model)
     if name == "pixel_values" and "input_ids" not in parameters:
-        return {"pixel_values": image(config)}
+        return {"pixel_values": image(config), **masking(model)}
     if "pixel_values" in parameters and hasattr(config, "projection_dim"):  # a text and a vision tower
         return {"input_ids": _ids(config.text_config, LENGTH), "pixel_values": image(config)}
     if name == "pixel_values":
@@ -59,6 +59,8 @@ def _by_config(model: nn.Module) -> dict[str, Any]:
         return {name: x, **_decoder_ids(config)}
     if getattr(config, "is_encoder_decoder", False):
         return {name: _ids(config, LENGTH), **_decoder_ids(config)}
+    if name == "input_ids" and "pixel_values" in parameters and hasattr(config, "vision_config"):
+        return {name: _ids(config, LENGTH), "pixel_values": image(config)}
     return {}
 
 

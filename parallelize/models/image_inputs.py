@@ -25,6 +25,16 @@ def image(config: Any) -> T:
     return torch.randn(BATCH, int(getattr(vision, "num_channels", 3)), int(height), int(width))
 
 
+def masking(model: nn.Module) -> dict[str, Any]:
+    """Numbers that decide which patches of an image are masked, [batch, patches], where a forward would draw them."""
+    config: Any = model.config
+    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    takes_noise = "noise" in inspect.signature(model.forward).parameters
+    if not takes_noise or type(size) is not int or type(patch) is not int:
+        return {}
+    return {"noise": torch.rand(BATCH, (size // patch) ** 2)}
+
+
 def has_images(model: nn.Module) -> bool:
     """Whether a model of `transformers` puts features of images in the place of tokens of a text."""
     takes_images = "pixel_values" in inspect.signature(model.forward).parameters
@@ -59,11 +69,26 @@ def _images(model: nn.Module) -> dict[str, Any]:
         pixels = image(model.config)
         sizes = torch.tensor([pixels.shape[2:]] * BATCH)
         return {"pixel_values": pixels, **({"image_sizes": sizes} if "image_sizes" in names else {})}
-    vision: Any = getattr(model.config, "vision_config", None)
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", None) or 3
+    return {"pixel_values": _rows_of(model.config), "image_grid_thw": _grids()}
+
+
+def rows_of_patches(model: nn.Module) -> dict[str, Any]:
+    """What a vision tower takes: rows of patches, under the name of its first argument, with a grid for each image."""
+    first = next(iter(inspect.signature(model.forward).parameters))
+    return {first: _rows_of(model.config), "grid_thw": _grids()}
+
+
+def _grids() -> T:
+    return torch.tensor([[1, _GRID, _GRID]] * BATCH)
+
+
+def _rows_of(config: Any) -> T:
+    """[patches of all images, channels x frames x height x width of a patch]"""
+    vision: Any = getattr(config, "vision_config", None) or config
+    names = ("in_channels", "in_chans", "num_channels")
+    channels = next((size for name in names if (size := getattr(vision, name, None))), 3)
     size = channels * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
-    rows = torch.randn(BATCH * _GRID**2, size)
-    return {"pixel_values": rows, "image_grid_thw": torch.tensor([[1, _GRID, _GRID]] * BATCH)}
+    return torch.randn(BATCH * _GRID**2, size)
 
 
 def _tensors(features: Any) -> Iterator[T]:

@@ -147,8 +147,16 @@ def class_of(config: Any, text: str) -> Any:
     for auto in (*first, causal, masked, *both, *images, transformers.AutoModel):
         if type(config) in auto._model_mapping:
             classes = auto._model_mapping[type(config)]
-            return classes[0] if isinstance(classes, (tuple, list)) else classes
+            cls = classes[0] if isinstance(classes, (tuple, list)) else classes
+            if not _is_for_part(cls, config):
+                return cls
     raise ModelError(Problem("unknown-model", f"transformers has no model for the config of {text}"))
+
+
+def _is_for_part(cls: Any, config: Any) -> bool:
+    """Whether a class takes the config of a part, such as the text's, and not this one."""
+    takes = getattr(cls, "config_class", None)
+    return takes is not type(config) and takes in (getattr(config, "sub_configs", None) or {}).values()
 
 
 def _named_class(names: list[str], text: str) -> Any:

@@ -62,7 +62,7 @@ def _sum_of(item: LocalAttribute, sizes: LayoutMaker, count_of: Callable[[str], 
     """The sum of the products, with these counts; None where a size is missing or not divisible."""
     total = 0
     for name, width in item.terms:
-        count, factor = count_of(name), sizes.size(width) if width else 1
+        count, factor = count_of(name), sizes.width(width)
         if count is None or factor is None:
             return None
         total += count * factor

@@ -147,24 +147,29 @@ class LayoutMaker:
         assert use.dim is not None
         width = fact.shape[use.dim]
         if use.widths:
-            missing = next((name for name in use.widths if name and self.size(name) is None), None)
+            missing = next((name for name in use.widths if self.width(name) is None), None)
             if missing is not None:
                 return [], _no_size(self.plan, missing, rule)
-            units = [self.size(name) or 1 if name else 1 for name in use.widths]
+            units = [self.width(name) or 1 for name in use.widths]
             planned = use.chunks * sum(count * unit for count, unit in zip(counts, units, strict=True))
             return units, None if planned == width else self._other_width(fact, use, rule, planned)
         parts = use.chunks * sum(counts)
         if width % parts:
             return [], self._indivisible(fact, use, rule, parts, " + ".join(use.unit))
         head = self._head_width(fact)
-        if head is not None and width % head == 0 and (width // parts) % head:
-            return [], self._split_units(fact, rule, width // parts, head)
-        return [width // parts] * len(counts), None
+        unit = width // parts
+        if head is not None and width % head == 0 and unit % head:
+            return [], self._split_units(fact, rule, unit, head)
+        return [unit] * len(counts), None
+
+    def width(self, text: str) -> int | None:
+        """The width of a unit: a number, a size of the plan, or 1 where a rule names none beside others that have one."""
+        return int(text or 1) if text.isdigit() or not text else self.size(text)
 
     def _other_width(self, fact: ParameterFacts, use: Use, rule: Rule, planned: int) -> Problem:
         assert use.dim is not None
         what = f"dim {use.dim} of {generic(fact.fqn)} is {fact.shape[use.dim]}, and the chunks of the rule are {planned} together"
-        sizes = dict.fromkeys((*use.unit, *filter(None, use.widths)))
+        sizes = dict.fromkeys(name for name in (*use.unit, *use.widths) if name in self.plan.sizes)
         rows = tuple((name, str(self.size(name))) for name in sizes)
         return Problem("indivisible-units", what, rule.where, rows, "check the sizes that the rule names")
 
@@ -213,7 +218,12 @@ class LayoutMaker:
     def _split_units(self, fact: ParameterFacts, rule: Rule, unit: int, head: int) -> Problem:
         name = generic(fact.fqn.rpartition(".")[0])
         what = f"`{rule.style}` makes units of {unit} in {name}, and its heads are {head} wide"
-        return Problem("uneven-heads", what, rule.where, fix="name the sizes of the chunks that the weight contains")
+        return Problem(
+            "uneven-heads",
+            what,
+            rule.where,
+            fix="name the sizes of the chunks that the weight contains, and their widths: `heads*1` for a number for each head",
+        )
 
     def _split_heads(self, fact: ParameterFacts, layout: Layout, rule: Rule) -> Problem | None:
         """The problem where a rule without a unit would split a head of the attention that contains the linear."""
@@ -252,8 +262,11 @@ def _remainder(count: int, chunks: int, tp_size: int) -> str:
 
 
 def dotted(root: Any, path: str) -> Any:
-    """`root.a.b` for the path `a.b`, None where a part is missing."""
+    """`root.a.b` for the path `a.b`, None where a part is missing, or cannot be read: of a config with other values in some layers."""
     value = root
     for part in path.split("."):
-        value = getattr(value, part, None)
+        try:
+            value = getattr(value, part, None)
+        except Exception:  # classes of transformers raise errors of their own
+            return None
     return value

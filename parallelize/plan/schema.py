@@ -95,7 +95,8 @@ class LocalAttribute:
     @property
     def sizes(self) -> tuple[str, ...]:
         """The names of all sizes that it is computed from."""
-        return tuple(filter(None, (self.size, self.divide_by, *(name for term in self.terms for name in term))))
+        names = (self.size, self.divide_by, *(name for term in self.terms for name in term))
+        return tuple(name for name in names if name and not name.isdigit())
 
     def __str__(self) -> str:
         if self.terms:

@@ -45,6 +45,7 @@ def check_soundness(
         yield from _matching_splits(name, row, model, relatives)
         yield from _counts_not_local(name, row, plan, model)
         yield from _inside_experts(name, row, parameters)
+    yield from _gathers_without_shards(modules, parameters)
 
 
 class _Relatives:
@@ -63,6 +64,11 @@ class _Relatives:
         """Rows of modules with the same parent whose style has this trait."""
         rows = self.children.get(layer_name(name).rpartition(".")[0], ())
         return [row for row in rows if getattr(row.contract.traits, trait)]
+
+    def holds_sharded_projections(self, name: str) -> bool:
+        """Whether a module has column and row linears, beside which its own parameters see a part of the data."""
+        traits = [row.contract.traits for row in self.children.get(layer_name(name), ())]
+        return any(trait.splits_output for trait in traits) and any(trait.sums_output for trait in traits)
 
     def has_row_linear_in_a_list(self, name: str) -> bool:
         """Whether a list beside a module, such as `to_out`, has a row linear."""
@@ -130,6 +136,23 @@ def _ordered(name: str, row: ModuleRow, model: ModelFacts, parameters: dict[str,
             yield Problem("packed-edge", what, row.rule.where, fix=fix)
 
 
+def _gathers_without_shards(modules: dict[str, ModuleRow], parameters: dict[str, ParameterRow]) -> Iterator[Problem]:
+    """A gradient that is summed over ranks at the input of a block, in which each rank computes all of it."""
+    sharded = {name for name, row in modules.items() if _has_shards(row)}
+    sharded |= {row.fqn for row in parameters.values() if row.partial or row.layout.dim is not None}
+    containers = {container for name in sharded for container in _ancestors(name)}
+    for name, row in modules.items():
+        if row.contract.traits.shares_input and name not in containers and not row.contract.traits.sees_full:
+            what = f"nothing inside of {generic(name)} is sharded, so that the gradient of its input, summed over tp, is tp times too large"
+            yield Problem("gather-without-shards", what, row.rule.where, fix="remove the rule, or shard what is inside")
+
+
+def _has_shards(row: ModuleRow) -> bool:
+    contract = row.contract
+    is_sharded = any(use.dim is not None for use in contract.uses.values())
+    return is_sharded or contract.traits.splits_output or contract.traits.sums_output or contract.computes_experts
+
+
 def _stored_once(
     name: str, row: ModuleRow, model: ModelFacts, parameters: dict[str, ParameterRow]
 ) -> Iterator[Problem]:
@@ -165,6 +188,7 @@ def _replicated_among_shards(
     is_among_shards = sharded_siblings or (
         relatives.siblings(name, "splits_output") and relatives.has_row_linear_in_a_list(name)
     )
+    is_among_shards = is_among_shards or relatives.holds_sharded_projections(name)
     if gradient == "partial" and not inside and not is_among_shards:
         what = f"{generic(name)} runs on full activations, so its gradient is full, and its sum over tp is tp times too large"
         fix = "`sequence` for a norm that sequence parallelism shards, `replicate` otherwise"

@@ -76,7 +76,7 @@ class Use:
             one, each expert is split along it over the ranks of `etp`.
         expert_dim: of `by_expert`: the dim along which experts follow each other. In dim 0 there may be `chunks` of them, of several
             rows each; in another dim each of `chunks` has one element of every expert.
-        widths: for each of `unit`, the name of the size that is the width of its units, or "", where chunks of several widths are packed;
+        widths: for each of `unit`, the width of its units, the name of a size or a number, or "", where chunks of several widths are packed;
             empty: all units are equally wide.
     """
 

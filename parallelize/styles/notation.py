@@ -12,7 +12,7 @@ from parallelize.styles import adapter_styles, builtin  # noqa: F401, so that th
 from parallelize.styles.style import STYLES, StyleText
 
 _CALL = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\(([^()]*)\))?\s*\Z")
-_TERM = r"[A-Za-z_]\w*(?:\s*\*\s*[A-Za-z_]\w*)?"
+_TERM = r"[A-Za-z_]\w*(?:\s*\*\s*(?:[A-Za-z_]\w*|[1-9]\d*))?"
 _SIZES = re.compile(rf"\s*{_TERM}(?:\s*\+\s*{_TERM})*\s*\Z")
 
 # words of `transformers` plans -> the style here; of two words with one meaning, the current one comes first
@@ -70,7 +70,7 @@ def parse_style(text: str, where: str = "") -> StyleText:
 
 
 def is_sum_of_sizes(text: str) -> bool:
-    """Whether a text is names of sizes joined by `+`, each of which may have a width: `heads*head_dim + groups`."""
+    """Whether a text is names of sizes joined by `+`, each of which may have a width, a size or a number: `heads*head_dim + groups`."""
     return bool(_SIZES.match(text))
 
 

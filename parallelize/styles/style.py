@@ -165,13 +165,13 @@ class StyleText:
 
     @property
     def widths(self) -> tuple[str, ...]:
-        """For each name in `unit`, the size that is the width of its units, as in `heads*head_dim`; empty where it is not named."""
+        """For each name in `unit`, the width of its units, a size or a number: `heads*head_dim`, `heads*1`; empty where it is not named."""
         return tuple(width for _, width in terms_of(self.options.get("unit", "")))
 
     @property
     def sizes(self) -> tuple[str, ...]:
         """The names of all sizes of the plan that it uses."""
-        return tuple(filter(None, (*self.unit, *self.widths)))
+        return tuple(name for name in (*self.unit, *self.widths) if name and not name.isdigit())
 
     @property
     def chunks(self) -> int:

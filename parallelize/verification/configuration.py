@@ -31,6 +31,7 @@ from parallelize.verification.precision import DTYPES
 from parallelize.verification.scale import (
     disable_dropout,
     even_length,
+    let_inputs_require_gradients,
     perturb,
     scaled,
     sequence_length,
@@ -209,6 +210,7 @@ def _configurations_of(request: Request, device: str, even: bool) -> list[Config
     model = in_dtype(model, DTYPES[request.options.dtype or "float64"])
     perturb(model, request.seed)
     disable_dropout(model)
+    let_inputs_require_gradients(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(Problem("nothing-trains", "no parameter of the model requires a gradient"))
     lengths = [sequence_length(request.size("tp"))]

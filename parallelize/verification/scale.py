@@ -11,6 +11,7 @@ The rules apply to field names that all of `transformers` uses. Other fields sta
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -179,17 +180,20 @@ def perturb(model: nn.Module, seed: int) -> None:
     """Move 1-D parameters away from ones and zeros, and scale matrices up so that no term is negligible.
 
     Norm weights of one and biases of zero hide permutations and missing terms; weights of 0.02 in a small model make them
-    smaller than rounding.
+    smaller than rounding. A matrix that begins smaller than its siblings of the same shape stays so: attention whose scale is
+    in the initial queries (T5) has logits so large without it that its softmax has one element, whose gradients are of rounding.
+    None stays smaller than a twentieth of them: its term would be negligible.
     """
+    ratios = _ratios_to_siblings(model)
     generator = torch.Generator().manual_seed(seed + 1)
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():  # codes of a quantized weight
             continue
         noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         if parameter.ndim < 2:
             parameter.add_(0.3 * noise.to(parameter.device))
             continue
-        target_std = min(1.0, 1.2 * parameter.shape[-1] ** -0.5)
+        target_std = min(1.0, 1.2 * parameter.shape[-1] ** -0.5) * ratios.get(name, 1.0)
         std = float(parameter.std())
         if 0 < std < target_std:
             parameter.mul_(target_std / std)
@@ -197,11 +201,34 @@ def perturb(model: nn.Module, seed: int) -> None:
             parameter.add_(target_std * noise.to(parameter.device))
 
 
+def _ratios_to_siblings(model: nn.Module) -> dict[str, float]:
+    """The standard deviation of linears' weights relative to the largest among siblings of the same shape, where it is smaller."""
+    groups: dict[tuple[str, torch.Size], dict[str, float]] = defaultdict(dict)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module.weight.numel() > 1:
+            groups[name.rpartition(".")[0], module.weight.shape][f"{name}.weight"] = float(module.weight.std())
+    ratios: dict[str, float] = {}
+    for group in groups.values():
+        largest = max(group.values())
+        ratios |= {
+            name: max(std / largest, _SMALLEST_RATIO)
+            for name, std in group.items()
+            if 0 < std < _CLEARLY_SMALLER * largest
+        }
+    return ratios
+
+
+_CLEARLY_SMALLER = 0.6  # the deviations of small matrices of the same initialization differ by less
+_SMALLEST_RATIO = 0.05
+
+
 def without_dropout(config: Any) -> None:
     """Set dropout rates in the config to zero, and those of layers and paths that are left out at random."""
     for name, value in list(vars(config).items()):
         if isinstance(value, float) and _is_rate(name):
             setattr(config, name, 0.0)
+        elif name in _AUGMENTATIONS:
+            setattr(config, name, None)
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -216,7 +243,29 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-_RATES = ("jitter_noise", "dropout", "drop_path", "drop_prob", "drop_rate", "layerdrop", "layer_drop")
+def let_inputs_require_gradients(model: nn.Module) -> None:
+    """Turn off what fails where inputs require gradients: models of sound set that flag on what they make of their input.
+
+    They do so for recomputation, which passes no gradient on where no input requires one.
+    """
+    for module in model.modules():
+        if vars(module).get("_requires_grad") is True:
+            setattr(module, "_requires_grad", False)  # noqa: B010 - mypy: not every module has it
+
+
+_AUGMENTATIONS = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
+"""Fields of how far positions are moved at random in training; None: not at all."""
+
+_RATES = (
+    "dropout",
+    "drop_path",
+    "drop_prob",
+    "drop_rate",
+    "layerdrop",
+    "layer_drop",
+    "mask_time_prob",
+    "mask_feature_prob",
+)
 
 
 def _is_rate(name: str) -> bool:

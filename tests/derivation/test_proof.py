@@ -9,11 +9,11 @@ from torch import nn
 from parallelize import derive_plan
 from parallelize.derivation import derive
 from parallelize.derivation.draft import Drafting
-from parallelize.derivation.example_inputs import inputs_of
 from parallelize.derivation.proof import projected, provable, prove
 from parallelize.dims import operations
 from parallelize.dims.classes import Classes
 from parallelize.errors import ModelError
+from parallelize.models.example_inputs import inputs_of
 from parallelize.models.model_source import source_of
 from parallelize.plan.choose import shipped_plan_of
 from parallelize.plan.plan_file import parse_plan

@@ -94,6 +94,27 @@ def test_nothing_to_shard(refusal):
     assert "no linear of" in output and "an output of the model" in output and "data parallelism" in output, output
 
 
+class Flagged(Block):
+    """Sets a flag that only inputs which are no activations have."""
+
+    def forward(self, hidden):
+        hidden = hidden[:, :]
+        hidden.requires_grad = True
+        return super().forward(hidden)
+
+
+class Infinite(Block):
+    def forward(self, hidden):
+        return super().forward(hidden) / 0.0
+
+
+@pytest.mark.parametrize(("model", "slug"), [(Flagged, "reference-failed"), (Infinite, "not-finite")])
+def test_a_model_that_nothing_can_be_compared_with(model, slug):
+    """The error is of the model: to leave linears whole does not mend it."""
+    with refused(ModelError, slug, "unsharded"):
+        derive_plan(model(), inputs())
+
+
 def one_input():
     return {"input": torch.randn(2, 3)}
 

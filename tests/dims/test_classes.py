@@ -184,7 +184,7 @@ def test_parameters_among_shards():
     choice = classes.choose()
     assert choice.partial == {"by_width", "norm.weight", "norm.bias"}
     draft = Drafting(model, classes, choice, {}, "").run()
-    assert draft.styles["by_head"] == "shard(0, unit=heads)" and draft.styles["norm"] == "replicate(gradient=partial)"
+    assert draft.styles["by_head"] == "shard(0, unit=heads*1)" and draft.styles["norm"] == "replicate(gradient=partial)"
 
 
 def test_a_linear_is_a_column_or_a_row_linear():

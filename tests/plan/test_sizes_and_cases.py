@@ -86,6 +86,35 @@ def test_mistakes_in_a_model(text, slug):
     assert slug in error.value.slugs, str(error.value)
 
 
+class Gated(nn.Module):
+    """Attention of six heads of six features, so that six features may be a head, or a gate of each head."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim = 6
+        self.q, self.o, self.gate = nn.Linear(8, 36), nn.Linear(36, 8), nn.Linear(8, 6)
+        self.sinks = nn.Parameter(torch.ones(6))
+
+
+@pytest.mark.parametrize("name", ["gate", "sinks"])
+@pytest.mark.parametrize(
+    ("unit", "slug"), [("heads", "uneven-heads"), ("heads*1", ""), ("heads*2", "indivisible-units")]
+)
+def test_one_feature_for_each_head_has_a_width_in_its_rule(name, unit, slug):
+    styles = {"gate": "colwise(heads*1)", "sinks": "shard(0, unit=heads*1)"}
+    styles[name] = styles[name].replace("heads*1", unit)
+    rules = ", ".join(f"a.{key}: '{style}'" for key, style in styles.items())
+    text = f"sizes: {{heads: 6}}\ntensor_parallel: {{a.q: colwise(heads), a.o: rowwise(heads), {rules}}}"
+    model = describe(nn.ModuleDict({"a": Gated()}))
+    plan = parse_plan(f"schema_version: 1\n{text}", "p.yaml")
+    if slug:
+        with pytest.raises(PlanError, match=slug):
+            resolve(plan, model, MeshSpec(tp=2))
+        return
+    key = "a.gate.weight" if name == "gate" else "a.sinks"
+    assert resolve(plan, model, MeshSpec(tp=2)).parameters[key].layout.owned[1] == ((3, 6),)
+
+
 CASES = (
     SIZES
     + """tensor_parallel:

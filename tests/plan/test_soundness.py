@@ -99,6 +99,36 @@ def test_an_attribute_that_does_not_divide():
     assert slugs(text, model, tp=4) == {"uneven-attribute"}
 
 
+@pytest.mark.parametrize(
+    "inside", [{"up": "colwise", "down": "rowwise"}, {"scale": "replicate(gradient=partial)"}, {"up": "replicate"}]
+)
+def test_a_gathered_block_in_which_nothing_is_sharded(inside):
+    """The gradient of its input would be summed over ranks of which each has all of it."""
+    model = nn.ModuleDict({"b": nn.ModuleDict({"c": Block()})})
+    styles = {"up": "replicate", "down": "replicate", "scale": "replicate", **inside}
+    rules = "".join(f"  b.c.{name}: {style}\n" for name, style in styles.items())
+    plan = parse_plan(f"schema_version: 1\ntensor_parallel:\n  b: gather\n{rules}")
+    if "replicate" not in inside.values():
+        resolve(plan, describe(model), MeshSpec(tp=2))
+        return
+    with pytest.raises(PlanError) as error:
+        resolve(plan, describe(model), MeshSpec(tp=2))
+    assert error.value.slugs == ("gather-without-shards",)
+
+
+@pytest.mark.parametrize(("up", "down"), [("colwise", "rowwise"), ("replicate", "replicate")])
+def test_a_parameter_of_a_block_that_has_shards_may_have_a_partial_gradient(up, down):
+    model = nn.ModuleDict({"b": Block()})
+    plan = parse_plan(
+        f"schema_version: 1\ntensor_parallel: {{b: replicate(gradient=partial), b.up: {up}, b.down: {down}}}"
+    )
+    if up == "colwise":
+        assert resolve(plan, describe(model), MeshSpec(tp=2)).parameters["b.scale"].partial
+        return
+    with pytest.raises(PlanError, match="partial-without-shards"):
+        resolve(plan, describe(model), MeshSpec(tp=2))
+
+
 def test_a_region_whose_first_module_converts_its_own_input():
     model = nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()])})
     text = "sequence_parallel: {layers: layers}\ntensor_parallel: {layers.*: gather, layers.*.up: colwise, layers.*.down: rowwise, layers.*.scale: shard}"

@@ -1,0 +1,77 @@
+"""Small models: configs whose parts agree, inputs by the names of arguments, and what a forward does in training alone."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize import derive_plan
+from parallelize.derivation.divided_config import divided
+from parallelize.derivation.signature_inputs import inputs_by_signature
+from tests.support.refused import WIDTH, Block
+
+
+def test_a_width_becomes_the_same_number_in_every_part():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CLIPConfig()
+    small = divided(config)
+    for part, real in ((small.text_config, config.text_config), (small.vision_config, config.vision_config)):
+        assert part.hidden_size % part.num_attention_heads == 0 and part.hidden_size < real.hidden_size / 2
+        assert part.num_hidden_layers == 3 and part.hidden_size != part.intermediate_size
+    assert (
+        config.text_config.hidden_size == config.projection_dim
+        and small.text_config.hidden_size == small.projection_dim
+    )
+    with torch.device("meta"):
+        transformers.CLIPModel(small)
+
+
+def test_heads_and_their_width_stay_the_hidden_size():
+    transformers = pytest.importorskip("transformers")
+    small = divided(
+        transformers.Qwen3Config(num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, head_dim=128)
+    )
+    assert small.num_attention_heads * small.head_dim == small.hidden_size
+    assert (small.num_attention_heads, small.num_key_value_heads) == (16, 4)
+
+
+class Boxes(nn.Module):
+    main_input_name = "input_ids"
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=16, use_cache=True)
+
+    def forward(self, input_ids, bbox, labels=None, use_cache=None):
+        """Reads ids and boxes."""
+
+
+def test_inputs_by_the_names_of_arguments():
+    first, second = list(inputs_by_signature(Boxes()))[:2]
+    assert list(inspect.signature(Boxes.forward).parameters)[1:3] == ["input_ids", "bbox"]
+    assert first["input_ids"].shape == second["input_ids"].shape == (2, 11) and int(first["input_ids"].max()) < 16
+    assert first["bbox"].dtype == torch.int64 and second["bbox"].dtype == torch.float32 and first["use_cache"] is False
+    assert "labels" not in first
+
+
+class Flagged(Block):
+    """Sets the flag on its input, as models of sound do."""
+
+    def __init__(self):
+        super().__init__()
+        self._requires_grad = True
+
+    def forward(self, hidden):
+        hidden = hidden[:, :]
+        if self._requires_grad and self.training:
+            hidden.requires_grad = True
+        return super().forward(hidden)
+
+
+def test_a_model_that_makes_its_input_require_a_gradient():
+    derived = derive_plan(Flagged(), {"hidden": torch.randn(2, 3, WIDTH)})
+    assert derived.share > 0.9 and derived.proof is not None

@@ -1,0 +1,20 @@
+"""The magnitudes of a small model's weights: no term is negligible, and an initialization that scales attention is kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from parallelize.verification.scale import perturb
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(1.0, 1.0), (0.2, 0.2), (1e-6, 0.05)])
+def test_a_matrix_that_begins_smaller_than_its_siblings_stays_so(scale, expected):
+    torch.manual_seed(0)
+    block = nn.ModuleDict({name: nn.Linear(64, 64) for name in "qkv"})
+    with torch.no_grad():
+        block["q"].weight.mul_(scale)
+    perturb(nn.ModuleDict({"attention": block}), seed=0)
+    ratio = float(block["q"].weight.std() / block["k"].weight.std())
+    assert ratio == pytest.approx(expected, rel=0.1)

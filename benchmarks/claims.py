@@ -177,7 +177,7 @@ CLAIMS = (
     ),
     Claim(
         STEP,
-        "the attention alone, ring over one rank, forward and backward: float32 causal / full / window / packed, bfloat16 the same",
+        "the attention alone, ring over one rank, forward and backward: float32 causal / full / window / packed / bfloat16 causal / full / window / packed",
         "ring_attention",
         lambda result: [row["ring over one rank"] for row in result["rows"]],
     ),
@@ -186,6 +186,12 @@ CLAIMS = (
         "its peak memory, over half of that of one rank: Ulysses / ring",
         "long_context_2_loopback",
         _longest(("ulysses", "ring"), "against_1_over_cp"),
+    ),
+    Claim(
+        STEP,
+        "step with each layer compiled over the eager one, two ranks: hidden 256 with tensor / sequence / sequence and chunked overlap / sequence and automatic overlap / hidden 1,024 with tensor / sequence / sequence and chunked overlap / sequence and automatic overlap",
+        "compiled_step",
+        lambda result: [row["compiled over eager"] for row in result["results"]],
     ),
     Claim(
         STEP,

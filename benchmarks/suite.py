@@ -84,7 +84,7 @@ RUNS = (
     Run("zero_table", "zero", "--table", "--table", 4),
     Run("long_context_2_loopback", "long_context", "--lengths 8192 --rounds 3", "", 2),
     Run("ring_attention", "ring_attention", "--rounds 3", "", 2),
-    Run("compiled_step", "compiled_step", "--hidden 256 --rounds 7", "", 2),
+    Run("compiled_step", "compiled_step", "--rounds 7", "", 2),
     Run("fused_loss", "fused_loss", "--rounds 3"),
     Run("generate", "generate", "--rounds 5", "--rounds 15", 2),
     Run("step_check_tp", "step_check", "--axis tp --rounds 25", "--axis tp", 2),

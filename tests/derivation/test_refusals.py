@@ -69,6 +69,7 @@ def test_a_forward_that_fails(function, expected, refusal):
     assert all(text in output for text in ("the forward of Block failed", *expected))
 
 
+@pytest.mark.sweep
 def test_a_config_of_which_no_small_model_runs(monkeypatch):
     monkeypatch.setattr(small_model, "record_forward", lambda *_: 1 / 0)
     with refused(ModelError, "untraceable-model", "no small version of gpt2 runs: ZeroDivisionError: division by zero"):

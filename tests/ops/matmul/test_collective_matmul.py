@@ -13,12 +13,13 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from parallelize import DeferredGradients, all_gather_linear, column_linear, linear_all_reduce, linear_reduce_scatter
 from parallelize.comm.groups import Group
+from parallelize.comm.link_profile import LinkProfile
 from parallelize.errors import ModelError, ShapeError
 from parallelize.ops import all_to_all
 from parallelize.ops.attention import ring_attention
 from parallelize.ops.experts import exchange_rows
 from parallelize.ops.library import KERNELS
-from parallelize.ops.matmul import chunked_matmul
+from parallelize.ops.matmul import chunked_matmul, matmul_ops
 from tests.support.linears import OPS, ReferenceLinear
 from tests.support.threads import run_ranks
 
@@ -82,6 +83,37 @@ def test_unused_outputs():
             assert (leaves[1].grad - linear.local_weight(weight.grad)).abs().max() < 1e-12
 
     run_ranks(3, body)
+
+
+HIDES = LinkProfile(latency_us=0.0, bytes_per_s=1e6, flops=1e6, step_us=0.0, hidden={"chunked": 1.0})
+SLOW_STEPS = LinkProfile(latency_us=0.0, bytes_per_s=1e12, flops=1e9, step_us=1e6, hidden={"chunked": 0.0})
+
+
+@pytest.mark.parametrize(("profile", "is_chunked"), [(HIDES, True), (SLOW_STEPS, False), (None, False)])
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_that_is_told_auto_chooses_by_its_own_sizes(monkeypatch, op, profile, is_chunked):
+    """Compiled graphs say no more, since they serve calls of any size."""
+    chosen = []
+    steps_of = matmul_ops.steps_of
+    monkeypatch.setattr(matmul_ops, "steps_of", lambda algorithm: chosen.append(algorithm) or steps_of(algorithm))
+
+    def body(rank: int) -> None:
+        linear = ReferenceLinear(op, (8, 4), 0, weights=1)
+        group = Group(dist.group.WORLD)
+        if profile is not None:
+            group.profiles["cpu", linear.x.dtype] = profile
+        x, weight, *_ = (leaf.detach() for leaf in linear.leaves())
+        ops, name = torch.ops.parallelize, group.key
+        if op == "all_gather_linear":
+            ops.all_gather_linear(x, [weight], [], 0, x.shape[0] * 2, name, "auto", False)
+        elif op == "column_linear":
+            grad = x.new_ones(*x.shape[:-1], len(weight))
+            ops.column_linear_backward([grad], x, [weight], [True], name, "auto")
+        else:
+            getattr(ops, op)(x, weight, *([0] if op == "linear_reduce_scatter" else []), name, "auto")
+
+    run_ranks(2, body)
+    assert len(chosen) == 2 and all(algorithm.startswith("chunked") == is_chunked for algorithm in chosen), chosen
 
 
 def test_a_group_of_one_is_f_linear():

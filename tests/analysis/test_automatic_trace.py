@@ -74,6 +74,7 @@ def test_it_can_be_turned_off(monkeypatch):
         run(trace=True)
 
 
+@pytest.mark.sweep
 def test_a_plan_is_traced_once_for_each_class_and_config(monkeypatch):
     traced: list[str] = []
     trace_copy = automatic_trace.trace_copy

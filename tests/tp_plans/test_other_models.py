@@ -58,6 +58,7 @@ def test_what_the_numbers_say():
     assert "Wrong: a" in summary([{**half, "errors": {"2": "DIFFERS", "4": 1e-15}}])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("model_type", [QUICK])
 def test_a_row_is_measured_again(model_type):
     row, record = row_of(model_type), ROWS[model_type]

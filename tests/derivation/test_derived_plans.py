@@ -315,5 +315,5 @@ def test_an_encoder_and_a_decoder():
             block = f"{side}.block.*.layer.*.{name}"
             assert (rules[f"{block}.{{q,k,v}}"], rules[f"{block}.o"]) == ("colwise(heads)", "rowwise(heads)")
         table = f"{side}.block.*.layer.*.SelfAttention.relative_attention_bias.weight"
-        assert rules[table] == "shard(1, unit=heads)"
+        assert rules[table] == "shard(1, unit=heads*1)"
     assert derived.proof.ok and derived.share > 0.99

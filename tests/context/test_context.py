@@ -293,6 +293,7 @@ def test_models_and_plans_that_are_refused():
     refused(family("bert"), "labels-over-cp", call=lambda parallel: parallel.module(input_ids=IDS, labels=IDS))
     refused(family("gpt2", resid_pdrop=0.1), "dropout-over-cp")
     refused(family("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rotary")
+    refused(family("deepseek_v32"), "no-attention")  # an indexer needs the mask of all tokens
     refused(Own(), "no-attention", plan=own_plan(PLAN.replace("attention: {blocks.*: causal}", "")))
     refused(Own(), "unmatched-attention", plan=own_plan(PLAN.replace("{blocks.*:", "{block.*:")))
     refused(Own(), "no-positions", plan=own_plan(PLAN.replace("indices", "position_ids")))

@@ -72,6 +72,7 @@ RUNS = (
         2,
         "1gbit",
     ),
+    Run("microbatch_step_1gbit", "microbatch_step", "--hidden 256 --rounds 3", "--microbatches 8", 2, "1gbit"),
     Run("llama_step_1gbit", "llama_step", "--hidden 256 512 --rounds 5", "", 2, "1gbit"),
     Run("experts_2_loopback", "experts", "--rounds 5", "--rounds 16", 2),
     Run("experts_2_1gbit", "experts", "--rounds 5", "--rounds 16", 2, "1gbit"),

@@ -199,17 +199,28 @@ def threaded_groups() -> Any:
     return threaded
 
 
+_ranks_are_threads = False
+
+
+def ranks_are_threads() -> bool:
+    """Whether another thread of this process would be another rank."""
+    return _ranks_are_threads
+
+
 @contextmanager
 def threads_as_ranks(group_class: type) -> Iterator[None]:
     """Inside, every thread is a rank with process groups of its own, of the class `group_class` (see `threaded_groups`)."""
+    global _ranks_are_threads
     threaded = threaded_groups()
     stock = threaded.ProcessLocalGroup
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     threaded._install_threaded_pg()
     threaded.ProcessLocalGroup = group_class
+    _ranks_are_threads = True
     try:
         yield
     finally:
+        _ranks_are_threads = False
         threaded.ProcessLocalGroup = stock
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]

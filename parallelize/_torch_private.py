@@ -59,8 +59,8 @@ tree_map: Callable[[Callable, Any], Any] = pytree.tree_map
 """For nested arguments of an op: `torch.utils._pytree`, used by torch's own subclasses since 1.8."""
 
 
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""The number of active dispatch modes, in 40 ns (since 1.13)."""
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""The number of dispatch modes that are active in this thread, in 40 ns (since 1.13)."""
 
 DispatchMode: Any = TorchDispatchMode
 functions_of_subclasses: Any = torch._C._EnableTorchFunction  # contexts with and without `__torch_function__` (2.0)
@@ -70,7 +70,7 @@ no_functions_of_subclasses: Any = torch._C.DisableTorchFunctionSubclass
 
 def counts_collectives() -> bool:
     """Whether PyTorch's `CommDebugMode` counts the collectives of this thread (public since 2.5; the stack of modes, 1.12)."""
-    if not _dispatch_modes():
+    if not num_dispatch_modes():
         return False
     debug: Any = sys.modules.get("torch.distributed.tensor.debug")  # importing it takes 0.7 s; who counts has done so
     return debug is not None and any(isinstance(mode, debug.CommDebugMode) for mode in _current_dispatch_modes())

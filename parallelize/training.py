@@ -152,6 +152,7 @@ def parallelize_model(
         clock=clock,
         check_replicated=check_replicated,
         compare_every=complete.compare_every,
+        overlap_microbatches=complete.overlap_microbatches,
     )
     name_in_watch(module)
     return ParallelModel(module, mesh, pipeline)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from parallelize import _torch_groups as private_groups
 from parallelize._torch_private import counts_collectives
-from parallelize.comm import functional
+from parallelize.comm import functional, turns
 from parallelize.comm.shared_memory import SharedMemory
 
 # torch 2.13 renamed these, and warns about the old names
@@ -78,4 +78,5 @@ def _needs_wrapper(x: torch.Tensor) -> bool:
 def _wait(work: dist.Work | None) -> None:
     """Some backends have waited already, and return nothing."""
     if work is not None:
+        turns.hand_over()
         work.wait()

@@ -20,6 +20,7 @@ from parallelize._torch_private import counts_collectives
 from parallelize.comm import blocking, functional
 from parallelize.comm.link_profile import LinkProfile
 from parallelize.comm.shared_memory import SharedMemory
+from parallelize.comm.turns import hand_over, takes_turns
 from parallelize.comm.uncaught_errors import publish_uncaught_errors
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import AXES, MeshSpec, folded, folding_order, short_name
@@ -215,7 +216,12 @@ class Group:
         if not torch.compiler.is_compiling() and counts_collectives():
             functional.all_to_all(out, x, received, sent, self.pg)
             return out
-        dist.all_to_all_single(out, x, received, sent, group=self.pg)
+        if takes_turns():
+            out, work = self.start_all_to_all(x, sent, received)
+            hand_over()
+            work.wait()
+        else:
+            dist.all_to_all_single(out, x, received, sent, group=self.pg)
         return out
 
     def start_all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> tuple[torch.Tensor, Any]:

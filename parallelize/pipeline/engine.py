@@ -29,6 +29,7 @@ from parallelize.pipeline.microbatch_inputs import (
     positional_names,
     split_batch,
 )
+from parallelize.pipeline.paired_actions import PairRunner
 from parallelize.pipeline.replica_check import ReplicaCheck
 from parallelize.pipeline.schedules import Action, Schedule, build_schedule
 from parallelize.pipeline.stage_forward import SingleStageRunner, StageRunner
@@ -73,6 +74,7 @@ class Pipeline:
             targets of the default loss are not the token ids themselves.
         compare_every: with `check_replicated`, compare the parameters that ranks store alike in the first call, and in every
             N-th after it, see `ReplicaCheck`; 0: never.
+        overlap_microbatches: run each forward beside the backward of the microbatch before it: see `Options`. On one stage.
 
     Attributes:
         steps_done: number of successful steps. Dropout depends on it, so checkpoints store it.
@@ -101,6 +103,7 @@ class Pipeline:
         clock: Clock | None = None,
         check_replicated: bool = True,
         compare_every: int = 100,
+        overlap_microbatches: bool = False,
     ):
         self.module, self.mesh, self.data, self.clock = module, mesh, data, clock
         self._signature = forward_signature(module)
@@ -131,6 +134,7 @@ class Pipeline:
         self._headers: StageHeaders = {}
         self._compared: set[tuple] = set()  # signatures of inputs that the pp ranks have compared
         self._spans: list[tuple[Action, float, float]] = []
+        self.run_pair = PairRunner(self.device) if overlap_microbatches else None
         self.record = False
 
     def _schedule(self, name: str, count: int, stages_per_rank: int | None) -> Schedule:
@@ -338,7 +342,9 @@ class Pipeline:
             with agree_on(self.mesh["pp"], TIMEOUT_S) as facts:
                 facts["inputs of the step"] = str(signature)
             self._compared.add(signature)
-        steps = [step for step in self.actions if not forward_only or _is_forward(step)]
+        steps: list[Any] = [step for step in self.actions if not forward_only or _is_forward(step)]
+        if self.run_pair is not None and not forward_only:
+            steps = list(self.run_pair.steps(steps, self.module))
         split = self._splits and not forward_only and self._may_split()
         return StepRun(
             schedule=self.schedule,
@@ -353,6 +359,7 @@ class Pipeline:
             split=split,
             data=None if forward_only else self.data,
             enter=self._enter,
+            run_pair=self.run_pair,
             record=self.record,
         )
 

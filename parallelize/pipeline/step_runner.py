@@ -17,6 +17,7 @@ import torch
 from parallelize.errors import PipelineError
 from parallelize.pipeline.failure import Failure
 from parallelize.pipeline.microbatch_inputs import MicrobatchInputs
+from parallelize.pipeline.paired_actions import Pair, PairRunner
 from parallelize.pipeline.payload import StageHeader, check_same_form
 from parallelize.pipeline.schedules import Action, Schedule
 from parallelize.pipeline.split_backward import Wgrad, backward_inputs
@@ -84,6 +85,7 @@ class StepRun:
         split: dgrad ("I") and wgrad ("W") run separately; else "I" computes both, and "W" nothing.
         data: reduces gradients over the data axes.
         enter: called with (stage, microbatch, its inputs) before each action.
+        run_pair: runs the two actions of a `Pair`.
         record: measure `spans`.
 
     Attributes:
@@ -95,7 +97,7 @@ class StepRun:
     """
 
     schedule: Schedule
-    steps: Sequence[Step]
+    steps: Sequence[Step | Pair]
     runner: Runner
     transport: Transport | None
     microbatches: list[MicrobatchInputs]
@@ -106,6 +108,7 @@ class StepRun:
     split: bool = True
     data: Data | None = None
     enter: Callable[[int, int, MicrobatchInputs], None] | None = None
+    run_pair: PairRunner | None = None
     record: bool = False
 
     losses: list[T] = field(default_factory=list)
@@ -128,13 +131,17 @@ class StepRun:
     def run(self) -> None:
         """Run all steps. Raises: PipelineError `peer-lost`. Other errors become `failure`."""
         last = self._last_backwards()
-        early: set[Step] = set()
+        early: set[Any] = set()
         for index, step in enumerate(self.steps):
             if isinstance(step, Send):
                 self._send(step)
             elif isinstance(step, Receive):
                 if step not in early:
                     self._receive(step)
+            elif isinstance(step, Pair):
+                self._act_in_turns(step)
+                if self.data is not None:
+                    self.data.flush(step.backward.stage)
             else:
                 early |= self._post_early(index, early)
                 if step in last and self.data is not None:
@@ -182,21 +189,52 @@ class StepRun:
 
     def _act(self, action: Action) -> None:
         self._await(action)
-        began = time.perf_counter()
         try:
             if not self.stopped:
-                if self.enter is not None:
-                    self.enter(action.stage, action.microbatch, self.microbatches[action.microbatch])
-                run = {"F": self._forward, "B": self._backward, "I": self._dgrad, "W": self._wgrad}[action.kind]
-                run(action.stage, action.microbatch)
+                self._enter(action)
+                self._compute(action)
         except PipelineError:
             raise
         except Exception as error:  # whatever a stock model raises
-            self.failure = Failure.of(error, self.root, action.stage, action.microbatch, action.kind)
-            self.cause, self.stopped = error, True
-            self._saved.clear()
-        if self.record:
-            self.spans.append((action, began, time.perf_counter()))
+            self._fail(action, error)
+
+    def _act_in_turns(self, pair: Pair) -> None:
+        """The model is told of the forward alone: without recompute no backward asks where in the batch it is."""
+        assert self.run_pair is not None
+        failed: list[Action] = []
+
+        def compute(action: Action) -> None:
+            try:
+                self._compute(action)
+            except BaseException:
+                failed.append(action)
+                raise
+
+        if self.stopped:
+            return
+        self._enter(pair.forward)
+        try:
+            self.run_pair(pair, compute)
+        except Exception as error:
+            self._fail(failed[0] if failed else pair.forward, error)
+
+    def _enter(self, action: Action) -> None:
+        if self.enter is not None:
+            self.enter(action.stage, action.microbatch, self.microbatches[action.microbatch])
+
+    def _compute(self, action: Action) -> None:
+        began = time.perf_counter()
+        try:
+            run = {"F": self._forward, "B": self._backward, "I": self._dgrad, "W": self._wgrad}[action.kind]
+            run(action.stage, action.microbatch)
+        finally:
+            if self.record:
+                self.spans.append((action, began, time.perf_counter()))
+
+    def _fail(self, action: Action, error: Exception) -> None:
+        self.failure = Failure.of(error, self.root, action.stage, action.microbatch, action.kind)
+        self.cause, self.stopped = error, True
+        self._saved.clear()
 
     def _await(self, action: Action) -> None:
         """Wait for the tensors that an action needs. The time of waiting is not part of its span."""

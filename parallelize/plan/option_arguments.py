@@ -20,6 +20,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "loss_parallel": {"help": "logits stay shards of the vocabulary over tp"},
     "fuse_loss": {"help": "compute head and loss together, one chunk of tokens at a time"},
     "overlap": {"choices": OVERLAPS, "help": "collectives overlapped with matmuls" + _BY_PLAN.format("off")},
+    "overlap_microbatches": {"help": "a forward runs beside the backward of the microbatch before it"},
     "ulysses": {"type": int, "metavar": "N", "help": "ranks of cp that exchange heads; the rest forms a ring"},
     "ep": {"type": int, "metavar": "N", "help": "ranks over which whole experts are divided, folded over dp x cp x tp"},
     "etp": {

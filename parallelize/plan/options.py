@@ -35,6 +35,8 @@ class Options:
         fuse_loss: the head returns `DeferredLogits`, and the loss computes logits in chunks of tokens. Needs no `tp`.
         overlap: "auto", "off", "chunked" or "symm_mem": collectives overlap with matmuls. "auto" measures link and matmuls
             once, at the first forward, and overlaps where that is faster; see `overlap_report`.
+        overlap_microbatches: the forward of a microbatch runs beside the backward of the one before it: where one waits for a
+            message, the other computes. Not with pipeline stages, ZeRO 3 or recompute.
         ulysses: ranks of `cp` that exchange heads, where the rest forms a ring: see `context_parallel`.
         ep: ranks over which whole experts of a mixture are divided, folded over dp x cp x tp: a divisor of their number that
             is a multiple or a divisor of tp. 1: each expert is split over `tp`.
@@ -59,6 +61,7 @@ class Options:
     loss_parallel: bool = _BY_PLAN
     fuse_loss: bool = _BY_PLAN
     overlap: str = _BY_PLAN
+    overlap_microbatches: bool = _BY_PLAN
     ulysses: int = _BY_PLAN
     ep: int = _BY_PLAN
     etp: int = _BY_PLAN
@@ -117,7 +120,7 @@ _DTYPES = ("dtype", "reduce_dtype")
 _COUNTS = ("num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep", "etp")
 ROW_OPTIONS = ("sequence_parallel", "loss_parallel", "fuse_loss", "ep", "etp")
 """Options that decide contracts and layouts over `tp`."""
-FLAGS = ("defer", "sequence_parallel", "loss_parallel", "fuse_loss")
+FLAGS = ("defer", "sequence_parallel", "loss_parallel", "fuse_loss", "overlap_microbatches")
 NUMBERS = ("zero", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep", "etp", "compare_every")
 
 
@@ -195,6 +198,22 @@ def _wrong_on_mesh(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
     if mesh.ranks("cp") % options.ulysses and mesh.ranks("cp") > 1:
         yield wrong_ulysses(options.ulysses, mesh.ranks("cp"))
     yield from wrong_folding(options, mesh)
+    if options.overlap_microbatches:
+        yield from _wrong_overlap_of_microbatches(options, mesh)
+
+
+def _wrong_overlap_of_microbatches(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
+    """Where no forward can run beside the backward of another microbatch."""
+    pp, count, off = mesh.ranks("pp"), options.microbatches(mesh), "overlap_microbatches=False"
+    cases = (
+        (pp > 1, f"pp is {pp}, and a stage runs its microbatches in the order of its schedule", off),
+        (options.zero == 3, "ZeRO 3 stores the weights of a layer either for a forward or for a backward", off),
+        (options.recompute != "off", "recompute runs in a backward the layers in which a forward is", off),
+        (count < 2, f"a step has {count} microbatch", "num_microbatches=2, or more"),
+    )
+    for holds, reason, fix in cases:
+        if holds:
+            yield Problem("no-overlap", f"overlap_microbatches is asked for, and {reason}", fix=fix)
 
 
 def wrong_ulysses(ulysses: int, cp: int) -> Problem:
@@ -227,6 +246,7 @@ STANDARD = Options(
     loss_parallel=False,
     fuse_loss=False,
     overlap="off",
+    overlap_microbatches=False,
     ulysses=1,
     ep=1,
     etp=1,

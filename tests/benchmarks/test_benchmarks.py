@@ -83,6 +83,17 @@ def test_a_training_step_is_the_same_in_every_variant(tmp_path):
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("form", [(), ("--flat",)], ids=["nested", "flat"])
+def test_a_step_of_microbatches_is_the_same_in_every_variant(tmp_path, form):
+    out = tmp_path / "out.json"
+    small = ("--hidden", "64", "--layers", "1", "--length", "64", "--rounds", "2", "--microbatches", "2")
+    done = two_ranks("benchmarks.microbatch_step", *small, *form, "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    variants = {"stock", "hand", "sync", "chunked", "paired", "compute", "unbound"}
+    assert set(json.loads(out.read_text())["result"]["results"][0]["ms"]) == variants
+
+
+@pytest.mark.sweep
 def test_timeline(tmp_path):
     drawn = tmp_path / "timeline.svg"
     sizes = ("--rows", "64", "--features", "32", "--outs", "32", "--svg", str(drawn))

@@ -24,6 +24,7 @@ from torch.autograd import Function
 
 from parallelize.comm.groups import Group
 from parallelize.comm.p2p import Exchange, Step
+from parallelize.comm.turns import hand_over
 from parallelize.ops import replay_cache
 from parallelize.ops.attention import kernels
 from parallelize.ops.attention.blocks import Run, Tile, tiles
@@ -278,6 +279,7 @@ def _ring_blocks(exchange: Exchange, group: Group, ring: Ring, k: T, v: T) -> It
             posted = exchange.post({(rank + 1) % size: block}, {(rank - 1) % size: arriving}, _BLOCKS)
         yield (owner, k, v) if step == 0 else (owner, *_unpacked(block, k, v, _num_tokens(ring[owner])))
         if posted is not None:
+            hand_over()
             exchange.finish(posted)
         block = arriving
 
@@ -311,6 +313,7 @@ class _RingGradients:
         """Add the sum that is under way, if any."""
         if self.posted is not None:
             assert self.sum is not None
+            hand_over()
             self.exchange.finish(self.posted)
             part += self.sum
 

@@ -14,6 +14,7 @@ import torch
 
 from parallelize._torch_private import counts_collectives
 from parallelize.comm.groups import Group
+from parallelize.comm.turns import hand_over
 from parallelize.ops.library import define, fake
 
 T = torch.Tensor
@@ -30,6 +31,7 @@ class RowsInFlight:
     def wait(self) -> T:
         """The rows."""
         if self._work is not None:
+            hand_over()
             self._work.wait()
             self._work = None
         return self.rows

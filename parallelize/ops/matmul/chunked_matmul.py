@@ -28,6 +28,8 @@ import torch
 
 from parallelize.comm.groups import Group
 from parallelize.comm.p2p import Exchange, Step
+from parallelize.comm.turns import hand_over
+from parallelize.ops.direct_sums import sum_in_order
 from parallelize.ops.matmul.op_handshake import Rendezvous
 from parallelize.ops.matmul.row_chunks import Box, RowChunks, as_rows, flat, row_chunks_of, take
 
@@ -38,7 +40,6 @@ Thunk = Callable[[], None]
 
 LAG = 2  # chunks whose messages are in flight before the first of them is waited for
 _WINDOW = 2  # receive buffers in flight if chunks cannot be received in place
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class _FailureGuard:
@@ -248,6 +249,7 @@ class RowGather:
     def arrivals(self) -> Iterator[tuple[int, Box, int]]:
         """(rank, box, number of chunks still to come from that rank): local rows at once, others as they arrive."""
         yield self.group.rank, self.local_box, 0
+        hand_over()
         for step in range(self.layout.steps):
             self.posted[step].wait()
             for rank in self.peers:
@@ -363,6 +365,7 @@ def matmul_reduce_scatter(
         if steps:
             parts.compute_box(local_box, local)
             parts.guard.run_all(meanwhile)
+        hand_over()
         for step, box in enumerate(layout.local_chunks(rank)):
             parts.reduce(step, take(local, box))
     if not steps:
@@ -408,6 +411,7 @@ def matmul_all_reduce(total: MatmulSum, group: Group, steps: int, meanwhile: Seq
                 parts.compute_box(layout.chunks(rank)[step], local_chunks[step])
             if step >= LAG:
                 reduce_and_send(step - LAG)
+        hand_over()
         rest = range(len(summed), layout.steps)
         batches = _split_evenly(meanwhile if steps else (), len(rest) + 1)
         for step in rest:
@@ -424,22 +428,3 @@ def _split_evenly(works: Sequence[Thunk], number: int) -> Iterator[Sequence[Thun
     """`works` split into `number` consecutive parts of nearly equal length."""
     for n in range(number):
         yield works[len(works) * n // number : len(works) * (n + 1) // number]
-
-
-def sum_in_order(local: T, others: dict[int, T], rank: int) -> None:
-    """local = the sum of all ranks' contributions in rank order; in fp32 for three or more in half precision."""
-    size = len(others) + 1
-    if not local.numel() or size == 1:
-        return
-    if local.dtype in _HALF and size > 2:
-        total = (local if rank == 0 else others[0]).float()
-        for other in range(1, size):
-            total += local if other == rank else others[other]
-        local.copy_(total)
-    else:  # the sum of lower ranks, then local, then higher ranks; a sum of two does not depend on the order
-        for other in range(1, rank):
-            others[0].add_(others[other])
-        if rank:
-            local.add_(others[0])
-        for other in range(rank + 1, size):
-            local.add_(others[other])

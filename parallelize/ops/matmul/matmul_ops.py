@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from parallelize.comm.groups import Group
 from parallelize.comm.link_profile import LinearWork, choose, gather_work, reduce_work, scatter_work
+from parallelize.comm.turns import takes_turns
 from parallelize.layout import even_interval
 from parallelize.ops.library import define, fake
 from parallelize.ops.matmul import chunked_matmul, symmetric_memory
@@ -54,6 +55,8 @@ def _decided(
 ) -> tuple[str, str]:
     """(the algorithm to use, the line that the ranks must still agree on). sizes: rows, inner and output features for `work`."""
     kind, _, choice = algorithm.partition("/")
+    if takes_turns() and kind != "symm_mem":  # the other computation hides the messages: one for each peer is enough
+        return "chunked/1", line
     if kind != "auto":
         return algorithm, f"{line} {algorithm}"
     if not choice:

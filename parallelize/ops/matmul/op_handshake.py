@@ -19,6 +19,7 @@ import torch.distributed as dist
 from parallelize import _torch_groups as private_groups
 from parallelize.comm.groups import Group
 from parallelize.comm.p2p import Exchange
+from parallelize.comm.turns import takes_turns
 from parallelize.errors import Problem, ShapeError
 
 _LENGTH = 224
@@ -26,6 +27,11 @@ _STREAM = 7
 _BY_STORE = ("nccl", "xccl")
 _STORE_TIMEOUT_S = 60.0
 _SEPARATOR = " | "
+
+
+def _by_store(backend: str) -> bool:
+    """A computation that takes turns with another must not wait for a line behind the other's messages."""
+    return backend in _BY_STORE or takes_turns()
 
 
 class Rendezvous:
@@ -37,7 +43,7 @@ class Rendezvous:
         backend = group.backend(device)
         if not line or backend == "fake" or group.size == 1:
             self.line = ""
-        elif backend not in _BY_STORE:
+        elif not _by_store(backend):
             self.messages = _LineMessages(group, line)
 
     def check(self) -> None:
@@ -65,7 +71,7 @@ def agree_on_first(group: Group, device: torch.device, line: str, choice: str) -
 
     Raises: ShapeError `ranks-disagree`.
     """
-    by_store = group.backend(device) in _BY_STORE
+    by_store = _by_store(group.backend(device))
     if by_store and line in group.state.first_choices:
         return group.state.first_choices[line]
     answers = [text.partition(_SEPARATOR) for text in _exchange(group, device, f"{line}{_SEPARATOR}{choice}")]
@@ -99,7 +105,7 @@ def _exchange(group: Group, device: torch.device, line: str) -> list[str]:
     backend = group.backend(device)
     if backend == "fake" or group.size == 1:
         return [line]
-    return _exchange_by_store(group, line) if backend in _BY_STORE else _LineMessages(group, line).receive()
+    return _exchange_by_store(group, line) if _by_store(backend) else _LineMessages(group, line).receive()
 
 
 class _LineMessages:

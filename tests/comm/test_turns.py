@@ -1,0 +1,77 @@
+"""Two computations that take turns: their order, their errors, and nothing outside of a pair."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+
+import pytest
+
+from parallelize.comm.turns import OtherFailedError, hand_over, run_in_turns, takes_turns
+
+NAME: ContextVar[str] = ContextVar("NAME")
+
+
+@pytest.fixture
+def worker():
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def writer(log: list[str], name: str, turns: int):
+    def write() -> None:
+        for turn in range(turns):
+            log.append(f"{name}{turn}")
+            hand_over()
+        log.append(f"{name} ends")
+
+    return write
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, 3), (1, 4), (4, 0), (0, 2)])
+def test_a_turn_ends_where_one_hands_over_or_ends(worker, first, second):
+    logs: list[list[str]] = []
+    for _ in range(3):
+        log: list[str] = []
+        run_in_turns(writer(log, "a", first), writer(log, "b", second), worker)
+        logs.append(log)
+    assert logs[0] == logs[1] == logs[2]
+    a, b = ([*(f"{name}{n}" for n in range(count)), f"{name} ends"] for name, count in (("a", first), ("b", second)))
+    together = min(len(a), len(b))
+    pairs = [entry for pair in zip(a, b, strict=False) for entry in pair]
+    assert logs[0] == pairs + a[together:] + b[together:]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_error_of_one_ends_the_other_at_its_next_turn(worker, failing):
+    ended = []
+
+    def fails() -> None:
+        hand_over()
+        raise ValueError("bang")
+
+    def runs() -> None:
+        try:
+            for _ in range(5):
+                hand_over()
+        except OtherFailedError:
+            ended.append(True)
+            raise
+
+    with pytest.raises(ValueError, match="bang"):
+        run_in_turns(*((fails, runs) if failing == 0 else (runs, fails)), worker)
+    assert ended == [True]
+    run_in_turns(lambda: None, lambda: None, worker)  # nothing is left of the failure
+    assert not takes_turns()
+
+
+def test_the_second_has_the_context_of_the_first(worker):
+    names = []
+    NAME.set("of the caller")
+    run_in_turns(lambda: None, lambda: names.append(NAME.get()), worker)
+    assert names == ["of the caller"]
+
+
+def test_outside_of_a_pair_nothing_is_handed_over():
+    assert not takes_turns()
+    hand_over()

@@ -1,0 +1,104 @@
+"""What each rank does in the tests of forwards beside backwards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize import build_mesh, parallelize_model
+from parallelize.errors import ParallelizeError
+from tests.pipeline.pipeline_jobs import build, full_value, reference
+from tests.support.models import tiny_batch, tiny_model
+from tests.support.parity import worst
+
+DROPOUT = {"resid_pdrop": 0.2, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
+
+
+def gradients(parallel: Any) -> dict[str, torch.Tensor]:
+    named = parallel.module.named_parameters()
+    return {name: full_value(parallel.module, name, p.grad) for name, p in named if p.grad is not None}
+
+
+def same_as_in_order(
+    rank: int, family: str, axes: dict[str, int], options: dict[str, Any], sizes: dict[str, Any]
+) -> dict[str, Any]:
+    """A step in pairs and one in order: whether losses and gradients are the same bits, and the pairs that ran together."""
+    model = tiny_model(family, torch.float64, **sizes).train()
+    mesh = build_mesh("cpu", **axes)
+    ids, labels = tiny_batch(batch=6, length=8)
+    losses, grads, together = [], [], 0
+    for overlap in (False, True):
+        chosen = {"num_microbatches": 3, "dropout_seed": 7, "overlap_microbatches": overlap} | options
+        parallel = parallelize_model(copy.deepcopy(model), mesh, **chosen)
+        parallel.pipeline.record = True
+        losses.append([float(parallel.step(ids, targets=labels)) for _ in range(2)])
+        grads.append(gradients(parallel))
+        spans = {str(action): (start, stop) for action, start, stop in parallel.pipeline._spans}
+        together = sum(spans[f"0F{n + 1}"][0] < spans[f"0B{n}"][0] < spans[f"0F{n + 1}"][1] for n in range(2))
+    bits = all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
+    return {"losses": losses[0] == losses[1], "bits": bits, "error": worst(grads[1], grads[0])[0], "together": together}
+
+
+class _Bomb(nn.Module):
+    """A block that fails in one forward or backward."""
+
+    def __init__(self, inner: nn.Module, at: int, backward: bool):
+        super().__init__()
+        self.inner, self.at, self.backward, self.calls = inner, at, backward, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        call, self.calls = self.calls, self.calls + 1
+        if call == self.at and not self.backward:
+            raise ValueError("bang")
+        out = self.inner(x)
+        if call == self.at:
+            out.register_hook(_explode)
+        return out
+
+
+def _explode(grad: torch.Tensor) -> None:
+    raise ValueError("bang")
+
+
+def a_pair_fails(rank: int, at: int, backward: bool) -> dict[str, Any]:
+    """The error that every rank gets, and whether the next step is right."""
+    model = build("blocks", torch.float64, 2)
+    ids, labels = tiny_batch(batch=6, length=5)
+    expected_loss, expected = reference(model, ids, labels)
+    expected = {name.replace("blocks.1.", "blocks.1.inner."): grad for name, grad in expected.items()}
+    model.blocks[1] = _Bomb(model.blocks[1], at, backward)
+    parallel = parallelize_model(model, build_mesh("cpu", dp=2), num_microbatches=3, overlap_microbatches=True)
+    raised = None
+    try:
+        parallel.step(ids, targets=labels)
+    except ParallelizeError as error:
+        raised = error
+    assert raised is not None and raised.slugs == ("stage-failed",), raised
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss = parallel.step(ids, targets=labels)
+    error = max(worst(gradients(parallel), expected)[0], float((loss - expected_loss).abs()))
+    return {"rows": dict(raised.problems[0].rows), "error": error}
+
+
+def refused(rank: int, why: str) -> tuple[str, str]:
+    """The slug and text of what cannot be overlapped, which is known at the step alone."""
+    from torch.distributed.fsdp import fully_shard
+
+    from parallelize import recompute
+
+    model = build("blocks", torch.float64, 2)
+    ids, labels = tiny_batch(batch=4, length=5)
+    mesh = build_mesh("cpu", dp=2)
+    parallel = parallelize_model(model, mesh, num_microbatches=2, overlap_microbatches=True)
+    if why == "recompute":
+        recompute(model, units="blocks.*", mode="full")
+    else:
+        fully_shard(model.blocks[0], mesh=mesh["dp"])
+    try:
+        parallel.step(ids, targets=labels)
+    except ParallelizeError as error:
+        return error.slugs[0], str(error)
+    return "", "nothing was refused"

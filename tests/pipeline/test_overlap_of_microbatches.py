@@ -1,0 +1,89 @@
+"""A forward beside the backward of the microbatch before it: the same numbers, turns, failures, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallelize import MeshError, parallelize_model
+from tests.pipeline import pair_jobs as jobs
+from tests.pipeline.pipeline_jobs import mesh_parity
+from tests.support.models import tiny_model
+from tests.support.refused import refused, small_mesh
+
+OPTIONS = {"num_microbatches": 3, "overlap_microbatches": True}
+TENSOR = [
+    ("llama", {"tp": 2}, {"sequence_parallel": True}),
+    ("llama", {"tp": 2}, {"sequence_parallel": True, "overlap": "chunked", "loss_parallel": True}),
+    ("qwen3", {"tp": 2}, {"overlap": "auto"}),
+    ("gpt2", {"dp": 2}, {"zero": 2}),
+    ("mistral", {"cp": 2}, {}),
+    ("mixtral", {"dp": 2}, {"ep": 2}),
+    ("llama", {"cp": 2}, {"ulysses": 2}),
+]
+MESHES = [
+    ("llama", {"dp": 2, "tp": 2}, {"zero": 2, "sequence_parallel": True, "overlap": "chunked"}),
+    ("qwen3_moe", {"dp": 2, "tp": 2}, {"ep": 4, "zero": 1}),
+    ("qwen3", {"cp": 2, "tp": 2}, {"zero": 0, "sequence_parallel": True}),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("family", "axes", "options"), TENSOR, ids=str)
+def test_a_step_in_pairs_equals_the_unsharded_model(two_processes, family, axes, options):
+    two_processes.run(mesh_parity, family, axes, torch.float64, OPTIONS | options)
+
+
+@pytest.mark.sweep
+@pytest.mark.processes
+@pytest.mark.parametrize(("family", "axes", "options"), MESHES, ids=str)
+def test_a_step_in_pairs_equals_the_unsharded_model_on_four_ranks(four_processes, family, axes, options):
+    four_processes.run(mesh_parity, family, axes, torch.float64, OPTIONS | options)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("family", "options", "sizes"),
+    [("gpt2", {"sequence_parallel": True}, jobs.DROPOUT), ("llama", {"overlap": "chunked"}, {})],
+    ids=["dropout", "chunked"],
+)
+def test_forwards_run_beside_backwards_and_change_no_number(two_processes, family, options, sizes):
+    for result in two_processes.run(jobs.same_as_in_order, family, {"tp": 2}, options, sizes):
+        assert result["together"] == 2
+        assert result["error"] <= 1e-12
+        assert (result["losses"] and result["bits"]) or "overlap" in options  # other chunks, other rounding
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("at", "backward"), [(1, False), (2, False), (1, True), (2, True)])
+def test_the_failure_of_one_of_a_pair_is_raised_everywhere_and_the_next_step_works(two_processes, at, backward):
+    for result in two_processes.run(jobs.a_pair_fails, at, backward):
+        assert result["rows"]["microbatch"].startswith(f"{at}, {'backward' if backward else 'forward'}")
+        assert result["rows"]["error"] == "ValueError: bang"
+        assert result["error"] < 1e-12
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("why", "text"), [("recompute", "recomputes activations"), ("fully_shard", "fully_shard")])
+def test_what_a_forward_and_a_backward_would_both_change_is_refused(two_processes, why, text):
+    for slug, message in two_processes.run(jobs.refused, why):
+        assert slug == "no-overlap"
+        assert text in message
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "text"),
+    [
+        ({"pp": 2}, {}, "pp is 2"),
+        ({"dp": 2}, {"zero": 3}, "ZeRO 3"),
+        ({"tp": 2}, {"recompute": "selective"}, "recompute"),
+        ({"tp": 2}, {"num_microbatches": 1}, "1 microbatch"),
+    ],
+    ids=["pp", "zero", "recompute", "microbatches"],
+)
+def test_where_nothing_can_run_beside_anything_is_refused_before_anything_changes(axes, options, text):
+    model = tiny_model("llama")
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    with small_mesh(**axes) as mesh, refused(MeshError, "no-overlap", text, "overlap_microbatches"):
+        parallelize_model(model, mesh, **(OPTIONS | options))
+    assert before == {name: id(parameter) for name, parameter in model.named_parameters()}

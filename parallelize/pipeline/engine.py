@@ -15,19 +15,12 @@ from parallelize.applied.forward_rows import BatchPart
 from parallelize.applied.records import Cut, cut_of, mark_applied, record_of
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
-from parallelize.context.forward_state import context_of
-from parallelize.context.inputs import length_of
-from parallelize.context.local_sequences import local_targets
-from parallelize.errors import HandshakeError, ModelError, ParallelizeError, Problem
+from parallelize.errors import ModelError, Problem
 from parallelize.mesh import DATA_AXES
-from parallelize.models.wrapped_models import forward_signature
 from parallelize.pipeline import failure
+from parallelize.pipeline.batch_reader import BatchReader
 from parallelize.pipeline.microbatch_inputs import (
     MicrobatchInputs,
-    broadcast_nested,
-    named_whole,
-    positional_names,
-    split_batch,
 )
 from parallelize.pipeline.paired_actions import PairRunner
 from parallelize.pipeline.replica_check import ReplicaCheck
@@ -35,15 +28,12 @@ from parallelize.pipeline.schedules import Action, Schedule, build_schedule
 from parallelize.pipeline.stage_forward import SingleStageRunner, StageRunner
 from parallelize.pipeline.step_check import StepCheck
 from parallelize.pipeline.step_runner import Data, StageHeaders, StepRun
-from parallelize.pipeline.step_targets import refuse_unshifted, token_loss, token_targets
 from parallelize.pipeline.ties import ties_of
 from parallelize.pipeline.timeline import Timeline, with_messages
 from parallelize.pipeline.transport import Transport
 from parallelize.randomness.dropout.position import Clock, Position
 from parallelize.recomputation.recompute import recomputed
-from parallelize.vocabulary.loss.losses import valid_tokens
 from parallelize.watchdog.watching import telling_of
-from parallelize.zero.router_loss import router_loss_of
 
 T = torch.Tensor
 
@@ -106,14 +96,8 @@ class Pipeline:
         overlap_microbatches: bool = False,
     ):
         self.module, self.mesh, self.data, self.clock = module, mesh, data, clock
-        self._signature = forward_signature(module)
         self.steps_done = 0
         self._first_sequence = 0  # of this data rank, in the global batch
-        self.whole, self.share_inputs = named_whole(whole), share_inputs
-        self._names = positional_names(self._signature)
-        self.loss, self.count = loss or token_loss, count or valid_tokens
-        self._reads_tokens = loss is None
-        self._may_be_unshifted = loss is None and check_replicated  # until targets of a step were compared with its ids
         self.cut = cut_of(module)
         self.spec = mesh_spec(mesh)
         self.group = self.cut.group if self.cut is not None else Group.alone()
@@ -126,10 +110,20 @@ class Pipeline:
         self._overlaps = record is not None and bool(record.overlap.call_sites)
         self.runner = _runner(module, self.cut, record.region if record is not None else None)
         self.ties = ties_of(module)
-        self.context = context_of(module)
         self.world = axis_group(mesh, *self.spec.names)
         replicas = ReplicaCheck(module, mesh, self.ties, compare_every)
         self.check = StepCheck(mesh, self.device, replicas, check_replicated)
+        self.batches = BatchReader(
+            module,
+            self.check,
+            num_microbatches=self.schedule.num_microbatches,
+            loss=loss,
+            count=count,
+            whole=whole,
+            share_inputs=share_inputs,
+            stages=(self.group, self.device),
+            refuse_ids=check_replicated,
+        )
         self._part = BatchPart(0, 0, self.check.place)  # of the running forward
         self._headers: StageHeaders = {}
         self._compared: set[tuple] = set()  # signatures of inputs that the pp ranks have compared
@@ -260,74 +254,20 @@ class Pipeline:
         """The run of a step or an evaluation."""
         call = "evaluate" if forward_only else "step"
         microbatches, total = self._microbatches(call, args, kwargs, targets, labels)
+        return self._run(microbatches, self.batches.loss_of(total, forward_only), forward_only)
 
-        def loss_of(output: Any, targets: Any) -> T:
-            more = router_loss_of(self.module, output) if self._reads_tokens and not forward_only else 0.0
-            return self.loss(output, targets) / total + more / self.schedule.num_microbatches
-
-        return self._run(microbatches, loss_of, forward_only)
-
-    def _microbatches(
-        self, call: str, args: tuple, kwargs: dict, targets: Any = None, labels: Any = None
-    ) -> tuple[list[MicrobatchInputs], T]:
-        """The inputs of this data rank, and the global count, which divides the loss.
-
-        On `cp` targets are sharded here; the model shards its inputs itself. An error of this rank is raised when the other
-        ranks know of it.
-        """
-        if self.share_inputs:
-            args, kwargs, targets, labels = broadcast_nested((args, kwargs, targets, labels), self.group, self.device)
-        if labels is not None and not self._reads_tokens:
-            kwargs, labels = {**kwargs, "labels": labels}, None
-        batch = {**self._named(args, kwargs), "targets": targets if labels is None else labels}
-        microbatches: list[MicrobatchInputs] = []
-        error: ParallelizeError | None = None
-        try:
-            if call == "step":
-                _refuse_without_gradients()
-            if call != "forward":
-                targets = self._local_targets(args, kwargs, targets, labels)
-            microbatches = split_batch(args, kwargs, targets, self.schedule.num_microbatches, self.whole, self._names)
-        except ParallelizeError as refused:
-            error = refused
-        count = self.count(targets) if error is None and targets is not None else 1
-        try:
-            sequences = microbatches[0].batch_size if microbatches else 0
-            total = self.check.total(count, batch, self._settings(call, error), sequences)
-        except HandshakeError as difference:
-            raise error or difference from None
-        if error is not None:
-            raise error
-        if call != "forward":
-            self._may_be_unshifted = False
+    def _microbatches(self, call: str, *given: Any) -> tuple[list[MicrobatchInputs], T]:
+        """The inputs of this data rank, and the global count."""
+        microbatches, total = self.batches.read(call, self._settings(), *given)
         if self.clock is not None:
             self._first_sequence = self.check.first_sequence()
         return microbatches, total
 
-    def _named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        """The inputs by name, whether they were passed by position or by name."""
-        try:
-            return dict(self._signature.bind_partial(self.module, *args, **kwargs).arguments) | {"self": None}
-        except TypeError:
-            return {"inputs": args, **kwargs}
-
-    def _local_targets(self, args: tuple, kwargs: dict, targets: Any, labels: Any) -> Any:
-        """What the loss reads on this rank."""
-        if self._reads_tokens:
-            targets = token_targets(self.module, targets, labels)
-            if self._may_be_unshifted:
-                refuse_unshifted(self.module, args, kwargs, targets)
-        if self.context is None or targets is None:
-            return targets
-        return local_targets(self.context, length_of(self.module, args, kwargs), targets)
-
-    def _settings(self, call: str, error: ParallelizeError | None) -> dict[str, str]:
+    def _settings(self) -> dict[str, str]:
         """What must be the same on all ranks."""
         kind = self.device.type
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return {
-            "call": call,
-            "error": ", ".join(error.slugs) if error is not None else "none",
             "mode": f"training={self.module.training}, gradients={torch.is_grad_enabled()}, autocast={narrow}",
             "steps done": str(self.steps_done),
         }
@@ -403,7 +343,7 @@ class Pipeline:
     def _set_compared(self, compared: bool) -> None:
         """Tell what compares the inputs of bare forwards whether the message of this call does so."""
         record = record_of(self.module)
-        for check in (self.context, record.inputs if record is not None else None):
+        for check in (self.batches.context, record.inputs if record is not None else None):
             if check is not None:
                 check.compared = compared
 
@@ -435,12 +375,6 @@ class Pipeline:
 
 def _is_forward(step: Any) -> bool:
     return step.kind == "F" if isinstance(step, Action) else step.direction == "F"
-
-
-def _refuse_without_gradients() -> None:
-    if not torch.is_grad_enabled():
-        what = "step computes gradients, which torch.no_grad() or torch.inference_mode() turns off"
-        raise ModelError(Problem("gradients-off", what, fix="call step outside it; for a loss alone, call evaluate"))
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

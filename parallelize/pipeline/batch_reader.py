@@ -1,0 +1,153 @@
+"""What a step is given, and what it computes with: the microbatches of this data rank, and the count that divides the loss.
+
+Ranks compare what they were given before anything runs. The global count is known then too, so that the loss of each
+microbatch is divided by it at once, and gradients are sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.comm.groups import Group
+from parallelize.context.forward_state import context_of
+from parallelize.context.inputs import length_of
+from parallelize.context.local_sequences import local_targets
+from parallelize.errors import HandshakeError, ModelError, ParallelizeError, Problem
+from parallelize.models.wrapped_models import forward_signature
+from parallelize.pipeline.microbatch_inputs import (
+    MicrobatchInputs,
+    broadcast_nested,
+    named_whole,
+    positional_names,
+    split_batch,
+)
+from parallelize.pipeline.step_check import StepCheck
+from parallelize.pipeline.step_targets import refuse_unshifted, token_loss, token_targets
+from parallelize.vocabulary.loss.losses import valid_tokens
+from parallelize.zero.router_loss import router_loss_of
+
+T = torch.Tensor
+
+
+class BatchReader:
+    """Cuts batches into microbatches.
+
+    Args:
+        module, num_microbatches, loss, count, whole, share_inputs: as of `Pipeline`.
+        check: what compares batches over ranks.
+        stages: the group of the pipeline's stages, and the device of this rank.
+        refuse_ids: whether the targets of the first step may not be the token ids themselves.
+
+    Attributes:
+        first_sequence: of this data rank, in the global batch of the last call.
+        context: the model's state over `cp`, or None.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        check: StepCheck,
+        *,
+        num_microbatches: int,
+        loss: Callable[[Any, Any], T] | None,
+        count: Callable[[Any], T | int] | None,
+        whole: Collection[str] | Mapping[str, bool],
+        share_inputs: bool,
+        stages: tuple[Group, torch.device],
+        refuse_ids: bool,
+    ):
+        self.module, self.check, self.num_microbatches = module, check, num_microbatches
+        self.stages, self.share_inputs, self.whole = stages, share_inputs, named_whole(whole)
+        self.loss, self.count, self.reads_tokens = loss or token_loss, count or valid_tokens, loss is None
+        self._may_be_unshifted = loss is None and refuse_ids  # until targets of a step were compared with its ids
+        self._signature = forward_signature(module)
+        self._names = positional_names(self._signature)
+        self.context = context_of(module)
+        self.first_sequence = 0
+
+    def read(
+        self, call: str, settings: dict[str, str], args: tuple, kwargs: dict, targets: Any = None, labels: Any = None
+    ) -> tuple[list[MicrobatchInputs], T]:
+        """The inputs of this data rank, and the global count, which divides the loss.
+
+        On `cp` targets are sharded here; the model shards its inputs itself. An error of this rank is raised when the other
+        ranks know of it.
+
+        Args:
+            settings: what must be the same on all ranks, besides the inputs.
+        """
+        if self.share_inputs:
+            args, kwargs, targets, labels = broadcast_nested((args, kwargs, targets, labels), *self.stages)
+        if labels is not None and not self.reads_tokens:
+            kwargs, labels = {**kwargs, "labels": labels}, None
+        batch = {**self._named(args, kwargs), "targets": targets if labels is None else labels}
+        microbatches: list[MicrobatchInputs] = []
+        error: ParallelizeError | None = None
+        try:
+            if call == "step":
+                _refuse_without_gradients()
+            if call != "forward":
+                targets = self._local_targets(args, kwargs, targets, labels)
+            microbatches = split_batch(args, kwargs, targets, self.num_microbatches, self.whole, self._names)
+        except ParallelizeError as refused:
+            error = refused
+        total = self._agreed_total(targets, batch, {**settings, "call": call}, microbatches, error)
+        if call != "forward":
+            self._may_be_unshifted = False
+        return microbatches, total
+
+    def _agreed_total(
+        self,
+        targets: Any,
+        batch: dict[str, Any],
+        settings: dict[str, str],
+        microbatches: list[MicrobatchInputs],
+        error: ParallelizeError | None,
+    ) -> T:
+        """The global count. Raises: `error`, which every rank learns of; HandshakeError where ranks differ."""
+        count = self.count(targets) if error is None and targets is not None else 1
+        settings["error"] = ", ".join(error.slugs) if error is not None else "none"
+        try:
+            sequences = microbatches[0].batch_size if microbatches else 0
+            total = self.check.total(count, batch, settings, sequences)
+        except HandshakeError as difference:
+            raise error or difference from None
+        if error is not None:
+            raise error
+        return total
+
+    def loss_of(self, total: T, forward_only: bool) -> Callable[[Any, Any], T]:
+        """The part of a microbatch in the loss of a step, by the model's output and the microbatch's targets."""
+
+        def loss(output: Any, targets: Any) -> T:
+            more = router_loss_of(self.module, output) if self.reads_tokens and not forward_only else 0.0
+            return self.loss(output, targets) / total + more / self.num_microbatches
+
+        return loss
+
+    def _named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """The inputs by name, whether they were passed by position or by name."""
+        try:
+            return dict(self._signature.bind_partial(self.module, *args, **kwargs).arguments) | {"self": None}
+        except TypeError:
+            return {"inputs": args, **kwargs}
+
+    def _local_targets(self, args: tuple, kwargs: dict, targets: Any, labels: Any) -> Any:
+        """What the loss reads on this rank."""
+        if self.reads_tokens:
+            targets = token_targets(self.module, targets, labels)
+            if self._may_be_unshifted:
+                refuse_unshifted(self.module, args, kwargs, targets)
+        if self.context is None or targets is None:
+            return targets
+        return local_targets(self.context, length_of(self.module, args, kwargs), targets)
+
+
+def _refuse_without_gradients() -> None:
+    if not torch.is_grad_enabled():
+        what = "step computes gradients, which torch.no_grad() or torch.inference_mode() turns off"
+        raise ModelError(Problem("gradients-off", what, fix="call step outside it; for a loss alone, call evaluate"))

@@ -27,7 +27,8 @@ from parallelize.pipeline.replica_check import ReplicaCheck
 from parallelize.pipeline.schedules import Action, Schedule, build_schedule
 from parallelize.pipeline.stage_forward import SingleStageRunner, StageRunner
 from parallelize.pipeline.step_check import StepCheck
-from parallelize.pipeline.step_runner import Data, StageHeaders, StepRun
+from parallelize.pipeline.step_parts import Data
+from parallelize.pipeline.step_runner import StageHeaders, StepRun
 from parallelize.pipeline.ties import ties_of
 from parallelize.pipeline.timeline import Timeline, with_messages
 from parallelize.pipeline.transport import Transport

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from parallelize.pipeline.payload import StageHeader, check_same_form
 from parallelize.pipeline.schedules import Action, Schedule
 from parallelize.pipeline.split_backward import Wgrad, backward_inputs
 from parallelize.pipeline.stage_forward import Outcome
+from parallelize.pipeline.step_parts import Data, Runner
 from parallelize.pipeline.timeline import Receive, Send, Step
 from parallelize.pipeline.transport import Pending, Transport, check_count
 
@@ -29,34 +30,6 @@ T = torch.Tensor
 AHEAD = 2  # a receive is posted at most this many actions before the one that needs it
 StageHeaders = dict[tuple[int, tuple], StageHeader]
 """(receiving stage, signature of the inputs) to header. A boundary is named by the stage that receives over it in forward."""
-
-
-class Runner(Protocol):
-    """Runs a stage's forward."""
-
-    def run(
-        self,
-        stage: int,
-        args: tuple,
-        kwargs: dict,
-        content: dict[str, Any],
-        header: StageHeader | None,
-        make_header: bool,
-    ) -> Outcome: ...
-
-
-class Data(Protocol):
-    """What a step calls to reduce gradients over the data axes: an `engine` of `zero`."""
-
-    def hold(self) -> None: ...
-
-    def release(self, stage: int) -> None: ...
-
-    def flush(self, stage: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def reset(self) -> None: ...
 
 
 @dataclass

@@ -19,9 +19,9 @@ import torch
 from parallelize.comm.groups import Group
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.library import LIBRARY, NAMESPACE
-from parallelize.ops.matmul import chunked_matmul
 from parallelize.ops.matmul.matmul_ops import weight_gradient
 from parallelize.ops.matmul.row_chunks import flat
+from parallelize.ops.matmul.row_gather import gather_rows
 
 T = torch.Tensor
 _ops = torch.ops.parallelize
@@ -224,7 +224,7 @@ def _weight_gradient_later(grad: T, rows: T, weight: T, gather: Any = None) -> C
     def compute() -> T:
         full_rows = rows
         if gather is not None:
-            full_rows = chunked_matmul.gather_rows(rows, gather.dim, gather.full, Group.by_key(gather.group))
+            full_rows = gather_rows(rows, gather.dim, gather.full, Group.by_key(gather.group))
         out = torch.empty_like(weight)
         weight_gradient(grad, full_rows, out)
         return out

@@ -30,6 +30,7 @@ from parallelize.ops.matmul import chunked_matmul, symmetric_memory
 from parallelize.ops.matmul.chunked_matmul import MatmulSum, Thunk
 from parallelize.ops.matmul.op_handshake import agree_on_first
 from parallelize.ops.matmul.row_chunks import Box, as_rows, flat, merged, take
+from parallelize.ops.matmul.row_gather import RowGather
 
 T = torch.Tensor
 _WGRAD_CHUNKS = 4  # chunks of a weight gradient that is computed between the steps of an all-reduce
@@ -153,7 +154,7 @@ def _all_gather_linear_backward(
     if gathered or not selected:
         return scatter(rows, [])
     steps, gather_line = steps_of(algorithm), f"{line} save shard" if line else ""
-    with chunked_matmul.RowGather(rows, dim, full, group, steps, line=gather_line, stream=2) as gather:
+    with RowGather(rows, dim, full, group, steps, line=gather_line, stream=2) as gather:
         if not steps:
             gather.finish()
         return scatter(gather.gathered, [gather.finish] if steps else [])

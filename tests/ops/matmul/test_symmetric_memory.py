@@ -11,6 +11,7 @@ from parallelize import all_gather_linear
 from parallelize.comm.groups import Group
 from parallelize.errors import MeshError
 from parallelize.ops.matmul import chunked_matmul, symmetric_memory
+from parallelize.ops.matmul.row_gather import gather_rows
 from tests.support.linears import OPS, ReferenceLinear
 from tests.support.threads import run_ranks
 
@@ -28,9 +29,7 @@ class StandIn:
     ) -> tuple[T, list[T]]:
         assert group_name == dist.group.WORLD.group_name and all(B.ndim == 2 for B in Bs)
         self.calls.append("gather")
-        rows = chunked_matmul.gather_rows(
-            A, gather_dim, A.shape[gather_dim] * dist.get_world_size(), Group(dist.group.WORLD)
-        )
+        rows = gather_rows(A, gather_dim, A.shape[gather_dim] * dist.get_world_size(), Group(dist.group.WORLD))
         return rows, [rows @ B for B in Bs]
 
     def fused_matmul_reduce_scatter(self, A: T, B: T, reduce_op: str, scatter_dim: int, group_name: str) -> T:

@@ -112,6 +112,10 @@ class ShardedSequences(Protocol):
     """Sequences over `cp`: a `context.forward_state.Context`."""
 
     group: Group
+    mesh: DeviceMesh
+
+    def local_positions(self) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """(tokens of the full sequence, runs of this rank's positions) of the forward that runs, or is recomputed."""
 
 
 class RecomputedModule(Protocol):

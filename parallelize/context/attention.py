@@ -13,11 +13,12 @@ from parallelize.context.forward_state import Context, ContextAttention, Forward
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.all_to_all import HeadSplit, to_head_shards, to_sequence_shards
 from parallelize.ops.attention.ring_attention import Masking, ring_attention
+from parallelize.ops.attention.weight_dropout import WeightDropout
 
 T = torch.Tensor
 
 
-def attend(module: ContextAttention, q: T, k: T, v: T, masking: Masking) -> T:
+def attend(module: ContextAttention, q: T, k: T, v: T, masking: Masking, dropout: WeightDropout | None = None) -> T:
     """Attention of the local queries to the full sequence.
 
     Shapes (s: local tokens): q [B, H, s, D], k [B, K, s, D], v [B, K, s, E]; returns [B, H, s, E].
@@ -37,7 +38,8 @@ def attend(module: ContextAttention, q: T, k: T, v: T, masking: Masking) -> T:
     if exchanges:
         sizes = sequences.layout.ulysses_sizes(context.ring_rank)
         q, k, v = to_head_shards(q, k, v, context.ulysses, heads, sizes)
-    out = _over_ring(context, sequences, q, k, v, masking)
+        dropout = dropout and dropout.from_head(heads.queries[context.ulysses.rank][0])
+    out = _over_ring(context, sequences, q, k, v, masking, dropout)
     if exchanges:
         out = to_sequence_shards(out, context.ulysses, heads, sizes)
     context.attach(sequences, out)
@@ -56,11 +58,13 @@ def _check(module: ContextAttention, sequences: ForwardSequences, q: T, k: T, ma
         raise ModelError(Problem("attention-kind", what, fix=f"write `{kind}` under `attention:`"))
 
 
-def _over_ring(context: Context, sequences: ForwardSequences, q: T, k: T, v: T, masking: Masking) -> T:
+def _over_ring(
+    context: Context, sequences: ForwardSequences, q: T, k: T, v: T, masking: Masking, dropout: WeightDropout | None
+) -> T:
     if not q.shape[1]:  # fewer heads than ranks: nothing to compute, but backward must reach q, k and v
         empty = q.new_zeros((*q.shape[:3], v.shape[3]))
         return empty + (q.sum() + k.sum() + v.sum())
-    simple = sequences.documents is None and not masking.window and not masking.softcap
+    simple = sequences.documents is None and not masking.window and not masking.softcap and dropout is None
     if context.ring.size == 1 and simple:
         options: dict[str, Any] = {"is_causal": masking.causal, "scale": masking.scale}
         if q.shape[1] != k.shape[1]:
@@ -68,7 +72,7 @@ def _over_ring(context: Context, sequences: ForwardSequences, q: T, k: T, v: T, 
         with private.plain_calls():
             return F.scaled_dot_product_attention(q, k, v, **options)
     runs = tuple(sequences.layout.of_ring_rank(ring_rank) for ring_rank in range(context.ring.size))
-    return ring_attention(q, k, v, context.ring, runs, masking, sequences.documents)
+    return ring_attention(q, k, v, context.ring, runs, masking, sequences.documents, dropout)
 
 
 def masking_of(

@@ -29,7 +29,7 @@ from parallelize.plan.choose import plan_of
 from parallelize.plan.options import Options, wrong_ulysses
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.randomness.dropout.install import drops
+from parallelize.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
 from parallelize.tensor.attention_calls import AttentionCalls
 from parallelize.tensor.refused_outputs import refuse_attentions
 from parallelize.vocabulary.generation.transformers_generate import install_generation
@@ -85,11 +85,13 @@ def apply_context(module: nn.Module, mesh: DeviceMesh, decide: Callable[[], Reso
         check_context(resolved)
         if context_of(module) is not None:
             raise ModelError(Problem("already-parallelized", f"{type(module).__name__} is on cp", fix="apply it once"))
+        refuse_early_dropout(module)
         inputs = ContextInputs(module, resolved.plan)
     with Transaction(module):
         mark_applied(module, resolved=resolved)
         _install(module, Context(mesh, dict(resolved.attention), resolved.options.ulysses), inputs)
         refuse_wrappers(module)
+    require_installed_dropout(module)
     install_generation(module)
     return module
 
@@ -205,12 +207,7 @@ def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_first(module: nn.Module, context: Context, args: tuple, kwargs: dict) -> None:
-    """Before the first forward: all ranks of cp have the same inputs, and there is no dropout.
-
-    Raises: HandshakeError `replicas-differ`; ModelError `dropout-over-cp`.
-    """
-    if module.training and drops(module):
-        raise dropout_refused()
+    """Before the first forward: all ranks of cp have the same inputs. Raises: HandshakeError `replicas-differ`."""
     inputs = {f"input {n}": value for n, value in enumerate(args)} | kwargs
     check_replicas(context.group, {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}, "inputs", "cp")
 
@@ -224,11 +221,6 @@ def _compare_shapes(context: Context, args: tuple, kwargs: dict) -> None:
     if tensors and not tensors[0].is_meta:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:6])
         agree(context.group, tensors[0].device, f"forward over cp, inputs {shapes}")
-
-
-def dropout_refused() -> ModelError:
-    what = "the model uses dropout, and dropout masks over the tokens of cp are not supported"
-    return ModelError(Problem("dropout-over-cp", what, fix="dropout 0 in the model's config, or a mesh without cp"))
 
 
 def _check_tokens(context: Context, out: Any) -> None:

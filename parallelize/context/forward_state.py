@@ -96,6 +96,14 @@ class Context:
         """This rank's positions in the last forward's sequences."""
         return self.layout_of(self.length).of_rank(self.group.rank)
 
+    def local_positions(self) -> tuple[int, tuple[Run, ...]]:
+        """(tokens of the full sequence, this rank's positions) of the forward that runs, or is recomputed.
+
+        Raises: as `current`.
+        """
+        layout = self.current().layout
+        return layout.full, layout.of_rank(self.group.rank)
+
     def begin(self, full: int, documents: T | None) -> None:
         """A forward starts, with sequences of `full` tokens."""
         self.length, self._with_graph = full, torch.is_grad_enabled()

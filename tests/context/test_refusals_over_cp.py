@@ -124,9 +124,9 @@ def test_the_style_ulysses_and_cp_are_not_mixed():
     run_ranks(4, body)
 
 
-def test_attentions_and_dropout_are_refused():
+def test_attentions_and_dropout_that_is_not_installed_are_refused():
     refused("attentions-are-shards", family("llama"), input_ids=IDS, output_attentions=True)
-    refused("dropout-over-cp", family("gpt2", resid_pdrop=0.5).train(), input_ids=IDS)
+    refused("dropout-not-installed", family("gpt2", resid_pdrop=0.5).train(), input_ids=IDS)
 
     def body(rank):
         over_cp(family("gpt2", resid_pdrop=0.5).eval())(input_ids=IDS)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from parallelize import _torch_private as private
+from parallelize.context.cached_attention import attend_to_cache
 from parallelize.context.forward_state import Context, ContextAttention, ForwardSequences
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.all_to_all import HeadSplit, to_head_shards, to_sequence_shards
@@ -29,7 +30,11 @@ def attend(module: ContextAttention, q: T, k: T, v: T, masking: Masking, dropout
     if device != "meta" and torch.is_autocast_enabled(device):  # as PyTorch's own attention does
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     sequences = context.current()
-    _check(module, sequences, q, k, masking)
+    _check_kind(module, masking)
+    if sequences.cached is not None:
+        context.attended.add(module.fqn)
+        return attend_to_cache(module, q, k, v, masking, sequences.cached, sequences.documents)
+    _check_tokens(module, sequences, q, k)
     context.attended.add(module.fqn)
     if masking.window >= sequences.layout.full:  # of this forward: in a recompute it may not be the last one
         masking = replace(masking, window=0)
@@ -46,12 +51,15 @@ def attend(module: ContextAttention, q: T, k: T, v: T, masking: Masking, dropout
     return out
 
 
-def _check(module: ContextAttention, sequences: ForwardSequences, q: T, k: T, masking: Masking) -> None:
+def _check_tokens(module: ContextAttention, sequences: ForwardSequences, q: T, k: T) -> None:
     tokens = sequences.layout.num_tokens(module.context.group.rank)
     if q.shape[2] != tokens or k.shape[2] != tokens:
         what = f"{module.fqn} attends from {q.shape[2]} queries to {k.shape[2]} keys, and this rank has {tokens} tokens"
-        fix = "self-attention without caches; cross-attention is not supported on cp"
+        fix = "self-attention, with caches of transformers only; cross-attention is not supported on cp"
         raise ModelError(Problem("wrong-rows", what, fix=fix))
+
+
+def _check_kind(module: ContextAttention, masking: Masking) -> None:
     kind = "causal" if masking.causal else "bidirectional"
     if kind != module.kind:
         what = f"{module.fqn} is {kind}, and the plan says that it is {module.kind}"

@@ -19,6 +19,7 @@ from parallelize.applied.records import cut_of, facts_of, mark_applied, resoluti
 from parallelize.applied.transaction import Transaction
 from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on, check_replicas
+from parallelize.context.cached_calls import CachedCall, logits_on_every_rank
 from parallelize.context.forward_state import Context, ContextAttention, attention_of, context_of
 from parallelize.context.inputs import ContextInputs, is_registered
 from parallelize.context.stock_attention import NAME, forward_over_context, refuse_unplanned, register
@@ -180,11 +181,26 @@ class _RootForward:
     def __init__(self, inputs: ContextInputs, stock: Any, present: set[str], staged: bool):
         self.inputs, self.stock, self.present, self.staged = inputs, stock, present, staged
 
-    def run(self, context: Context, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def run(self, context: Context, module: nn.Module, args: tuple, kwargs: dict, cached: CachedCall | None) -> Any:
         forward = self.stock or MethodType(type(module).forward, module)
         out = forward(*args, **kwargs)
+        if cached is not None:
+            return self._after_cached(context, cached, out)
         if not (self.staged and type(out) is tuple):
             _check_tokens(context, out)
+        return out
+
+    def _after_cached(self, context: Context, cached: CachedCall, out: Any) -> Any:
+        """The output of a call with a cache, or by `generate`, whose logits of the last tokens are on every rank."""
+        if cached.splits:
+            checked = dict(out) if isinstance(out, dict) else list(out) if isinstance(out, tuple) else out
+            if cached.keep and isinstance(checked, dict):
+                checked.pop("logits", None)
+            _check_tokens(context, checked)
+        if cached.keep:
+            logits_on_every_rank(context, cached, out, self.inputs.slices_logits)
+        if cached.is_temporary and isinstance(out, dict) and out.get("past_key_values") is not None:
+            out["past_key_values"] = None
         return out
 
 
@@ -195,12 +211,12 @@ def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_first(self, context, args, kwargs)
     elif not (context.compared or torch.compiler.is_compiling()):
         _compare_shapes(context, args, kwargs)
-    args, kwargs = call.inputs.local_call(context, args, kwargs)
+    args, kwargs, cached = call.inputs.local_call(context, self, args, kwargs)
     try:
         if context.checked:
-            return call.run(context, self, args, kwargs)
+            return call.run(context, self, args, kwargs, cached)
         with AttentionCalls(refuse_unplanned):
-            return call.run(context, self, args, kwargs)
+            return call.run(context, self, args, kwargs, cached)
     finally:
         context.checked = context.attended >= call.present
         context.end()
@@ -230,7 +246,8 @@ def _check_tokens(context: Context, out: Any) -> None:
     """
     tokens = sum(stop - start for start, stop in context.local_runs())
     # routers flatten batch and tokens
-    checked = {key: value for key, value in out.items() if key != "router_logits"} if isinstance(out, dict) else out
+    ignored = ("router_logits", "past_key_values")
+    checked = {key: value for key, value in out.items() if key not in ignored} if isinstance(out, dict) else out
     for leaf in private.tree_leaves(checked):
         floating = isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
         if floating and len(leaf.shape) > 1 and leaf.shape[1] != tokens:

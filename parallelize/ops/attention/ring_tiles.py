@@ -80,20 +80,28 @@ class RingTiles:
         positions = self._positions(self.queries)[tile.q_start : tile.q_stop]
 
         def visible(start: int, stop: int) -> T:
-            query_positions = positions[start:stop]
-            distance = query_positions.unsqueeze(-1) - key_positions
-            mask = torch.ones_like(distance, dtype=torch.bool)
-            if self.masking.causal:
-                mask = distance >= 0
-            if self.masking.window:
-                mask = mask & (distance < self.masking.window)
-            if self.documents is None:
-                return mask.view(1, 1, *mask.shape)
-            of_queries, of_keys = self.documents[:, query_positions], self.documents[:, key_positions]
-            of_queries = torch.where(of_queries < 0, -1 - of_queries, of_queries)
-            return (mask & (of_queries.unsqueeze(-1) == of_keys.unsqueeze(-2))).unsqueeze(1)
+            return visible_keys(positions[start:stop], key_positions, self.masking, self.documents)
 
         return visible
+
+
+def visible_keys(queries: T, keys: T, masking: Masking, documents: T | None) -> T:
+    """Which keys each query attends to, by their positions in the full sequence: [B or 1, 1, queries, keys].
+
+    Args:
+        documents: [B or 1, S], the document of each position, -1 - d for padding; None for one document.
+    """
+    distance = queries.unsqueeze(-1) - keys
+    mask = torch.ones_like(distance, dtype=torch.bool)
+    if masking.causal:
+        mask = distance >= 0
+    if masking.window:
+        mask = mask & (distance < masking.window)
+    if documents is None:
+        return mask.view(1, 1, *mask.shape)
+    of_queries, of_keys = documents[:, queries], documents[:, keys]
+    of_queries = torch.where(of_queries < 0, -1 - of_queries, of_queries)
+    return (mask & (of_queries.unsqueeze(-1) == of_keys.unsqueeze(-2))).unsqueeze(1)
 
 
 def num_tokens(runs: tuple[Run, ...]) -> int:

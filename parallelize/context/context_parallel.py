@@ -209,7 +209,7 @@ def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
     context, call = self._applied.context, self._applied.context_call
     if not context.checked:
         _check_first(self, context, args, kwargs)
-    elif not (context.compared or torch.compiler.is_compiling()):
+    elif not (context.compared or torch.compiler.is_compiling() or _is_next_token(context, kwargs)):
         _compare_shapes(context, args, kwargs)
     args, kwargs, cached = call.inputs.local_call(context, self, args, kwargs)
     try:
@@ -220,6 +220,12 @@ def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
     finally:
         context.checked = context.attended >= call.present
         context.end()
+
+
+def _is_next_token(context: Context, kwargs: dict) -> bool:
+    """Whether `generate`, whose prompt was compared, goes on: comparing every token would take as long as a sum."""
+    sequence = getattr(kwargs.get("past_key_values"), "sequence_over_cp", None)
+    return context.generating and sequence is not None and sequence.full > 0
 
 
 def _check_first(module: nn.Module, context: Context, args: tuple, kwargs: dict) -> None:

@@ -73,7 +73,10 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, u
         applied_plan = earlier.plan if plan is None and earlier is not None and earlier.plan.attention else plan
         return resolve(plan_of(module, applied_plan), facts_of(module), spec.only("cp"), options, earlier=earlier)
 
-    return apply_context(module, mesh, decide)
+    apply_context(module, mesh, decide)
+    if on_context(spec):
+        require_installed_dropout(module)
+    return module
 
 
 def apply_context(module: nn.Module, mesh: DeviceMesh, decide: Callable[[], ResolvedPlan]) -> nn.Module:
@@ -92,7 +95,6 @@ def apply_context(module: nn.Module, mesh: DeviceMesh, decide: Callable[[], Reso
         mark_applied(module, resolved=resolved)
         _install(module, Context(mesh, dict(resolved.attention), resolved.options.ulysses), inputs)
         refuse_wrappers(module)
-    require_installed_dropout(module)
     install_generation(module)
     return module
 

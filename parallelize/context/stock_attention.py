@@ -115,7 +115,7 @@ def _dropout_of(module: nn.Module, planned: ContextAttention, query: T, key: T, 
 
     Raises: ModelError `attention-dropout` where no global mask is installed for this module.
     """
-    if not p:
+    if not p or query.is_meta:  # a trace has no values to drop
         return None
     dropout = expected(applied(module).dropout, ModuleDropout)
     if dropout is None or not dropout.sites.scopes:

@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from parallelize import ModelError, build_mesh, context_parallel, full_gradients, install_dropout, parallelize_model
+from parallelize import (
+    ModelError,
+    build_mesh,
+    context_parallel,
+    full_gradients,
+    gather_sequence,
+    install_dropout,
+    parallelize_model,
+    parallelize_module,
+    split_sequence,
+)
 from parallelize.ops.attention import score_blocks, weight_dropout
 from parallelize.randomness.dropout.position import Position
 from tests.context.test_context import Block, Own, own_plan, packed_positions
@@ -192,8 +202,6 @@ def test_a_model_of_ones_own_by_context_parallel_alone(ulysses):
     expected = {name: p.grad for name, p in reference.named_parameters()}
 
     def body(rank):
-        from parallelize import split_sequence
-
         net = context_parallel(copy.deepcopy(model), build_mesh("cpu", cp=2), own_plan(), ulysses=ulysses)
         assert slug_of(ModelError, lambda: net(ids, indices)) == "dropout-not-installed"
         install_dropout(net, 5)
@@ -212,8 +220,6 @@ def test_rows_of_the_global_batch_draw_their_part_of_the_masks():
         expected = reference(input_ids=ids, use_cache=False).logits[1:3].detach()
 
     def body(rank):
-        from parallelize import gather_sequence
-
         net = context_parallel(copy.deepcopy(model), build_mesh("cpu", cp=2))
         with install_dropout(net, 7).at(Position(step=3, batch_offset=1, batch_size=2)):
             return gather_sequence(net, net(input_ids=ids[1:3]).logits).detach()
@@ -227,6 +233,7 @@ def test_dropout_that_is_installed_too_early_or_around_the_model_is_refused():
         mesh, model = build_mesh("cpu", cp=2), model_of("gpt2")
         install_dropout(model)
         assert slug_of(ModelError, lambda: context_parallel(model, mesh)) == "early-dropout"
+        assert slug_of(ModelError, lambda: parallelize_module(model, build_mesh("cpu", tp=2))) == "early-dropout"
         inside = nn.Sequential(context_parallel(model_of("gpt2"), mesh))
         assert slug_of(ModelError, lambda: install_dropout(inside)) == "unplaceable-dropout"
 

@@ -26,13 +26,13 @@ def require_installed_dropout(module: nn.Module) -> None:
 
 
 def refuse_early_dropout(module: nn.Module) -> None:
-    """Refuse to shard the sequences of a model whose dropout draws masks of full sequences already.
+    """Refuse to shard a model whose dropout draws masks of full activations already.
 
     Raises: ModelError `early-dropout`.
     """
     if dropout_clock(module) is not None:
-        what = "install_dropout was called before the model was put on cp, so its masks know of no token's position"
-        raise ModelError(Problem("early-dropout", what, fix="install_dropout(model, seed) after it"))
+        what = "install_dropout was called before the model is sharded, so its masks are those of full activations"
+        raise ModelError(Problem("early-dropout", what, fix="shard the model, then install_dropout(model, seed)"))
 
 
 def _refuse_uninstalled(module: nn.Module, _: Any) -> None:

@@ -422,7 +422,7 @@ class Comparison:
             if not self.keeps_gradients:
                 for side in both:
                     side.zero_grad()
-        if self.case.generates and is_causal(self.case) and not {"pp", "cp"} & set(self.planned.axes):
+        if self.case.generates and is_causal(self.case) and "pp" not in self.planned.axes:
             self.generated()
 
     def generated(self) -> None:

@@ -44,14 +44,14 @@ class CachedCall:
 
     def local_indices(self, rank: int) -> list[int]:
         """Which local tokens are among the last `keep` ones; never empty, since no stock head runs on nothing."""
-        return self.kept(rank)[0] or [self.layout.num_tokens(rank) - 1]
+        return self.tokens_with_logits(rank)[0] or [self.layout.num_tokens(rank) - 1]
 
-    def kept(self, rank: int) -> tuple[list[int], list[int]]:
-        """(local indices, indices among the last `keep`) of the tokens of a rank that need logits."""
+    def tokens_with_logits(self, rank: int) -> tuple[list[int], list[int]]:
+        """(local indices, indices among the last `keep`) of a rank's tokens among the last `keep`."""
         positions = [position for run in self.layout.of_rank(rank) for position in range(*run)]
         first = self.layout.full - self.keep
-        kept = [(index, position - first) for index, position in enumerate(positions) if position >= first]
-        return [index for index, _ in kept], [place for _, place in kept]
+        local = [index for index, position in enumerate(positions) if position >= first]
+        return local, [positions[index] - first for index in local]
 
 
 def cached_call(context: Context, root: Any, call: dict[str, Any], new: int) -> CachedCall | None:
@@ -127,9 +127,9 @@ def logits_on_every_rank(context: Context, call: CachedCall, out: Any, sliced: b
         what = f"a {type(out).__name__} has no logits of each token, of which the last are needed on every rank"
         raise ModelError(Problem("one-row", what, fix="a causal language model, called with return_dict=True"))
     local, vocabulary = shard_of(logits)
-    indices, places = call.kept(context.group.rank)
+    indices, among_last = call.tokens_with_logits(context.group.rank)
     full = local.new_zeros((local.shape[0], call.keep, local.shape[2]))
     if indices:
-        full[:, places] = local if sliced else local[:, indices]
+        full[:, among_last] = local if sliced else local[:, indices]
     context.group.all_reduce(full)
     out["logits"] = mark(full, vocabulary) if vocabulary.group.size > 1 else full

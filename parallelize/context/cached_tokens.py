@@ -36,10 +36,10 @@ class CachedTokens:
 
 def last_positions(runs: tuple[range, ...], count: int) -> tuple[range, ...]:
     """The last `count` of these positions."""
-    kept: list[range] = []
+    last: list[range] = []
     for run in reversed(runs):
         part = run[max(0, len(run) - count) :] if count else run[:0]
         count -= len(part)
         if part:
-            kept.insert(0, part)
-    return tuple(kept)
+            last.insert(0, part)
+    return tuple(last)

@@ -60,7 +60,7 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.quantization.other_quantizers import refuse_other_quantizers
-from parallelize.randomness.dropout.not_installed import require_installed_dropout
+from parallelize.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
 from parallelize.styles.contract import Conversion
 from parallelize.tensor.adapted_layers import prefixes_of_all_heads
 from parallelize.tensor.beside_experts import wrong_beside
@@ -170,7 +170,7 @@ def parallelize_module(
     if mesh_spec(mesh).ranks(*DATA_AXES) > 1 and not own_reduction and applied(module).data is None:
         guard_gradients(module, mesh, NOT_REDUCED)
     record = record_of(module)
-    if record is not None and record.group.size > 1:
+    if (record is not None and record.group.size > 1) or on_context(mesh_spec(mesh)):
         require_installed_dropout(module)
     name_in_watch(module)
     return module
@@ -247,6 +247,8 @@ def _agree_on_plan(
         _check_modules(local_plan, local_model)
         refuse_wrapped(module)
         refuse_offloaded(module)
+        if resolved.tp_size > 1:
+            refuse_early_dropout(module)
         refuse_early_optimizers(module, _replaced(module, local_plan))
         check_by_trace(module, resolved, trace)
         overlapped = check_call_sites(local_plan, local_model, Group(tp.get_group()), torch.device(mesh.device_type))

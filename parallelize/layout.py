@@ -271,3 +271,19 @@ def _shard_of_chunk(chunk: Chunk, num_ranks: int, rank: int) -> Interval:
     width = chunk.size // chunk.units
     first = rank * chunk.units // num_ranks
     return first * width, (first + per_rank) * width
+
+
+def count(runs: tuple[Interval, ...]) -> int:
+    """The number of elements in runs [start, stop)."""
+    return sum(stop - start for start, stop in runs)
+
+
+def slice_runs(runs: tuple[Interval, ...], start: int, stop: int) -> tuple[Interval, ...]:
+    """Elements `start` to `stop` of the concatenation of these runs."""
+    sliced, before = [], 0
+    for low, high in runs:
+        first, last = max(low, low + start - before), min(high, low + stop - before)
+        if first < last:
+            sliced.append((first, last))
+        before += high - low
+    return tuple(sliced)

@@ -22,7 +22,7 @@ from parallelize.apply import apply_plan, check_by_trace
 from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.groups import mesh_spec, with_tp
 from parallelize.comm.handshake import agree_on
-from parallelize.context.context_parallel import apply_context, dropout_refused
+from parallelize.context.context_parallel import apply_context
 from parallelize.data.prepared_by_accelerate import guard_accelerate
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import DATA_AXES, MeshSpec
@@ -228,9 +228,7 @@ def _check(module: nn.Module, spec: MeshSpec, options: Options, initialize: Any)
         raise ModelError(Problem("wrong-order", what, fix="call parallelize_model alone, or each part by itself"))
     if spec.ranks("pp") > 1:
         check_uncut(module)
-    if drops(module) and spec.ranks("cp") > 1:
-        raise dropout_refused()
-    if (drops(module) or spec.ranks("tp") > 1) and (refused := refused_modules(module)):
+    if (drops(module) or spec.ranks("tp", "cp") > 1) and (refused := refused_modules(module)):
         raise ModelError(*refused)
     refuse_wrapped(module)
     refuse_other_quantizers(module)

@@ -7,6 +7,7 @@ the class that the step has set.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -112,6 +113,16 @@ class ShardedSequences(Protocol):
     """Sequences over `cp`: a `context.forward_state.Context`."""
 
     group: Group
+    mesh: DeviceMesh
+
+    def local_positions(self) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """(tokens of the full sequence, runs of this rank's positions) of the forward that runs, or is recomputed."""
+
+    def shard_cache(self, cache: Any) -> object:
+        """Let each rank store its tokens of a cache of `transformers`."""
+
+    def in_generation(self) -> AbstractContextManager[None]:
+        """A context in which forwards give the last token's logits, on every rank."""
 
 
 class RecomputedModule(Protocol):

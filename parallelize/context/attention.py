@@ -9,15 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from parallelize import _torch_private as private
+from parallelize.context.cached_attention import attend_to_cache
 from parallelize.context.forward_state import Context, ContextAttention, ForwardSequences
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.all_to_all import HeadSplit, to_head_shards, to_sequence_shards
 from parallelize.ops.attention.ring_attention import Masking, ring_attention
+from parallelize.ops.attention.weight_dropout import WeightDropout
 
 T = torch.Tensor
 
 
-def attend(module: ContextAttention, q: T, k: T, v: T, masking: Masking) -> T:
+def attend(module: ContextAttention, q: T, k: T, v: T, masking: Masking, dropout: WeightDropout | None = None) -> T:
     """Attention of the local queries to the full sequence.
 
     Shapes (s: local tokens): q [B, H, s, D], k [B, K, s, D], v [B, K, s, E]; returns [B, H, s, E].
@@ -28,7 +30,11 @@ def attend(module: ContextAttention, q: T, k: T, v: T, masking: Masking) -> T:
     if device != "meta" and torch.is_autocast_enabled(device):  # as PyTorch's own attention does
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     sequences = context.current()
-    _check(module, sequences, q, k, masking)
+    _check_kind(module, masking)
+    if sequences.cached is not None:
+        context.attended.add(module.fqn)
+        return attend_to_cache(module, q, k, v, masking, sequences.cached, sequences.documents)
+    _check_tokens(module, sequences, q, k)
     context.attended.add(module.fqn)
     if masking.window >= sequences.layout.full:  # of this forward: in a recompute it may not be the last one
         masking = replace(masking, window=0)
@@ -37,30 +43,36 @@ def attend(module: ContextAttention, q: T, k: T, v: T, masking: Masking) -> T:
     if exchanges:
         sizes = sequences.layout.ulysses_sizes(context.ring_rank)
         q, k, v = to_head_shards(q, k, v, context.ulysses, heads, sizes)
-    out = _over_ring(context, sequences, q, k, v, masking)
+        dropout = dropout and dropout.from_head(heads.queries[context.ulysses.rank][0])
+    out = _over_ring(context, sequences, q, k, v, masking, dropout)
     if exchanges:
         out = to_sequence_shards(out, context.ulysses, heads, sizes)
     context.attach(sequences, out)
     return out
 
 
-def _check(module: ContextAttention, sequences: ForwardSequences, q: T, k: T, masking: Masking) -> None:
+def _check_tokens(module: ContextAttention, sequences: ForwardSequences, q: T, k: T) -> None:
     tokens = sequences.layout.num_tokens(module.context.group.rank)
     if q.shape[2] != tokens or k.shape[2] != tokens:
         what = f"{module.fqn} attends from {q.shape[2]} queries to {k.shape[2]} keys, and this rank has {tokens} tokens"
-        fix = "self-attention without caches; cross-attention is not supported on cp"
+        fix = "self-attention, with caches of transformers only; cross-attention is not supported on cp"
         raise ModelError(Problem("wrong-rows", what, fix=fix))
+
+
+def _check_kind(module: ContextAttention, masking: Masking) -> None:
     kind = "causal" if masking.causal else "bidirectional"
     if kind != module.kind:
         what = f"{module.fqn} is {kind}, and the plan says that it is {module.kind}"
         raise ModelError(Problem("attention-kind", what, fix=f"write `{kind}` under `attention:`"))
 
 
-def _over_ring(context: Context, sequences: ForwardSequences, q: T, k: T, v: T, masking: Masking) -> T:
+def _over_ring(
+    context: Context, sequences: ForwardSequences, q: T, k: T, v: T, masking: Masking, dropout: WeightDropout | None
+) -> T:
     if not q.shape[1]:  # fewer heads than ranks: nothing to compute, but backward must reach q, k and v
         empty = q.new_zeros((*q.shape[:3], v.shape[3]))
         return empty + (q.sum() + k.sum() + v.sum())
-    simple = sequences.documents is None and not masking.window and not masking.softcap
+    simple = sequences.documents is None and not masking.window and not masking.softcap and dropout is None
     if context.ring.size == 1 and simple:
         options: dict[str, Any] = {"is_causal": masking.causal, "scale": masking.scale}
         if q.shape[1] != k.shape[1]:
@@ -68,7 +80,7 @@ def _over_ring(context: Context, sequences: ForwardSequences, q: T, k: T, v: T, 
         with private.plain_calls():
             return F.scaled_dot_product_attention(q, k, v, **options)
     runs = tuple(sequences.layout.of_ring_rank(ring_rank) for ring_rank in range(context.ring.size))
-    return ring_attention(q, k, v, context.ring, runs, masking, sequences.documents)
+    return ring_attention(q, k, v, context.ring, runs, masking, sequences.documents, dropout)
 
 
 def masking_of(

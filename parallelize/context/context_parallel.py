@@ -19,6 +19,7 @@ from parallelize.applied.records import cut_of, facts_of, mark_applied, resoluti
 from parallelize.applied.transaction import Transaction
 from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on, check_replicas
+from parallelize.context.cached_calls import CachedCall, logits_on_every_rank
 from parallelize.context.forward_state import Context, ContextAttention, attention_of, context_of
 from parallelize.context.inputs import ContextInputs, is_registered
 from parallelize.context.stock_attention import NAME, forward_over_context, refuse_unplanned, register
@@ -29,7 +30,7 @@ from parallelize.plan.choose import plan_of
 from parallelize.plan.options import Options, wrong_ulysses
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.randomness.dropout.install import drops
+from parallelize.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
 from parallelize.tensor.attention_calls import AttentionCalls
 from parallelize.tensor.refused_outputs import refuse_attentions
 from parallelize.vocabulary.generation.transformers_generate import install_generation
@@ -72,7 +73,10 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, u
         applied_plan = earlier.plan if plan is None and earlier is not None and earlier.plan.attention else plan
         return resolve(plan_of(module, applied_plan), facts_of(module), spec.only("cp"), options, earlier=earlier)
 
-    return apply_context(module, mesh, decide)
+    apply_context(module, mesh, decide)
+    if on_context(spec):
+        require_installed_dropout(module)
+    return module
 
 
 def apply_context(module: nn.Module, mesh: DeviceMesh, decide: Callable[[], ResolvedPlan]) -> nn.Module:
@@ -85,6 +89,7 @@ def apply_context(module: nn.Module, mesh: DeviceMesh, decide: Callable[[], Reso
         check_context(resolved)
         if context_of(module) is not None:
             raise ModelError(Problem("already-parallelized", f"{type(module).__name__} is on cp", fix="apply it once"))
+        refuse_early_dropout(module)
         inputs = ContextInputs(module, resolved.plan)
     with Transaction(module):
         mark_applied(module, resolved=resolved)
@@ -178,11 +183,26 @@ class _RootForward:
     def __init__(self, inputs: ContextInputs, stock: Any, present: set[str], staged: bool):
         self.inputs, self.stock, self.present, self.staged = inputs, stock, present, staged
 
-    def run(self, context: Context, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def run(self, context: Context, module: nn.Module, args: tuple, kwargs: dict, cached: CachedCall | None) -> Any:
         forward = self.stock or MethodType(type(module).forward, module)
         out = forward(*args, **kwargs)
+        if cached is not None:
+            return self._after_cached(context, cached, out)
         if not (self.staged and type(out) is tuple):
             _check_tokens(context, out)
+        return out
+
+    def _after_cached(self, context: Context, cached: CachedCall, out: Any) -> Any:
+        """The output of a call with a cache, or by `generate`, whose logits of the last tokens are on every rank."""
+        if cached.splits:
+            checked = dict(out) if isinstance(out, dict) else list(out) if isinstance(out, tuple) else out
+            if cached.keep and isinstance(checked, dict):
+                checked.pop("logits", None)
+            _check_tokens(context, checked)
+        if cached.keep:
+            logits_on_every_rank(context, cached, out, self.inputs.slices_logits)
+        if cached.is_temporary and isinstance(out, dict) and out.get("past_key_values") is not None:
+            out["past_key_values"] = None
         return out
 
 
@@ -191,26 +211,27 @@ def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
     context, call = self._applied.context, self._applied.context_call
     if not context.checked:
         _check_first(self, context, args, kwargs)
-    elif not (context.compared or torch.compiler.is_compiling()):
+    elif not (context.compared or torch.compiler.is_compiling() or _is_next_token(context, kwargs)):
         _compare_shapes(context, args, kwargs)
-    args, kwargs = call.inputs.local_call(context, args, kwargs)
+    args, kwargs, cached = call.inputs.local_call(context, self, args, kwargs)
     try:
         if context.checked:
-            return call.run(context, self, args, kwargs)
+            return call.run(context, self, args, kwargs, cached)
         with AttentionCalls(refuse_unplanned):
-            return call.run(context, self, args, kwargs)
+            return call.run(context, self, args, kwargs, cached)
     finally:
         context.checked = context.attended >= call.present
         context.end()
 
 
-def _check_first(module: nn.Module, context: Context, args: tuple, kwargs: dict) -> None:
-    """Before the first forward: all ranks of cp have the same inputs, and there is no dropout.
+def _is_next_token(context: Context, kwargs: dict) -> bool:
+    """Whether `generate`, whose prompt was compared, goes on: comparing every token would take as long as a sum."""
+    sequence = getattr(kwargs.get("past_key_values"), "sequence_over_cp", None)
+    return context.generating and sequence is not None and sequence.full > 0
 
-    Raises: HandshakeError `replicas-differ`; ModelError `dropout-over-cp`.
-    """
-    if module.training and drops(module):
-        raise dropout_refused()
+
+def _check_first(module: nn.Module, context: Context, args: tuple, kwargs: dict) -> None:
+    """Before the first forward: all ranks of cp have the same inputs. Raises: HandshakeError `replicas-differ`."""
     inputs = {f"input {n}": value for n, value in enumerate(args)} | kwargs
     check_replicas(context.group, {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}, "inputs", "cp")
 
@@ -226,11 +247,6 @@ def _compare_shapes(context: Context, args: tuple, kwargs: dict) -> None:
         agree(context.group, tensors[0].device, f"forward over cp, inputs {shapes}")
 
 
-def dropout_refused() -> ModelError:
-    what = "the model uses dropout, and dropout masks over the tokens of cp are not supported"
-    return ModelError(Problem("dropout-over-cp", what, fix="dropout 0 in the model's config, or a mesh without cp"))
-
-
 def _check_tokens(context: Context, out: Any) -> None:
     """Check that every tensor of an output has this rank's tokens.
 
@@ -238,7 +254,8 @@ def _check_tokens(context: Context, out: Any) -> None:
     """
     tokens = sum(stop - start for start, stop in context.local_runs())
     # routers flatten batch and tokens
-    checked = {key: value for key, value in out.items() if key != "router_logits"} if isinstance(out, dict) else out
+    ignored = ("router_logits", "past_key_values")
+    checked = {key: value for key, value in out.items() if key not in ignored} if isinstance(out, dict) else out
     for leaf in private.tree_leaves(checked):
         floating = isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
         if floating and len(leaf.shape) > 1 and leaf.shape[1] != tokens:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +16,7 @@ from parallelize import _torch_private as private
 from parallelize.applied.records import applied
 from parallelize.applied.step_results import expected
 from parallelize.comm.groups import Group, axis_group, group_for
+from parallelize.context.cache_shards import CachedSequence, shard_cache
 from parallelize.context.sequence_shards import Run, SequenceLayout
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import replay_cache
@@ -28,10 +31,12 @@ class ForwardSequences:
     Attributes:
         layout: which tokens each rank stores.
         documents: [B or 1, S], the document of each token, -1 - d for padding; None for one document without padding.
+        cached: the cache of new tokens that every rank computes; None if each rank computes its part.
     """
 
     layout: SequenceLayout
     documents: T | None = None
+    cached: CachedSequence | None = None
 
 
 class Context:
@@ -46,6 +51,8 @@ class Context:
         attended: modules whose attention was computed over cp at least once.
         checked: whether the checks of the first forward have passed.
         compared: whether a step, which compares its inputs over all ranks, calls the forward.
+        generating: whether `generate` calls the forward, and needs the last token's logits on every rank.
+        cache: the cache of the forward that runs, or None.
     """
 
     def __init__(self, mesh: DeviceMesh, attention: dict[str, str], ulysses: int = 1):
@@ -61,7 +68,8 @@ class Context:
         self._empty_layout = SequenceLayout(0, size // ulysses, ulysses, balanced)
         self.length = 0
         self.attended: set[str] = set()
-        self.checked = self.compared = False
+        self.checked = self.compared = self.generating = False
+        self.cache: CachedSequence | None = None
         self._running: ForwardSequences | None = None
         self._with_graph = False  # whether the running forward records a graph
         self._attended_without_graph = False  # in such a forward: it is checkpointed with use_reentrant=True
@@ -75,6 +83,8 @@ class Context:
             "attended": set(),
             "checked": False,
             "compared": False,
+            "generating": False,
+            "cache": None,
         }
         copy.__dict__ |= self.__dict__ | fresh
         return copy
@@ -96,14 +106,47 @@ class Context:
         """This rank's positions in the last forward's sequences."""
         return self.layout_of(self.length).of_rank(self.group.rank)
 
-    def begin(self, full: int, documents: T | None) -> None:
-        """A forward starts, with sequences of `full` tokens."""
-        self.length, self._with_graph = full, torch.is_grad_enabled()
-        self._running = ForwardSequences(self.layout_of(full), documents)
+    def local_positions(self) -> tuple[int, tuple[Run, ...]]:
+        """(tokens of the full sequence, this rank's positions) of the forward that runs, or is recomputed.
+
+        Raises: as `current`.
+        """
+        layout = self.current().layout
+        return layout.full, layout.of_rank(self.group.rank)
+
+    def begin(self, full: int, documents: T | None, cache: CachedSequence | None = None, splits: bool = True) -> None:
+        """A forward starts, with sequences of `full` tokens.
+
+        Args:
+            cache: where it stores keys and values.
+            splits: whether each rank computes a part of the tokens; else all ranks compute those that the cache has not.
+        """
+        self.length, self._with_graph = full if splits else 0, torch.is_grad_enabled()
+        layout = self.layout_of(full)
+        if cache is not None:
+            cache.begin(full - cache.full, layout if splits else None)
+        self.cache = cache
+        self._running = ForwardSequences(layout, documents, None if splits else cache)
 
     def end(self) -> None:
         """The forward has ended, or failed."""
         self._running = None
+        if self.cache is not None:
+            self.cache.end()
+        self.cache = None
+
+    def shard_cache(self, cache: Any) -> CachedSequence:
+        """Let each rank store its tokens of a cache of `transformers`, in place. Raises: ModelError `cache-over-cp`."""
+        return shard_cache(cache, self._empty_layout, self.group.rank)
+
+    @contextmanager
+    def in_generation(self) -> Iterator[None]:
+        """A context in which forwards give the last token's logits, on every rank."""
+        outer, self.generating = self.generating, True
+        try:
+            yield
+        finally:
+            self.generating = outer
 
     def current(self) -> ForwardSequences:
         """The sequences of the forward that is running, or is recomputed.

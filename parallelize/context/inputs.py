@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize import _torch_private as private
+from parallelize.context.cache_shards import cache_refused
+from parallelize.context.cached_calls import KEEP, CachedCall, cached_call, check_mask
 from parallelize.context.forward_state import Context
 from parallelize.context.sequence_shards import SequenceLayout
 from parallelize.errors import ModelError, Problem, ShapeError
@@ -26,7 +28,8 @@ from parallelize.vocabulary.loss.losses import valid_tokens
 T = torch.Tensor
 FIRST = ("input_ids", "inputs_embeds")
 """Names of `transformers` for what a model is called with."""
-_MASK, _CACHES = "attention_mask", ("past_key_values", "past_key_value", "cache_params")
+_MASK, _OTHER_CACHES = "attention_mask", ("past_key_value", "cache_params")
+_CACHES = ("past_key_values", *_OTHER_CACHES)
 IGNORED = -100
 
 
@@ -47,6 +50,8 @@ class ContextInputs:
         # other models are called without masks, so packed documents mean nothing there
         self.has_masks = is_registered(stock_model(root))
         self.packs = plan.packing == "positions" and self.has_masks
+        self.may_cache = self.has_masks and self.takes_cache and "past_key_values" in parameters
+        self.slices_logits = KEEP in parameters
         self.shifts = getattr(root, "loss_type", None) == "ForCausalLM"
         if self.positions and self.positions not in parameters:
             what = (
@@ -59,61 +64,80 @@ class ContextInputs:
         """The arguments by name. Raises: TypeError, as the model's own forward would."""
         return self.signature.bind(None, *args, **kwargs)
 
-    def local_call(self, context: Context, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def local_call(
+        self, context: Context, root: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict, CachedCall | None]:
         """The arguments of a call with this rank's tokens. The context learns the length and documents of the sequences.
 
-        Raises: ShapeError `no-sequence`, `short-sequence`, `bad-position-ids`; ModelError `given-mask`, `cache-over-cp`,
-            `labels-over-cp`, `one-row`.
+        Returns: (args, kwargs, how the call uses a cache or None).
+        Raises: ShapeError `no-sequence`, `short-sequence`, `bad-position-ids`, `bad-mask`, `cache-full`; ModelError
+            `given-mask`, `cache-over-cp`, `labels-over-cp`, `one-row`, `hidden-states-over-cp`.
         """
         bound = self.bound(args, kwargs)
         call = bound.arguments
         var_keyword = next((p.name for p in self.signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
-        extra = call.get(var_keyword, {})
-        full = length_in(call)
-        layout, rank = context.layout_of(full), context.group.rank
-        self._refuse({**call, **extra}, full)
-        _refuse_short(layout)
-        self._begin(context, call, full)
+        extra, new = call.get(var_keyword, {}), length_in(call)
+        cached = cached_call(context, root, {**call, **extra}, new) if self.may_cache else None
+        layout = context.layout_of(new) if cached is None else cached.layout
+        self._refuse({**call, **extra}, new, cached)
+        if cached is None:
+            _refuse_short(layout)
+        self._begin(context, call, layout.full, new, cached)
         if call.get("labels") is not None:
             if not (self.shifts and var_keyword and context.is_causal):
                 raise _labels_refused(self.name)
-            extra = {**extra, **self._labels(context, call["labels"], extra, full)}
-        if self.takes_cache:
-            call["use_cache"] = False
-        for name, value in call.items():
-            call[name] = local_tokens(value, layout, rank)
+            extra = {**extra, **self._labels(context, call["labels"], extra, new)}
+        if cached is None or cached.splits:
+            rank = context.group.rank
+            for name, value in call.items():
+                call[name] = value if name in _CACHES else local_tokens(value, layout, rank)
+            extra = {name: local_tokens(value, layout, rank) for name, value in extra.items()}
         if extra:
-            call[var_keyword] = {name: local_tokens(value, layout, rank) for name, value in extra.items()}
-        return bound.args[1:], bound.kwargs
+            call[var_keyword] = extra
+        self._set_cache(call, cached, context)
+        return bound.args[1:], bound.kwargs, cached
 
-    def _begin(self, context: Context, call: dict[str, Any], full: int) -> None:
+    def _set_cache(self, call: dict[str, Any], cached: CachedCall | None, context: Context) -> None:
+        """The arguments for the cache, and for the tokens whose logits are needed."""
+        if self.takes_cache and (cached is None or cached.cache is None):
+            call["use_cache"] = False
+        if cached is not None and cached.cache is not None:
+            call["past_key_values"] = cached.stock_cache
+        if cached is not None and cached.keep and self.slices_logits:
+            indices = cached.local_indices(context.group.rank)
+            call[KEEP] = torch.tensor(indices, device=_device(call))
+
+    def _begin(self, context: Context, call: dict[str, Any], full: int, new: int, cached: CachedCall | None) -> None:
         """Set positions in the full sequence, and turn positions and padding mask into documents, which replace the mask."""
         mask, positions = call.get(_MASK), call.get(self.positions)
-        context.begin(full, documents_of(positions if self.packs and mask is None else None, mask))
+        packed = positions if self.packs and mask is None and (cached is None or cached.cache is None) else None
+        if cached is None:
+            context.begin(full, documents_of(packed, mask))
+        else:
+            check_mask(mask, full)
+            context.begin(full, documents_of(packed, mask), cached.cache, cached.splits)
         if self.positions and positions is None:
             counted = call.get(self.positions_from) if self.positions_from else None
-            call[self.positions] = _default_positions(counted, full, _device(call))
+            call[self.positions] = _default_positions(counted, full, _device(call))[:, full - new :]
         if _MASK in call:
             call[_MASK] = None
 
-    def _refuse(self, call: dict[str, Any], full: int) -> None:
+    def _refuse(self, call: dict[str, Any], new: int, cached: CachedCall | None) -> None:
         mask = call.get(_MASK)
         if mask is not None and not (isinstance(mask, T) and mask.ndim == 2 and self.has_masks):
             fix = "a padding mask [batch, tokens] of a model of transformers, or none"
             raise ModelError(Problem("given-mask", "this kind of attention mask is not supported over cp", fix=fix))
-        if any(call.get(name) is not None for name in _CACHES) or call.get("use_cache"):
-            what = (
-                "a key/value cache is not supported over cp: decoding has one token at a time, which cannot be sharded"
-            )
-            raise ModelError(Problem("cache-over-cp", what, fix="use_cache=False; generate on a mesh without cp"))
-        keep = call.get("logits_to_keep")
-        if isinstance(keep, T) or keep:
+        names = _CACHES if cached is None else _OTHER_CACHES
+        if any(call.get(name) is not None for name in names) or (cached is None and call.get("use_cache")):
+            raise cache_refused(f"this key/value cache of {self.name}")
+        keep = call.get(KEEP)
+        if cached is None and (isinstance(keep, T) or keep):
             what = "logits_to_keep counts from the end of the sequence, which is on one rank"
-            raise ModelError(Problem("one-row", what, fix="slice gather_sequence(model, logits)"))
+            raise ModelError(Problem("one-row", what, fix="use_cache=True, or slice gather_sequence(model, logits)"))
         positions = call.get(self.positions)
-        if positions is not None and (positions.ndim != 2 or positions.shape[1] != full):
-            what = f"{self.positions} {list(positions.shape)} for sequences of {full} tokens"
-            raise ShapeError(Problem("bad-position-ids", what, fix=f"[1 or batch, {full}], for the full sequence"))
+        if positions is not None and (positions.ndim != 2 or positions.shape[1] != new):
+            what = f"{self.positions} {list(positions.shape)} for sequences of {new} tokens"
+            raise ShapeError(Problem("bad-position-ids", what, fix=f"[1 or batch, {new}], for the full sequence"))
 
     def _labels(self, context: Context, labels: T, extra: dict[str, Any], full: int) -> dict[str, Any]:
         """What the stock loss of causal models needs to compute this rank's part of the mean over all data ranks."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallelize.layout import even_interval
+from parallelize.layout import count, even_interval, slice_runs
 
 Run = tuple[int, int]
 """[start, stop) of consecutive positions"""
@@ -68,18 +68,3 @@ class SequenceLayout:
                 index[start:stop] = range(next_index, next_index + stop - start)
                 next_index += stop - start
         return tuple(index)
-
-
-def count(runs: tuple[Run, ...]) -> int:
-    return sum(stop - start for start, stop in runs)
-
-
-def slice_runs(runs: tuple[Run, ...], start: int, stop: int) -> tuple[Run, ...]:
-    """Elements `start` to `stop` of the concatenation of these runs."""
-    sliced, before = [], 0
-    for low, high in runs:
-        first, last = max(low, low + start - before), min(high, low + stop - before)
-        if first < last:
-            sliced.append((first, last))
-        before += high - low
-    return tuple(sliced)

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.applied.records import applied
+from parallelize.applied.step_results import expected
 from parallelize.context.attention import attend, masking_of
 from parallelize.context.forward_state import ContextAttention, attention_of
 from parallelize.errors import ModelError, Problem
+from parallelize.ops.attention.weight_dropout import WeightDropout
+from parallelize.randomness.dropout.call_sites import ModuleDropout
 from parallelize.tensor.attention_calls import AttentionCalls
 
 T = torch.Tensor
@@ -45,26 +49,27 @@ def interface(
     planned = _planned_attention(module)
     if attention_mask is not None:
         raise _mask_refused(planned.fqn)
-    _refuse_dropout(planned, dropout)
     for name, argument in others.items():
         if name in _CHANGES_ATTENTION and argument is not None:
             what = f"{planned.fqn} passes {name} to its attention, which is not supported over cp"
             raise ModelError(Problem("attention-argument", what, fix="leave this model off cp"))
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     masking = masking_of(planned, query, causal=causal, window=sliding_window, scale=scaling, softcap=softcap)
-    return attend(planned, query, key, value, masking).transpose(1, 2).contiguous(), None
+    drops = _dropout_of(module, planned, query, key, dropout)
+    return attend(planned, query, key, value, masking, drops).transpose(1, 2).contiguous(), None
 
 
 def forward_over_context(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of an attention module that calls `scaled_dot_product_attention`."""
     planned = self._applied.attention
-    with AttentionCalls(partial(_sdpa, planned)):
+    with AttentionCalls(partial(_sdpa, self, planned)):
         if planned.stock is None:
             return type(self).forward(self, *args, **kwargs)
         return planned.stock(*args, **kwargs)
 
 
 def _sdpa(
+    module: nn.Module,
     planned: ContextAttention,
     query: T,
     key: T,
@@ -81,9 +86,8 @@ def _sdpa(
     if query.ndim != 4:
         what = f"{planned.fqn} attends with queries {list(query.shape)}"
         raise ModelError(Problem("wrong-rows", what, fix="attention over cp takes [batch, heads, tokens, width]"))
-    _refuse_dropout(planned, dropout_p)
     masking = masking_of(planned, query, causal=is_causal, window=None, scale=scale, softcap=None)
-    return attend(planned, query, key, value, masking)
+    return attend(planned, query, key, value, masking, _dropout_of(module, planned, query, key, dropout_p))
 
 
 def refuse_unplanned(*_: Any, **__: Any) -> T:
@@ -106,7 +110,16 @@ def _mask_refused(fqn: str) -> ModelError:
     return ModelError(Problem("given-mask", what, fix=fix))
 
 
-def _refuse_dropout(planned: ContextAttention, p: float) -> None:
-    if p:
-        what = f"{planned.fqn} drops attention weights (p = {p})"
-        raise ModelError(Problem("attention-dropout", what, fix="attention dropout 0: it is not supported over cp"))
+def _dropout_of(module: nn.Module, planned: ContextAttention, query: T, key: T, p: float) -> WeightDropout | None:
+    """The dropout of the attention weights of a call, whose number among the module's calls is that of the unsharded model.
+
+    Raises: ModelError `attention-dropout` where no global mask is installed for this module.
+    """
+    if not p or query.is_meta:  # a trace has no values to drop
+        return None
+    dropout = expected(applied(module).dropout, ModuleDropout)
+    if dropout is None or not dropout.sites.scopes:
+        what = f"{planned.fqn} drops attention weights (p = {p}), and nothing says which"
+        fix = "install_dropout(model, seed) after the model is put on cp; or a rate of 0"
+        raise ModelError(Problem("attention-dropout", what, fix=fix))
+    return dropout.sites.of_weights(dropout.sites.scopes[-1].call_site(), query, key, p)

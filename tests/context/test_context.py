@@ -291,7 +291,6 @@ def test_models_and_plans_that_are_refused():
     llama = family("llama")
     refused(llama, "bad-ulysses", ulysses=3)
     refused(family("bert"), "labels-over-cp", call=lambda parallel: parallel.module(input_ids=IDS, labels=IDS))
-    refused(family("gpt2", resid_pdrop=0.1), "dropout-over-cp")
     refused(family("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rotary")
     refused(family("deepseek_v32"), "no-attention")  # an indexer needs the mask of all tokens
     refused(Own(), "no-attention", plan=own_plan(PLAN.replace("attention: {blocks.*: causal}", "")))
@@ -302,11 +301,6 @@ def test_models_and_plans_that_are_refused():
     refused(Own(), "unplanned-attention", plan=own_plan(PLAN.replace("{blocks.*:", "{blocks.0:")), **call)
     refused(Own(), "no-attention-call", plan=own_plan(PLAN.replace("{blocks.*:", "{embed: causal, blocks.*:")), **call)
     refused(Own(), "attention-kind", plan=own_plan(PLAN.replace("causal", "bidirectional")), **call)
-
-
-def test_attention_dropout_is_refused():
-    model = family("llama", attention_dropout=0.1)
-    refused(model, "dropout", call=lambda parallel: parallel.module.train()(input_ids=IDS))
 
 
 def test_a_copy_is_independent():

@@ -43,15 +43,14 @@ def test_some_of_the_rows(dtype):
     """A tile of a ring has some rows of the queries, whose log-sums are then not contiguous in memory."""
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(2, 4, 128, 64, device="cuda", dtype=dtype) for _ in range(4))
-    out, lse = kernels.forward(q, k, v, None, False, 0.125)
+    scoring = kernels.Scoring(None, False, 0.125)
+    out, lse = kernels.forward(q, k, v, scoring)
     delta = (grad * out).sum(-1, dtype=torch.float32)
     full, tiled = ([torch.zeros(q.shape, device="cuda") for _ in range(3)] for _ in range(2))
-    kernels.backward(
-        kernels.QueryRows(grad, q, out, lse, delta), k, v, None, False, 0.125, softcap=0.0, into=tuple(full)
-    )
+    kernels.backward(kernels.QueryRows(grad, q, out, lse, delta), k, v, scoring, tuple(full))
     for rows in (slice(0, 64), slice(64, 128)):
         part = kernels.QueryRows(*(x[:, :, rows] for x in (grad, q, out, lse, delta)))
         into = tiled[0][:, :, rows], tiled[1], tiled[2]
-        kernels.backward(part, k, v, None, False, 0.125, softcap=0.0, into=into)
+        kernels.backward(part, k, v, scoring, into)
     for value, expected in zip(tiled, full, strict=True):
         assert (value - expected).abs().max() <= (2e-2 if dtype == torch.bfloat16 else 1e-5) * expected.abs().max()

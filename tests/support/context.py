@@ -29,7 +29,7 @@ def batch_of(length: int, rows: int = 2, vocab: int = 67) -> tuple[torch.Tensor,
 def alone(model: Any, ids: torch.Tensor, targets: torch.Tensor, **inputs: Any) -> dict[str, torch.Tensor]:
     """Loss, gradients and the weights after a step of SGD, in one process."""
     model = copy.deepcopy(model)
-    with _softmax_in_float64():
+    with softmax_in_float64():
         # with a cache, which cp has not, stock models do not look for packed documents
         logits = model(
             input_ids=ids, **inputs, **({} if "bert" in type(model).__name__.lower() else {"use_cache": False})
@@ -46,7 +46,7 @@ def alone(model: Any, ids: torch.Tensor, targets: torch.Tensor, **inputs: Any) -
 
 
 @contextmanager
-def _softmax_in_float64() -> Iterator[None]:
+def softmax_in_float64() -> Iterator[None]:
     """Eager attention of `transformers` rounds its weights to float32, which would be an error of the reference."""
     stock = F.softmax
 

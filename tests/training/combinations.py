@@ -156,8 +156,7 @@ def draw(seed: int) -> Combination:
     rng = random.Random(seed)
     axes = rng.choice(MESHES)
     family = rng.choice(sorted(VARIANTS))
-    variants = [v for v in VARIANTS[family] if "cp" not in axes or not any("drop" in name for name in v)]
-    overrides = dict(rng.choice(variants))
+    overrides = dict(rng.choice(VARIANTS[family]))
     weights = rng.choice(["float64"] * 8 + ["float32"])
     options, microbatches = _options(rng, axes, weights)
     overrides["num_hidden_layers"] = (
@@ -189,7 +188,7 @@ def draw(seed: int) -> Combination:
         inputs=inputs,
         ignored=rng.random() < 0.15,
         habits=habits,
-        resumes_on=_elsewhere(rng, axes, plain=loop == "step", dropout=dropout),
+        resumes_on=_elsewhere(rng, axes, plain=loop == "step"),
         generates=rng.random() < 0.2,
     )
 
@@ -231,12 +230,10 @@ def _options(rng: random.Random, axes: dict[str, int], weights: str) -> tuple[di
     return options, microbatches
 
 
-def _elsewhere(
-    rng: random.Random, axes: dict[str, int], plain: bool, dropout: bool
-) -> tuple[dict[str, int], dict[str, Any]]:
+def _elsewhere(rng: random.Random, axes: dict[str, int], plain: bool) -> tuple[dict[str, int], dict[str, Any]]:
     """A mesh of as many ranks, which can go on as the run has begun."""
     same_size = [other for other in MESHES if _product(other) == _product(axes)]
-    possible = [other for other in same_size if (plain or "pp" not in other) and not (dropout and "cp" in other)]
+    possible = [other for other in same_size if plain or "pp" not in other]
     other = rng.choice(possible)
     options: dict[str, Any] = {}
     if "dp" in other:

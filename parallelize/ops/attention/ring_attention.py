@@ -16,7 +16,6 @@ Source: Liu et al., Ring Attention, arXiv:2310.01889; combination by log-sums, F
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,32 +26,14 @@ from parallelize.comm.p2p import Exchange, Step
 from parallelize.comm.turns import hand_over
 from parallelize.ops import replay_cache
 from parallelize.ops.attention import kernels
-from parallelize.ops.attention.blocks import Run, Tile, tiles
+from parallelize.ops.attention.blocks import Run
+from parallelize.ops.attention.ring_tiles import Masking, Ring, RingTiles, num_tokens, ring_of_flat
+from parallelize.ops.attention.weight_dropout import WeightDropout
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.library import define, fake
 
 T = torch.Tensor
-Ring = list[tuple[Run, ...]]
-"""The positions of each rank of the ring, ascending"""
-
 _BLOCKS, _GRADIENTS = 8, 9  # streams of messages; those of overlapped linears have lower numbers
-
-
-@dataclass(frozen=True)
-class Masking:
-    """Which keys a query attends to, and how scores are computed.
-
-    Args:
-        causal: only keys at the same or an earlier position.
-        window: number of positions back, including the query's own; 0 for no limit. Only with `causal`.
-        scale: factor of the scores.
-        softcap: scores s become softcap * tanh(s / softcap); 0 for none.
-    """
-
-    causal: bool = False
-    window: int = 0
-    scale: float = 1.0
-    softcap: float = 0.0
 
 
 def ring_attention(
@@ -63,6 +44,7 @@ def ring_attention(
     runs: tuple[tuple[Run, ...], ...],
     masking: Masking,
     documents: T | None = None,
+    dropout: WeightDropout | None = None,
 ) -> T:
     """Attention over a sequence that is sharded over a group.
 
@@ -71,17 +53,29 @@ def ring_attention(
     Args:
         runs: the positions of each rank of the group, ascending.
         documents: see the module docstring.
+        dropout: which attention weights are dropped; None: none. Both passes draw the masks of their tiles, 5 ns a weight on a core.
 
     Cost: P - 1 messages of a rank's keys and values forward; the same, and P - 1 of their gradients in float32, backward.
     """
     flat = [number for rank_runs in runs for number in (len(rank_runs), *(edge for run in rank_runs for edge in run))]
-    return _RingAttention.apply(q, k, v, documents, flat, masking, group.key)
+    return _RingAttention.apply(q, k, v, documents, flat, masking, dropout, group.key)
 
 
 class _RingAttention(Function):
     @staticmethod
-    def forward(ctx: Any, q: T, k: T, v: T, documents: T | None, runs: list[int], masking: Masking, group: str) -> T:
-        options = (runs, masking.causal, masking.window, masking.scale, masking.softcap, group)
+    def forward(
+        ctx: Any,
+        q: T,
+        k: T,
+        v: T,
+        documents: T | None,
+        runs: list[int],
+        masking: Masking,
+        dropout: WeightDropout | None,
+        group: str,
+    ) -> T:
+        drawn = (0.0, []) if dropout is None else (dropout.rate, dropout.flat())
+        options = (runs, masking.causal, masking.window, masking.scale, masking.softcap, *drawn, group)
         out, lse = replay_cache.run_collective(
             "ring_attention", torch.ops.parallelize.ring_attention, q, k, v, documents, *options
         )
@@ -94,12 +88,12 @@ class _RingAttention(Function):
         refuse_double_backward()
         q, k, v, documents, out, lse = ctx.saved_tensors
         grads = torch.ops.parallelize.ring_attention_backward(grad, q, k, v, documents, out, lse, *ctx.options)
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 @define(
     "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, int[] runs, bool causal, int window, float scale, "
-    "float softcap, str group) -> Tensor[]"
+    "float softcap, float rate, int[] dropout, str group) -> Tensor[]"
 )
 def _ring_attention(
     q: T,
@@ -111,23 +105,29 @@ def _ring_attention(
     window: int,
     scale: float,
     softcap: float,
+    rate: float,
+    dropout: list[int],
     group: Group,
 ) -> list[T]:
     """[output, log-sums: finite, 0 for rows whose keys are all masked]."""
-    tiles_of = _RingTiles(q, documents, _ring(runs), Masking(causal, window, scale, softcap), group)
+    drawn = WeightDropout.of_flat(rate, dropout)
+    tiles_of = RingTiles(q, documents, ring_of_flat(runs), Masking(causal, window, scale, softcap), drawn, group)
     combined = _CombinedOutput(q, v.shape[-1])
     with Exchange(group) as exchange:
         for ring_rank, keys, values in _ring_blocks(exchange, group, tiles_of.ring, k, v):
             for tile, mask in tiles_of.block(ring_rank):
                 rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
                 tensors = (q[:, :, rows], keys[:, :, columns], values[:, :, columns])
-                combined.add(rows, *kernels.forward(*tensors, mask, tile.kind == "causal", scale, softcap))
+                scoring = kernels.Scoring(
+                    mask, tile.kind == "causal", scale, softcap, tiles_of.dropout(tile, ring_rank)
+                )
+                combined.add(rows, *kernels.forward(*tensors, scoring))
     return combined.finished()
 
 
 @define(
     "ring_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor out, Tensor lse, "
-    "int[] runs, bool causal, int window, float scale, float softcap, str group) -> Tensor[]"
+    "int[] runs, bool causal, int window, float scale, float softcap, float rate, int[] dropout, str group) -> Tensor[]"
 )
 def _ring_attention_backward(
     grad: T,
@@ -142,9 +142,12 @@ def _ring_attention_backward(
     window: int,
     scale: float,
     softcap: float,
+    rate: float,
+    dropout: list[int],
     group: Group,
 ) -> list[T]:
-    tiles_of = _RingTiles(q, documents, _ring(runs), Masking(causal, window, scale, softcap), group)
+    drawn = WeightDropout.of_flat(rate, dropout)
+    tiles_of = RingTiles(q, documents, ring_of_flat(runs), Masking(causal, window, scale, softcap), drawn, group)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     delta = (grad * out).sum(-1, dtype=wide)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -158,74 +161,26 @@ def _ring_attention_backward(
                 queries = kernels.QueryRows(*(x[:, :, rows] for x in (grad, q, out, lse, delta)))
                 into = dq[:, :, rows], dk[:, :, columns], dv[:, :, columns]
                 block = keys[:, :, columns], values[:, :, columns]
-                kernels.backward(queries, *block, mask, tile.kind == "causal", scale, softcap=softcap, into=into)
+                scoring = kernels.Scoring(
+                    mask, tile.kind == "causal", scale, softcap, tiles_of.dropout(tile, ring_rank)
+                )
+                kernels.backward(queries, *block, scoring, into)
             gradients.add(ring_rank, part)
         dk, dv = gradients.arrived()
     return [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)]
 
 
 @fake("ring_attention")
-def _(q, k, v, documents, runs, causal, window, scale, softcap, group):
+def _(q, k, v, documents, runs, causal, window, scale, softcap, rate, dropout, group):
     return [q.new_empty((*q.shape[:3], v.shape[-1])), q.new_empty(q.shape[:3], dtype=kernels.lse_dtype(q))]
 
 
 @fake("ring_attention_backward")
-def _(grad, q, k, v, documents, out, lse, runs, causal, window, scale, softcap, group):
+def _(grad, q, k, v, documents, out, lse, runs, causal, window, scale, softcap, rate, dropout, group):
     return [q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)]
 
 
-# -- which tiles are computed -------------------------------------------------------------------------------------------
-
-
-def _ring(flat: list[int]) -> Ring:
-    """The positions of each rank, from the op's argument."""
-    ring: Ring = []
-    start = 0
-    while start < len(flat):
-        edges = flat[start + 1 : start + 1 + 2 * flat[start]]
-        ring.append(tuple(zip(edges[::2], edges[1::2], strict=True)))
-        start += 1 + len(edges)
-    return ring
-
-
-class _RingTiles:
-    """The tiles of the local queries against each rank's block, with their masks."""
-
-    def __init__(self, q: T, documents: T | None, ring: Ring, masking: Masking, group: Group):
-        self.ring, self.masking, self.device = ring, masking, q.device
-        self.queries, self.documents = ring[group.rank], documents
-
-    def block(self, ring_rank: int) -> Iterator[tuple[Tile, kernels.Mask | None]]:
-        keys = self.ring[ring_rank]
-        for tile in tiles(self.queries, keys, self.masking.causal, self.masking.window):
-            if self.documents is None and tile.kind != "masked":
-                yield tile, None
-            else:  # documents mask every tile, so that no tile is the kernel's own causal one
-                masked = Tile(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop, "masked")
-                yield masked, self._mask(tile, self._positions(keys)[tile.k_start : tile.k_stop])
-
-    def _positions(self, runs: tuple[Run, ...]) -> T:
-        positions = [torch.arange(*run, device=self.device) for run in runs]
-        return torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64, device=self.device)
-
-    def _mask(self, tile: Tile, key_positions: T) -> kernels.Mask:
-        positions = self._positions(self.queries)[tile.q_start : tile.q_stop]
-
-        def visible(start: int, stop: int) -> T:
-            query_positions = positions[start:stop]
-            distance = query_positions.unsqueeze(-1) - key_positions
-            mask = torch.ones_like(distance, dtype=torch.bool)
-            if self.masking.causal:
-                mask = distance >= 0
-            if self.masking.window:
-                mask = mask & (distance < self.masking.window)
-            if self.documents is None:
-                return mask.view(1, 1, *mask.shape)
-            of_queries, of_keys = self.documents[:, query_positions], self.documents[:, key_positions]
-            of_queries = torch.where(of_queries < 0, -1 - of_queries, of_queries)
-            return (mask & (of_queries.unsqueeze(-1) == of_keys.unsqueeze(-2))).unsqueeze(1)
-
-        return visible
+# -- how tiles are combined ---------------------------------------------------------------------------------------------
 
 
 class _CombinedOutput:
@@ -277,7 +232,7 @@ def _ring_blocks(exchange: Exchange, group: Group, ring: Ring, k: T, v: T) -> It
         if step + 1 < size:
             arriving = _empty_block(block, k, v, ring[(owner - 1) % size])
             posted = exchange.post({(rank + 1) % size: block}, {(rank - 1) % size: arriving}, _BLOCKS)
-        yield (owner, k, v) if step == 0 else (owner, *_unpacked(block, k, v, _num_tokens(ring[owner])))
+        yield (owner, k, v) if step == 0 else (owner, *_unpacked(block, k, v, num_tokens(ring[owner])))
         if posted is not None:
             hand_over()
             exchange.finish(posted)
@@ -318,10 +273,6 @@ class _RingGradients:
             part += self.sum
 
 
-def _num_tokens(runs: tuple[Run, ...]) -> int:
-    return sum(stop - start for start, stop in runs)
-
-
 def _numel(like: T, tokens: int) -> int:
     batch, heads, _, width = like.shape
     return batch * heads * tokens * width
@@ -329,7 +280,7 @@ def _numel(like: T, tokens: int) -> int:
 
 def _empty_block(like: T, k: T, v: T, runs: tuple[Run, ...]) -> T:
     """Space for the keys and values of these positions, packed."""
-    tokens = _num_tokens(runs)
+    tokens = num_tokens(runs)
     return like.new_empty(_numel(k, tokens) + _numel(v, tokens))
 
 

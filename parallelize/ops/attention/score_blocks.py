@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import torch
 
+from parallelize.ops.attention.weight_dropout import TileDropout
+
 T = torch.Tensor
 Mask = Callable[[int, int], T]
 """(first row, last row + 1) of the tile -> which keys each row may attend to, [B or 1, 1, rows, keys]."""
@@ -53,12 +55,19 @@ class Scoring:
         mask: which keys each row may attend to; None: all.
         causal: the tile's queries and keys are the same rows, and keys after a query are masked.
         scale, softcap: see `ring_attention.Masking`.
+        dropout: which weights are dropped; None: none.
     """
 
     mask: Mask | None
     causal: bool
     scale: float
     softcap: float = 0.0
+    dropout: TileDropout | None = None
+
+    @property
+    def weight_scale(self) -> float:
+        """The factor of weights that are not dropped."""
+        return 1.0 if self.dropout is None else self.dropout.dropout.scale
 
 
 def forward(q: T, k: T, v: T, scoring: Scoring) -> tuple[T, T]:
@@ -77,6 +86,8 @@ def _attended(tile: _Tile, part: _RowPart, dtype: torch.dtype) -> tuple[T, T]:
     sums = _sums_by_first_block(tile, part, queries) or _sums(tile, part, queries)
     lse = sums.total.to(dtype).log() + sums.highest
     out = sums.out.div_(sums.total.masked_fill_(sums.total == 0, 1.0))
+    if tile.scoring.dropout is not None:
+        out.mul_(tile.scoring.weight_scale)
     shape = (len(queries), tile.group, part.stop - part.start)
     return out.view(*shape, -1), lse.view(shape)
 
@@ -103,6 +114,7 @@ def _sums(tile: _Tile, part: _RowPart, queries: T) -> _Sums:
         above = torch.maximum(highest, scores.amax(-1, keepdim=True))
         decay, weights = highest.sub_(above).exp_(), scores.sub_(above).exp_()
         total.mul_(decay).add_(weights.sum(-1, keepdim=True))
+        tile.drop(weights, part, block)
         out.mul_(decay).baddbmm_(weights, tile.values[part.heads, block.first : block.stop])
         highest = above
     return _Sums(out, total, highest)
@@ -118,6 +130,7 @@ def _sums_by_first_block(tile: _Tile, part: _RowPart, queries: T) -> _Sums | Non
         highest = highest if n else scores.amax(-1, keepdim=True)
         weights = scores.sub_(highest).exp_()
         total.add_(weights.sum(-1, keepdim=True))
+        tile.drop(weights, part, block)
         out.baddbmm_(weights, tile.values[part.heads, block.first : block.stop])
     return _Sums(out, total, highest) if bool(total.max() < _LARGE) else None
 
@@ -132,7 +145,7 @@ def backward(rows: QueryRows, k: T, v: T, scoring: Scoring, into: tuple[T, T, T]
         (rounded - rows.lse).exp().to(tile.dtype)
     )  # of weights, by which gradients of rows are multiplied instead
     lse, delta = tile.by_head(rounded), tile.by_head(rows.delta * correction)
-    grads = tile.by_head(rows.grad * correction.unsqueeze(-1))
+    grads = tile.by_head(rows.grad * correction.unsqueeze(-1) * scoring.weight_scale)
     for part in tile.parts():
         grad, queries = grads[part.rows].flatten(1, 2), tile.queries(part)
         row_lse, row_delta = (x[part.rows].flatten(1, 2).unsqueeze(-1) for x in (lse, delta))
@@ -141,8 +154,14 @@ def backward(rows: QueryRows, k: T, v: T, scoring: Scoring, into: tuple[T, T, T]
             keys = slice(block.first, block.stop)
             scores, slope = tile.scores(queries, part, block)
             weights = scores.sub_(row_lse).exp_()
-            dv[part.heads, keys].baddbmm_(weights.transpose(1, 2), grad)
-            ds = tile.product(grad, tile.values[part.heads, keys], 1).sub_(row_delta).mul_(weights)
+            ds = tile.product(grad, tile.values[part.heads, keys], 1)
+            keep = tile.keep(part, block)
+            if keep is None:
+                dv[part.heads, keys].baddbmm_(weights.transpose(1, 2), grad)
+            else:
+                dv[part.heads, keys].baddbmm_((weights * keep).transpose(1, 2), grad)
+                ds.mul_(keep)
+            ds.sub_(row_delta).mul_(weights)
             if slope is not None:
                 ds.mul_(slope)
             row_dq.baddbmm_(ds, tile.keys[part.heads, keys])
@@ -234,6 +253,19 @@ class _Tile:
             grouped = scores.view(len(scores), self.group, -1, scores.shape[2])
             grouped.masked_fill_(self._of_heads(block.hidden, part.heads), -torch.inf)
         return scores, slope
+
+    def keep(self, part: _RowPart, block: _KeyBlock) -> T | None:
+        """True for weights that are not dropped, [heads, group x rows, keys]; None without dropout."""
+        if self.scoring.dropout is None:
+            return None
+        rows, columns = slice(part.start, part.stop), slice(block.first, block.stop)
+        return self.scoring.dropout.keep(self.kv_heads, self.group, part.heads, rows, columns)
+
+    def drop(self, weights: T, part: _RowPart, block: _KeyBlock) -> None:
+        """Zero the weights that are dropped; the others are scaled with the output."""
+        keep = self.keep(part, block)
+        if keep is not None:
+            weights.mul_(keep)
 
     def product(self, rows: T, keys: T, index: int) -> T:
         """rows [heads, M, D] times keys [heads, N, D] over the last dim, in the scratch memory of this index."""

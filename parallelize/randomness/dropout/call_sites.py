@@ -21,10 +21,17 @@ from torch.overrides import TorchFunctionMode
 
 from parallelize import _torch_private as private
 from parallelize.applied.records import applied
-from parallelize.applied.step_results import SequenceRegion, expected
+from parallelize.applied.step_results import SequenceRegion, ShardedSequences, expected
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import Layout
-from parallelize.randomness.dropout.global_index import ActivationLayout, columns_of, no_global_mask
+from parallelize.ops.attention.weight_dropout import WeightDropout
+from parallelize.randomness.dropout.global_index import (
+    ActivationLayout,
+    LocalTokens,
+    columns_of,
+    first_row,
+    no_global_mask,
+)
 from parallelize.randomness.dropout.masks import attention, drop, mask
 from parallelize.randomness.dropout.position import Clock
 
@@ -49,10 +56,18 @@ class DropoutSites:
         clock: gives the step and the key of each call.
         rank, size: rank and size of the tp group.
         region: the sequence-parallel region, or None.
+        sequences: how sequences are sharded over `cp`, or None.
     """
 
-    def __init__(self, clock: Clock, rank: int = 0, size: int = 1, region: SequenceRegion | None = None):
-        self.clock, self.rank, self.size, self.region = clock, rank, size, region
+    def __init__(
+        self,
+        clock: Clock,
+        rank: int = 0,
+        size: int = 1,
+        region: SequenceRegion | None = None,
+        sequences: ShardedSequences | None = None,
+    ):
+        self.clock, self.rank, self.size, self.region, self.sequences = clock, rank, size, region, sequences
         self.layouts: dict[str, ActivationLayout] = {}
         self.last: ColumnOutput | None = None  # of the last planned module; None if its output is not sharded
         self.scopes: list[Scope] = []
@@ -62,7 +77,8 @@ class DropoutSites:
 
     def __deepcopy__(self, memo: dict) -> DropoutSites:
         clock, region = deepcopy(self.clock, memo), deepcopy(self.region, memo)
-        copy = memo[id(self)] = DropoutSites(clock, self.rank, self.size, region)
+        sequences = deepcopy(self.sequences, memo)
+        copy = memo[id(self)] = DropoutSites(clock, self.rank, self.size, region, sequences)
         copy.layouts.update(self.layouts)
         return copy
 
@@ -95,6 +111,17 @@ class DropoutSites:
             keep = self._mask(shape, query.device, p, call_site, self._of_attention)
             return attention(query, key, value, keep, p, **options)
 
+    def of_weights(self, call_site: str, query: torch.Tensor, key: torch.Tensor, p: float) -> WeightDropout:
+        """The dropout of attention weights over `cp`, where no rank has all of them: masks are drawn with the scores."""
+        stream, forward = self.clock.call(call_site)
+        layout = self.layouts.get(call_site)
+        if layout is None:
+            layout = self._of_attention(torch.Size((*query.shape[:-1], key.shape[-2])), call_site)
+            self.layouts[call_site] = layout
+        position, heads = forward.position, query.shape[1]
+        first = first_row(query.shape[:1], position.batch_offset, position.batch_size)
+        return WeightDropout(stream, p, first, layout.rank * heads, layout.size * heads)
+
     def _mask(
         self, shape: torch.Size, device: torch.device, p: float, call_site: str, layout_of: Callable
     ) -> torch.Tensor:
@@ -111,7 +138,8 @@ class DropoutSites:
                 layout = ActivationLayout("full")
         position = forward.position
         batch = (position.batch_offset, position.batch_size)
-        return mask(shape, layout.global_index(shape, batch, forward.tokens, device), key, p)
+        local = None if self.sequences is None else LocalTokens(*self.sequences.local_positions())
+        return mask(shape, layout.global_index(shape, batch, forward.tokens, device, local), key, p)
 
     # -- layouts of activations -----------------------------------------------------------------------------------
 

@@ -4,18 +4,46 @@ full      [batch, ..]            all elements, except the batch rows of other da
 sequence  [batch, s, ..]         the tokens of a sequence shard, ceil(S / P) per rank
 features  [.., w]                the local columns of a column linear, according to its layout
 heads     [batch, n, .., ..]     the local heads
+
+Over `cp` a rank has the tokens of some runs of the sequence, of which "sequence" is a slice: see `LocalTokens`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from parallelize.errors import ModelError, Problem
-from parallelize.layout import Interval, Layout
+from parallelize.layout import Interval, Layout, count, slice_runs
 from parallelize.ops.random.counter import IndexRun
+
+
+@dataclass(frozen=True)
+class LocalTokens:
+    """The tokens of one rank of `cp`.
+
+    Args:
+        full: tokens of the full sequence.
+        runs: [start, stop) of the rank's consecutive positions, in the order of its tokens.
+    """
+
+    full: int
+    runs: tuple[Interval, ...]
+
+    @property
+    def count(self) -> int:
+        return count(self.runs)
+
+    def shard(self, rank: int, size: int) -> LocalTokens:
+        """The tokens of a shard of a sequence-parallel region: ceil(s / size) of them, fewer where shards are padded."""
+        each = -(-self.count // size)
+        return replace(self, runs=slice_runs(self.runs, rank * each, (rank + 1) * each))
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """The position of each token, int64 [s]."""
+        return torch.cat([torch.arange(*run, device=device) for run in self.runs])
 
 
 @dataclass(frozen=True)
@@ -36,15 +64,23 @@ class ActivationLayout:
     width: int = 0
 
     def global_index(
-        self, shape: torch.Size, batch: tuple[int, int | None], tokens: int | None, device: torch.device
+        self,
+        shape: torch.Size,
+        batch: tuple[int, int | None],
+        tokens: int | None,
+        device: torch.device,
+        local: LocalTokens | None = None,
     ) -> tuple[torch.Tensor, list[IndexRun]]:
         """(offsets, runs) for `counter.blocks`: the tensor as rows, each of runs with consecutive global indices.
 
         Args:
             batch: (global row of the first batch row, batch rows of this call or None).
             tokens: the full sequence length, for "sequence".
+            local: the tokens of this rank, over `cp`.
         """
-        first = _first_row(shape, *batch)
+        if local is not None:
+            return self._over_cp(shape, batch, local, device)
+        first = first_row(shape, *batch)
         if self.kind == "full":
             row_size = math.prod(shape[1:])
             return _offsets(1, 0, device), [IndexRun(0, first * row_size, math.prod(shape))]
@@ -56,11 +92,7 @@ class ActivationLayout:
             return offsets, [IndexRun(0, self.rank * row_size, row_size)]
         rows = math.prod(shape[:-1])
         offsets = _offsets(rows, self.width, device, first * (rows // max(shape[0], 1)))
-        runs, local = [], 0
-        for start, stop in self.columns:
-            runs.append(IndexRun(local, start, stop - start))
-            local += stop - start
-        return offsets, runs
+        return offsets, self._column_runs()
 
     def _sequence(
         self, shape: torch.Size, first: int, tokens: int | None, device: torch.device
@@ -78,12 +110,56 @@ class ActivationLayout:
         run = IndexRun(0, self.rank * local_tokens * token_size, local_tokens * token_size)
         return _offsets(batch, (tokens or 0) * token_size, device, first), [run]
 
+    def _over_cp(
+        self, shape: torch.Size, batch: tuple[int, int | None], local: LocalTokens, device: torch.device
+    ) -> tuple[torch.Tensor, list[IndexRun]]:
+        is_shard = self.kind == "sequence"
+        tokens = -(-local.count // self.size) if is_shard else local.count
+        rows, token_shape = _by_token(shape, tokens)
+        first = first_row(torch.Size((rows,)), *batch)
+        if self.kind == "features":
+            return self._features_of_tokens(first, rows, token_shape, local, device)
+        token_size = math.prod(token_shape)
+        runs, position = [], 0
+        for start, stop in local.shard(self.rank, self.size).runs if is_shard else local.runs:
+            runs.append(IndexRun(position * token_size, start * token_size, (stop - start) * token_size))
+            position += stop - start
+        return _offsets(rows, local.full * token_size, device, first), runs
 
-def _offsets(count: int, stride: int, device: torch.device, first: int = 0) -> torch.Tensor:
-    return torch.arange(first, first + count, device=device) * stride
+    def _features_of_tokens(
+        self, first: int, rows: int, token_shape: tuple[int, ...], local: LocalTokens, device: torch.device
+    ) -> tuple[torch.Tensor, list[IndexRun]]:
+        """Rows of a batch, of tokens, and of what a token has before its last dim, each of runs of columns."""
+        each = math.prod(token_shape[:-1])
+        tokens = _offsets(rows, local.full, device, first).unsqueeze(-1) + local.positions(device)
+        offsets = (tokens.unsqueeze(-1) * each + torch.arange(each, device=device)).flatten() * self.width
+        return offsets, self._column_runs()
+
+    def _column_runs(self) -> list[IndexRun]:
+        runs, local = [], 0
+        for start, stop in self.columns:
+            runs.append(IndexRun(local, start, stop - start))
+            local += stop - start
+        return runs
 
 
-def _first_row(shape: torch.Size, offset: int, rows: int | None) -> int:
+def _by_token(shape: torch.Size, tokens: int) -> tuple[int, tuple[int, ...]]:
+    """(batch rows, shape of a token) of an activation [batch, tokens, ..] or [batch times tokens, hidden]."""
+    if len(shape) == 2 and tokens and shape[0] % tokens == 0:
+        return shape[0] // tokens, shape[1:]
+    if len(shape) > 2 and shape[1] == tokens and (len(shape) == 3 or shape[2] != tokens):
+        return shape[0], shape[2:]
+    raise no_global_mask(
+        f"an activation of shape {list(shape)} over cp, where this rank has {tokens} tokens of each sequence",
+        "keep activations [batch, sequence, ...] where dropout is, or use a mesh without cp",
+    )
+
+
+def _offsets(rows: int, stride: int, device: torch.device, first: int = 0) -> torch.Tensor:
+    return torch.arange(first, first + rows, device=device) * stride
+
+
+def first_row(shape: torch.Size, offset: int, rows: int | None) -> int:
     """The index in the global batch at which the first dim starts.
 
     The first dim may be the batch, batch times sequence, or 1 for a tensor without a batch.

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.records import applied, mark_applied, record_of, resolution_of
 from parallelize.applied.sharding import PlanRecord
-from parallelize.applied.step_results import expected
+from parallelize.applied.step_results import ShardedSequences, expected
 from parallelize.applied.stored_slices import data_rank
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import Layout
-from parallelize.mesh import DATA_AXES
+from parallelize.mesh import SAMPLE_AXES
 from parallelize.plan.adapters import is_adapted, layer_name
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.randomness.dropout.call_sites import (
@@ -52,15 +52,18 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
     Raises: before anything is changed, ModelError `unplaceable-dropout` with all dropout that is not supported (`Dropout2d`,
         `MultiheadAttention`, ...) or after a dict of style objects that shards the sequence, `already-installed`. During a forward, `unplaceable-dropout`, `dropout-outside-forward`,
         `ambiguous-dropout`.
-    Cost: no communication. Attention with dropout computes explicit weights, [batch, heads, S, S] in memory.
+    Cost: no communication. Attention with dropout computes explicit weights, [batch, heads, S, S] in memory; over `cp` it draws
+        masks block by block, in both passes, and stores none.
     """
     record = record_of(module)
     _check(module, record, mesh)
-    if mesh is None and record is not None:
-        mesh = record.mesh
-    clock = Clock(seed, data_rank(mesh, DATA_AXES) if mesh is not None else (0, 1))
+    sequences = _sequences(module)
+    if mesh is None:
+        mesh = record.mesh if record is not None else sequences.mesh if sequences is not None else None
+    clock = Clock(seed, data_rank(mesh, SAMPLE_AXES) if mesh is not None else (0, 1))
     group = record.group if record is not None else None
-    sites = DropoutSites(clock, group.rank, group.size, record.region) if group and record else DropoutSites(clock)
+    over_tp = (group.rank, group.size, record.region) if group and record else (0, 1, None)
+    sites = DropoutSites(clock, *over_tp, sequences)
     for fqn, inner in module.named_modules():
         if type(inner).forward is nn.Dropout.forward and "forward" not in inner.__dict__:
             mark_applied(inner, dropout=ModuleDropout(sites, fqn))
@@ -78,6 +81,11 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
     return clock
 
 
+def _sequences(module: nn.Module) -> ShardedSequences | None:
+    """How the sequences of a model are sharded over `cp`, or None."""
+    return applied(module).context
+
+
 def dropout_clock(module: nn.Module) -> Clock | None:
     """The clock of a model that `install_dropout` was called on, or None."""
     return expected(applied(module).dropout_clock, Clock)
@@ -91,18 +99,16 @@ def _check(module: nn.Module, record: PlanRecord | None, mesh: DeviceMesh | None
     config = getattr(module, "config", None)
     rates = {name: getattr(config, name, 0.0) for name in _ATTENTION_RATES}
     kind = getattr(config, "_attn_implementation", None)
-    if kind not in (None, "eager", "sdpa") and any(isinstance(rate, float) and rate for rate in rates.values()):
+    own_masks = kind in (None, "eager", "sdpa") or _sequences(module) is not None  # that of cp draws them itself
+    if not own_masks and any(isinstance(rate, float) and rate for rate in rates.values()):
         problems += no_global_mask(f"attention by {kind!r}", "build the model with attn_implementation='sdpa'").problems
     layerdrop = getattr(config, "layerdrop", 0.0)
     if isinstance(layerdrop, float) and layerdrop > 0.0:
         problems += no_global_mask("layerdrop, which skips layers by PyTorch's own generator", "layerdrop=0").problems
-    for mesh_or_none in (mesh, record.mesh if record is not None else None):
-        names = mesh_or_none.mesh_dim_names or () if mesh_or_none is not None else ()
-        if mesh_or_none is not None and "cp" in names and mesh_or_none.size(names.index("cp")) > 1:
-            problems += no_global_mask(
-                "activations split over the axis cp", "a mesh without cp, or no dropout"
-            ).problems
-            break
+    inner = [fqn for fqn, part in module.named_modules() if fqn and applied(part).context is not None]
+    if inner and _sequences(module) is None:
+        what = f"{inner[0]}, which is on the axis cp, inside of {type(module).__name__}, which is not"
+        problems += no_global_mask(what, "install dropout on the model that is on cp").problems
     if problems:
         raise ModelError(*problems)
 

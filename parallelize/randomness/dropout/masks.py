@@ -17,9 +17,13 @@ from parallelize.ops.random.counter import IndexRun, Key, blocks, keep_mask
 
 
 def mask(shape: torch.Size, global_index: tuple[torch.Tensor, list[IndexRun]], key: Key, p: float) -> torch.Tensor:
-    """True for elements that are not dropped, [shape]. `global_index`: from `ActivationLayout.global_index`."""
+    """True for elements that are not dropped, [shape]. `global_index`: from `ActivationLayout.global_index`.
+
+    Elements that no run has are padding of a shard, and dropped.
+    """
     offsets, runs = global_index
-    out = torch.empty(shape, dtype=torch.bool, device=offsets.device)
+    covered = len(offsets) * sum(run.length for run in runs)
+    out = (torch.empty if covered == shape.numel() else torch.zeros)(shape, dtype=torch.bool, device=offsets.device)
     flat = out.view(len(offsets), -1) if out.numel() else out.view(len(offsets), 0)
     for block, index in blocks(offsets, runs):
         flat[block.rows, block.columns] = keep_mask(key, index, p)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallelize.applied.records import record_of
-from parallelize.comm.same_host import through_shared_memory
 from parallelize.errors import ModelError, Problem, ShapeError
 from parallelize.models.wrapped_models import forward_signature
 from parallelize.ops.random.counter import key
 from parallelize.ops.vocabulary.vocabulary_shard import check_ids
 from parallelize.vocabulary.generation.growing_cache import reserve
-from parallelize.vocabulary.generation.transformers_generate import refuse_split
+from parallelize.vocabulary.generation.transformers_generate import fast_generation, refuse_split
 from parallelize.vocabulary.logits.forms import shard_of
 from parallelize.vocabulary.sampling.candidates import Candidates
 from parallelize.vocabulary.sampling.draw import SamplingOptions, draw
@@ -42,11 +39,11 @@ def generate(
 ) -> T:
     """Continue prompts with a causal model of `transformers`, with or without a plan, by `parallelize.sample`.
 
-    Intended for plans applied with `loss_parallel=True`: no rank stores logits of the full vocabulary. All ranks of the tp
-    group call it with the same arguments and get the same tokens as the unsharded model.
+    Intended for plans applied with `loss_parallel=True`: no rank stores logits of the full vocabulary. All ranks of tp
+    and cp call it with the same arguments and get the same tokens as the unsharded model.
 
     Args:
-        model: a causal model in eval mode whose forward takes `past_key_values`, without pp and cp.
+        model: a causal model in eval mode whose forward takes `past_key_values`, without pp.
         input_ids: [B, S], B prompts of S tokens. Shorter prompts are padded on the left.
         attention_mask: [B, S], 1 for tokens and 0 for padding. None: no padding.
         max_new_tokens: the largest number of new tokens per prompt, at least 1.
@@ -56,7 +53,7 @@ def generate(
         pad_token_id: fills a row after its end. None: that of the model, or else the first `eos_token_id`, or 0.
 
     Returns: [B, S + n], prompts and new tokens, where n <= max_new_tokens is the number of the longest row.
-    Raises: before the first forward, ModelError `training-mode`, `no-cache`, `cut-model`, `generate-over-cp`; ShapeError
+    Raises: before the first forward, ModelError `training-mode`, `no-cache`, `cut-model`, `generate-over-ep`; ShapeError
         `bad-prompts`, `bad-mask`, `right-padding`, `bad-option`, `too-long`, `id-out-of-range`.
     Cost: one forward of S tokens, then one forward per new token, and the communication of one `sample` per token. Gloo ranks of
         one host sum through shared memory meanwhile (see `through_shared_memory`); a plain cache grows in place.
@@ -72,7 +69,7 @@ def generate(
     extra_inputs = _ExtraInputs(attention_mask, start + max_new_tokens, parameters)
     ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     cache, stop = None, start
-    with _fast_sums(model):
+    with fast_generation(getattr(model, "_orig_mod", model)):  # compiled or not
         for new in range(max_new_tokens):
             first = 0 if new == 0 else stop - 1
             inputs = extra_inputs(first, stop)
@@ -88,11 +85,6 @@ def generate(
                 if bool(ended.all()):
                     break
     return tokens[:, :stop].clone()
-
-
-def _fast_sums(model: Any) -> AbstractContextManager[None]:
-    record = record_of(getattr(model, "_orig_mod", model))  # compiled or not
-    return nullcontext() if record is None else through_shared_memory(record.group, record.mesh.device_type)
 
 
 class _ExtraInputs:

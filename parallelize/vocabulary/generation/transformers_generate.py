@@ -2,7 +2,8 @@
 
 Most of it works unchanged: a rank's cache stores the keys and values of its local heads, because it takes its sizes from the
 layers, and with one token at a time sequence parallelism is off. Two things change while it runs: a head that keeps its
-logits sharded gathers them, and every rank uses the generator state of the group's first rank.
+logits sharded gathers them, and every rank uses the generator state of the group's first rank. Over `cp` each rank also stores a
+part of the cache's tokens, and gets the last token's logits: see `context/cached_calls.py`.
 """
 
 from __future__ import annotations
@@ -31,43 +32,67 @@ def install_generation(module: nn.Module) -> None:
             module, "_get_static_cache_init_shape"
         ):  # it counts all heads; without it the first keys set the shape
             module.__dict__["_get_static_cache_init_shape"] = _unknown_shape
+        if hasattr(module, "_prepare_cache_for_generation"):
+            module.__dict__["_prepare_cache_for_generation"] = MethodType(_prepare_cache, module)
 
 
 def _unknown_shape() -> None:
     return None
 
 
+def _prepare_cache(self: Any, config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """`_prepare_cache_for_generation`; over `cp` each rank stores its tokens of the cache, so that no mask of all tokens is made."""
+    out = type(self)._prepare_cache_for_generation(self, config, model_kwargs, *args, **kwargs)
+    context, cache = applied(self).context, model_kwargs.get("past_key_values")
+    if context is not None and cache is not None:
+        context.shard_cache(cache)
+    return out
+
+
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     refuse_split(self)
-    record = record_of(self)
-    assert record is not None
-    device = torch.device(record.mesh.device_type)
-    with (
-        full_logits(self),
-        same_generator_states(record.group, device),
-        through_shared_memory(record.group, device.type),
-    ):
+    with full_logits(self), fast_generation(self), ExitStack() as stack:
+        device = _device_of(self)
+        for group in _groups_of(self):
+            stack.enter_context(same_generator_states(group, device))
         return type(self).generate(self, *args, **kwargs)
+
+
+@contextmanager
+def fast_generation(module: nn.Module) -> Iterator[None]:
+    """A context in which ranks generate together: sums through shared memory, and over `cp` the last logits on every rank."""
+    context = applied(module).context
+    with ExitStack() as stack:
+        for group in _groups_of(module):
+            stack.enter_context(through_shared_memory(group, _device_of(module).type))
+        if context is not None:
+            stack.enter_context(context.in_generation())
+        yield
+
+
+def _groups_of(module: nn.Module) -> list[Group]:
+    """The groups whose ranks generate the same tokens: of `cp`, then of `tp`, so that the first rank's state reaches all."""
+    record, context = record_of(module), applied(module).context
+    return [part.group for part in (context, record) if part is not None]
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    record, context = record_of(module), applied(module).context
+    part = context if record is None else record
+    return torch.device("cpu" if part is None else part.mesh.device_type)
 
 
 def refuse_split(module: nn.Module) -> None:
     """Refuse models whose ranks cannot generate together.
 
-    Raises: ModelError `cut-model` if other ranks have some of the pipeline stages; `generate-over-cp` if sequences are
-        sharded over `cp`, so that not every rank has the last position's logits; `generate-over-ep` if ranks with other
+    Raises: ModelError `cut-model` if other ranks have some of the pipeline stages; `generate-over-ep` if ranks with other
         sequences have some of the experts, so that a rank whose sequences have ended would leave them waiting.
     """
-    cut, context = cut_of(module), applied(module).context
+    cut = cut_of(module)
     if cut is not None and len(cut.local_stages) < len(cut.stage_ranks):
         what = f"this rank has {len(cut.local_stages)} of the {len(cut.stage_ranks)} stages of {type(module).__name__}"
         fix = "save a checkpoint, and generate on a mesh without pp: any mesh can load it"
         raise ModelError(Problem("cut-model", what, fix=fix))
-    if context is not None and context.group.size > 1:
-        what = (
-            f"{type(module).__name__} is sharded over cp: its ranks have different tokens, and no cache supports that"
-        )
-        fix = "save a checkpoint, and generate on a mesh without cp: any mesh can load it"
-        raise ModelError(Problem("generate-over-cp", what, fix=fix))
     record = record_of(module)
     if record is not None and record.folded is not None:
         what = f"the experts of {type(module).__name__} are divided over {record.resolved.options.expert_ranks} ranks, of which some have other sequences"

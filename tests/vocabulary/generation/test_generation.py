@@ -15,7 +15,6 @@ from parallelize import (
     build_mesh,
     cut_pipeline,
     generate,
-    parallelize_model,
     parallelize_module,
     sample,
 )
@@ -24,7 +23,6 @@ from parallelize.vocabulary.generation.transformers_generate import full_logits,
 from tests.support.models import FAMILIES, tiny_model
 from tests.support.threads import run_ranks
 from tests.vocabulary.generation.generation_jobs import SAMPLED, lively_model, ours, prompts, stock
-from tests.vocabulary.small_head import slug_of
 
 DECODERS = [family for family in FAMILIES if family != "bert"]
 BOTH = {"sequence_parallel": True, "loss_parallel": True}
@@ -259,22 +257,3 @@ def test_a_stage_alone_does_not_generate():
         return slugs
 
     assert run_ranks(2, body) == [["cut-model"] * 2] * 2
-
-
-@pytest.mark.parametrize("axes", [{"cp": 2, "tp": 1}, {"cp": 2}, {"cp": 2, "tp": 2}], ids=str)
-def test_generation_over_cp_is_refused(axes):
-    model = lively_model("llama")
-    ids = torch.randint(3, 67, (2, 8))
-    world = 2 * axes.get("tp", 1)
-    models = [copy.deepcopy(model) for _ in range(world)]
-
-    def body(rank):
-        mesh = build_mesh("cpu", **axes)
-        net = parallelize_model(models[rank], mesh).module if "tp" not in axes else models[rank]
-        net = net if "tp" not in axes else parallelize_module(net, mesh)
-        net.eval()
-        how = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
-        assert slug_of(ModelError, lambda: net.generate(ids, use_cache=False, **how)) == "generate-over-cp"
-        assert slug_of(ModelError, lambda: generate(net, ids, max_new_tokens=2)) == "generate-over-cp"
-
-    run_ranks(world, body)

@@ -43,12 +43,16 @@ def test_a_step_in_pairs_equals_the_unsharded_model_on_four_ranks(four_processes
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("family", "options", "sizes"),
-    [("gpt2", {"sequence_parallel": True}, jobs.DROPOUT), ("llama", {"overlap": "chunked"}, {})],
-    ids=["dropout", "chunked"],
+    ("family", "axes", "options", "sizes"),
+    [
+        ("gpt2", {"tp": 2}, {"sequence_parallel": True}, jobs.DROPOUT),
+        ("gpt2", {"cp": 2}, {}, jobs.DROPOUT),
+        ("llama", {"tp": 2}, {"overlap": "chunked"}, {}),
+    ],
+    ids=["dropout over tp", "dropout over cp", "chunked"],
 )
-def test_forwards_run_beside_backwards_and_change_no_number(two_processes, family, options, sizes):
-    for result in two_processes.run(jobs.same_as_in_order, family, {"tp": 2}, options, sizes):
+def test_forwards_run_beside_backwards_and_change_no_number(two_processes, family, axes, options, sizes):
+    for result in two_processes.run(jobs.same_as_in_order, family, axes, options, sizes):
         assert result["together"] == 2
         assert result["error"] <= 1e-12
         assert (result["losses"] and result["bits"]) or "overlap" in options  # other chunks, other rounding

@@ -40,6 +40,7 @@ def scaled(config: Any, tp: int, stages: int = 1, even: bool = False, ep: int = 
     _scale_layers(small, stages)
     heads, head_width, hidden = _scale_heads(small, tp)
     scale_latent_heads(small, head_width)
+    _scale_scan(small, config, hidden, tp)
     _scale_inner(small, tp, heads * head_width, hidden)
     scale_experts(small, config, tp, ep, etp)
     _scale_vocabulary(small, tp, even)
@@ -103,6 +104,17 @@ def _scale_heads(config: Any, tp: int) -> tuple[int, int, int]:
     if vars(config).get("word_embed_proj_dim"):
         config.word_embed_proj_dim = small if config.word_embed_proj_dim == hidden else small + 6
     return few_heads, width, small
+
+
+def _scale_scan(config: Any, real: Any, hidden: int, tp: int) -> None:
+    """Scale the heads of a scan (Mamba 2) whose widths add up to a multiple of the hidden size."""
+    expand, heads, width = (vars(real).get(name) for name in ("mamba_expand", "mamba_n_heads", "mamba_d_head"))
+    if not heads or not expand or not isinstance(width, int) or heads * width != expand * _field_of(real, _HIDDEN)[1]:
+        return
+    few = 2 * tp
+    if heads % tp or expand * hidden % few or (vars(config).get("mamba_n_groups") or 1) != 1:
+        return
+    config.mamba_n_heads, config.mamba_d_head = few, expand * hidden // few
 
 
 def _has_partial(config: Any) -> bool:

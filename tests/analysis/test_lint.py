@@ -52,6 +52,7 @@ def test_correct_plans_give_no_errors(family, tp):
     assert set(slugs(findings, "warning")) <= {"uneven-shards"}
 
 
+@pytest.mark.sweep
 def test_experts_that_are_padded_are_a_warning():
     def is_padded(mesh, **options):
         findings = lint(tiny("mixtral", intermediate_size=40), None, mesh, sequence_parallel=False, **options)

@@ -14,7 +14,7 @@ OF_EACH = ("mixtral", "deepseek_v3", "ernie4_5_moe", "nemotron_h", "jamba")
 MESHES = [({"dp": 2}, {"ep": 2, "zero": 0}), ({"dp": 4}, {"ep": 2, "zero": 3}), ({"dp": 2}, {"etp": 2, "zero": 0})]
 
 
-@pytest.mark.variants(every=1000)
+@pytest.mark.sweep
 @pytest.mark.parametrize(("axes", "options"), MESHES, ids=str)
 @pytest.mark.parametrize("family", [*FUSED, *OF_EACH])
 def test_bytes_read_are_those_of_the_shards(family, axes, options, tmp_path):

@@ -5,6 +5,7 @@
 | command | limit |
 |---|---|
 | `parallelize explain` of Llama 3 8B on 64 ranks, 70B on 1,024, 405B on 16,384, with advice | 5, 15, 30 s; 1.5 GB |
+| the same of Qwen3 235B and DeepSeek V3 on 1,024 ranks, experts over 64 of them | 15 s; 1.5 GB |
 | `parallelize verify` of a two-layer Llama on tp 8, three modes | 10 s |
 | `parallelize lint` of a plan file alone; against Llama 3 8B on tp 8 | - |
 | `parallelize fit` of Llama 3 8B on 8 GPUs | - |
@@ -24,11 +25,12 @@ from benchmarks.record import write_record
 
 BF16 = ["--dtype", "bfloat16", "--zero", "1", "--sequence-parallel", "--loss-parallel", "--sequence", "8192"]
 INTERLEAVED = ["--schedule", "interleaved_1f1b", "--stages-per-rank", "7"]
+OVER_1024 = ["--mesh", "pp=4,dp=32,tp=8", "--batch", "16", "--num-microbatches", "16"]
 COMMANDS = [
     ("explain llama-3-8b, 64 ranks", ["explain", "llama-3-8b", "--mesh", "dp=8,tp=8", *BF16], 5.0),
     (
         "explain llama-3-70b, 1,024 ranks",
-        ["explain", "llama-3-70b", "--mesh", "pp=4,dp=32,tp=8", "--batch", "16", "--num-microbatches", "16", *BF16],
+        ["explain", "llama-3-70b", *OVER_1024, *BF16],
         15.0,
     ),
     (
@@ -38,6 +40,10 @@ COMMANDS = [
             *(*INTERLEAVED, *BF16),
         ],
         30.0,
+    ),
+    *(
+        (f"explain {name}, 1,024 ranks, ep=64", ["explain", name, *OVER_1024, "--ep", "64", *BF16], 15.0)
+        for name in ("qwen3-235b-a22b", "deepseek-v3")
     ),
     ("verify llama, tp=8, three modes", ["verify", "llama-3-8b", "--mesh", "tp=8"], 10.0),
     ("lint llama.yaml", ["lint", "llama"], None),

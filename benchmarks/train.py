@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 8 benchmarks/train.py --pp 2 --dp 2 --tp 2 --zero 2 --sequence-parallel
     torchrun --nproc-per-node 8 benchmarks/train.py --plan gpt2 --tp 8 --device cuda --dtype bfloat16
-    torchrun --nproc-per-node 2 benchmarks/train.py --model qwen3_moe --dp 2 --ep 2
+    torchrun --nproc-per-node 2 benchmarks/train.py --model qwen3_moe --ep 2
 
 Weights, batches and dropout do not depend on the mesh, so that every mesh of the same global batch prints the same losses.
 With --save, a run that was stopped resumes, on the same mesh or on another.
@@ -40,6 +40,7 @@ from parallelize import (
 from parallelize.applied.stored_slices import data_rank
 from parallelize.ops.matmul.calibrate import peak_flops
 from parallelize.pipeline.schedule_chart import draw
+from parallelize.tensor.expert_load import EXPERT, RANK, ExpertLoad
 
 DATA = ("dp_replicate", "dp")
 
@@ -52,8 +53,9 @@ def options() -> argparse.Namespace:
         default="llama",
         help="a shipped plan, whose first model type is built in small, or one of the model types that plans serve",
     )
-    for axis in ("pp", "dp-replicate", "dp", "tp"):
+    for axis in ("pp", "dp-replicate", "tp"):
         add(f"--{axis}", type=int, default=1)
+    add("--dp", type=int, help="(default: 1, or as many as --ep needs beside the other axes)")
     add("--ep", type=int, default=1, help="ranks of dp x tp over which the experts of a mixture are divided")
     add("--zero", type=int, default=0, choices=[0, 1, 2, 3])
     add("--schedule", default="1f1b")
@@ -82,7 +84,9 @@ def options() -> argparse.Namespace:
         "--compare-every", type=int, help="steps between comparisons of what ranks store alike (0: never; default: 100)"
     )
     add("--gantt", type=Path, help="write the last step's timeline to this .svg")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.dp = args.dp or max(1, args.ep // (args.dp_replicate * args.tp))
+    return args
 
 
 def text_of(path: Path | None) -> torch.Tensor:
@@ -200,7 +204,8 @@ def train(parallel: ParallelModel, mesh: DeviceMesh, args: argparse.Namespace, p
         optimizer, lambda step: min(1.0, (step + 1) / 5) * (0.1 + 0.9 * math.cos(step / args.steps * math.pi / 2))
     )
     peak = peak_flops(args.device, getattr(torch, args.dtype)) * dist.get_world_size()
-    writers: list = [ConsoleLogger(every=max(1, args.steps // 10))]
+    load = ExpertLoad(parallel.module)
+    writers: list = [ConsoleLogger(every=max(1, args.steps // 10), formats={EXPERT: ".2f", RANK: ".2f"})]
     if args.log is not None:
         writers.append(JSONLinesLogger(args.log / "metrics.jsonl", enabled=rank == 0))
         with contextlib.suppress(ParallelizeError):  # TensorBoard is an extra
@@ -220,7 +225,8 @@ def train(parallel: ParallelModel, mesh: DeviceMesh, args: argparse.Namespace, p
                 check_batches(ids, mesh)
             parallel.pipeline.record = step == args.steps - 1 and args.gantt is not None
             began = time.perf_counter()
-            loss = parallel.step(input_ids=ids, targets=labels)
+            with load.counting():
+                loss = parallel.step(input_ids=ids, targets=labels)
             norm = parallel.clip_grad_norm_(1.0, error_if_nonfinite=True)
             optimizer.step()
             optimizer.zero_grad()
@@ -229,7 +235,7 @@ def train(parallel: ParallelModel, mesh: DeviceMesh, args: argparse.Namespace, p
             rate = tokens / (time.perf_counter() - began)
             scalars = {"loss": loss, "grad_norm": float(norm), "tokens_per_s": rate}
             scalars |= {"mfu": rate * flops_per_token(parameters, args) / peak, "memory_gib": memory_gib(args.device)}
-            logger.log(scalars, step)
+            logger.log(scalars | load.scalars(), step)
             if save is not None and (step + 1) % args.save_every == 0:
                 save.save(step + 1)
     parallel.check_ties()

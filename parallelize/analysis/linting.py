@@ -15,6 +15,7 @@ import torch
 
 from parallelize.analysis.cost.setting import Setting, check_setting, make_setting
 from parallelize.analysis.dims_findings import dims_findings
+from parallelize.analysis.expert_findings import padded_experts
 from parallelize.analysis.record.fake_world import fake_mesh
 from parallelize.analysis.record.layer_dedup import drop_represented, layer_classes
 from parallelize.analysis.record.shapes import CallShapes, ForwardShapes, Shape, forward_shapes
@@ -115,6 +116,8 @@ def lint_setting(subject: Subject, setting: Setting, world_size: int | None = No
         results.append(Finding("error", Problem("wrong-world-size", what, fix=fix)))
     results += _errors_raised_by(lambda: subject.resolved(setting))
     resolved = None if results else subject.resolved(setting)
+    if resolved is not None:
+        results += [Finding("warning", problem) for problem in padded_experts(resolved, setting.compute_bytes)]
     if resolved is not None and resolved.tp_size > 1:
         results += _uneven(resolved)
         results += _forward_findings(subject, setting, resolved)

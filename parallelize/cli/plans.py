@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from errno import ENOENT
 from pathlib import Path
 from typing import Any
@@ -231,11 +232,21 @@ def _shipped_for(model_type: str) -> list[str]:
     return [f"the shipped plan {plan.name} serves {model_type} too" for plan in plans if model_type in plan.model_types]
 
 
+def _expert_layouts(plan: Plan) -> list[Mapping[str, bool]]:
+    """How each model type of a plan with experts stores their weights; of types that `transformers` cannot build, nothing."""
+    if not any(rule.style.word == "experts" for rule in plan.rules):
+        return []
+    from parallelize.cli.transformers_plans import expert_layout
+
+    layouts = (expert_layout(model_type) for model_type in plan.model_types)
+    return [layout for layout in layouts if layout is not None]
+
+
 def _export(options: argparse.Namespace) -> int:
     from parallelize.plan.hf_plans import export_plan
 
     plan = load_plan(options.name)
-    exported = export_plan(plan)
+    exported = export_plan(plan, _expert_layouts(plan))
     if exported.refused and not options.lossy:
         what = f"{len(exported.refused)} rules have no equivalent"
         raise PlanError(*exported.refused, Problem("lossy-export", what, plan.source, fix="--lossy drops them"))

@@ -105,6 +105,18 @@ def _of_built_model(text: str) -> ForeignPlan:
     return _with_facts(text, words, config, model)
 
 
+def expert_layout(model_type: str) -> Mapping[str, bool] | None:
+    """How a model type stores the weights of its experts (`EXPERT_FLAGS`): {} for none with flags; None if no model is built."""
+    from parallelize.models.model_source import read_model
+    from parallelize.plan.model_facts import describe
+
+    try:
+        model = read_model(model_type).build("meta")
+    except Exception:  # a class of transformers may raise anything for a config of default values
+        return None
+    return next((facts.flags for facts in describe(model).modules.values() if facts.kind == "experts"), {})
+
+
 def _with_facts(text: str, words: Mapping[str, str], config: Any, model: Any) -> ForeignPlan:
     """The words, with facts of the model that they do not say."""
     base = next((name for name, module in model.named_modules() if module is model.base_model and name), "")

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallelize import _torch_groups as private_groups
 from parallelize._torch_private import counts_collectives
-from parallelize.comm import blocking, functional
+from parallelize.comm import blocking, functional, wired_exchange
 from parallelize.comm.link_profile import LinkProfile
 from parallelize.comm.shared_memory import SharedMemory
 from parallelize.comm.turns import hand_over, takes_turns
@@ -212,6 +212,8 @@ class Group:
 
     def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """[sum(sent)] -> [sum(received)]: flat; `sent` and `received` are numbers of elements by rank."""
+        if self.wire is not None:
+            return wired_exchange.exchange_by_wire(self.wire, self.rank, x, sent, received)
         out = x.new_empty(sum(received))
         if not torch.compiler.is_compiling() and counts_collectives():
             functional.all_to_all(out, x, received, sent, self.pg)

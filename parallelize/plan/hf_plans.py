@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parallelize.errors import PlanError, Problem
+from parallelize.plan.expert_words import USUAL, words_of_weights
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import SCHEMA_VERSION, Plan, Rule
@@ -313,18 +314,23 @@ class Exported:
     refused: tuple[Problem, ...]
 
 
-def export_plan(plan: Plan) -> Exported:
-    """The plan as `base_model_tp_plan`: rules of the base model, in the words of `transformers`."""
+def export_plan(plan: Plan, experts: Sequence[Mapping[str, bool]] = (USUAL,)) -> Exported:
+    """The plan as `base_model_tp_plan`: rules of the base model, in the words of `transformers`.
+
+    experts: of each model that the words are for, how it stores the weights of its experts: see `words_of_weights`.
+    """
     words: dict[str, str] = {}
     refused: list[Problem] = []
     for rule in plan.rules:
         for pattern in alternatives(rule.pattern):
             word, reason = _word(plan, rule, pattern)
+            weights: dict[str, str] = {}
+            if word in EXPERT_WORDS:
+                weights, reason = words_of_weights(experts)
             if reason:
                 refused.append(Problem("no-equal-word", f"{pattern}: {rule.style}: {reason}", rule.where))
             elif word:
                 name = _name_in_base(plan, pattern)
-                weights = EXPERT_WEIGHT_WORDS.get(str(rule.style), {})
                 words |= {name: word} | {f"{name}.{key}": of_weight for key, of_weight in weights.items()}
     refused += _refused_attributes(plan)
     if plan.options.sequence_parallel:
@@ -386,8 +392,6 @@ def _dropped(plan: Plan) -> Iterator[str]:
         yield "lm_head: the classes of `transformers` have a rule for it (_tp_plan): gathered, without loss parallelism"
     if any(rule.style.traits.shares_input or rule.style.traits.by_token for rule in plan.rules) or plan.region:
         yield "`transformers` has no sequence parallelism; each column linear reduces its input's gradient, `gather` does it once"
-    if any(str(rule.style) == "experts" for rule in plan.rules):
-        yield "experts: these words are for weights [experts, out, in], gate before up, without biases; for others change them"
     if any(rule.style.unit for rule in plan.rules):
         counts = ", ".join(f"{name} ({size.source})" for name, size in plan.sizes.items())
         yield f"`transformers` does not check that tp divides {counts}"

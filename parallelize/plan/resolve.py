@@ -15,6 +15,7 @@ from parallelize.errors import PlanError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.adapters import for_adapters, peft_prefix, renamed
 from parallelize.plan.attention_kinds import attention_kinds
+from parallelize.plan.mixed_rows import check_batch_parts
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
 from parallelize.plan.parameter_layouts import dotted
@@ -55,9 +56,10 @@ def resolve(
     Raises:
         PlanError: all problems of the rules at once, in the order of the file; those of `cut_stages`; `no-attention`,
             `unmatched-attention`, `unknown-parameter`, `tie-shapes-differ`, `tie-layouts-differ`.
-        ModelError: `unmatched-unit`, `no-recompute-units`.
+        ModelError: `unmatched-unit`, `no-recompute-units`, `mixes-rows`.
     """
     plan = for_model(plan or NO_PLAN, model).with_options(options)
+    check_batch_parts(model.objects, mesh, plan.options.microbatches(mesh))
     rows = _tensor_rows(plan, model, mesh, earlier)
     stages, ranks = _stages(plan, model, mesh, costs, assignment, stage_ranks, earlier)
     resolved = ResolvedPlan(

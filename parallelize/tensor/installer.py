@@ -31,6 +31,7 @@ from parallelize.tensor.child_reads import children_read
 from parallelize.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
 from parallelize.tensor.embedding import vocabulary_embedding
 from parallelize.tensor.expert_forms import form_of
+from parallelize.tensor.expert_widths import allow_any_width
 from parallelize.tensor.feature_norm import gather_normalized
 from parallelize.tensor.gated_norm import sharded_gated_norm
 from parallelize.tensor.local_inputs import local_inputs
@@ -194,6 +195,8 @@ class Installer:
             return deferred_head(
                 Vocabulary(self._width(row), self.group, self.inputs), self.resolved.plan.options.loss_parallel
             )
+        if contract.splits_experts or contract.sends_tokens:
+            allow_any_width(module, planned, [self._parameter(row.fqn, slot.key).layout for slot in planned.slots])
         if contract.sends_tokens:
             return whole_experts(form_of(module), self._expert_ranks(row))
         if contract.traits.wraps:

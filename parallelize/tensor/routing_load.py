@@ -84,7 +84,8 @@ class RoutingLoad:
     def imbalance(self) -> dict[str, float]:
         """The largest over the mean number of tokens, of the worst layer: "expert" by expert, "rank" by rank of `ep`.
 
-        1.0 is balanced; a step takes as long as the rank with the most tokens. A collective, and a wait of the host.
+        1.0 is balanced; a step takes as long as the rank with the most tokens. The layer is the worst of all pipeline stages. A
+        collective over all ranks, and a wait of the host.
         """
         worst = {"expert": 1.0, "rank": 1.0}
         for counts in self.counts().values():
@@ -92,7 +93,17 @@ class RoutingLoad:
             for key, values in (("expert", counts), ("rank", torch.stack(shares))):
                 values = values.double()
                 worst[key] = max(worst[key], float(values.max() / values.mean().clamp(min=1e-9)))
-        return worst
+        return dict(zip(worst, largest_over_stages(self.model, list(worst.values())), strict=True))
+
+
+def largest_over_stages(model: nn.Module, values: list[float]) -> list[float]:
+    """Each value of the pipeline stage where it is largest. A collective over the stages of a model, if it has several."""
+    mesh = mesh_of(model)
+    if mesh is None or mesh_spec(mesh).ranks("pp") == 1:
+        return values
+    largest = torch.tensor(values, device=mesh.device_type)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis_group(mesh, "pp"))
+    return largest.tolist()
 
 
 def routing_load_of(model: nn.Module) -> RoutingLoad:

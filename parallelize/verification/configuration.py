@@ -311,7 +311,8 @@ def _model(request: Request, even: bool) -> tuple[ModelSource, nn.Module]:
     with blaming("bad-config", f"no model can be built from the config of {source.text}"):
         config = source.config
         if not request.full_size:
-            config = scaled(config, request.size("tp"), request.num_stages, even=even)
+            folding = {"ep": request.options.ep or 1, "etp": request.options.etp or 1}
+            config = scaled(config, request.size("tp"), request.num_stages, even=even, **folding)
         without_dropout(config)
         source = source.with_config(config)
         return source, source.build("cpu", seed=request.seed)

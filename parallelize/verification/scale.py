@@ -1,7 +1,8 @@
 """A config that is scaled down and keeps its structure: small enough for a laptop, without symmetries that hide mistakes.
 
 What stays: kinds of layers, query heads per key/value head, fewer key/value heads than ranks where the real model has that,
-packed projections, ties, whether the heads' width is the hidden size, partial rotary, windows (shorter than the sequence).
+packed projections, ties, whether the heads' width is the hidden size, partial rotary, windows (shorter than the sequence),
+and of experts and latent attention what `scale_experts.py` says.
 What changes: every size, to one that no other size equals, so that a transposed, permuted or misread tensor has another
 shape or other values.
 
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.verification.scale_experts import scale_experts, scale_latent_heads
+
 VOCABULARIES = (67, 71, 73)  # primes: no tp size divides them
 WINDOW = 5  # tokens of a sliding window
 POSITIONS = 64  # positions of learned tables
@@ -28,15 +31,18 @@ _LAYERS = ("num_hidden_layers", "n_layer")
 _PARTIAL = ("rotary_pct", "partial_rotary_factor")
 
 
-def scaled(config: Any, tp: int, stages: int = 1, even: bool = False) -> Any:
+def scaled(config: Any, tp: int, stages: int = 1, even: bool = False, ep: int = 1, etp: int = 1) -> Any:
     """A config of `transformers` with small asymmetric sizes, for `tp` ranks and this number of pipeline stages.
 
-    even: whether tp divides the vocabulary.
+    even: whether tp divides the vocabulary. ep, etp: over how many ranks experts are divided, and each of them.
     """
     small = copy.deepcopy(config)
     _scale_layers(small, stages)
     heads, head_width, hidden = _scale_heads(small, tp)
+    scale_latent_heads(small, head_width)
+    _scale_scan(small, config, hidden, tp)
     _scale_inner(small, tp, heads * head_width, hidden)
+    scale_experts(small, config, tp, ep, etp)
     _scale_vocabulary(small, tp, even)
     _scale_positions(small, config, head_width, tp)
     return small
@@ -56,7 +62,7 @@ def _scale_layers(config: Any, stages: int) -> None:
     field, count = _field_of(config, _LAYERS)
     if not count:
         return
-    kinds = getattr(config, "layer_types", None) or ["same"] * count
+    kinds = _kinds_of_layers(config, count)
     chosen = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
     num_layers = max(3, len(chosen), stages)
     chosen += [index for index in range(count) if index not in chosen][: max(0, num_layers - len(chosen))]
@@ -68,6 +74,13 @@ def _scale_layers(config: Any, stages: int) -> None:
     for name in ("max_window_layers", "first_k_dense_replace"):
         if isinstance(value := vars(config).get(name), int) and value > 1:
             setattr(config, name, 1)
+
+
+def _kinds_of_layers(config: Any, count: int) -> list[tuple[Any, ...]]:
+    """For each layer what its attention and its MLP are, where the config lists them."""
+    lists = (getattr(config, name, None) for name in ("layer_types", "mlp_layer_types"))
+    listed = [kinds for kinds in lists if isinstance(kinds, (list, tuple)) and len(kinds) == count]
+    return list(zip(*listed, strict=True)) if listed else [()] * count
 
 
 def _scale_heads(config: Any, tp: int) -> tuple[int, int, int]:
@@ -91,6 +104,17 @@ def _scale_heads(config: Any, tp: int) -> tuple[int, int, int]:
     if vars(config).get("word_embed_proj_dim"):
         config.word_embed_proj_dim = small if config.word_embed_proj_dim == hidden else small + 6
     return few_heads, width, small
+
+
+def _scale_scan(config: Any, real: Any, hidden: int, tp: int) -> None:
+    """Scale the heads of a scan (Mamba 2) whose widths add up to a multiple of the hidden size."""
+    expand, heads, width = (vars(real).get(name) for name in ("mamba_expand", "mamba_n_heads", "mamba_d_head"))
+    if not heads or not expand or not isinstance(width, int) or heads * width != expand * _field_of(real, _HIDDEN)[1]:
+        return
+    few = 2 * tp
+    if heads % tp or expand * hidden % few or (vars(config).get("mamba_n_groups") or 1) != 1:
+        return
+    config.mamba_n_heads, config.mamba_d_head = few, expand * hidden // few
 
 
 def _has_partial(config: Any) -> bool:

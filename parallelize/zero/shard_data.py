@@ -37,6 +37,7 @@ from parallelize.comm.handshake import agree_on
 from parallelize.errors import MeshError, ModelError, Problem, short_list
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.choose import plan_or_none
+from parallelize.plan.mixed_rows import check_batch_parts
 from parallelize.plan.parameter_shards import shards_of
 from parallelize.plan.resolve import for_model
 from parallelize.plan.resolved import ResolvedPlan
@@ -120,7 +121,7 @@ def shard_data(
         check_replicated: compare the parameters over the data axes, by digest. Those on meta have no values to compare.
 
     Returns: the same module.
-    Raises: MeshError `no-data-axis`; ModelError `bad-zero-stage`, `data-axes-taken`, `other-data-parallel`, `early-optimizer`; for stage 3 also
+    Raises: MeshError `no-data-axis`; ModelError `bad-zero-stage`, `data-axes-taken`, `other-data-parallel`, `early-optimizer`, `mixes-rows`; for stage 3 also
         ModelError `unmatched-unit`, `scalar-parameter`; HandshakeError `replicas-differ`, and `ranks-disagree` where ranks
         were given other settings. On every rank; before anything is changed, but for `scalar-parameter`.
     Cost: handshakes, and with `check_replicated` a read of the parameters and an all-gather of 40 bytes. A step sends, with P bytes of gradients and n ranks: stages 0 and 1, one all-reduce of P (and
@@ -301,6 +302,7 @@ def _check(module: nn.Module, spec: MeshSpec, zero: int) -> None:
         raise ModelError(Problem("data-axes-taken", what, fix="apply it once"))
     refuse_wrapped(module)
     refuse_offloaded(module)
+    check_batch_parts(dict(module.named_modules()), spec)
 
 
 def _reduced_parameters(

@@ -302,6 +302,22 @@ def test_cp_splits_the_work_of_a_sequence():
     assert {line.op for line in both.ranks[0].messages if line.axis == "cp"} == {"all_reduce", "all_to_all"}
 
 
+@pytest.mark.sweep
+def test_what_folded_experts_send_on_1024_ranks_by_hand():
+    """Eight layers of Qwen3 235B, two on a stage; one sequence in a microbatch, whose tokens are divided over `tp`."""
+    model = read_model("qwen3-235b-a22b", {"num_hidden_layers": 8})
+    options = {"ep": 64, "batch": 16, "num_microbatches": 16, "sequence": 4096, "dtype": "bfloat16", "zero": 1}
+    explanation = explain(model, None, "pp=4,dp=32,tp=8", sequence_parallel=True, **options)
+    lines = [line for line in explanation.ranks[0].messages if line.axis == "ep"]
+    rows = 4096 // 8 * 8  # of each token eight, to other ranks of 64
+    hidden, weights, choices = 4096 * 2, 8 * 2, 8 * 4  # bytes of a row
+    sizes = [rows * (hidden + weights + choices), rows * hidden, rows * hidden, rows * (hidden + weights)]
+    assert [line.bytes for line in lines[1:]] == sizes  # after the exchange of counts
+    for line in lines[1:]:
+        assert line.ranks == 64 and line.count == 2 * 16
+        assert line.sent_bytes == line.bytes * line.count * 63 / 64
+
+
 # -- large models -------------------------------------------------------------------------------------------------
 
 # how many seconds they take: python -m benchmarks.predictions
@@ -315,6 +331,12 @@ SIZES = [
         "pp=16,dp=128,tp=8",
         ["--batch", "32", "--microbatches", "32", "--schedule", "interleaved_1f1b", "--stages-per-rank", "7"],
         marks=pytest.mark.sweep,
+    ),
+    *(
+        pytest.param(
+            name, "pp=4,dp=32,tp=8", ["--ep", "64", "--batch", "16", "--microbatches", "16"], marks=pytest.mark.full
+        )
+        for name in ("qwen3-235b-a22b", "deepseek-v3")
     ),
 ]
 

@@ -52,6 +52,16 @@ def test_correct_plans_give_no_errors(family, tp):
     assert set(slugs(findings, "warning")) <= {"uneven-shards"}
 
 
+@pytest.mark.sweep
+def test_experts_that_are_padded_are_a_warning():
+    def is_padded(mesh, **options):
+        findings = lint(tiny("mixtral", intermediate_size=40), None, mesh, sequence_parallel=False, **options)
+        return "padded-experts" in slugs(findings, "warning")
+
+    assert is_padded("tp=4") and is_padded("tp=2", dtype="bfloat16")
+    assert not is_padded("tp=2")
+
+
 @pytest.mark.variants(every=3)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
 def test_one_key_value_head_is_correct(family):

@@ -17,7 +17,7 @@ from parallelize.cli import main
 from parallelize.cli.completion import walk_commands
 from parallelize.cli.environment import absent_features, environment
 from parallelize.cli.parser import build_parser
-from parallelize.cli.transformers_plans import read_source
+from parallelize.cli.transformers_plans import expert_layout, read_source
 from parallelize.mesh import MeshSpec
 from parallelize.plan.hf_plans import ForeignPlan, export_plan, import_plan
 from parallelize.plan.model_facts import describe
@@ -249,7 +249,7 @@ TYPES = (
     "gpt_neox",
     "starcoder2",
     "glm",
-    "exaone_moe",
+    "qwen3_moe",
 )
 
 
@@ -263,6 +263,43 @@ def test_what_is_imported_is_exported_as_it_was(model_type):
     assert plan.model_types == (model_type,)
     exported = export_plan(plan)
     assert exported.words == words and not exported.refused
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", ["aria_text", "granitemoe", "nemotron_h", "inkling2_text"])
+def test_weights_of_experts_get_the_words_of_their_layout(model_type):
+    """Without a gate; transposed; as most; one whose own word would split the gate from the up projection."""
+    from transformers import CONFIG_MAPPING
+
+    words = dict(CONFIG_MAPPING[model_type].base_model_tp_plan)
+    if model_type == "inkling2_text":
+        words["layers.*.mlp.experts.gate_up_proj"] = "packed_colwise"
+    plan = parse_plan(import_plan(read_source(model_type)).text)
+    assert export_plan(plan, [expert_layout(model_type)]).words == words
+
+
+@pytest.mark.parametrize(
+    ("layouts", "why"),
+    [
+        ([], "without a model type"),
+        ([{"has_gate": True}, {"has_gate": False}], "differently"),
+        ([{}], "in modules inside"),
+        ([{"has_bias": True}], "biases"),
+        ([{"has_post_expert_norm": True}], "norm"),
+    ],
+)
+def test_experts_without_words_are_refused(layouts, why):
+    plan = parse_plan("schema_version: 1\ntensor_parallel: {experts: experts}")
+    (problem,) = export_plan(plan, layouts).refused
+    assert problem.slug == "no-equal-word" and why in problem.what
+
+
+@pytest.mark.sweep
+def test_the_command_asks_the_model_types_of_a_plan(capsys):
+    assert main(["plans", "export", "gpt_oss"]) == 2
+    assert "no word is for biases of experts" in capsys.readouterr().err
+    assert main(["plans", "export", "granitemoe"]) == 0
+    assert "packed_colwise" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mistral", "phi3", "gemma2", "gemma3", "olmo2"])

@@ -109,6 +109,18 @@ def test_a_nan_is_named_by_module_and_rank(tmp_path, action, status):
 
 @pytest.mark.sweep
 @marked
+def test_a_mixture_logs_how_evenly_tokens_are_spread(tmp_path):
+    mixture = {"name": "mixtral", "set": {**LLAMA["set"], "num_local_experts": 4}}
+    path = write_run(tmp_path, steps=2, model=mixture, options={"ep": 2})
+    assert run(path) == 0, output_of(path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:  # 2 of 4 experts are chosen: at most twice the mean, and as much on one rank
+        assert 1 <= line["expert_rank_imbalance"] <= line["expert_imbalance"] <= 2
+    assert "expert_imbalance" in output_of(path)
+
+
+@pytest.mark.sweep
+@marked
 def test_out_of_memory_leaves_a_report(tmp_path):
     path = write_run(tmp_path, model={"name": "own_models:huge"})
     assert run(path) == 1

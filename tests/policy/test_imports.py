@@ -75,7 +75,11 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
         "pipeline.schedules": COMMAND,
         "pipeline.timeline": COMMAND,
     },
-    "cli.transformers_plans": {"models.model_source": COMMAND, "transformers": OPTIONAL},
+    "cli.transformers_plans": {
+        "models.model_source": COMMAND,
+        "plan.model_facts": COMMAND,
+        "transformers": OPTIONAL,
+    },
     "verification.commands": {
         "models.model_source": COMMAND,
         "verification.verify": COMMAND,

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from parallelize import ModelError, balance_experts, build_mesh, parallelize_model
+from parallelize import Checkpointer, ModelError, balance_experts, build_mesh, parallelize_model
 from parallelize.tensor.expert_bias import biases_of
 from parallelize.verification.precision import InFloat64
 from tests.support.models import tiny_batch, tiny_model
@@ -92,6 +92,36 @@ def test_biases_have_the_same_bits_on_every_mesh(family, sizes, options):
         assert all(torch.equal(bias, expected[name]) for name, bias in actual.items())
         every |= actual
     assert every.keys() == expected.keys()
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe"])
+def test_biases_are_saved_with_the_model_and_loaded_on_another_mesh(family, tmp_path):
+    model = tiny_model(family)
+
+    def on(sizes, loads, **options):
+        models = [copy.deepcopy(model).train() for _ in range(2)]
+
+        def body(rank):
+            parallel = parallelize_model(models[rank], build_mesh("cpu", **sizes), **options)
+            optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+            biases = balance_experts(models[rank], optimizer, RATE).biases
+            with Checkpointer(tmp_path, parallel, optimizer=optimizer) as checkpoints:
+                if loads:
+                    checkpoints.resume()
+                else:
+                    ids, labels = tiny_batch(batch=BATCH, length=LENGTH)
+                    parallel.step(ids[2 * rank : 2 * rank + 2], labels=labels[2 * rank : 2 * rank + 2])
+                    optimizer.step()
+                    checkpoints.save(1)
+            return {n: b.full_tensor() if hasattr(b, "full_tensor") else b.detach().clone() for n, b in biases.items()}
+
+        return run_ranks(2, body)
+
+    saved = on({"dp": 2}, loads=False, ep=2, zero=1)[0]
+    assert saved and all(float(bias.abs().max()) > 0 for bias in saved.values())
+    for loaded in on({"tp": 2}, loads=True, ep=2, sequence_parallel=True):
+        assert all(torch.equal(bias, saved[name]) for name, bias in loaded.items())
 
 
 def test_forwards_without_training_do_not_count():

@@ -53,6 +53,33 @@ def test_an_odd_width_of_the_experts():
     check(tiny_model("gpt_oss", torch.float64, intermediate_size=37), MODES["sequence"], 4, torch.float64)
 
 
+@pytest.mark.variants(every=5)
+@pytest.mark.parametrize(
+    ("family", "sizes", "tp", "options"),
+    [
+        ("mixtral", {"intermediate_size": 40}, 4, {}),
+        ("mixtral", {"intermediate_size": 36}, 4, {"ep": 2, "etp": 2, "sequence_parallel": True}),
+        ("gpt_oss", {"intermediate_size": 36}, 2, {}),
+        ("nemotron_h", {"moe_intermediate_size": 36}, 2, {}),
+    ],
+)
+def test_a_width_per_rank_that_grouped_matmuls_refuse(family, sizes, tp, options):
+    """The rows of the ranks' parts are no multiple of 16 bytes, those of the unsharded model are."""
+    model = tiny_model(family, **sizes)
+    model.set_experts_implementation("grouped_mm")
+    check(model, options, tp, torch.float32)
+
+
+@pytest.mark.sweep
+def test_such_a_width_in_bfloat16():
+    model = tiny_model("mixtral", intermediate_size=36).bfloat16()
+    ids, labels = tiny_batch()
+    expected, _ = gradients(model.float(), ids, labels, tp=1)
+    model.bfloat16().set_experts_implementation("grouped_mm")
+    for actual in gradients(model, ids, labels)[1]:
+        assert worst({key: value.float() for key, value in actual.items()}, expected)[0] <= 0.05
+
+
 def gradients(model, ids, labels, tp=2, **options):
     """(loss, gradients) of the unsharded model, and of each rank."""
     reference = copy.deepcopy(model)

@@ -28,6 +28,7 @@ from parallelize.plan.options import Options
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
 from parallelize.tensor import whole_experts
+from parallelize.tensor.expert_load import EXPERT, RANK, ExpertLoad
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst
 from tests.support.threads import run_ranks
@@ -231,6 +232,27 @@ def test_the_load_of_experts_over_ranks(options):
     for imbalance in run_ranks(2, body):
         assert imbalance["expert"] == pytest.approx(by_expert)
         assert imbalance["rank"] == pytest.approx(by_rank if "ep" in options else 1.0)
+
+
+def test_the_load_of_a_step_is_that_of_the_worst_layer_of_all_stages():
+    """Over microbatches and stages; every rank has the same numbers. A dense model has none."""
+    model, (ids, labels) = tiny_model("mixtral", num_hidden_layers=4), tiny_batch(batch=4, length=8)
+    with routing_load(model) as alone:
+        model(input_ids=ids)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def body(rank):
+        parallel = parallelize_model(models[rank], build_mesh("cpu", pp=2), num_microbatches=2)
+        load = ExpertLoad(models[rank])
+        with load.counting():
+            parallel.step(ids, targets=labels)
+        return load.scalars()
+
+    expected = {EXPERT: alone.imbalance()["expert"], RANK: 1.0}
+    assert run_ranks(2, body) == [pytest.approx(expected)] * 2
+    dense = ExpertLoad(tiny_model("llama"))
+    with dense.counting():
+        assert dense.scalars() == {}
 
 
 def test_a_recomputed_unit_routes_once(monkeypatch):

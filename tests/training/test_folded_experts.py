@@ -24,7 +24,7 @@ def unsharded_steps(model, batches):
     for ids, labels in batches:
         loss = loss_of(model(input_ids=ids).logits, labels)
         loss.backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
         optimizer.step()
         optimizer.zero_grad()
@@ -59,7 +59,12 @@ def check(model, axes, options, per_rank=2, length=7):
         optimizer, rows = parallel.optimizer(torch.optim.SGD, lr=0.05), rows_of(mesh, axes, count)
         for (ids, labels), (expected_loss, expected_gradients, expected_norm) in zip(batches, expected, strict=True):
             loss = parallel.step(ids[rows], targets=labels[rows])
-            gradients = {name: full_value(local, name, p.grad).clone() for name, p in local.named_parameters()}
+            trained = {name: p for name, p in local.named_parameters() if name in expected_gradients}
+            others = {
+                name: p.grad for name, p in local.named_parameters() if name not in trained and p.grad is not None
+            }
+            assert not any(full_value(local, name, grad).any() for name, grad in others.items())  # None if unsharded
+            gradients = {name: full_value(local, name, p.grad).clone() for name, p in trained.items()}
             norm = parallel.clip_grad_norm_(LARGEST_NORM)
             assert abs(loss - expected_loss) <= 1e-12 * expected_loss
             error, name = worst(gradients, {name: expected_gradients[name] for name in gradients})

@@ -81,6 +81,9 @@ def test_shipped_plans_are_equal_in_every_mode(model, mesh):
         ("gemma3_text", "dp_replicate=2,dp=2", {"zero": 1}),
         ("llama", "pp=2", {}),
         ("llama", "tp=2", {"overlap": "chunked", "sequence_parallel": True}),
+        ("deepseek-v3", "dp=2", {"ep": 2}),
+        ("qwen3-235b-a22b", "dp=2,tp=2", {"ep": 4, "sequence_parallel": True}),
+        ("gpt_oss", "pp=2,dp=2", {"ep": 2}),
     ],
 )
 def test_meshes_of_several_axes_are_equal(model, mesh, options):
@@ -252,6 +255,24 @@ def test_scaling_keeps_the_structure():
     assert gemma.hidden_size != gemma.num_attention_heads * gemma.head_dim and gemma.sliding_window < 11
     indivisible = scaled(read_model("gpt2").config, tp=8)
     assert indivisible.n_head == 12  # which 8 does not divide, as in the real model
+
+
+def test_scaling_keeps_the_structure_of_mixtures():
+    config = scaled(read_model("deepseek-v3").config, tp=2, ep=4)
+    assert config.n_routed_experts % 4 == config.n_routed_experts % config.n_group == 0
+    assert config.num_experts_per_tok <= config.topk_group * config.n_routed_experts // config.n_group
+    assert 2 * config.topk_group == config.n_group  # half of the groups, as in the real model
+    assert config.head_dim == config.qk_rope_head_dim == config.qk_head_dim - config.qk_nope_head_dim
+    assert config.qk_nope_head_dim == config.v_head_dim == 2 * config.qk_rope_head_dim
+    widths = [config.hidden_size, config.intermediate_size, config.moe_intermediate_size]
+    widths += [config.q_lora_rank, config.kv_lora_rank, config.vocab_size]
+    assert len(set(widths)) == len(widths) and max(widths) < 100
+    qwen = scaled(read_model("qwen3-235b-a22b").config, tp=2, ep=3)
+    assert qwen.num_experts % 3 and qwen.num_experts > 2 * 3  # 128, which 3 does not divide
+    assert qwen.moe_intermediate_size % 2 == 0 and qwen.moe_intermediate_size != qwen.intermediate_size
+    sparse = scaled(read_model("deepseek_v32").config, tp=1).mlp_layer_types
+    assert set(sparse) == {"dense", "sparse"} and len(sparse) == 3
+    assert scaled(read_model("qwen3_moe", {"moe_intermediate_size": 1535}).config, tp=2).moe_intermediate_size % 2
 
 
 def test_one_dimensional_parameters_are_not_ones_and_zeros():

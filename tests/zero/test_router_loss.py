@@ -123,6 +123,40 @@ def test_other_families(family):
         assert worst(gradients, expected)[0] <= 1e-12
 
 
+BALANCED = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "minimax_m2", "phimoe", "ernie4_5_moe", "granitemoe"),
+    *("granitemoeshared", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "jamba", "minimax", "dbrx", "granitemoehybrid"),
+)
+"""The shipped families whose models have such a loss, beside JetMoe."""
+
+
+@pytest.mark.variants(every=1000)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"dp": 2}, {"ep": 2}),
+        ({"dp": 2, "tp": 2}, {"ep": 4, "zero": 2, "sequence_parallel": True}),
+        ({"tp": 2}, {"sequence_parallel": True, "loss_parallel": True}),
+        ({"pp": 2, "dp": 2}, {"ep": 2, **ONE}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", BALANCED)
+def test_every_family_on_folded_meshes(family, sizes, options):
+    """DBRX counts its loss with a coefficient of its own."""
+    model, mask = mixture(family, tie_word_embeddings=False), batch()[2]
+    if family == "phimoe":  # in training its router draws
+        model.eval()
+    plain = copy.deepcopy(model)
+    plain.config.output_router_logits = False
+    loss, expected = alone(model, mask)
+    assert loss - alone(plain, mask)[0] > 0.01
+    results = on_mesh(model, sizes, mask, **options)
+    assert all(abs(actual - loss) <= 1e-12 * abs(loss) for actual, _ in results)
+    gradients = {name: gradient for name, gradient in united(results).items() if name in expected}
+    assert worst(gradients, expected)[0] <= 1e-12 and len(gradients) == len(expected)
+
+
 @pytest.mark.variants(every=2)
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=str)
 def test_routers_of_attention_that_each_rank_runs_in_full(sizes):

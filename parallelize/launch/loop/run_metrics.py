@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from parallelize.launch.loop.profiled_step import ProfiledStep
 from parallelize.launch.loop.run_page import RunPage
 from parallelize.loop.loggers import ConsoleLogger, JSONLinesLogger, Loggers, TensorBoardLogger
 from parallelize.loop.wandb_logger import WandbLogger
+from parallelize.tensor.expert_load import EXPERT, RANK
 
 _PAGE_EVERY = 50
 
@@ -52,15 +54,16 @@ class RunMetrics:
         seconds: float,
         memory: float,
         profile: ProfiledStep | None,
+        more: Mapping[str, float] | None = None,
     ) -> None:
-        """One step's numbers. memory: bytes of the rank with most. profile: of a profiled step, whose time is not typical."""
+        """One step's numbers. memory: bytes of the rank with most. profile: of a profiled step, whose time is not typical. more: by tag."""
         if profile is not None:
             self._comm = profile.scalars()
         scalars: dict[str, Any] = {"loss": loss, "grad_norm": norm, "lr": rate}
         scalars["tokens_per_s"] = self.tokens / seconds
         if self.flops and self.peak:
             scalars["mfu"] = self.flops / seconds / self.peak
-        scalars |= {"memory_gib": memory / 2**30, **self._comm}
+        scalars |= {"memory_gib": memory / 2**30, **(more or {}), **self._comm}
         self._loggers.log(scalars, step)
         if self.page is not None:
             self.page.log(scalars, step)
@@ -80,7 +83,7 @@ class RunMetrics:
 
 
 def _writers(section: MetricsSection, config: RunConfig, heading: str, enabled: bool) -> list[Any]:
-    writers: list[Any] = [ConsoleLogger(every=section.every, formats={"imbalance": ".1%"})]
+    writers: list[Any] = [ConsoleLogger(every=section.every, formats={"imbalance": ".1%", EXPERT: ".2f", RANK: ".2f"})]
     if section.jsonl:
         writers.append(JSONLinesLogger(section.jsonl))
     if section.tensorboard:

@@ -25,6 +25,7 @@ from parallelize.launch.loop.profiled_step import ProfiledStep, compare_ranks, p
 from parallelize.launch.loop.run_data import RunData
 from parallelize.launch.loop.run_metrics import RunMetrics
 from parallelize.pipeline.parallel_model import ParallelModel
+from parallelize.tensor.expert_load import ExpertLoad
 
 Watching = Callable[[], AbstractContextManager[Any]]
 
@@ -52,6 +53,10 @@ class TrainLoop:
     watching: Watching = nullcontext
     saved_step: int = -1
     profile: ProfiledStep | None = field(default=None)
+    load: ExpertLoad = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.load = ExpertLoad(self.parallel.module)
 
     def run(self) -> int:
         """Train to the last step, or until all ranks stop. Returns: the exit status.
@@ -78,7 +83,7 @@ class TrainLoop:
         """One optimizer step. Returns: the number of the next one, which is an earlier one after going back."""
         batch = self.data.next()
         began = time.perf_counter()
-        with self._profiling(step) as profile:
+        with self._profiling(step) as profile, self.load.counting():
             loss = float(self.parallel.step(**batch))
         norm = float(self.parallel.clip_grad_norm_(self.config.optimizer.clip or float("inf")))
         anomaly = self.anomalies.judge(step, loss, norm)
@@ -92,7 +97,8 @@ class TrainLoop:
         if profile is not None:
             compare_ranks(profile)
             self.profile = profile
-        self.metrics.log(step, loss, norm, rate, time.perf_counter() - began, self._memory_bytes(), profile)
+        took = time.perf_counter() - began
+        self.metrics.log(step, loss, norm, rate, took, self._memory_bytes(), profile, self.load.scalars())
         return step + 1
 
     def _profiling(self, step: int) -> AbstractContextManager[ProfiledStep | None]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from parallelize import build_mesh
 from parallelize.comm.groups import Group
@@ -84,3 +87,28 @@ def test_shapes_without_values():
         return start_exchange(torch.zeros(5, 2, device="meta"), [2, 3], [1, 3], group).wait().shape
 
     assert run_ranks(2, body) == [(4, 2)] * 2
+
+
+def test_simulated_ranks_exchange_rows():
+    """All ranks in one process, each with its own rows, as many as any other."""
+    local = pytest.importorskip("torch.distributed._local_tensor")
+    rows = {rank: torch.arange(4.0)[:, None] + 10 * rank for rank in range(2)}
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        with local.LocalTensorMode(2):
+            key = Group(init_device_mesh("cpu", (2,)).get_group()).key
+            out = torch.ops.parallelize.exchange_rows(local.LocalTensor(rows), [2, 2], [2, 2], key)
+    finally:
+        dist.destroy_process_group()
+    results = [out._local_tensors[rank].flatten().tolist() for rank in range(2)]
+    assert results == [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]]
+
+
+def test_dtensors_are_refused():
+    def body(rank):
+        mesh = build_mesh("cpu", ep=2)
+        x = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+        with pytest.raises(NotImplementedError, match="exchange_rows"):
+            torch.ops.parallelize.exchange_rows(x, [1, 1], [1, 1], Group(mesh.get_group()).key)
+
+    run_ranks(2, body)

@@ -1,0 +1,103 @@
+"""Every shipped family with experts, with whole experts over data axes, `cp`, pipelines and `tp`: two steps equal the unsharded model's."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+import transformers
+
+from parallelize import PlanError, build_mesh, build_on_meta, parallelize_model
+from parallelize.plan.choose import choose_plan
+from tests.pipeline.pipeline_jobs import full_value
+from tests.support.models import COMMON, MIXTURES, tiny_batch, tiny_model
+from tests.support.threads import run_ranks
+from tests.training.test_folded_experts import check, rows_of
+
+FOLDED = {
+    "data": ({"dp": 2}, {"ep": 2, "zero": 2}),
+    "zero 3": ({"dp": 2}, {"ep": 2, "zero": 3, "recompute": "selective"}),
+    "sequences": ({"cp": 2}, {"ep": 2}),
+    "stages": ({"pp": 2, "dp": 2}, {"ep": 2, "num_microbatches": 2}),
+    "tensors": ({"tp": 2}, {"ep": 2, "sequence_parallel": True, "loss_parallel": True, "recompute": "full"}),
+}
+WHOLE = [family for family in MIXTURES if family != "llama4_text"]  # whose experts get every token
+TIED = ("lfm2_moe", "gemma4_text", "jetmoe", "ernie4_5_moe")
+INPUT_OF_ATTENTION = ("gpt_oss",)  # its sinks are refused over cp when they are passed
+
+
+def family_model(family):
+    model = tiny_model(family, torch.float64, **({"tie_word_embeddings": False} if family in TIED else {}))
+    return model.eval() if family == "phimoe" else model  # in training its router draws
+
+
+@pytest.mark.variants(every=1000)
+@pytest.mark.parametrize("mesh", FOLDED)
+@pytest.mark.parametrize("family", WHOLE)
+def test_every_family(family, mesh):
+    model, (axes, options) = family_model(family), FOLDED[mesh]
+    if "cp" in axes and (not choose_plan(model)[0].attention or family in INPUT_OF_ATTENTION):
+        pytest.skip("refused over cp: tests/plan, tests/context")
+    check(model, axes, options, length=8)
+
+
+def test_experts_that_get_every_token_are_refused():
+    with pytest.raises(PlanError, match="experts-not-divisible"):
+        check(tiny_model("llama4_text"), *FOLDED["data"])
+
+
+# -- dropout and bfloat16 ----------------------------------------------------------------------------------------------
+
+MESHES = [
+    ({"dp": 2}, {"ep": 2}),
+    ({"dp": 2, "tp": 2}, {"ep": 4, "zero": 1, "sequence_parallel": True}),
+    ({"dp": 4}, {"ep": 2, "zero": 3}),
+    ({"dp": 2}, {"etp": 2, "zero": 2}),
+    ({"pp": 2, "dp": 2}, {"ep": 2, "num_microbatches": 2}),
+]
+
+
+def trained(axes, options, dropout=0.0, dtype=None):
+    """(losses and norms of two steps, initial weights) of a Mixtral from a seed, of rank 0 and of all stages."""
+    sizes = {**COMMON, **MIXTURES["mixtral"][2], "num_hidden_layers": 2, "attention_dropout": dropout}
+    config = transformers.MixtralConfig(**sizes, use_cache=False)
+
+    def body(rank):
+        mesh = build_mesh("cpu", **axes)
+        model = build_on_meta(transformers.MixtralForCausalLM, config).train()
+        more = {"dtype": dtype} if dtype else {}
+        parallel = parallelize_model(model, mesh, initialize=3, dropout_seed=5, **more, **options)
+        weights = {name: full_value(model, name, p).clone() for name, p in model.named_parameters()}
+        optimizer, numbers = parallel.optimizer(torch.optim.SGD, lr=0.05), []
+        rows = rows_of(mesh, axes, 8 // prod(axes.get(axis, 1) for axis in ("dp_replicate", "dp")))
+        for step in range(2):
+            ids, labels = tiny_batch(batch=8, length=8, seed=step)
+            numbers.append(float(parallel.step(ids[rows], targets=labels[rows])))
+            numbers.append(float(parallel.clip_grad_norm_(1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return numbers, weights
+
+    results = run_ranks(prod(axes.values()), body)
+    return results[0][0], {name: value for _, weights in results for name, value in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def of_one_rank():
+    """(dropout, dtype) -> the run of one rank."""
+    return {case: trained({"tp": 1}, {}, *case) for case in CASES}
+
+
+CASES = [(0.2, None), (0.0, torch.bfloat16)]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("axes", "options"), MESHES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_weights_dropout_and_losses_do_not_depend_on_the_mesh(of_one_rank, axes, options, case):
+    """In bfloat16 to its rounding: sums over ranks round in another order."""
+    numbers, weights = trained(axes, options, *case)
+    expected, expected_weights = of_one_rank[case]
+    assert all(torch.equal(value.to(expected_weights[name]), expected_weights[name]) for name, value in weights.items())
+    assert numbers == pytest.approx(expected, rel=2e-2 if case[1] else 5e-6)

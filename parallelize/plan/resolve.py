@@ -13,7 +13,7 @@ from functools import partial
 
 from parallelize.errors import PlanError, Problem
 from parallelize.mesh import MeshSpec
-from parallelize.plan.adapters import for_adapters, peft_prefix, renamed
+from parallelize.plan.adapters import for_adapters, peft_prefix, refuse_over_axes, renamed
 from parallelize.plan.attention_kinds import attention_kinds
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
@@ -54,9 +54,10 @@ def resolve(
 
     Raises:
         PlanError: all problems of the rules at once, in the order of the file; those of `cut_stages`; `no-attention`,
-            `unmatched-attention`, `unknown-parameter`, `tie-shapes-differ`, `tie-layouts-differ`.
+            `unmatched-attention`, `unknown-parameter`, `tie-shapes-differ`, `tie-layouts-differ`, `unplanned-adapter`.
         ModelError: `unmatched-unit`, `no-recompute-units`.
     """
+    refuse_over_axes(model, mesh)
     plan = for_model(plan or NO_PLAN, model).with_options(options)
     rows = _tensor_rows(plan, model, mesh, earlier)
     stages, ranks = _stages(plan, model, mesh, costs, assignment, stage_ranks, earlier)

@@ -6,9 +6,8 @@ that were built before that forward are given the new parameters.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,35 +47,15 @@ from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
 from parallelize.quantization.quantized_linear import QuantizedLinear
 from parallelize.tensor.installer import Installer
+from parallelize.tensor.peft_calls import prepare_peft
 from parallelize.tensor.planned_forward import installed
 
 
 def plan_later_adapters(model: nn.Module) -> None:
     """Plan adapters that are added to a planned model from now on, before its next forward."""
-    show_full_sizes()
+    prepare_peft()
     when_changed(model, partial(_changed, weakref.ref(model)))
     mark_applied(model, plan_later=plan_added)
-
-
-def show_full_sizes() -> None:
-    """Let PEFT, where it is imported, make adapters of planned linears in their full sizes. It takes those of shards (PEFT 0.17 on)."""
-    layers: Any = sys.modules.get("peft.tuners.lora.layer")
-    stock = getattr(layers, "_get_in_out_features", None)
-    if stock is None or isinstance(stock, _FullSizes):
-        return
-    layers._get_in_out_features = _FullSizes(stock)
-
-
-class _FullSizes:
-    """PEFT's function that returns the input and output features of a layer."""
-
-    def __init__(self, stock: Callable[[nn.Module], Any]):
-        self.stock = stock
-
-    def __call__(self, module: nn.Module) -> Any:
-        if type(module) in (nn.Linear, QuantizedLinear) and installed(module) is not None:
-            return module.in_features, module.out_features
-        return self.stock(module)
 
 
 def _changed(root: weakref.ref[nn.Module]) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from parallelize.applied.gradient_guard import guard_gradients
 from parallelize.applied.later_changes import when_changed
 from parallelize.applied.records import applied, cut_of, record_of, resolution_so_far
-from parallelize.comm.groups import Group, axis_group
+from parallelize.comm.groups import Group, axis_group, in_groups
 from parallelize.comm.handshake import compare_facts
 from parallelize.errors import ModelError, Problem
 from parallelize.zero.buckets import to_local
@@ -75,6 +75,10 @@ class LaterParameters:
 
     def __deepcopy__(self, memo: dict) -> Any:
         return _nothing_later
+
+    def __reduce__(self) -> Any:
+        """Raises: ModelError `model-in-groups`, as the model's record does."""
+        raise in_groups()
 
     def _watch(self, module: nn.Module) -> None:
         if cut_of(module) is None:  # the layers of other stages get adapters too, which this rank does not know

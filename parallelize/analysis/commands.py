@@ -118,6 +118,7 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     add_options(parser, dtype="of compute, such as bfloat16; weights are stored as --weights-dtype")
     parser.add_argument("--weights-dtype", default="float32")
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, sgd_momentum, lion, adafactor")
+    parser.add_argument("--offload-state", action="store_true", help="optimizer state is in host memory between steps")
     parser.add_argument("--transport", choices=("nccl", "gloo"), help="backend (default: gloo for cpu, else nccl)")
     _add_overrides(parser)
 
@@ -132,6 +133,7 @@ def setting_of(options: argparse.Namespace, mesh: str) -> Setting:
         sequence=options.sequence,
         weights_dtype=options.weights_dtype,
         optimizer=options.optimizer,
+        offload_state=options.offload_state,
         transport=options.transport or ("gloo" if options.hardware == "cpu" else "nccl"),
         **options_given(options),
     )

@@ -55,7 +55,8 @@ def explain(
         hardware: the name of a shipped profile (h100-sxm, h200, a100, cpu), a YAML file of that form, or a `Machine`.
         every_layer: run each layer, rather than a few of each class of equal layers. The figures are the same.
         options: fields of `Options`, as `parallelize_model` takes them, and of `Setting`: `batch` (sequences per data rank
-            and step), `sequence` (tokens of a sequence), `weights_dtype`, `optimizer`, `transport`.
+            and step), `sequence` (tokens of a sequence), `weights_dtype`, `optimizer`, `offload_state`,
+            `transport`.
 
     Returns:
         Bytes and counts, which are exact or have the bounds of docs/check-before-launch.md, and estimated times.
@@ -271,6 +272,8 @@ def _assumptions(setting: Setting, every_layer: bool) -> Iterable[str]:
     yield "one step is forward, backward and optimizer; clipping adds scalars; evaluation and data loading are left out"
     if setting.zero == 3 and setting.size("pp") > 1:
         yield "ZeRO 3 gathers each unit twice per microbatch; with several stages on a rank some are gathered more often"
+    if setting.offload_state:
+        yield "optimizer state is in host memory; during a step some parameters' is on the device, which is left out"
     if setting.overlap != "off":
         yield "overlapped linears send the same bytes in chunks; counts are those without overlap"
     if not every_layer:

@@ -8,8 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from parallelize import _torch_private as private
 from parallelize.applied.records import applied, mark_applied
 from parallelize.errors import ModelError, Problem
+
+_OF_TO = "Module.to.<locals>.convert"
+"""What `.to()` applies to each tensor."""
 
 
 def guard_moves(module: nn.Module) -> None:
@@ -23,7 +27,11 @@ def _apply(self: Any, fn: Callable, recurse: bool = True) -> nn.Module:
     planned = applied(self).planned
     for slot in planned.slots if planned is not None else ():
         slot.forget()
-    type(self)._apply(self, fn, recurse)
+    if _stays(self, fn):
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+    else:
+        type(self)._apply(self, fn, recurse)
     for key, value in applied(self).rebuilt_buffers.items():
         buffer = self._buffers.get(key)
         if buffer is not None and not buffer.is_meta:
@@ -31,6 +39,16 @@ def _apply(self: Any, fn: Callable, recurse: bool = True) -> nn.Module:
     if applied(self).rebuilt_buffers and not _any_meta(self):
         mark_applied(self, rebuilt_buffers={})
     return self
+
+
+def _stays(module: nn.Module, fn: Callable) -> bool:
+    """Whether this is a `.to()` that changes nothing of the module's own tensors. PyTorch would replace DTensors all the same, and
+    fails where something refers to one weakly, as what reduces its gradient does."""
+    if getattr(fn, "__qualname__", "") != _OF_TO:
+        return False
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    tensors = [private.plain_local(tensor).detach() for tensor in [*own, *(x.grad for x in own if x.grad is not None)]]
+    return all(fn(tensor) is tensor for tensor in tensors)
 
 
 def _any_meta(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ dictionary (as in `Transaction`) is a copy of what was applied to it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -147,6 +147,7 @@ class Applied:
         gradient_guard: an applied.gradient_guard.GradientGuard, of a module with parameters.
         defers_logits: whether it is a head whose matmul is left to the loss. written_weight: the tensor that an optimizer
             writes to under `fully_shard`, of such a head, and its local tensor.
+        exporters: those that `export_weights` has built, on the root. plan_later: plans what was added to the model.
     """
 
     resolved: ResolvedPlan | None = None
@@ -173,6 +174,8 @@ class Applied:
     gradient_guard: Any = None
     defers_logits: bool = False
     written_weight: tuple[torch.Tensor, ...] = ()
+    exporters: object = None
+    plan_later: Callable[[nn.Module], None] | None = None
 
     def __deepcopy__(self, memo: dict) -> Applied:
         return replace(self, **{key: copy.deepcopy(value, memo) for key, value in self._fields().items()})
@@ -188,7 +191,7 @@ class Applied:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-_PICKLED = {"name", "resolved", "recipe", "rebuilt_buffers", "route_replay", "router"}
+_PICKLED = {"name", "resolved", "recipe", "rebuilt_buffers", "route_replay", "router", "exporters"}
 
 
 def _restored(values: dict[str, Any]) -> Applied:

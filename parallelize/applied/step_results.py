@@ -98,6 +98,7 @@ class DataAxes(Protocol):
     """The data axes, by ZeRO stage: a `zero.shard_data.DataRecord`."""
 
     mesh: DeviceMesh
+    zero: int
 
     @property
     def engine(self) -> GradientEngine | None: ...

@@ -19,13 +19,8 @@ _FIXES = {
     "save_pretrained": "parallelize.save_pretrained(model, folder) on every rank; or model.save_pretrained(folder, "
     "state_dict=state) on rank 0, after state = full_state_dict(model) on every rank",
     "resize_token_embeddings": "resize before the plan is applied",
-    "add_adapter": "add adapters before the plan is applied",
-    "load_adapter": "add adapters before the plan is applied, and load their weights with `set_peft_model_state_dict`",
 }
-
-
-_ADAPTERS = ("add_adapter", "load_adapter")
-"""They are planned before the next forward (`tensor/later_adapters.py`), as long as gradients are not summed over data axes."""
+# adapters that are added are planned, and given to the reduction over data axes, before the next forward: `tensor/later_adapters.py`
 
 
 def guard_stock_methods(module: nn.Module) -> None:
@@ -65,5 +60,5 @@ def _guard(name: str) -> Callable[..., Any]:
     return guarded
 
 
-_GUARDS = {name: _guard(name) for name in _FIXES if name not in _ADAPTERS}
+_GUARDS = {name: _guard(name) for name in _FIXES}
 _REFUSALS = {name: _refusal(name) for name in _FIXES if name != "save_pretrained"}

@@ -7,6 +7,7 @@ name what differs, and where.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ T = torch.Tensor
 
 MESSAGE_BYTES = 64
 LOST_AFTER_S = 5.0
+_BUILT = "optimizers of the model"
 _MOST_WORDS = 1 << 16
 """Words of eight bytes that are multiplied at once; larger tensors take `digest`, which does it in blocks."""
 _FACTOR = 0x1E3779B97F4A7C15
@@ -69,6 +71,7 @@ class StepCheck:
         self.world = axis_group(mesh, *self.spec.names)
         self.compares = compares and mesh.size() > 1 and dist.get_backend(self.world) != "fake"
         self._optimizers: list[tuple[weakref.ref[Optimizer], list[int]]] = []
+        self._may_have_dropped = False
         self._sent: _Facts | None = None
         self._message: T | None = None
         self._problems: tuple[Problem, ...] | None = None
@@ -91,6 +94,7 @@ class StepCheck:
 
         optimizer.register_step_post_hook(stepped)
         self._optimizers.append((weakref.ref(optimizer), steps))
+        self._may_have_dropped = len(self._optimizers) > 1
 
     def total(self, count: T | int, batch: Mapping[str, Any], settings: Facts, sequences: int = 0) -> T:
         """The sum of `count` over the data axes.
@@ -181,7 +185,8 @@ class StepCheck:
             raise HandshakeError(*(problems or ()))
 
     def _compare(self) -> tuple[Problem, ...]:
-        """What differs in the facts of the last call; nothing, where copies of ties were written to and are still equal."""
+        """What differs in the facts of the last call; nothing, where copies of ties were written to and are still equal, and where
+        an optimizer was deleted on some ranks only."""
         call = self._sent
         assert call is not None
         copies = self.replicas.facts(self.replicas.due(self._calls - 1))
@@ -190,10 +195,11 @@ class StepCheck:
         dist.all_gather_object(gathered, (own, call.edits, copies), group=self.world)
         ranks = self.mesh.mesh.flatten().tolist()
         facts, edits, copies_by_rank = zip(*gathered, strict=True)
-        rows = _rows(self.spec, ranks, facts)
+        existing = _of_existing_optimizers(facts)
+        rows = _rows(self.spec, ranks, existing)
         problems = self.replicas.problems(ranks, copies_by_rank)
         written = any(len({counts[name] for counts in edits if name in counts}) > 1 for name in call.edits)
-        if rows or not (problems or written):
+        if rows or not (problems or written or existing != list(facts)):
             return (_diverged(rows),)  # other copies only follow from it
         self.replicas.accept_edits()
         return tuple(problems)
@@ -216,7 +222,10 @@ class StepCheck:
         message[5] = signed(sum(value * self._tie_weights[name] for name, value in ties.items()))
 
     def _hyperparameters(self) -> Facts:
-        facts: Facts = {}
+        facts: Facts = {_BUILT: str(len(self._optimizers))} if self._optimizers else {}
+        if self._may_have_dropped:  # one that was replaced would live on some ranks until their next collection
+            gc.collect()
+            self._may_have_dropped = False
         for number, (reference, steps) in enumerate(self._optimizers):
             optimizer = reference()
             if optimizer is None:
@@ -252,6 +261,18 @@ class StepCheck:
         if axes:
             dist.all_reduce(local, group=axis_group(self.mesh, *axes))
         return local
+
+
+def _of_existing_optimizers(facts: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The facts of all ranks, without those of optimizers that some rank has not any more: Python deletes replaced ones at any time."""
+    names = [{key.partition(", ")[0] for key in stage} for _, _, stage, _ in facts]
+    if len({stage.get(_BUILT) for _, _, stage, _ in facts}) > 1:
+        return list(facts)
+    common = set.intersection(*names)
+    return [
+        (batch, settings, {key: value for key, value in stage.items() if key.partition(", ")[0] in common}, ties)
+        for batch, settings, stage, ties in facts
+    ]
 
 
 # -- digests -----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parallelize.errors import PlanError, Problem
+from parallelize.mesh import MeshSpec
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import alternatives, generic, is_default, matches
 from parallelize.plan.schema import Plan, Rule
@@ -23,7 +24,7 @@ BASE, ORIGINAL, COPIES = "base_layer", "original_module", "modules_to_save"
 
 _PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B", "ia3_l")
 _WITHOUT_PARAMETERS = ("lora_dropout",)
-_PROMPTS = "prompt_encoder"
+_PROMPTS, _TOKENS = "prompt_encoder", ".token_adapter"
 _VARIANTS = ("DoraLinearVariant", "ALoraLinearVariant", "QALoraLinearVariant")
 
 
@@ -86,6 +87,27 @@ def for_adapters(plan: Plan, model: ModelFacts) -> Plan:
         raise PlanError(*problems)
     ties = tuple(replace(tie, members=tuple(map(rules.parameter, tie.members))) for tie in plan.ties)
     return replace(plan, rules=(*made, *rules.of_prompts()), ties=ties)
+
+
+def refuse_over_axes(model: ModelFacts, mesh: MeshSpec) -> None:
+    """Refuse what PEFT does around a layer or model that the axes of this mesh divide.
+
+    Raises: PlanError `unplanned-adapter`.
+    """
+    problems = []
+    prompts = next((name for name in model.modules if name.partition(".")[0] == _PROMPTS), "")
+    if prompts and mesh.ranks("pp") > 1:
+        what = f"{prompts} makes prompts that PEFT's forward puts before the embeddings, and no pipeline stage runs that forward"
+        problems.append(Problem("unplanned-adapter", what, fix="a mesh without pp; or LoRA, which every mesh serves"))
+    tokens = next((name for name in model.modules if name.endswith(_TOKENS)), "")
+    if tokens and mesh.ranks("tp") > 1:
+        what = (
+            f"{tokens} trains some rows of an embedding (trainable_token_indices), of which a rank of tp stores a shard"
+        )
+        fix = 'modules_to_save=["embed_tokens"], which trains all rows; or a mesh without tp'
+        problems.append(Problem("unplanned-adapter", what, fix=fix))
+    if problems:
+        raise PlanError(*problems)
 
 
 def renamed(plan: Plan, rename: Callable[[str], str]) -> Plan:

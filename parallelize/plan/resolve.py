@@ -13,7 +13,7 @@ from functools import partial
 
 from parallelize.errors import PlanError, Problem
 from parallelize.mesh import MeshSpec
-from parallelize.plan.adapters import for_adapters, peft_prefix, renamed
+from parallelize.plan.adapters import for_adapters, peft_prefix, refuse_over_axes, renamed
 from parallelize.plan.attention_kinds import attention_kinds
 from parallelize.plan.mixed_rows import check_batch_parts
 from parallelize.plan.model_facts import ModelFacts
@@ -55,9 +55,10 @@ def resolve(
 
     Raises:
         PlanError: all problems of the rules at once, in the order of the file; those of `cut_stages`; `no-attention`,
-            `unmatched-attention`, `unknown-parameter`, `tie-shapes-differ`, `tie-layouts-differ`.
+            `unmatched-attention`, `unknown-parameter`, `tie-shapes-differ`, `tie-layouts-differ`, `unplanned-adapter`.
         ModelError: `unmatched-unit`, `no-recompute-units`, `mixes-rows`.
     """
+    refuse_over_axes(model, mesh)
     plan = for_model(plan or NO_PLAN, model).with_options(options)
     check_batch_parts(model.objects, mesh, plan.options.microbatches(mesh))
     rows = _tensor_rows(plan, model, mesh, earlier)

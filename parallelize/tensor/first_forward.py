@@ -26,12 +26,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize import _torch_private as private
+from parallelize.applied.later_changes import is_of_packages
 from parallelize.applied.records import applied, record_of
 from parallelize.errors import ModelError, Problem
 from parallelize.plan.pattern import generic
 from parallelize.tensor.added_parts import Given, refuse_adapters, refuse_added, refuse_kept
 from parallelize.tensor.child_reads import reads_parameter
-from parallelize.tensor.later_changes import is_of_packages
 from parallelize.tensor.planned_forward import installed, is_shape_error, misread_shard
 from parallelize.tensor.shard_dims import Kind, ShardDim
 from parallelize.tensor.shard_operations import Call, mixes, scrambles, shard_of_result

@@ -6,9 +6,8 @@ that were built before that forward are given the new parameters.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.applied.early_optimizers import give_new_parameters
-from parallelize.applied.records import PlanRecord, applied, axis_of_layout, cut_of, mark_applied, record_of
+from parallelize.applied.later_changes import when_changed
+from parallelize.applied.records import (
+    PlanRecord,
+    applied,
+    axis_of_layout,
+    cut_of,
+    mark_applied,
+    record_of,
+    resolution_so_far,
+)
 from parallelize.applied.sharding import Sharder
 from parallelize.applied.state_dict import install_state_hooks
 from parallelize.errors import ModelError, Problem
@@ -39,35 +47,15 @@ from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
 from parallelize.quantization.quantized_linear import QuantizedLinear
 from parallelize.tensor.installer import Installer
-from parallelize.tensor.later_changes import when_changed
+from parallelize.tensor.peft_calls import prepare_peft
 from parallelize.tensor.planned_forward import installed
 
 
 def plan_later_adapters(model: nn.Module) -> None:
     """Plan adapters that are added to a planned model from now on, before its next forward."""
-    show_full_sizes()
+    prepare_peft()
     when_changed(model, partial(_changed, weakref.ref(model)))
-
-
-def show_full_sizes() -> None:
-    """Let PEFT, where it is imported, make adapters of planned linears in their full sizes. It takes those of shards (PEFT 0.17 on)."""
-    layers: Any = sys.modules.get("peft.tuners.lora.layer")
-    stock = getattr(layers, "_get_in_out_features", None)
-    if stock is None or isinstance(stock, _FullSizes):
-        return
-    layers._get_in_out_features = _FullSizes(stock)
-
-
-class _FullSizes:
-    """PEFT's function that returns the input and output features of a layer."""
-
-    def __init__(self, stock: Callable[[nn.Module], Any]):
-        self.stock = stock
-
-    def __call__(self, module: nn.Module) -> Any:
-        if type(module) in (nn.Linear, QuantizedLinear) and installed(module) is not None:
-            return module.in_features, module.out_features
-        return self.stock(module)
+    mark_applied(model, plan_later=plan_added)
 
 
 def _changed(root: weakref.ref[nn.Module]) -> None:
@@ -77,17 +65,25 @@ def _changed(root: weakref.ref[nn.Module]) -> None:
 
 
 def _before_forward(model: nn.Module, _: Any) -> None:
+    plan_added(model)
+
+
+def plan_added(model: nn.Module) -> None:
+    """Plan the adapters that were added since the model was planned. Nothing, if there are none.
+
+    Raises: ModelError `added-parameter`.
+    """
     for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _before_forward]:
         del model._forward_pre_hooks[key]
     record = record_of(model)
-    is_alone = record is None or (record.group.size == 1 and applied(model).data is None)
-    if record is None or is_alone:
+    if record is None or record.group.size == 1:
         return
     facts = describe(model)
     added = _added_parameters(facts)
     edge = record.resolved.region.leave if record.resolved.region is not None else ""
     planned = record.resolved.modules
-    copied = [name for name in copied_layers(facts) if name == edge and f"{name}.{ORIGINAL}" not in planned]
+    unplanned = [name for name in copied_layers(facts) if f"{name}.{ORIGINAL}" not in planned]
+    copied = [name for name in unplanned if name == edge or applied(model).data is not None]
     if not added and not copied:
         return
     plan_later_adapters(model)  # the modules of adapters may get others
@@ -111,12 +107,17 @@ def _names_inside(facts: ModelFacts, layer: str) -> Iterator[str]:
 
 def _refuse(model: nn.Module, record: PlanRecord, facts: ModelFacts, copied: list[str]) -> None:
     """Refuse what PEFT can only be asked for before the plan."""
+    data = applied(model).data
+    dropping = [name for name in adapted_layers(facts) for name in _dropping(facts.objects[name], name)]
     overlapped = [name for name in adapted_layers(facts) if _overlaps(facts.objects[f"{name}.{BASE}"])]
     reasons = {
         "the model is cut into pipeline stages": cut_of(model) is not None,
-        "its parameters are sharded over data axes": applied(model).data is not None,
+        "its parameters are sharded over data axes (ZeRO 3)": data is not None and data.zero == 3,
+        f"{dropping[0] if dropping else ''} would draw masks that depend on the mesh": bool(dropping),
         f"the collective of {overlapped[0] if overlapped else ''} overlaps with its matmul": bool(overlapped),
-        f"{copied[0] if copied else ''} is where sequence parallelism ends, and was copied": bool(copied),
+        f"{copied[0] if copied else ''} was copied, on a mesh with data axes": bool(copied) and data is not None,
+        f"{copied[0] if copied else ''} is where sequence parallelism ends, and was copied": bool(copied)
+        and data is None,
         "its plan is a dict of style objects": record.resolved.plan.unclaimed == "leave",
     }
     for reason, is_so in reasons.items():
@@ -124,6 +125,13 @@ def _refuse(model: nn.Module, record: PlanRecord, facts: ModelFacts, copied: lis
             what = f"adapters were added after the plan, and {reason}"
             fix = "get_peft_model(model, config) first, then the plan"
             raise ModelError(Problem("added-parameter", what, fix=fix))
+
+
+def _dropping(layer: nn.Module, name: str) -> Iterator[str]:
+    """Dropout that no clock of the mesh was installed for."""
+    for key, inner in layer.named_modules():
+        if isinstance(inner, nn.Dropout) and inner.p > 0 and applied(inner).dropout is None:
+            yield f"{name}.{key}"
 
 
 def _check_sizes(facts: ModelFacts) -> None:
@@ -153,12 +161,13 @@ def _overlaps(base: nn.Module) -> bool:
 def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, added: dict[str, nn.Parameter]) -> None:
     plan, rows = _rows(record, facts, added)
     resolved = _renamed(record.resolved, plan, facts, rows)
+    over_all_axes = _renamed(resolution_so_far(model), plan, facts, rows)
     new = replace(resolved, modules=rows.modules, parameters=rows.parameters, region=None, attributes={})
     Sharder(0, None, None).shard(model, new, partial(axis_of_layout, tp=record.tp, folded=record.folded))
     give_new_parameters([(added.pop(name), model.get_parameter(name)) for name in list(added)])
     part = replace(facts, modules={name: facts.modules[name] for name in _modules_of(facts, rows)})
     Installer(record.tp, record.group, part, resolved, record.pending_reductions).run_added()
-    mark_applied(model, plan=replace(record, resolved=resolved), resolved=resolved)
+    mark_applied(model, plan=replace(record, resolved=resolved), resolved=over_all_axes)
     install_state_hooks(model)
 
 

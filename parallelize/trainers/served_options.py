@@ -59,11 +59,8 @@ def refuse_other_trainers(trainer: Any, served: Collection[str]) -> None:
 
 
 def refuse_other_meshes(parallel: ParallelModel, args: Any) -> None:
-    """Raises: MeshError `trainer-mesh` for a mesh with `cp`, or one that is not of all processes that the trainer knows."""
+    """Raises: MeshError `trainer-mesh` for a mesh that is not of all processes that the trainer knows."""
     spec = mesh_spec(parallel.mesh)
-    if spec.ranks("cp") > 1:
-        what = f"the mesh is {spec}, and no trainer divides sequences over cp"
-        raise MeshError(Problem("trainer-mesh", what, fix="a loop of parallel.step(...): examples/train.py"))
     if args.world_size != spec.world_size:
         what = f"the mesh has {spec.world_size} ranks, and the trainer sees {args.world_size} processes"
         raise MeshError(
@@ -81,7 +78,12 @@ def refuse_options(trainer: Any, args: Any, keywords: dict[str, Any]) -> None:
 
     Raises: ModelError `trainer-option`, with every such setting.
     """
-    rows = (*_everywhere(args, keywords), *_on_stages(trainer, args, keywords), *_on_logits(trainer, args))
+    rows = (
+        *_everywhere(args, keywords),
+        *_on_stages(trainer, args, keywords),
+        *_over_sequences(trainer, args, keywords),
+        *_on_logits(trainer, args),
+    )
     refused = [row for row in rows if row.applies]
     if refused:
         raise ModelError(
@@ -138,6 +140,16 @@ def _on_stages(trainer: Any, args: Any, keywords: dict[str, Any]) -> Iterator[_R
     yield _Refused("label_smoothing_factor on a mesh with pp", args.label_smoothing_factor != 0, fix)
     yield _Refused("fp16 on a mesh with pp", args.fp16, "bf16=True, or parallelize_model(..., dtype=torch.bfloat16)")
     yield _Refused("torch_compile on a mesh with pp", args.torch_compile, _COMPILED)
+
+
+def _over_sequences(trainer: Any, args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
+    """Settings that read labels and logits of the same tokens: over `cp` logits are those of a rank, labels those of all."""
+    if trainer.parallel.mesh is None or mesh_spec(trainer.parallel.mesh).ranks("cp") == 1:
+        return
+    fix = "the loss of the model, which takes labels of full sequences; or a mesh without cp"
+    yield _Refused("compute_loss_func on a mesh with cp", keywords.get("compute_loss_func") is not None, fix)
+    yield _Refused("label_smoothing_factor on a mesh with cp", args.label_smoothing_factor != 0, fix)
+    yield _Refused("torch_compile on a mesh with cp", args.torch_compile, _COMPILED)
 
 
 def refuse_iterated(dataset: Any, what: str) -> None:

@@ -47,8 +47,12 @@ class ParallelSFTTrainer(ParallelTrainer):
         stock: Any = next(cls for cls in type(self).__mro__ if cls.__module__ == "transformers.trainer")
         trl: Any = self
         inputs = {**inputs, "use_cache": False}
+        if (
+            num_items_in_batch is None
+        ):  # TRL's evaluation names none: over cp the model would count the labels of all data ranks
+            num_items_in_batch = trl._get_num_items_in_batch([inputs], self.args.device)
         loss, outputs = stock.compute_loss(self, model, inputs, True, num_items_in_batch)
-        steps = trl.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+        steps = trl.current_gradient_accumulation_steps if model.training else 1
         if trl.aux_loss_enabled and steps > 1:  # the model has added all of it
             loss = loss - trl.router_aux_loss_coef * outputs.aux_loss * (1 - 1 / steps)
         return (loss, outputs) if return_outputs else loss

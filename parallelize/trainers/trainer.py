@@ -32,7 +32,7 @@ from parallelize.randomness.dropout.position import Position
 from parallelize.trainers import served_options as served
 from parallelize.trainers.backward_window import BackwardWindow
 from parallelize.trainers.trainer_checkpoints import TrainerCheckpoints
-from parallelize.trainers.trainer_evaluation import TrainerEvaluation, data_group
+from parallelize.trainers.trainer_evaluation import TrainerEvaluation, data_group, over_sequences
 from parallelize.trainers.trainer_loaders import TrainerLoaders, data_rank_of
 
 T = torch.Tensor
@@ -197,7 +197,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         served.refuse_uncounted(self, num_items_in_batch)
         with self._window.backward(last=self.accelerator.sync_gradients), self._positioned():
             loss = stock.training_step(model, inputs, num_items_in_batch)
-        return self._over_data_ranks(loss)
+        return self._over_data_ranks(over_sequences(loss, self.mesh))
 
     def _step_of_stages(self, model: Any, inputs: dict[str, Any]) -> T:
         """The stages of a pipeline run a step together; the last one computes the loss."""
@@ -240,9 +240,10 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
     # -- what the stock Trainer counts ----------------------------------------------------------------------------
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """Of this rank's `inputs`: the ranks of a tp group do the work of one together."""
+        """Of this rank's `inputs`: the ranks of tp and cp do the work of one together."""
         stock: Any = super()
-        return stock.floating_point_ops(inputs) / mesh_spec(self.mesh).ranks("tp")
+        spec = mesh_spec(self.mesh)
+        return stock.floating_point_ops(inputs) / (spec.ranks("tp") * spec.ranks("cp"))
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """The stock count is a sum over all ranks, of which those of one data rank have the same tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch.nn.functional import pad
 
 from parallelize import _torch_private as private
 from parallelize.comm.groups import axis_group, mesh_spec
+from parallelize.context.forward_state import context_of
+from parallelize.context.local_sequences import gather_sequence
+from parallelize.errors import ModelError, Problem
 from parallelize.mesh import SAMPLE_AXES
 from parallelize.pipeline.microbatch_inputs import broadcast_nested
 from parallelize.trainers.trainer_loaders import data_rank_of
@@ -41,7 +45,12 @@ class TrainerEvaluation:
             return self._predict_on_stages(inputs, prediction_loss_only, ignore_keys or [])
         stock: Any = super()
         loss, logits, labels = stock.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        return loss, private.tree_map(_full, logits), labels
+        loss = over_sequences(loss, self.parallel.mesh) if loss is not None else None
+        return loss, private.tree_map(self._full, logits), labels
+
+    def _full(self, value: Any) -> Any:
+        """Predictions of full sequences, with all of the vocabulary. A collective over `tp` and `cp` where they are sharded."""
+        return _of_all_tokens(self.parallel, value.full_tensor() if isinstance(value, ShardedLogits) else value)
 
     def _gather(self, tensors: Any) -> Any:
         """Of each tensor, the rows of all data ranks, in the order of the data set."""
@@ -61,14 +70,21 @@ class TrainerEvaluation:
         with stock.compute_loss_context_manager():
             outputs = self.parallel.forward(**batch, **({} if count is None else {"num_items_in_batch": count}))
         value = _joined(
-            outputs, size, loss_only, {*ignore_keys, "loss", *stock.model.config.keys_to_ignore_at_inference}
+            self._full,
+            outputs,
+            size,
+            loss_only,
+            {*ignore_keys, "loss", *stock.model.config.keys_to_ignore_at_inference},
         )
         last = pipeline.schedule.stage_ranks[-1]
         loss, logits = broadcast_nested(value, pipeline.group, pipeline.device, last)
+        loss = over_sequences(loss, self.parallel.mesh) if loss is not None else None
         return loss, logits, None if loss_only else labels
 
 
-def _joined(outputs: list[Any], size: int, loss_only: bool, ignored: set[str]) -> tuple[Any, Any]:
+def _joined(
+    full: Callable[[Any], Any], outputs: list[Any], size: int, loss_only: bool, ignored: set[str]
+) -> tuple[Any, Any]:
     """(loss, predictions) of the microbatches of one batch; of a stage that is not the last, nothing."""
     if not outputs:
         return None, None
@@ -77,7 +93,7 @@ def _joined(outputs: list[Any], size: int, loss_only: bool, ignored: set[str]) -
     if loss_only:
         return loss, None
     names = [name for name in outputs[0] if name not in ignored]
-    logits = tuple(torch.cat([_full(output[name]) for output in outputs])[:size] for name in names)
+    logits = tuple(torch.cat([full(output[name]) for output in outputs])[:size] for name in names)
     return loss, logits[0] if len(logits) == 1 else logits
 
 
@@ -95,9 +111,26 @@ def _divisible(inputs: dict[str, Any], count: int) -> tuple[dict[str, Any], int]
     return {name: longer(name, value) for name, value in inputs.items()} if more else inputs, size
 
 
-def _full(value: Any) -> Any:
-    """Logits with all of the vocabulary. A collective over `tp` where they are sharded."""
-    return value.full_tensor() if isinstance(value, ShardedLogits) else value
+def _of_all_tokens(parallel: Any, value: Any) -> Any:
+    """The tokens of all ranks of `cp`. A collective. Raises: ModelError `trainer-option` for what has no dim of tokens."""
+    context = context_of(parallel.module)
+    if context is None or not isinstance(value, T) or value.ndim == 0:
+        return value
+    tokens = sum(stop - start for start, stop in context.local_runs())
+    if value.ndim < 2 or value.shape[1] != tokens:
+        what = f"a prediction {list(value.shape)} does not have the {tokens} tokens of this rank of cp in dim 1"
+        fix = "prediction_loss_only=True, ignore_keys with its name, or a mesh without cp"
+        raise ModelError(Problem("trainer-option", what, fix=fix))
+    return gather_sequence(parallel, value)
+
+
+def over_sequences(loss: T, mesh: Any) -> T:
+    """The sum over `cp` of the parts of a loss: each of its ranks has computed that of its tokens."""
+    if mesh_spec(mesh).ranks("cp") == 1:
+        return loss
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=axis_group(mesh, "cp"))
+    return total
 
 
 def data_group(mesh: Any) -> Any:

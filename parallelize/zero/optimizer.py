@@ -64,6 +64,7 @@ def build_optimizer(
     """
     name = optimizer.__name__
     data = data_of(module)
+    take_later(data)
     steps_locally = name in ELEMENTWISE if elementwise is None else elementwise
     gathers_itself = bool(getattr(optimizer, "gathers_itself", False))
     if not steps_locally and not gathers_itself:
@@ -82,12 +83,18 @@ def build_optimizer(
         local_optimizer(built, elementwise=True)
     if offload_state:
         offloaded_state.offload_state(built, by_parameter=steps_locally and not gathers_itself)
-    if any(shard.stepped is not shard.param for shard in shards.values()):
-        _wrap_steps(built, module, shards)
+    if data is not None and any(shard.stepped is not shard.param for shard in shards.values()):
+        _wrap_steps(built, module, data)
     mesh = mesh_of(module)
     if mesh is not None:
         agree_on_overflow(built, mesh)
     return built
+
+
+def take_later(data: DataRecord | None) -> None:
+    """Let the data axes take in what trains only since then."""
+    if data is not None and data.later is not None:
+        data.later.take()
 
 
 def _names_of_stepped(module: nn.Module, shards: dict[int, OptimizerShard]) -> dict[int, tuple[str, ...]]:
@@ -158,12 +165,12 @@ def _stepped(item: Any, module: nn.Module, shards: dict[int, OptimizerShard]) ->
     return item
 
 
-def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, OptimizerShard]) -> None:
+def _wrap_steps(built: Optimizer, module: nn.Module, data: DataRecord) -> None:
     """Around the optimizer's own `step`, `zero_grad` and `add_param_group`: gradients in, parameters out."""
     inner_step, inner_zero, inner_add = built.step, built.zero_grad, built.add_param_group
     any_built: Any = built
     own_class: Any = type(built)
-    by_stepped = {id(shard.stepped): shard for shard in shards.values()}
+    by_stepped = {id(shard.stepped): shard for shard in data.shards}
 
     def stepped_shards() -> list[OptimizerShard]:
         """Those of this optimizer: the model may have others."""
@@ -195,7 +202,9 @@ def _wrap_steps(built: Optimizer, module: nn.Module, shards: dict[int, Optimizer
                 shard.param.grad.detach().zero_()
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        inner_add(_stepped(param_group, module, shards))
+        take_later(data)
+        by_stepped.update((id(shard.stepped), shard) for shard in data.shards)
+        inner_add(_stepped(param_group, module, {id(shard.param): shard for shard in data.shards}))
 
     save_masters(built, lambda parameter: by_stepped.get(id(parameter)))
     built.add_param_group = MethodType(add_param_group, built)  # type: ignore[method-assign]

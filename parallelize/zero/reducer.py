@@ -61,7 +61,8 @@ class Reducer:
     Args:
         managed: the parameters whose gradients are reduced.
         dtype: the dtype of the sums. None: each parameter's own.
-        frozen: parameters that require no gradient now. One that has a gradient at the end of a step is refused.
+        frozen: parameters that require no gradient now. One that has a gradient at the end of a step, and was not given to
+            `manage`, is refused.
         current: returns the names and parameters of the model as it is now. One that was added is refused at the end of a
             step in which it has a gradient.
         after: called when all gradients of a step are reduced.
@@ -84,17 +85,14 @@ class Reducer:
         defer: bool = False,
     ):
         self.specs, self.defer = specs or {}, defer
-        self.splits = any(parameter.groups.shard is not None for parameter in managed)
-        # what is not split is stored in full, and reduced once per step: a backward would add to sums that are on their way
-        self.managed = [replace(p, late=p.late or (self.splits and not p.is_split)) for p in managed]
-        self.dtype, self.frozen, self.after, self.current = dtype, frozen, after, current
-        self._known = {id(parameter.param) for parameter in (*self.managed, *frozen)}
-        self._pool = BufferPool()
+        self.splits = any(parameter.groups.shard is not None for parameter in (*managed, *frozen))
+        self.dtype, self.frozen, self.after, self.current = dtype, list(frozen), after, current
+        self.before_step: Callable[[], None] | None = None  # called before a step of several backwards
+        self._bucket_bytes, self._pool = bucket_bytes, BufferPool()
         self._nodes: list[Any] = []  # referenced here, or PyTorch would make new nodes without our hooks
-        self.buckets = list(self._make_buckets(bucket_bytes))
-        self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
-        self._stages = sorted({bucket.stage for bucket in self.buckets})
-        self._by_stage = {stage: [b for b in self.buckets if b.stage == stage] for stage in self._stages}
+        self.managed: list[ReducedParameter] = []
+        self._known = {id(parameter.param) for parameter in frozen}
+        self.buckets: list[Bucket] = []
         self._next: dict[int, int] = {}  # stage -> index of the next bucket to send
         self._held: set[int] = set()  # stages that reduce nothing for now
         self._open: set[int] = set()  # stages with a backward that is still to be reduced
@@ -102,7 +100,24 @@ class Reducer:
         self._auto_flush = False
         self._queued: int | None = None  # the backward at whose end `_end_of_backward` is called
         self._flying: list[Bucket] = []
-        for parameter in self.managed:
+        self.manage(managed)
+
+    def manage(self, parameters: Sequence[ReducedParameter]) -> None:
+        """Reduce the gradients of these parameters from now on: between two backwards, on all data ranks."""
+        # what is not split is stored in full, and reduced once per step: a backward would add to sums that are on their way
+        managed = [replace(p, late=p.late or (self.splits and not p.is_split)) for p in parameters]
+        ids = {id(parameter.param) for parameter in managed}
+        self.frozen = [parameter for parameter in self.frozen if id(parameter.param) not in ids]
+        self._known |= ids
+        self.managed += managed
+        self.buckets += self._make_buckets(managed)
+        self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
+        self._stages = sorted({bucket.stage for bucket in self.buckets})
+        self._by_stage = {stage: [b for b in self.buckets if b.stage == stage] for stage in self._stages}
+        if self._held:
+            self._held |= set(self._stages)
+            self._open |= set(self._stages)
+        for parameter in managed:
             param: Any = parameter.param
             if self._grad_dtype(param) != param.dtype:
                 param.grad_dtype = None  # autograd then accepts a gradient that is wider than the parameter
@@ -123,9 +138,13 @@ class Reducer:
     def _grad_dtype(self, param: Any) -> torch.dtype:
         return self.dtype or param.dtype
 
-    def _make_buckets(self, bucket_bytes: int) -> Iterable[Bucket]:
-        for indices in partition([self._size(parameter) for parameter in self.managed], bucket_bytes):
-            yield self._bucket([self.managed[index] for index in indices])
+    def thawed(self) -> list[ReducedParameter]:
+        """Those that were frozen and train now, except copies of a tied parameter, of which other stages know nothing."""
+        return [parameter for parameter in self.frozen if parameter.param.requires_grad and not parameter.late]
+
+    def _make_buckets(self, managed: Sequence[ReducedParameter]) -> Iterable[Bucket]:
+        for indices in partition([self._size(parameter) for parameter in managed], self._bucket_bytes):
+            yield self._bucket([managed[index] for index in indices])
 
     def _size(self, parameter: ReducedParameter) -> GradientSize:
         param = parameter.param
@@ -219,6 +238,8 @@ class Reducer:
 
         `auto_flush`: the caller does not call `flush`; the end of each backward does.
         """
+        if self.before_step is not None:
+            self.before_step()
         self._in_step, self._auto_flush = True, auto_flush
         for bucket in self.buckets:
             bucket.reopen()

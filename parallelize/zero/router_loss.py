@@ -142,9 +142,9 @@ class RouterCalls:
         mask, rows = arguments.get("attention_mask"), forward_rows(module, arguments)
         if mask is not None and mask.shape != (rows.batch, rows.length):
             return  # with a cache, in which the function of `transformers` has its own opinion
-        _current.forward = _RouterForward(
-            rows, mask, self.data, _choices_of(module) if self.staged else None, self.carried
-        )
+        context, top_k = applied(module).context, _choices_of(module) if self.staged else None
+        sequences = Group.alone() if context is None else context.group
+        _current.forward = _RouterForward(rows, mask, self.data, sequences, top_k, self.carried)
         self.carried = None
 
     def leave(self, *_: Any) -> None:
@@ -211,13 +211,28 @@ class _RouterForward:
     Args:
         rows: the tokens of this rank.
         mask: [batch, length], 0 for padding; or None.
-        data: the ranks with other samples or tokens.
+        data: the ranks with other samples or tokens. sequences: those of them with other tokens of the same samples, of `cp`.
         top_k: the number of choices of a token on a pipeline stage, whose routers are read by hooks; None without stages.
         sums: those of earlier pipeline stages.
     """
 
-    def __init__(self, rows: ForwardRows, mask: T | None, data: Group, top_k: int | None, sums: RouterSums | None):
-        self.rows, self.mask, self.data, self.top_k, self.sums = rows, mask, data, top_k, sums
+    def __init__(
+        self,
+        rows: ForwardRows,
+        mask: T | None,
+        data: Group,
+        sequences: Group,
+        top_k: int | None,
+        sums: RouterSums | None,
+    ):
+        self.rows, self.mask, self.data, self.sequences, self.top_k, self.sums = (
+            rows,
+            mask,
+            data,
+            sequences,
+            top_k,
+            sums,
+        )
         self.logits: list[T] = []
 
     def add_logits(self) -> None:
@@ -255,7 +270,7 @@ class _RouterForward:
         if self.sums is None:
             return 0
         # asked here: before its first unit, a pipeline stage runs without gradients
-        data = self.data if torch.is_grad_enabled() else Group.alone()
+        data = self.data if torch.is_grad_enabled() else self.sequences  # without a graph: of this data rank's samples
         counts, probabilities, rows, divided = self.sums.parts()
         shared = torch.cat([counts, rows.reshape(1)])
         for group in (data, self.rows.sequence) if divided else (data,):

@@ -14,7 +14,7 @@ Source: ZeRO, arXiv:1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,26 +27,34 @@ from parallelize.applied.early_optimizers import refuse_early_optimizers
 from parallelize.applied.gradient_guard import guard_gradients
 from parallelize.applied.offloaded_models import refuse_offloaded
 from parallelize.applied.other_wrappers import refuse_wrapped, refuse_wrappers
-from parallelize.applied.records import applied, cut_of, facts_of, mark_applied, record_of, resolution_so_far
-from parallelize.applied.sharding import join_tied_slots, rows_by_name
+from parallelize.applied.records import applied, facts_of, mark_applied, record_of, resolution_so_far
+from parallelize.applied.sharding import join_tied_slots
 from parallelize.applied.step_results import expected
 from parallelize.applied.stock_methods import guard_replacing_methods, guard_stock_methods
 from parallelize.applied.user_initializers import guard_initializers
-from parallelize.comm.groups import Group, mesh_spec
+from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on
 from parallelize.errors import MeshError, ModelError, Problem, short_list
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.mixed_rows import check_batch_parts
-from parallelize.plan.parameter_shards import shards_of
 from parallelize.plan.resolve import for_model
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.units import zero_units
 from parallelize.zero.data_options import DataOptions
-from parallelize.zero.data_ranks import DataRanks, DataRanksOf
+from parallelize.zero.data_ranks import DataRanksOf
 from parallelize.zero.fsdp import FsdpEngine, apply_fsdp
-from parallelize.zero.optimizer_shards import OptimizerShard, split_spec
+from parallelize.zero.later_parameters import LaterParameters
+from parallelize.zero.optimizer_shards import OptimizerShard
 from parallelize.zero.other_optimizers import refuse_steps, watch_optimizers
+from parallelize.zero.reduced_parameters import (
+    RefusesCasts,
+    cast_parameters,
+    master_dtype_of,
+    optimizer_shard,
+    reduced_parameters,
+    stepped_in_shards,
+)
 from parallelize.zero.reducer import BUCKET_BYTES, ReducedParameter, Reducer
 from parallelize.zero.replicas import compare_data_ranks, data_group
 from parallelize.zero.router_loss import share_router_loss
@@ -65,6 +73,7 @@ class DataRecord:
             optimizer steps it (stages 0 to 2).
         masters: whether the optimizer steps float32 copies, because parameters are narrower.
         compute: the dtype of compute, where parameters are stored in a wider one (stage 3).
+        later: takes in parameters that train only since then (stages 0 to 2).
     """
 
     zero: int
@@ -73,14 +82,10 @@ class DataRecord:
     shards: list[OptimizerShard] = field(default_factory=list)
     masters: bool = False
     compute: torch.dtype | None = None
+    later: LaterParameters | None = None
 
     def __deepcopy__(self, memo: dict) -> None:
         """A copy of a model has no record: nothing reduces or steps its parameters (see `guard_gradients`)."""
-
-
-def stepped_in_shards(shard: OptimizerShard, zero: int) -> bool:
-    """Whether no optimizer but that of `build_optimizer` can step a parameter itself."""
-    return shard.has_master or (zero == 2 and shard.group.size > 1)
 
 
 def data_of(module: nn.Module) -> DataRecord | None:
@@ -179,7 +184,7 @@ def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan,
 def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolved: ResolvedPlan) -> None:
     """ZeRO 3."""
     if options.dtype is not None and not options.low_precision:  # `fully_shard` is only told a dtype of compute
-        cast_parameters(module, options.dtype)
+        cast_parameters(module.modules(), options.dtype)
     engine = apply_fsdp(module, mesh, options, resolved)
     watch_optimizers()
     guard_initializers(module)
@@ -195,46 +200,24 @@ def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     ranks_of = DataRanksOf(mesh, zero, record_of(module))
     master_dtype = torch.float32 if masters else None
     shards = [
-        _shard(parameter, ranks, _master_dtype(parameter.param, options, master_dtype))
-        for parameter, ranks in _reduced_parameters(module, resolved, ranks_of)
+        optimizer_shard(parameter, ranks, master_dtype_of(parameter.param, options, master_dtype))
+        for parameter, ranks in reduced_parameters(module, resolved, ranks_of)
     ]
     if options.dtype is not None:
-        cast_parameters(module, options.dtype)
-    parameters = [parameter for parameter, _ in _reduced_parameters(module, resolved, ranks_of)]
+        cast_parameters(module.modules(), options.dtype)
+    parameters = [parameter for parameter, _ in reduced_parameters(module, resolved, ranks_of)]
     reducer = _reducer(module, mesh, parameters, shards, options, options.reduce_dtype or master_dtype)
-    module.register_forward_pre_hook(_RefusesCasts(shards))
+    casts = RefusesCasts(shards)
+    module.register_forward_pre_hook(casts)
     guard_replacing_methods(module)
-    record = DataRecord(zero, mesh, reducer, shards, masters)
+    later = LaterParameters(module, mesh, zero, options, master_dtype, reducer, shards, casts)
+    module.register_forward_pre_hook(later)
+    record = DataRecord(zero, mesh, reducer, shards, masters, later=later)
     mark_applied(module, data=record)
     refuse_steps(shard.param for shard in shards if stepped_in_shards(shard, zero))
     for name, owner in module.named_modules():
         if owner._parameters:
             owner.register_load_state_dict_post_hook(partial(_after_load, record, f"{name}." if name else ""))
-
-
-def _master_dtype(parameter: Any, options: DataOptions, master: torch.dtype | None) -> torch.dtype | None:
-    """The dtype of the copy that the optimizer steps: float64 parameters keep theirs, where compute is narrower."""
-    if parameter.dtype != torch.float64:
-        return master
-    return torch.float64 if options.low_precision else None
-
-
-class _RefusesCasts:
-    """Before a forward: the parameters still have the dtype and device of the buffers in which gradients are summed."""
-
-    def __init__(self, shards: Sequence[OptimizerShard]):
-        self.expected = [(shard.name, shard.param, shard.param.dtype, shard.param.device) for shard in shards]
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        for name, parameter, dtype, device in self.expected:
-            if parameter.dtype is not dtype or parameter.device != device:
-                now = f"{parameter.dtype} on {parameter.device}"
-                what = f"{name} is {now}; it was {dtype} on {device} when shard_data made buffers for its gradient"
-                fix = "cast and move the model before shard_data, or give it dtype="
-                raise ModelError(Problem("cast-after-sharding", what, fix=fix))
-
-    def __deepcopy__(self, memo: dict) -> _RefusesCasts:
-        return _RefusesCasts(())
 
 
 def _sums_are_wider(module: nn.Module, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> bool:
@@ -305,38 +288,6 @@ def _check(module: nn.Module, spec: MeshSpec, zero: int) -> None:
     check_batch_parts(dict(module.named_modules()), spec)
 
 
-def _reduced_parameters(
-    module: nn.Module, resolved: ResolvedPlan, ranks_of: DataRanksOf
-) -> Iterator[tuple[ReducedParameter, DataRanks]]:
-    """Every parameter once, with the pipeline stage that its gradient comes from, and its data ranks."""
-    cut, record = cut_of(module), record_of(module)
-    planned = rows_by_name(record) if record is not None else {}
-    local = {
-        name: shard for shard in shards_of(resolved, cut.group.rank if cut is not None else 0) for name in shard.names
-    }
-    names_of: dict[int, list[str]] = {}
-    params: dict[int, Any] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        names_of.setdefault(id(param), []).append(name)
-        params[id(param)] = param
-    for key, names in names_of.items():
-        shard = next((local[name] for name in names if name in local), None)
-        ranks = ranks_of([planned[name] for name in names if name in planned])
-        if shard is None:  # added after the plan was applied
-            reduced = ReducedParameter(names[0], params[key], resolved.stage_of(names[0]))
-        else:
-            uses = len(names) if shard.name in planned else 1
-            reduced = ReducedParameter(names[0], params[key], shard.stage, shard.late, uses)
-        yield replace(reduced, groups=ranks.gradient_groups), ranks
-
-
-def _shard(parameter: ReducedParameter, ranks: DataRanks, master: torch.dtype | None) -> OptimizerShard:
-    if parameter.param.ndim == 0:  # every rank steps a scalar
-        return OptimizerShard(parameter.name, parameter.param, Group.alone(), None, master)
-    spec = split_spec(parameter.param, ranks.mesh, ranks.shard_axis) if ranks.zero else None
-    return OptimizerShard(parameter.name, parameter.param, ranks.split_group, spec, master)
-
-
 def make_contiguous(module: nn.Module) -> None:
     """Make parameters contiguous, as gradients are: fused optimizers assume that both have the same strides."""
 
@@ -346,15 +297,3 @@ def make_contiguous(module: nn.Module) -> None:
     for owner in module.modules():
         if any(p is not None and not p.is_contiguous() for p in owner._parameters.values()):
             owner._apply(dense, recurse=False)
-
-
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point parameters; buffers (rotary tables) keep their dtype."""
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-        return tensor.to(dtype) if is_weight else tensor
-
-    for owner in module.modules():
-        if owner._parameters:
-            owner._apply(cast, recurse=False)

@@ -362,3 +362,13 @@ def test_large_models_are_explained_in_little_memory(tmp_path, model, mesh, more
     peak_kb = int(re.findall(r"^VmHWM:\s+(\d+) kB$", process.stderr, re.MULTILINE)[-1])
     assert peak_kb < 1.5e6
     assert json.loads((tmp_path / "out.json").read_text())["num_parameters"] > 8e9
+
+
+def test_offloaded_state_is_not_on_the_device():
+    """Float32 copies of bfloat16 weights stay, as they are no state."""
+    options = dict(sequence=16, batch=2, zero=1, dtype="bfloat16")
+    stored, offloaded = (
+        explain(subject("llama").source, None, "dp=2", offload_state=offload, **options).ranks[0].memory
+        for offload in (False, True)
+    )
+    assert stored.optimizer == 3 * offloaded.optimizer > 0 and stored.parameters == offloaded.parameters

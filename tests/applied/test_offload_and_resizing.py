@@ -114,3 +114,17 @@ def test_resizing_around_a_part_that_has_a_plan():
                     model.resize_token_embeddings(size + 16, mean_resizing=False)
 
     run_ranks(2, body)
+
+
+def test_a_move_that_changes_nothing_is_none():
+    """PyTorch replaces DTensors in every `.to()`, which nothing may refer to weakly then."""
+    initial = tiny_model("llama")
+    models = [copy.deepcopy(initial) for _ in range(4)]
+
+    def body(rank):
+        parallel = parallelize_model(models[rank], build_mesh("cpu", dp=2, tp=2), zero=2)
+        before = list(parallel.module.parameters())
+        parallel.module.to("cpu")
+        return all(a is b for a, b in zip(before, parallel.module.parameters(), strict=True))
+
+    assert all(run_ranks(4, body))

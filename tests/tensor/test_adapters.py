@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from parallelize import build_mesh, full_gradients, parallelize_module
-from parallelize.errors import ParallelizeError
+from parallelize.errors import ParallelizeError, PlanError
+from parallelize.mesh import MeshSpec
+from parallelize.plan.model_facts import describe
+from parallelize.plan.resolve import resolve
 from parallelize.zero.buckets import to_local
-from tests.support.models import tiny_batch
+from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import compare, planned_run, reference_run, worst
 from tests.support.threads import run_ranks
 from tests.tensor.adapted_models import adapted_model
@@ -230,6 +233,18 @@ def test_parts_that_are_no_plain_linears_are_refused():
     assert "BlockDiagonal" in str(refused(peft.get_peft_model(tiny_model("llama"), blocks)))
     bare = peft.LoraConfig(r=2, target_modules=[], target_parameters=["q_proj.weight"])
     assert "parameter weight" in str(refused(peft.get_peft_model(tiny_model("llama"), bare)))
+
+
+@pytest.mark.parametrize(("kind", "spec"), [("prompts", MeshSpec(pp=2)), ("tokens", MeshSpec(tp=2))])
+def test_what_an_axis_would_divide_is_refused(kind, spec):
+    import peft
+
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    tokens = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 5])
+    model = peft.get_peft_model(tiny_model("llama"), prompts if kind == "prompts" else tokens)
+    with pytest.raises(PlanError, match="pipeline stage" if kind == "prompts" else "trainable_token_indices") as error:
+        resolve(None, describe(model), spec)
+    assert error.value.slugs == ("unplanned-adapter",)
 
 
 def test_an_adapter_on_a_head_whose_logits_are_deferred_is_refused():

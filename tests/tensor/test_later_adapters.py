@@ -103,3 +103,19 @@ def test_adapters_of_the_sizes_of_shards_are_refused():
         assert error.value.slugs == ("added-parameter",)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("call", ["dora", "pissa", "add_weighted_adapter"])
+def test_what_reads_full_weights_is_refused(call):
+    copies = [tiny_model("llama") for _ in range(2)]
+    options = {"dora": {"use_dora": True}, "pissa": {"init_lora_weights": "pissa"}}.get(call, {})
+
+    def body(rank):
+        model = parallelize_module(copies[rank], build_mesh("cpu", tp=2))
+        with LOCK, pytest.raises(ModelError, match="reads full weights") as error:
+            torch.manual_seed(0)
+            model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **options))
+            model.add_weighted_adapter(["default"], [0.5], "mixed")
+        assert error.value.slugs == ("unplanned-adapter",)
+
+    run_ranks(2, body)

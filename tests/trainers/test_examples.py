@@ -62,3 +62,9 @@ def test_accelerate_and_fabric(run):
     pytest.importorskip("lightning_fabric", exc_type=ImportError)
     beside = losses(run("accelerate_loop.py", 2, "dp=2"))
     assert len(beside) == 2 and losses(run("fabric_loop.py", 4, "2", "2")) == beside
+
+
+def test_the_trainer_of_lightning(run):
+    pytest.importorskip("lightning.pytorch", exc_type=ImportError)
+    printed = losses(run("lightning_trainer.py", 4, "2", "2"))
+    assert len(printed) == 2 and losses(run("fabric_loop.py", 2, "2", "1")) == printed

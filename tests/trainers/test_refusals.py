@@ -23,9 +23,9 @@ from tests.trainers.trainer_jobs import arguments, counted_loss, launched, run_t
 pytest.importorskip("accelerate")
 
 
-def refused(stages=False, settings=None, **keywords):
+def refused(stages=False, settings=None, mesh=None, **keywords):
     """The settings that are refused of a trainer on some mesh."""
-    trainer = SimpleNamespace(has_stages=stages, parallel=SimpleNamespace(module=torch.nn.Linear(1, 1)))
+    trainer = SimpleNamespace(has_stages=stages, parallel=SimpleNamespace(module=torch.nn.Linear(1, 1), mesh=mesh))
     with launched(1), pytest.raises(ModelError) as caught:
         served.refuse_options(trainer, arguments("nowhere", **(settings or {})), keywords)
     assert set(caught.value.slugs) == {"trainer-option"}
@@ -48,6 +48,15 @@ def test_settings_that_stages_do_not_serve():
     assert refused(True, settings, compute_loss_func=counted_loss) == [f"{name} on a mesh with pp" for name in names]
 
 
+def test_settings_that_parts_of_sequences_do_not_serve(monkeypatch):
+    monkeypatch.setattr(served, "mesh_spec", lambda _: MeshSpec(cp=2))
+    names = ["compute_loss_func", "label_smoothing_factor", "torch_compile"]
+    settings = {"label_smoothing_factor": 0.1, "torch_compile": True}
+    assert refused(False, settings, "cp", compute_loss_func=counted_loss) == [
+        f"{name} on a mesh with cp" for name in names
+    ]
+
+
 def test_settings_that_read_full_logits(monkeypatch):
     options = SimpleNamespace(loss_parallel=True, fuse_loss=False)
     monkeypatch.setattr(served, "resolution_of", lambda _: SimpleNamespace(options=options))
@@ -59,10 +68,9 @@ def test_other_models_and_meshes(monkeypatch):
     with pytest.raises(ModelError, match="trainer-model: the model is a Linear"):
         ParallelTrainer(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     parallel, args = SimpleNamespace(mesh=None), SimpleNamespace(world_size=1)
-    for spec, what in ((MeshSpec(cp=2), "divides sequences over cp"), (MeshSpec(tp=4), "the trainer sees 1 processes")):
-        monkeypatch.setattr(served, "mesh_spec", lambda _, spec=spec: spec)
-        with pytest.raises(MeshError, match=f"trainer-mesh: .*{what}"):
-            served.refuse_other_meshes(parallel, args)  # type: ignore[arg-type]
+    monkeypatch.setattr(served, "mesh_spec", lambda _: MeshSpec(tp=4))
+    with pytest.raises(MeshError, match=r"trainer-mesh: .*the trainer sees 1 processes"):
+        served.refuse_other_meshes(parallel, args)  # type: ignore[arg-type]
 
 
 def test_other_versions_and_trainers():

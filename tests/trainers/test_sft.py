@@ -25,6 +25,7 @@ PACKED = dict(packing=True, max_length=16)
         swept({"dp": 2}, dict(zero=2), ROUTED, id="ZeRO 2, router loss, accumulation"),
         swept({"dp": 2, "tp": 2}, dict(zero=3), SPLIT, id="ZeRO 3, tp, accumulation"),
         swept({"pp": 2}, dict(num_microbatches=4), {}, id="pp"),
+        swept({"dp": 2, "cp": 2}, dict(zero=1), SPLIT, id="ZeRO 1, cp, accumulation"),
     ],
 )
 def test_sft_is_that_of_one_process(ranks, tmp_path, axes, options, settings):

@@ -34,6 +34,11 @@ PAIRS = [
         marks=pytest.mark.sweep,
         id="ep to ZeRO 3",
     ),
+    pytest.param(
+        *({"dp": 2, "cp": 2}, dict(zero=1), {"tp": 2}, {}, {}),
+        marks=pytest.mark.sweep,
+        id="ZeRO 1 x cp to tp",
+    ),
 ]
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 
 SPLIT = dict(gradient_accumulation_steps=2, per_device_train_batch_size=4)
 ROUTED = dict(family="mixtral", config={"output_router_logits": True})
-TP, DP, PP = {"tp": 2}, {"dp": 2}, {"pp": 2}
+TP, DP, PP, CP = {"tp": 2}, {"dp": 2}, {"pp": 2}, {"cp": 2}
 BOTH, STAGES = {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}
 swept = partial(pytest.param, marks=pytest.mark.sweep)
 
@@ -23,6 +23,12 @@ CASES = [
     pytest.param(PP, dict(num_microbatches=4), {}, id="pp"),
     pytest.param(BOTH, dict(zero=1, ep=4), ROUTED, id="ZeRO 1, ep, router loss"),
     pytest.param(BOTH, dict(zero=2, sequence_parallel=True), dict(adapter="lora"), id="LoRA"),
+    pytest.param({"dp": 2, "cp": 2}, dict(zero=1), SPLIT, id="ZeRO 1, cp, accumulation"),
+    swept({"dp": 2, "cp": 2}, dict(zero=3, ulysses=2), {}, id="cp by ulysses"),
+    swept({"cp": 2, "tp": 2}, dict(sequence_parallel=True, loss_parallel=True), {}, id="cp, tp, loss parallel"),
+    swept({"pp": 2, "cp": 2}, dict(num_microbatches=4), {}, id="pp, cp"),
+    swept({"dp": 2, "cp": 2}, dict(zero=2), dict(adapter="lora"), id="LoRA, cp"),
+    swept({"dp": 2, "cp": 2}, dict(ep=2), ROUTED, id="ep, cp, router loss"),
     swept({"pp": 2, "tp": 2}, dict(num_microbatches=4), dict(adapter="lora"), id="LoRA, pp, tp"),
     swept(DP, dict(zero=3), dict(adapter="dora"), id="DoRA, ZeRO 3"),
     swept(TP, {}, {}, id="tp"),
@@ -49,9 +55,14 @@ SETTINGS = {
     "max_grad_norm": dict(max_grad_norm=0),
     "optim": dict(optim="sgd"),
 }
-ON = {"pp": (PP, dict(num_microbatches=4)), "ZeRO 2": (DP, dict(zero=2)), "tp": (TP, dict(loss_parallel=True))}
+ON = {
+    "pp": (PP, dict(num_microbatches=4)),
+    "ZeRO 2": (DP, dict(zero=2)),
+    "tp": (TP, dict(loss_parallel=True)),
+    "cp": (CP, {}),
+}
 OF_FULL_LOGITS = ("label_smoothing_factor", "compute_loss_func", "torch_compile")
-REFUSED = {(mesh, name) for mesh in ("pp", "tp") for name in OF_FULL_LOGITS}
+REFUSED = {(mesh, name) for mesh in ("pp", "tp", "cp") for name in OF_FULL_LOGITS}
 SLOW = {("pp", "dataloader_num_workers"), ("ZeRO 2", "dataloader_num_workers")}
 IN_MINUTES = {("pp", "compute_metrics"), ("ZeRO 2", "compute_loss_func"), ("ZeRO 2", "compute_metrics")}
 
@@ -95,7 +106,7 @@ def test_settings_that_read_logits_work_on_full_ones(ranks, tmp_path, setting):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("mesh", ["ZeRO 2", "tp"])
+@pytest.mark.parametrize("mesh", ["ZeRO 2", "tp", "cp"])
 def test_packed_rows_work(ranks, tmp_path, mesh):
     axes, options = ON[mesh]
     expected = jobs.packed(0, str(tmp_path / "one"), None)
@@ -110,8 +121,9 @@ def test_generation_in_evaluation_works(ranks, tmp_path, mesh):
 
 
 @pytest.mark.sweep
-def test_generation_on_stages_is_refused(ranks, tmp_path):
-    axes, options = ON["pp"]
+@pytest.mark.parametrize("mesh", ["pp", "cp"])
+def test_generation_on_stages_and_parts_of_sequences_is_refused(ranks, tmp_path, mesh):
+    axes, options = ON[mesh]
     with pytest.raises(AssertionError, match=r"ModelError: (\S+): "):
         ranks(axes, jobs.generation, str(tmp_path), axes, options)
 

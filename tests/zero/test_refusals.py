@@ -24,17 +24,6 @@ def test_data_axes_applied_twice(zero):
             shard_data(block, mesh, zero)
 
 
-@pytest.mark.parametrize("zero", [0, 2])
-def test_a_parameter_that_is_unfrozen_afterwards(zero):
-    block = Block()
-    block.up.weight.requires_grad_(False)
-    with small_mesh(dp=2) as mesh:
-        shard_data(block, mesh, zero)
-        block.up.weight.requires_grad_()
-        with refused(ModelError, "unmanaged-parameter", "up.weight", "frozen"):
-            block(torch.randn(3, WIDTH)).sum().backward()
-
-
 def test_a_unit_that_no_module_matches():
     block = Block()
     with small_mesh(dp=2) as mesh, refused(ModelError, "unmatched-unit", "'dwon'", "`down`"):
@@ -49,23 +38,38 @@ def test_a_cast_after_buffers_were_made(zero):
             block(torch.randn(3, WIDTH, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_head_that_is_added_afterwards(zero):
+def test_a_parameter_that_is_unfrozen_between_forward_and_backward():
+    block = Block()
+    block.up.weight.requires_grad_(False)
+    with small_mesh(dp=2) as mesh:
+        shard_data(block, mesh, 0)
+        hidden = block(torch.randn(3, WIDTH))
+        block.up.weight.requires_grad_()
+        with refused(ModelError, "unmanaged-parameter", "up.weight", "frozen"):
+            (hidden.sum() + block.up.weight.sum()).backward()
+
+
+def test_a_head_that_is_added_afterwards():
+    """Of ZeRO 3: the modules of a unit are gathered together."""
     initial = nn.Sequential(Block())
     models = [copy.deepcopy(initial) for _ in range(2)]
     head = nn.Linear(WIDTH, WIDTH)
 
     def body(rank: int) -> None:
-        units = {"units": ["0"]} if zero == 3 else {}
-        model = shard_data(models[rank], build_mesh("cpu", dp=2), zero, **units)
+        model = shard_data(models[rank], build_mesh("cpu", dp=2), 3, units=["0"])
         model.append(copy.deepcopy(head))
         with refused(ModelError, "unmanaged-parameter", "1.weight", "added after shard_data"):
             build_optimizer(model, torch.optim.SGD, lr=0.1)
-        if zero < 3:
-            with refused(ModelError, "unmanaged-parameter", "1.weight", "added after shard_data"):
-                model(torch.randn(3, WIDTH)).sum().backward()
 
     run_ranks(2, body)
+
+
+def test_dropout_that_is_added_afterwards():
+    with small_mesh(dp=2) as mesh:
+        model = shard_data(nn.Sequential(Block()), mesh, 1)
+        model.append(nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)))
+        with refused(ModelError, "added-parameter", "dropout of 0.5", "lora_dropout=0"):
+            model(torch.randn(3, WIDTH))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

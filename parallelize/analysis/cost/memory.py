@@ -205,8 +205,8 @@ def stored_bytes(shards: Sequence[ParameterShard], setting: Setting) -> StoredBy
     in_float32 = setting.low_precision or setting.zero == 3
     stepped_item = max(4, setting.compute_bytes) if in_float32 else setting.compute_bytes
     copy_item = 4 if setting.low_precision and setting.zero < 3 else 0
-    state_item = STATE_BYTES[setting.optimizer] * stepped_item // 4 + copy_item
-    gradients, optimizer = elements.gradients * setting.gradient_bytes, elements.optimizer * state_item
+    state_item = 0 if setting.offload_state else STATE_BYTES[setting.optimizer] * stepped_item // 4
+    gradients, optimizer = elements.gradients * setting.gradient_bytes, elements.optimizer * (state_item + copy_item)
     return StoredBytes(values * item + code_bytes, gradients, optimizer)
 
 

@@ -29,6 +29,7 @@ class Setting(Options):
         sequence: tokens of a sequence.
         weights_dtype: the dtype of stored weights; compute has `dtype`, which is the same by default.
         optimizer: a key of STATE_BYTES.
+        offload_state: whether optimizer state is in host memory between steps, as `build_optimizer(offload_state=True)` has it.
         transport: "nccl" or "gloo", which use different ops for some collectives.
     """
 
@@ -37,6 +38,7 @@ class Setting(Options):
     sequence: int = 2048
     weights_dtype: str = "float32"
     optimizer: str = "adamw"
+    offload_state: bool = False
     transport: str = "nccl"
 
     def __post_init__(self) -> None:

@@ -48,9 +48,9 @@ from parallelize.tensor.balanced_routing import experts_of
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
 from parallelize.vocabulary.loss.losses import valid_tokens
 from parallelize.zero.buckets import to_local
+from parallelize.zero.reduced_parameters import cast_parameters
 from parallelize.zero.router_loss import asks_for_router_loss
 from parallelize.zero.router_sums import recorded_routers
-from parallelize.zero.shard_data import cast_parameters
 
 T = torch.Tensor
 RECORDED_OPTIONS = (
@@ -140,7 +140,7 @@ def _apply(model: nn.Module, mesh: DeviceMesh, full: ResolvedPlan, options: Opti
         units = [fqn for fqn in full.recompute_units[::every] if not any(_inside(fqn, layer) for layer in left_out)]
         recompute(model, options.recompute, units=units, save=options.recompute_save)
     if options.dtype is not None:
-        cast_parameters(model, getattr(torch, options.dtype))
+        cast_parameters(model.modules(), getattr(torch, options.dtype))
 
 
 def _routers(model: nn.Module, stages: Stages | None) -> dict[str, int]:

@@ -15,6 +15,7 @@ from parallelize.checkpoint.export.changed_tensors import Digests, changed_names
 from parallelize.checkpoint.export.exchange import Receivers
 from parallelize.checkpoint.export.iteration import BucketIterator
 from parallelize.checkpoint.export.local_values import LocalValues, Values, view_of
+from parallelize.checkpoint.export.remembered_exporters import planned_before, remember
 from parallelize.checkpoint.export.rounds import Rounds
 from parallelize.checkpoint.export.weight_buckets import (
     BucketPlan,
@@ -60,7 +61,8 @@ def export_weights(
     """Full tensors of a model, in buckets, on the ranks that ask. A collective over all processes, until the last bucket.
 
     Every rank iterates, also one that receives nothing. Values are those that `save_pretrained` would write, bit by bit.
-    To export again and again, build a `WeightExporter` once: it knows what each rank stores.
+    What each rank stores is compared at the first call, and again once the model's tensors, names or settings are others: a
+    model remembers it. A `WeightExporter` says the same as an object, and can also export only what has changed.
 
     Args:
         model: a module on any mesh, or a `ParallelModel`.
@@ -81,13 +83,21 @@ def export_weights(
     Cost: one exchange a bucket, of each element once to each other rank that asks, and a short message through the store.
         Memory: two buckets on a rank that asks, including the one that was yielded; on others what they send of one.
     """
-    exporter = WeightExporter(
-        model, names=names, bucket=bucket, receive=receive, dtype=dtype, device=device, mesh=mesh, timeout_s=timeout_s
-    )
+    module, on_mesh = model_on_mesh(model, mesh)
+    sync = RankSync(on_mesh.mesh, timeout_s, own_group=False)
+    settings = (names, bucket, receive, dtype, device, mesh, timeout_s)
     try:
+        exporter = planned_before(module, settings, sync)
+        if exporter is None:
+            exporter = WeightExporter(module, **_as_keywords(settings), sync=sync)
+            remember(module, settings, exporter)
         return exporter.export(only=only)
     finally:
-        exporter.close()
+        sync.close()
+
+
+def _as_keywords(settings: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(("names", "bucket", "receive", "dtype", "device", "mesh", "timeout_s"), settings, strict=True))
 
 
 class WeightExporter:
@@ -102,6 +112,7 @@ class WeightExporter:
         device: of the full tensors. Default: the model's.
         mesh: the mesh of all processes, if the model has none.
         timeout_s: how long ranks wait for one that neither asks for the next bucket nor stops.
+        sync: messages of the ranks, which the caller closes. None: of the exporter itself.
 
     Raises: those of `export_weights`, on every rank.
     Cost: building compares which elements each rank owns: a rendezvous of all ranks, without tensors.
@@ -118,11 +129,12 @@ class WeightExporter:
         device: torch.device | str | None = None,
         mesh: DeviceMesh | None = None,
         timeout_s: float = TIMEOUT_S,
+        sync: RankSync | None = None,
     ):
         self.module, self._on_mesh = model_on_mesh(model, mesh)
         self._timeout_s, self._names, self._receive = timeout_s, names, receive
         self._digests: Digests = {}
-        self._sync = RankSync(self._on_mesh.mesh, timeout_s, own_group=False)
+        self._sync = sync or RankSync(self._on_mesh.mesh, timeout_s, own_group=False)
         error: ParallelizeError | None = None
         self._described: dict[str, Any] = {}
         self._planned: tuple[str, list[BucketPlan]] = ("", [])
@@ -275,6 +287,19 @@ class WeightExporter:
                     view = view_of(values[message.name], self._local.region(message))
                     value = as_target(view, message.part).to(torch_dtype(tensor.dtype))
                     yield WeightShard(tensor.name, tensor.shape, message.target(), value)
+
+    @property
+    def key(self) -> str:
+        """What this plan of the ranks is called on every rank."""
+        return self._key
+
+    def is_current(self) -> bool:
+        """Whether this rank's tensors are laid out as when the exporter was built. Sends nothing."""
+        return self._local.current() is not None
+
+    def use(self, sync: RankSync) -> None:
+        """Exchange messages through `sync`, of the same ranks."""
+        self._sync = sync
 
     def close(self) -> None:
         """Close the process group of this exporter, if it has one of its own. Exports that have begun go on."""

@@ -59,4 +59,4 @@ def view_of(local: T, region: StridedRegion) -> T:
 
 def _layout(tensor: Any) -> tuple[Any, ...]:
     local = private.plain_local(tensor)
-    return id(tensor), local.dtype, local.shape, local.stride()
+    return id(tensor), local.dtype, local.shape, local.stride(), getattr(tensor, "placements", None)

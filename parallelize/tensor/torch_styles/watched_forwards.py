@@ -8,12 +8,12 @@ from functools import partial
 
 from torch.distributed.tensor import Shard
 
+from parallelize.applied.later_changes import when_changed
 from parallelize.applied.records import mark_applied
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.styles.contract import Conversion
 from parallelize.tensor.first_forward import FirstForwards, ShardMaker
-from parallelize.tensor.later_changes import when_changed
 from parallelize.tensor.torch_styles.linear import RowwiseParallel
 from parallelize.tensor.torch_styles.shard_misuse import linears_of
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from parallelize.tensor.later_changes import when_changed
+from parallelize.applied.later_changes import when_changed
 
 
 def test_a_graph_that_makes_modules_does_not_depend_on_the_models_of_the_process():

@@ -1,0 +1,196 @@
+"""Parameters that train only since data axes were applied, under ZeRO 0 to 2: what was unfrozen, and what was added.
+
+Both are taken in before a forward, before a step of several backwards, and before an optimizer is built. Ranks of the data axes must
+do so together: they compare the names. Values of added parameters are those of the first rank, as ranks may not be seeded alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from parallelize.applied.gradient_guard import guard_gradients
+from parallelize.applied.later_changes import when_changed
+from parallelize.applied.records import applied, cut_of, record_of, resolution_so_far
+from parallelize.comm.groups import Group, axis_group, in_groups
+from parallelize.comm.handshake import compare_facts
+from parallelize.errors import ModelError, Problem
+from parallelize.zero.buckets import to_local
+from parallelize.zero.data_options import DataOptions
+from parallelize.zero.data_ranks import DataRanks, DataRanksOf
+from parallelize.zero.optimizer_shards import OptimizerShard
+from parallelize.zero.other_optimizers import refuse_steps
+from parallelize.zero.reduced_parameters import (
+    RefusesCasts,
+    cast_parameters,
+    master_dtype_of,
+    optimizer_shard,
+    reduced_parameters,
+    stepped_in_shards,
+)
+from parallelize.zero.reducer import ReducedParameter, Reducer
+from parallelize.zero.replicas import data_group
+
+
+class LaterParameters:
+    """Takes parameters in that train only since `shard_data`: a forward hook of the model, and a call.
+
+    Args:
+        module: the model. mesh, zero, options: as it was sharded. master: the dtype of wider copies, or None.
+        reducer: of its gradients, or None. shards: of its parameters. casts: refuses casts of them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        zero: int,
+        options: DataOptions,
+        master: torch.dtype | None,
+        reducer: Reducer | None,
+        shards: list[OptimizerShard],
+        casts: RefusesCasts,
+    ):
+        self._module, self._mesh, self._zero, self._options, self._master = (
+            weakref.ref(module),
+            mesh,
+            zero,
+            options,
+            master,
+        )
+        self._reducer, self._shards, self._casts = reducer, shards, casts
+        self._known = {shard.name for shard in shards}
+        self._dropouts = weakref.WeakSet(_dropouts(module))
+        self._is_changed = False
+        if reducer is not None:
+            reducer.before_step = self.take
+        self._watch(module)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return _nothing_later
+
+    def __reduce__(self) -> Any:
+        """Raises: ModelError `model-in-groups`, as the model's record does."""
+        raise in_groups()
+
+    def _watch(self, module: nn.Module) -> None:
+        if cut_of(module) is None:  # the layers of other stages get adapters too, which this rank does not know
+            when_changed(module, partial(_changed, weakref.ref(self)))
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.take()
+
+    def changed(self) -> None:
+        """The model was given a module or a parameter."""
+        self._is_changed = True
+
+    def take(self) -> None:
+        """Reduce, and let optimizers step, what trains by now.
+
+        Raises: HandshakeError `ranks-disagree`, `ranks-missing` where data ranks do not train the same parameters; ModelError
+            `added-parameter` for what cannot be added any more.
+        """
+        module = self._module()
+        if module is None:
+            return
+        if self._is_changed:
+            plan_later = applied(module).plan_later
+            if plan_later is not None:
+                plan_later(module)
+            self._is_changed = False
+            self._watch(module)
+            self._add(self._added(module))
+        thawed = self._reducer.thawed() if self._reducer is not None else []
+        if thawed and self._reducer is not None:
+            self._agree([parameter.name for parameter in thawed])
+            self._reducer.manage(thawed)
+
+    def _added(self, module: nn.Module) -> list[tuple[ReducedParameter, DataRanks]]:
+        """Parameters under names that the model did not have. What replaced another one is refused by its gradient."""
+        record, ids = record_of(module), {id(shard.param) for shard in self._shards}
+        over_tp = record is not None and record.group.size > 1
+        ranks_of = DataRanksOf(self._mesh, self._zero, record)
+        return [
+            (parameter, ranks)
+            for parameter, ranks in reduced_parameters(module, resolution_so_far(module), ranks_of)
+            if id(parameter.param) not in ids
+            and parameter.name not in self._known
+            and (isinstance(parameter.param, DTensor) or not over_tp)  # others are of no plan
+        ]
+
+    def _add(self, added: Sequence[tuple[ReducedParameter, DataRanks]]) -> None:
+        module = self._module()
+        if not added or module is None:
+            return
+        self._agree([parameter.name for parameter, _ in added])
+        self._refuse_dropout(module)
+        for parameter, ranks in added:
+            _from_first_rank(parameter.param, ranks)
+        shards = [
+            optimizer_shard(parameter, ranks, master_dtype_of(parameter.param, self._options, self._master))
+            for parameter, ranks in added
+        ]
+        if self._options.dtype is not None:
+            names = {parameter.name.rpartition(".")[0] for parameter, _ in added}
+            cast_parameters([module.get_submodule(name) for name in sorted(names)], self._options.dtype)
+        self._shards += shards
+        self._known |= {shard.name for shard in shards}
+        self._casts.add(shards)
+        refuse_steps(shard.param for shard in shards if stepped_in_shards(shard, self._zero))
+        if self._reducer is not None:
+            self._reducer.specs |= {id(shard.param): shard.spec for shard in shards}
+            self._reducer.manage([parameter for parameter, _ in added])
+            guard_gradients(module, self._mesh, None)
+
+    def _refuse_dropout(self, module: nn.Module) -> None:
+        """Raises: ModelError `added-parameter` for dropout that came with the parameters, on several data ranks."""
+        new = [inner for inner in _dropouts(module) if inner not in self._dropouts]
+        if new and data_group(self._mesh).size > 1:
+            what = f"parameters were added after shard_data, with dropout of {new[0].p:g}, whose masks would depend on the mesh"
+            fix = (
+                "a rate of 0 (lora_dropout=0), or add them first: get_peft_model(model, config), then parallelize_model"
+            )
+            raise ModelError(Problem("added-parameter", what, fix=fix))
+
+    def _agree(self, names: list[str]) -> None:
+        group = data_group(self._mesh)
+        if group.size > 1:
+            compare_facts(list(group.ranks), {"parameters that train now": ", ".join(names)}, call="the next forward")
+
+
+def _dropouts(module: nn.Module) -> list[nn.Dropout]:
+    """Dropout that draws from PyTorch's generator."""
+    return [
+        inner
+        for inner in module.modules()
+        if isinstance(inner, nn.Dropout) and inner.p > 0 and applied(inner).dropout is None
+    ]
+
+
+def _changed(later: weakref.ref[LaterParameters]) -> None:
+    taker = later()
+    if taker is not None:
+        taker.changed()
+
+
+def _nothing_later(module: nn.Module, args: Any) -> None:
+    """The hook of a copy, of which no gradient is reduced."""
+
+
+@torch.no_grad()
+def _from_first_rank(parameter: Any, ranks: DataRanks) -> None:
+    """Of the ranks that sum its gradient, give all the values of the first."""
+    if ranks.axes:
+        group = Group(axis_group(ranks.mesh, *ranks.axes))
+        local = to_local(parameter).detach()
+        values = local.contiguous()
+        group.broadcast(values, 0)
+        local.copy_(values)

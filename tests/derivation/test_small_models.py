@@ -39,6 +39,22 @@ def test_heads_and_their_width_stay_the_hidden_size():
     assert (small.num_attention_heads, small.num_key_value_heads) == (16, 4)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "expected"), [(71, 71, (8, 8)), (10, 1, (8, 1)), (12, 12, (8, 8)), (12, 4, (8, 4))]
+)
+def test_numbers_of_heads_that_four_ranks_divide(heads, kv_heads, expected):
+    transformers = pytest.importorskip("transformers")
+    small = divided(
+        transformers.Qwen3Config(
+            num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=heads * 64, head_dim=64
+        )
+    )
+    assert (
+        small.num_attention_heads,
+        small.num_key_value_heads,
+    ) == expected and small.hidden_size == 8 * small.head_dim
+
+
 class Boxes(nn.Module):
     main_input_name = "input_ids"
 

@@ -73,9 +73,19 @@ def divided(config: Any, head_width: int = HEAD_WIDTH) -> Any:
         _divide_boxes(part)
         if head_width:
             _divide_rotary(part, head_width)
+    _match_outputs(small, parts)
     shrink_images(parts)
     small_tokens(parts)
     return small
+
+
+def _match_outputs(config: Any, parts: list[Any]) -> None:
+    """A tower's output takes the place of tokens, so that it has the width of the text, which default configs may not say."""
+    text = getattr(config, "text_config", None)
+    width = getattr(text, "hidden_size", None)
+    for part in parts:
+        if type(width) is int and part is not text and type(vars(part).get("out_hidden_size")) is int:
+            part.out_hidden_size = width
 
 
 def _parts(config: Any) -> Iterator[Any]:

@@ -152,7 +152,7 @@ def sizes_of(configuration: Configuration) -> dict[str, int]:
     """Sizes of model and batch, as a report shows them."""
     sizes = {"parameters": sum(parameter.numel() for parameter in configuration.model.parameters())}
     config = getattr(configuration.model, "config", None)
-    for label, field in (
+    for label, name in (
         ("layers", "num_hidden_layers"),
         ("hidden", "hidden_size"),
         ("heads", "num_attention_heads"),
@@ -160,7 +160,7 @@ def sizes_of(configuration: Configuration) -> dict[str, int]:
         ("inner", "intermediate_size"),
         ("vocabulary", "vocab_size"),
     ):
-        if isinstance(value := getattr(config, field, None), int):
+        if isinstance(value := getattr(config, name, None), int):
             sizes[label] = value
     return {**sizes, "batch": configuration.rows, "sequence": configuration.length}
 

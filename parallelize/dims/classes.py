@@ -287,8 +287,9 @@ def is_convolution(module: nn.Module | None) -> bool:
 
 def is_depthwise(module: nn.Module | None) -> bool:
     """Whether a module convolves each channel by itself."""
-    is_alone = isinstance(module, nn.modules.conv._ConvNd) and not module.transposed
-    return is_alone and module.groups == module.in_channels == module.out_channels > 1
+    if not isinstance(module, nn.modules.conv._ConvNd) or module.transposed:
+        return False
+    return module.groups == module.in_channels == module.out_channels and module.groups > 1
 
 
 def output_dim(linear: nn.Module) -> int:

@@ -158,7 +158,7 @@ class LayoutMaker:
             return [], self._indivisible(fact, use, rule, parts, " + ".join(use.unit))
         head = self._head_width(fact)
         unit = width // parts
-        if head is not None and width % head == 0 and unit % head and not self._has_number_for_each(fact, unit):
+        if head is not None and width % head == 0 and unit % head:
             return [], self._split_units(fact, rule, unit, head)
         return [unit] * len(counts), None
 
@@ -214,12 +214,6 @@ class LayoutMaker:
                 if isinstance(width := getattr(module, key, None), int) and width > 0:
                     return width
         return None
-
-    def _has_number_for_each(self, fact: ParameterFacts, unit: int) -> bool:
-        """Whether a parameter of the attention or mixer itself, no linear in it, has one number for each head."""
-        owner = self.model.objects.get(self.model.aliases.get(name := fact.fqn.rpartition(".")[0], name))
-        has_width = any(isinstance(getattr(owner, key, None), int) for key in HEAD_WIDTHS)
-        return unit == 1 and len(fact.shape) == 1 and has_width
 
     def _split_units(self, fact: ParameterFacts, rule: Rule, unit: int, head: int) -> Problem:
         name = generic(fact.fqn.rpartition(".")[0])

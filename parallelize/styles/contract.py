@@ -242,6 +242,11 @@ class Contract:
         return self.compute in ("stock", "rowwise") and self.forward_factory is None
 
     @property
+    def norms_channels(self) -> bool:
+        """Whether it is a batch or group norm of this rank's channels."""
+        return self.compute == "channel_norm"
+
+    @property
     def computes_experts(self) -> bool:
         """Whether it contains the experts of a mixture."""
         return self.compute in ("experts", "dense experts", "whole experts")

@@ -44,7 +44,7 @@ def divided_statistics(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Pr
     """Batch norms of which no rank has a range of channels as large as that of any other, so that statistics cannot be exchanged."""
     for fqn, row in resolved.modules.items():
         weight = resolved.parameters.get(f"{fqn}.weight")
-        if row.contract.compute != "channel_norm" or weight is None or weight.layout.dim is None:
+        if not row.contract.norms_channels or weight is None or weight.layout.dim is None:
             continue
         layout = weight.layout
         even = layout.shape[0] % layout.num_ranks == 0

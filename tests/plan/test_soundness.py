@@ -96,9 +96,10 @@ class OneNumberForEachHead(nn.Module):
 
 
 def test_numbers_for_heads_that_are_as_many_as_they_are_wide():
+    """As in Mamba 2 of 1.3 billion parameters: 64 heads of 64. A rule of `heads` alone is refused."""
     text = """schema_version: 1
 sizes: {heads: 4}
-tensor_parallel: {up: colwise(heads), down: rowwise(heads), decay: "shard(0, unit=heads)"}
+tensor_parallel: {up: colwise(heads), down: rowwise(heads), decay: "shard(0, unit=heads*1)"}
 """
     rows = resolve(parse_plan(text), describe(OneNumberForEachHead()), MeshSpec(tp=2)).parameters
     assert rows["decay"].layout.local_shape(1) == (2,)

@@ -64,6 +64,7 @@ from parallelize.randomness.dropout.not_installed import refuse_early_dropout, r
 from parallelize.styles.contract import Conversion
 from parallelize.tensor.adapted_layers import prefixes_of_all_heads
 from parallelize.tensor.beside_experts import wrong_beside
+from parallelize.tensor.channel_norm import check_channel_norm, divided_statistics
 from parallelize.tensor.child_reads import foreign_readers
 from parallelize.tensor.embedding import check_embedding
 from parallelize.tensor.gated_norm import check_gated_norm
@@ -328,6 +329,7 @@ def _refuse_twice(module: nn.Module) -> None:
 _COMPUTE_CHECKS = {
     "embedding": check_embedding,
     "rms_norm": check_rms_norm,
+    "channel_norm": check_channel_norm,
     "gated_norm": check_gated_norm,
     "ulysses": check_ulysses,
     "multihead": check_multihead,
@@ -339,6 +341,7 @@ _COMPUTE_CHECKS = {
 def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
     """What can only be seen on the module itself: still before anything is changed."""
     problems = [*wrong_heads(resolved, model), *prefixes_of_all_heads(resolved, model), *wrong_beside(resolved, model)]
+    problems += divided_statistics(resolved, model)
     for fqn, row in resolved.modules.items():
         module = model.objects[fqn]
         try:

@@ -73,9 +73,19 @@ def divided(config: Any, head_width: int = HEAD_WIDTH) -> Any:
         _divide_boxes(part)
         if head_width:
             _divide_rotary(part, head_width)
+    _match_outputs(small, parts)
     shrink_images(parts)
     small_tokens(parts)
     return small
+
+
+def _match_outputs(config: Any, parts: list[Any]) -> None:
+    """A tower's output takes the place of tokens, so that it has the width of the text, which default configs may not say."""
+    text = getattr(config, "text_config", None)
+    width = getattr(text, "hidden_size", None)
+    for part in parts:
+        if type(width) is int and part is not text and type(vars(part).get("out_hidden_size")) is int:
+            part.out_hidden_size = width
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -129,24 +139,36 @@ def _divide_heads(part: Any, widths: _Widths) -> None:
     (_, hidden), (_, head_dim) = _first(part, _HIDDEN), _first(part, _HEAD_DIMS)
     if not heads or not hidden:
         return
-    by = _divisor(heads, kv_heads or heads, _MAX_HEADS if widths.head_width else _FEW_HEADS)
-    if _BOXES & vars(part).keys():  # six or eight of which make up the hidden size
-        by = 1
+    most = _MAX_HEADS if widths.head_width else _FEW_HEADS
+    fewer = (
+        heads if _BOXES & vars(part).keys() else _fewer(heads, kv_heads or heads, most)
+    )  # boxes make up the hidden size
+    fewer_kv = _fewer_kv(heads, kv_heads or heads, fewer)
     for name, value in list(vars(part).items()):
         if type(value) is int and name.endswith(("heads", "n_head")) and "mamba" not in name and "linear" not in name:
-            setattr(part, name, value // by if value % by == 0 else max(1, value // by))
+            small = fewer_kv if value == kv_heads else max(1, value * fewer // heads)
+            setattr(part, name, small)
     head = widths.head_width or head_dim or hidden // heads
-    new = widths.note(hidden, heads // by * head)
+    new = widths.note(hidden, fewer * head)
     for name in _HEAD_DIMS:
         if type(value := vars(part).get(name)) is int and value >= head:
-            setattr(part, name, new // (heads // by) if value * heads == hidden else head * max(1, value // head_dim))
+            setattr(part, name, new // fewer if value * heads == hidden else head * max(1, value // head_dim))
 
 
-def _divisor(heads: int, kv_heads: int, most: int) -> int:
-    """By what heads and key/value heads are divided: four of each stay where there are four."""
+def _fewer(heads: int, kv_heads: int, most: int) -> int:
+    """A smaller number of heads, four of each kind where there are four; `most` where that does not divide them."""
     fit = [d for d in range(1, heads + 1) if heads % d == 0 and kv_heads % d == 0]
     fit = [d for d in fit if all((count // d) % 4 == 0 or count % 4 for count in (heads, kv_heads))]
-    return next((d for d in fit if heads // d <= most), fit[-1] if fit else 1)
+    fewer = heads // next((d for d in fit if heads // d <= most), fit[-1] if fit else 1)
+    return fewer if fewer % most == 0 else most
+
+
+def _fewer_kv(heads: int, kv_heads: int, fewer: int) -> int:
+    """The key/value heads beside `fewer` heads: in the same ratio, or as many as divide them."""
+    if kv_heads in (1, heads):
+        return 1 if kv_heads == 1 else fewer
+    same_ratio = kv_heads * fewer // heads if kv_heads * fewer % heads == 0 else 0
+    return same_ratio if same_ratio and fewer % same_ratio == 0 else max(1, fewer // 2)
 
 
 def _divide_state_heads(part: Any) -> None:

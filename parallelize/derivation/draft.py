@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from parallelize.dims.classes import Choice, Classes, Place, ShardableFactor, output_dim
+from parallelize.dims.classes import Choice, Classes, Place, ShardableFactor, is_depthwise, output_dim
 from parallelize.dims.factors import Factor, leaves, size_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
 
+_CHANNEL_NORMS = (nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 _HEAD_FIELDS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads")
 
 
@@ -59,6 +60,7 @@ class Drafting:
         self.model, self.classes, self.choice, self.fields = model, classes, choice, fields
         self.draft = Draft()
         self.logits = logits
+        self.unit = "heads"  # what a size without a field of the config counts
 
     def run(self) -> Draft:
         for candidate in self.choice.candidates:
@@ -99,12 +101,20 @@ class Drafting:
     # -- linears ----------------------------------------------------------------------------------------------------------
 
     def _shard(self, candidate: ShardableFactor) -> None:
+        norms = (self.classes.modules[place.parameter.rpartition(".")[0]] for place in candidate.places)
+        self.unit = "groups" if any(isinstance(norm, nn.GroupNorm) for norm in norms) else "heads"
         runs = self._runs(candidate)
         has_units = self._has_units(candidate)
         for place in candidate.places:
             module, _, key = place.parameter.rpartition(".")
             linear = self.classes.linears.get(module)
-            if module in self.classes.norms:
+            owner = self.classes.modules[module]
+            if is_depthwise(owner):
+                units = self._units(candidate, place, has_units)
+                self.draft.styles[module] = f"shard(0{', unit=' if has_units else ', ' if units else ''}{units})"
+            elif isinstance(owner, _CHANNEL_NORMS):
+                self.draft.styles[module] = _call("channel_norm", self._units(candidate, place, has_units))
+            elif module in self.classes.norms:
                 self.draft.styles[module] = f"rms_norm({self._size_name(self._count(candidate, place.parts[0]))})"
             elif linear is None:
                 size = f", unit={self._unit(candidate, place.parts[0])}" if has_units else ""
@@ -163,7 +173,7 @@ class Drafting:
             if self._value(source) == count:
                 return name
         source = self._source(count)
-        name = _name_of_size(source)
+        name = self.unit if isinstance(source, int) else _name_of_size(source)
         if name in self.draft.sizes:
             name = f"{name}_{count}"
         self.draft.sizes[name] = source
@@ -268,12 +278,13 @@ class Drafting:
         sizes = {name: self.classes.modules[name].num_embeddings for name in tables}
         largest = max(tables, key=lambda name: (sizes[name] == vocabulary, sizes[name], name))
         rows = self.classes.modules[largest].num_embeddings
-        table = self.classes.modules[largest].weight
+        sharded = {id(self.classes.modules[name].weight) for name in tables if sizes[name] == rows}
         for name, module in self.classes.modules.items():
-            if isinstance(module, nn.Embedding) and module.weight is table:
+            if isinstance(module, nn.Embedding) and id(module.weight) in sharded:
                 self.draft.styles[name] = "embedding"
         for name, linear in self.classes.linears.items():
-            if name not in self.draft.styles and linear.weight.shape[output_dim(linear)] == rows:
+            is_head = linear.weight.ndim == 2 and linear.weight.shape[output_dim(linear)] == rows
+            if name not in self.draft.styles and is_head:
                 self.draft.styles[name] = f"colwise(output={self.logits})"
 
     def _only_looked_up(self, dim: Any) -> bool:
@@ -287,9 +298,7 @@ def leaves_something(model: nn.Module, styles: Mapping[str, str]) -> bool:
     return any(not {name, name.rpartition(".")[0]} & styles.keys() for name in parameters)
 
 
-def _name_of_size(source: str | int) -> str:
-    if isinstance(source, int):
-        return "heads"
+def _name_of_size(source: str) -> str:
     if "head" not in source:
         return source.rpartition(".")[2]
     return "kv_heads" if "key_value" in source or "kv" in source else "heads"

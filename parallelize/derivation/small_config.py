@@ -202,7 +202,7 @@ def _small(config: Any, real: Any, tp: int) -> Any:
             setattr(small, name, small.vocab_size)
         elif name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") and value > _EXPERTS:
             setattr(small, name, _EXPERTS)
-        elif name.endswith(("ffn_dim", "d_ff", "intermediate_size")) and value > _WIDE:
+        elif name.endswith(("ffn_dim", "d_ff", "intermediate_size", "ffn_hidden_size")) and value > _WIDE:
             setattr(small, name, 8 * tp * 3)
         elif name == "embed_dim" and value > _WIDE:  # of a tower, whose `hidden_size` is that of its output
             setattr(small, name, (heads[1] or 4 * tp) * 16)
@@ -211,6 +211,8 @@ def _small(config: Any, real: Any, tp: int) -> Any:
         elif name == "image_size" and value > 64:
             patch = vars(small).get("patch_size")
             setattr(small, name, 2 * patch if type(patch) is int and patch > 4 else 64)
+        elif name in ("linear_num_key_heads", "linear_num_value_heads") and value % (2 * tp):
+            setattr(small, name, 2 * tp * max(1, value // vars(config).get("linear_num_key_heads", value)))
         elif name in ("mamba_n_heads", "num_heads", "mamba_num_heads", "time_step_rank") and value > _WIDE // 4:
             setattr(small, name, 4 * tp)
     return _with_small_parts(small, real, tp)

@@ -18,6 +18,7 @@ from parallelize.derivation.small_config import small_configs
 from parallelize.dims.trace import record_forward
 from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.models.example_inputs import inputs_of
+from parallelize.models.image_inputs import has_images
 from parallelize.models.model_source import ModelSource
 from parallelize.plan.schema import Plan
 from parallelize.verification.scale import disable_dropout
@@ -34,12 +35,13 @@ def small_model(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
     if source.config is None:
         return source, _built(source)
     reason: Exception | None = None
-    for small in sorted(map(source.with_config, small_configs(source.config, tp)), key=_is_large):
+    smaller = sorted(map(source.with_config, small_configs(source.config, tp)), key=_is_large)
+    for small, with_images in [*((small, True) for small in smaller), *((small, False) for small in smaller)]:
         try:
             _check_elements(small.build("meta"))
             model = _built(small)
             check_subject(model)
-            return _with_inputs(small, model), model
+            return _with_inputs(small, model, with_images and has_images(model)), model
         except Exception as error:  # a class may refuse the sizes with any error
             reason = reason or error
             log.debug("%s does not run with smaller sizes: %s", source.text, error)
@@ -56,11 +58,14 @@ def _is_large(source: ModelSource) -> bool:
         return True
 
 
-def _with_inputs(source: ModelSource, model: nn.Module) -> ModelSource:
-    """The source with inputs that the forward takes. Raises: what the forward raised for the first that were tried."""
+def _with_inputs(source: ModelSource, model: nn.Module, with_images: bool = False) -> ModelSource:
+    """The source with inputs that the forward takes. Raises: what the forward raised for the first that were tried.
+
+    with_images: none but images in texts, for which another small config may do. Texts alone would leave a tower whole.
+    """
     reason: Exception | None = None
     makers: list[Callable[[], dict[str, Any]]] = [lambda: inputs_of(source, model)]
-    makers += [partial(dict, inputs) for inputs in inputs_by_signature(model)]
+    makers += [] if with_images else [partial(dict, inputs) for inputs in inputs_by_signature(model)]
     for make in makers:
         try:
             inputs = make()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from math import prod
 
@@ -161,8 +161,12 @@ class Classes:
             module, _, key = place.parameter.rpartition(".")
             linear = self.linears.get(module)
             if linear is None:
-                if key == "weight" and isinstance(self.modules.get(module), nn.modules.conv._ConvNd):
-                    return f"{module} is a convolution"
+                if is_depthwise(self.modules.get(module)):
+                    if not self._leads(candidate.factor, place):
+                        return f"{module} has it inside of another dim"
+                    continue
+                if isinstance(self.modules.get(module), nn.modules.conv._ConvNd):
+                    return f"{module} is a convolution in groups"
                 if place.parts[0][0] is not candidate.factor or len(place.parts) > 1:
                     return f"{place.parameter} has it inside of another dim"
                 continue
@@ -205,7 +209,8 @@ class Classes:
                 chosen.append(candidate)
                 used |= linears
         factors = {candidate.factor for candidate in chosen}
-        return Choice(chosen, self.partial_of(factors), self._whole(used, banned, beside_banned))
+        columns = {name for candidate in chosen for name in candidate.columns}
+        return Choice(chosen, self.partial_of(factors, columns), self._whole(used, banned, beside_banned))
 
     def _read_beside(self, candidate: ShardableFactor) -> str:
         """Whether an activation that has a gradient and not this factor meets one with it outside of a column linear."""
@@ -218,14 +223,17 @@ class Classes:
                 )
         return ""
 
-    def partial_of(self, factors: set[Factor]) -> set[str]:
-        """Parameters without a sharded factor whose results have one: each rank has a part of their gradient."""
+    def partial_of(self, factors: set[Factor], columns: Set[str] = frozenset()) -> set[str]:
+        """Parameters without a sharded factor whose results have one: each rank has a part of their gradient.
+
+        columns: sharded column linears, which sum the gradient of their input over ranks.
+        """
         return {
             name
             for use in self.record.uses
             if self.has(use.out, factors)
             for name in use.weights
-            if not self.has(self.record.parameters[name], factors)
+            if not self.has(self.record.parameters[name], factors) and not use.passed.get(name, frozenset()) & columns
         }
 
     def has(self, dims: Iterable[Dim], factors: set[Factor]) -> bool:
@@ -268,8 +276,20 @@ def _norms_over_heads(record: Record, modules: Mapping[str, nn.Module]) -> dict[
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Linear, or the Conv1D of `transformers`, which stores [in, out]."""
-    return isinstance(module, nn.Linear) or hasattr(module, "nf")
+    """Linear, the Conv1D of `transformers`, which stores [in, out], or a convolution that sums over all of its channels."""
+    return isinstance(module, nn.Linear) or hasattr(module, "nf") or is_convolution(module)
+
+
+def is_convolution(module: nn.Module | None) -> bool:
+    """Whether a module is a linear over channels, at each position and its neighbors."""
+    return isinstance(module, nn.modules.conv._ConvNd) and module.groups == 1 and not module.transposed
+
+
+def is_depthwise(module: nn.Module | None) -> bool:
+    """Whether a module convolves each channel by itself."""
+    if not isinstance(module, nn.modules.conv._ConvNd) or module.transposed:
+        return False
+    return module.groups == module.in_channels == module.out_channels and module.groups > 1
 
 
 def output_dim(linear: nn.Module) -> int:

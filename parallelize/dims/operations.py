@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from parallelize import _torch_private as private
-from parallelize.dims.factors import new_dim
+from parallelize.dims.factors import new_dim, regroup
 from parallelize.dims.matmul_rules import attention_rule, bmm_rule, convolution_rule, mm_rule
 from parallelize.dims.record import Dims, Lookup, Record
 from parallelize.dims.shape_rules import (
@@ -52,7 +52,7 @@ def apply_rule(record: Record, func: Any, args: tuple, kwargs: dict, out: Any) -
             record.fresh(tensor)
             if name in _DISTINCT:
                 record.mix(record.dims(tensor), f"{name}, whose elements differ")
-    record.note(inputs, outputs, name, linear=rule in (mm_rule, bmm_rule))
+    record.note(inputs, outputs, name, linear=rule in (mm_rule, bmm_rule, convolution_rule))
 
 
 _DISTINCT = ("arange", "rand", "randn", "randint", "linspace", "eye", "tril_indices", "triu_indices")
@@ -91,6 +91,14 @@ def _same(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> Non
     for result in private.tree_leaves(out):
         if isinstance(result, T):
             record.set(result, list(record.dims(args[0])))
+
+
+def _solve(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
+    """X of A X = B, or of X A = B: batch dims are those of both, and the unknowns are needed together."""
+    a, b = list(record.dims(args[0])), list(record.dims(args[1]))
+    batch = [record.tie(x, y, name) for x, y in zip(a[:-2], b[:-2], strict=True)] if len(a) == len(b) else b[:-2]
+    record.mix([*([] if len(a) == len(b) else [*a, *b]), *a[-2:], *b[-2:]], name)
+    record.set(out, [*batch, *b[-2:]])
 
 
 def _triangle(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> None:
@@ -152,11 +160,15 @@ def _norm(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> Non
 
 
 def _channel_norm(record: Record, name: str, args: tuple, kwargs: dict, out: Any) -> None:
-    dims = record.dims(args[0])
-    record.mix(dims, name)
-    for weight in args[1:]:
+    """Batch norm and group norm: each channel by itself, or each group of channels. Running statistics follow the channels."""
+    dims = list(record.dims(args[0]))
+    groups = args[6] if name == "native_group_norm" else 0
+    for weight in args[1:3]:
         if isinstance(weight, T):
-            record.mix(record.dims(weight), name)
+            dims[1] = record.tie(dims[1], record.dims(weight)[0], name)
+    grouped = regroup(dims[1], [groups, args[0].shape[1] // groups]) if groups else [dims[1], []]
+    record.mix([dims[0]] if not groups else [], "a batch norm")
+    record.mix([grouped[1] if grouped else dims[1], *dims[2:]], "a norm over it")
     for index, result in enumerate(leaf for leaf in private.tree_leaves(out) if isinstance(leaf, T)):
         record.set(result, list(dims)) if index == 0 else record.fresh(result)
 
@@ -282,6 +294,7 @@ def _rules() -> dict[str, Rule]:
         "native_dropout",
         _pointwise: "masked_fill_ floor_divide polar exponential_ uniform_ normal_ bernoulli_",
         _made: "new_empty new_zeros new_ones new_full",
+        _solve: "linalg_solve_triangular",
         _triangle: "tril triu",
         _scalar: "_local_scalar_dense item equal is_nonzero _assert_async sym_size _assert_tensor_metadata",
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -65,6 +65,7 @@ class ParameterUse:
         operand: the dims of an operand that depends on parameters and inputs; None: there is none.
         out: the dims of the result.
         linear: whether the result is a matmul with one of `weights`.
+        passed: of each of `weights`, the linears that were called on what was made of it.
     """
 
     weights: frozenset[str]
@@ -73,6 +74,7 @@ class ParameterUse:
     linear: bool
     operation: str
     module: str
+    passed: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +159,7 @@ class Record:
     def __post_init__(self) -> None:
         self._dims: Any = WeakIdKeyDictionary()
         self._weights: Any = WeakIdKeyDictionary()
+        self._passed: Any = WeakIdKeyDictionary()
         self._learned: Any = WeakIdKeyDictionary()
         self._ids: Any = WeakIdKeyDictionary()
         self._constant: Any = WeakIdKeyDictionary()
@@ -224,6 +227,7 @@ class Record:
             for out in outputs:
                 self.mark_constant(out)
         learned = any(self.depends(x) for x in inputs)
+        passed = self._linears_passed(inputs, self.module if linear else "")
         if any(self.is_computed(x) or (self.depends(x) and not self.weights(x)) for x in inputs):
             for out in outputs:
                 self._computed[out] = True
@@ -235,14 +239,25 @@ class Record:
         for out in floating:
             self._learned[out] = learned
             if alone:
-                self._weights[out] = weights
+                self._weights[out], self._passed[out] = weights, passed
         if not learned or alone or not floating:
             return
         operands: list[Dims | None] = [self.dims(x) for x in inputs if self.depends(x) and not self.weights(x)]
         result = self.dims(floating[0])
         self.uses += [
-            ParameterUse(weights, dims, result, linear, operation, self.module) for dims in operands or [None]
+            ParameterUse(weights, dims, result, linear, operation, self.module, passed) for dims in operands or [None]
         ]
+
+    def _linears_passed(self, inputs: list[T], linear: str) -> dict[str, frozenset[str]]:
+        """Of each parameter of which an input was made alone, the linears on the way. `linear`: the module of this matmul, or ""."""
+        passed: dict[str, frozenset[str]] = {}
+        for x in inputs:
+            for name in self.weights(x):
+                through = self._passed.get(x, {}).get(name, frozenset())
+                if linear and name.rpartition(".")[0] != linear:
+                    through |= {linear}
+                passed[name] = passed.get(name, through) & through
+        return passed
 
     # -- dims -------------------------------------------------------------------------------------------------------------
 

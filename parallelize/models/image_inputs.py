@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -43,9 +44,7 @@ def has_images(model: nn.Module) -> bool:
 
 def images_in_text(model: nn.Module) -> dict[str, Any]:
     """One image in each text: the model itself says how many tokens it takes."""
-    images = _images(model)
-    with torch.no_grad():
-        features = model.get_image_features(**images)  # type: ignore[operator]
+    images, features = _accepted(model)
     count = sum(_rows(tensor) for tensor in _tensors(features)) // BATCH
     config: Any = model.config
     text = getattr(config, "text_config", None) or config
@@ -62,14 +61,35 @@ def _image_token(model: nn.Module) -> int | None:
     return next((value for value in values if isinstance(value, int)), None)
 
 
-def _images(model: nn.Module) -> dict[str, Any]:
-    """Images as the model takes them: as pixels, or as rows of patches with a grid for each image."""
+@torch.no_grad()
+def _accepted(model: nn.Module) -> tuple[dict[str, Any], Any]:
+    """The first form of images that the model takes, and their features. Raises: what the model raises for the first one."""
+    reason: Exception | None = None
+    for images in _images(model):
+        try:
+            return images, model.get_image_features(**images)  # type: ignore[operator]
+        except Exception as error:  # of code of any model
+            reason = reason or error
+    assert reason is not None
+    raise reason
+
+
+def _images(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Images in the forms that models take: as pixels, or as rows of patches with a grid for each image."""
     names = inspect.signature(model.get_image_features).parameters  # type: ignore[arg-type]
-    if "image_grid_thw" not in names:
-        pixels = image(model.config)
-        sizes = torch.tensor([pixels.shape[2:]] * BATCH)
-        return {"pixel_values": pixels, **({"image_sizes": sizes} if "image_sizes" in names else {})}
-    return {"pixel_values": _rows_of(model.config), "image_grid_thw": _grids()}
+    if "image_grid_thw" in names:
+        rows = _rows_of(model.config)
+        yield {"pixel_values": rows, "image_grid_thw": _grids()}
+        side = math.isqrt(rows.shape[1] // 3)
+        yield {"pixel_values": rows[:, : 3 * side**2].reshape(-1, 3, side, side), "image_grid_thw": _grids()}
+        return
+    pixels = image(model.config)
+    sizes = {"image_sizes": torch.tensor([pixels.shape[2:]] * BATCH)} if "image_sizes" in names else {}
+    yield {"pixel_values": pixels, **sizes}
+    seen = torch.ones(BATCH, 1, *pixels.shape[2:], dtype=torch.bool)
+    for mask in ({}, {"pixel_attention_mask": seen}, {"pixel_attention_mask": seen[:, :, 0, 0]}):  # images of each text
+        if mask.keys() <= names.keys():
+            yield {"pixel_values": pixels[:, None], **sizes, **mask}
 
 
 def rows_of_patches(model: nn.Module) -> dict[str, Any]:

@@ -179,6 +179,21 @@ def _kind(module: Any, shapes: dict[str, tuple[int, ...]]) -> str:
     channels = getattr(module, "groups", None)
     if weight and not extra and channels == getattr(module, "in_channels", None) == weight[0]:
         return "depthwise"
-    if len(weight) == 1 and not extra and not hasattr(module, "running_mean"):
+    if (
+        len(weight) == 1
+        and not extra
+        and hasattr(module, "num_groups" if hasattr(module, "num_channels") else "running_mean")
+    ):
+        return "channel_norm"
+    if len(weight) == 1 and not extra:
         return "norm"
+    if len(weight) > 2 and not extra and channels == 1 and _is_convolution(module, weight):
+        return "convolution"
     return "other"
+
+
+def _is_convolution(module: Any, weight: tuple[int, ...]) -> bool:
+    """Whether it sums over all of its input channels, as a linear does: [out, in, ...]."""
+    return (
+        weight[:2] == (getattr(module, "out_channels", 0), getattr(module, "in_channels", 0)) and not module.transposed
+    )

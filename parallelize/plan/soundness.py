@@ -162,11 +162,15 @@ def _stored_once(
         yield Problem("shared-contraction", what, row.rule.where, fix="shard it by a size that tp divides")
 
 
+_WITH_STYLES = ("norm", "embedding", "linear", "conv1d", "convolution", "channel_norm")
+"""Kinds of modules that have styles of their own."""
+
+
 def _shard_on_module(name: str, row: ModuleRow, model: ModelFacts) -> Iterator[Problem]:
     facts = model.modules[name]
-    if row.contract.style == "shard" and facts.kind in ("norm", "embedding", "linear", "conv1d"):
+    if row.contract.style == "shard" and facts.kind in _WITH_STYLES:
         what = f"`shard` on {generic(name)}, a {facts.class_name}: its forward would use a shard as if it were the full weight"
-        fix = "use the style of its kind: colwise, rowwise, embedding, rms_norm; `shard` is for bare parameters"
+        fix = "use the style of its kind: colwise, rowwise, embedding, rms_norm, channel_norm; `shard` is for bare parameters"
         yield Problem("shard-on-module", what, row.rule.where, fix=fix)
 
 
@@ -220,7 +224,7 @@ def _matching_splits(name: str, row: ModuleRow, model: ModelFacts, relatives: _R
     style = row.rule.style
     units = {other.rule.style.unit for other in rows}
     where = f"{generic(name)} and {generic(rows[0].fqn)}"
-    if (not style.unit and () not in units) or (len(style.unit) > 1 and (style.unit[0],) not in units):
+    if (not style.unit and () not in units) or (len(style.unit) > 1 and not {(unit,) for unit in style.unit} & units):
         what = f"{where} are sharded by different units: {style} and {rows[0].rule.style}"
         fix = "shard both factors of a matmul by the same size"
         yield Problem("units-do-not-meet", what, row.rule.where, fix=fix)

@@ -100,6 +100,12 @@ def _rms_norm(style: StyleText, module: ModuleFacts, context: StyleContext) -> C
     return Contract("rms_norm", uses={name: _use(style, 0) for name in module.shapes}, compute="rms_norm")
 
 
+def _channel_norm(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
+    """Batch norm of this rank's channels, or group norm of its groups."""
+    _check_kind(style, module, "channel_norm")
+    return Contract("channel_norm", uses={name: _use(style, 0) for name in module.shapes}, compute="channel_norm")
+
+
 def _gated_norm(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
     _check_kind(style, module, "norm")
     return Contract("gated_norm", uses={name: _use(style, 0) for name in module.shapes}, compute="gated_norm")
@@ -232,8 +238,19 @@ def _linear_dims(style: StyleText, module: ModuleFacts) -> tuple[int, int]:
     """(output dim, input dim) of the stored weight."""
     if module.kind == "conv1d":
         return 1, 0
+    if module.kind == "convolution":
+        _check_channels(style, module)
+        return 0, 1
     _check_kind(style, module, "linear")
     return 0, 1
+
+
+def _check_channels(style: StyleText, module: ModuleFacts) -> None:
+    """Channels are dim 1, and nothing splits or gathers them at a boundary."""
+    if options := sorted(style.options.keys() & {"input", "output", "overlap"}):
+        what = f"`{style.word}` of {module.fqn}, a {module.class_name}, takes no option {', '.join(options)}"
+        fix = "a column convolution whose result goes to a row convolution, or `replicate`"
+        raise ModelError(Problem("wrong-module-for-style", what, fix=fix))
 
 
 def _widths(module: ModuleFacts, out_dim: int) -> dict[str, str]:
@@ -290,6 +307,7 @@ for _style in (
         Traits(shares_input=True, keeps_layout=True),
     ),
     Style("scan", _scan, {"argument": None}, "argument", Traits(shares_input=True, reads_shards=True)),
+    Style("channel_norm", _channel_norm, {"unit": None}, "unit", Traits(keeps_layout=True)),
     Style("gated_norm", _gated_norm, {"unit": None}, "unit", Traits(keeps_layout=True)),
     Style(
         "full_sequence",

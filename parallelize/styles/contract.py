@@ -152,7 +152,7 @@ class Contract:
         uses: parameter name to its use; a parameter that is not named is replicated.
         compute: what runs between the conversions: "stock" (the module's own forward), or a word that `apply` knows:
             "rowwise" (the bias is added once, after the reduction), "embedding" (ids outside the local shard give
-            zeros), "rms_norm" and "gated_norm" (the mean square is taken over all ranks that have a part of it), "scan" (a state-space
+            zeros), "channel_norm" (a batch or group norm of this rank's channels), "rms_norm" and "gated_norm" (the mean square is taken over all ranks that have a part of it), "scan" (a state-space
             mixer, which reads shards of its children's parameters), "multihead" (the arithmetic of
             `nn.MultiheadAttention` on this rank's heads), "ulysses" (its attention exchanges a sequence
             shard for a head shard), "deferred_head" (the loss runs its matmul), "lookup" (an embedding's own forward),
@@ -196,7 +196,9 @@ class Contract:
     @property
     def takes_shard(self) -> bool:
         """Whether the module is called with a shard of features, laid out as its weight."""
-        return self.enter is Conversion.NONE and (self.traits.sums_output or self.compute in ("rms_norm", "gated_norm"))
+        return self.enter is Conversion.NONE and (
+            self.traits.sums_output or self.compute in ("rms_norm", "gated_norm", "channel_norm")
+        )
 
     @property
     def decides_inside(self) -> bool:
@@ -238,6 +240,11 @@ class Contract:
     def runs_stock_forward(self) -> bool:
         """Whether the module's own forward computes on the shards, rather than code that a style brings."""
         return self.compute in ("stock", "rowwise") and self.forward_factory is None
+
+    @property
+    def norms_channels(self) -> bool:
+        """Whether it is a batch or group norm of this rank's channels."""
+        return self.compute == "channel_norm"
 
     @property
     def computes_experts(self) -> bool:

@@ -210,10 +210,9 @@ class _Watch:
             return
         if maker.kind == "sequence":
             self._mark_tokens(out, maker.dim, fqn)
-        elif out.shape[-1] % maker.outer == 0:
-            self.mode.shards[out] = ShardDim(
-                "features", -1, maker.outer, maker.units or out.shape[-1] // maker.outer, fqn
-            )
+        elif out.shape[maker.dim] % maker.outer == 0:
+            size = maker.units or out.shape[maker.dim] // maker.outer
+            self.mode.shards[out] = ShardDim("features", maker.dim, maker.outer, size, fqn)
 
     def _watch_entry(self, fqn: str, module: nn.Module) -> None:
         planned = installed(module)

@@ -27,6 +27,7 @@ from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.adapted_experts import adapted_experts
 from parallelize.tensor.adapted_layers import adapted_forward, bias_of_first_rank, deferred_with_adapter
 from parallelize.tensor.beside_experts import compute_beside
+from parallelize.tensor.channel_norm import sharded_channel_norm
 from parallelize.tensor.child_reads import children_read
 from parallelize.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
 from parallelize.tensor.embedding import vocabulary_embedding
@@ -213,6 +214,7 @@ class Installer:
             "gated_norm": lambda: sharded_gated_norm(
                 module, self._parameter(row.fqn, "weight"), self.group, self._subgroup
             ),
+            "channel_norm": lambda: sharded_channel_norm(module, self._parameter(row.fqn, "weight").layout, self.group),
             "scan": lambda: scan_forward(read),
             "multihead": lambda: sharded_multihead(self.group),
             "ulysses": lambda: ulysses_attention(module, self.region, contract.split),

@@ -340,7 +340,11 @@ def _rowwise_stock(self: Any, *args: Any, **kwargs: Any) -> Any:
     # Conv1D cannot run without a bias
     hidden = torch.zeros_like(bias) if bias is not None and hasattr(self, "nf") else None
     out = planned.leave(on_shard(self, planned, hidden, args, kwargs).contiguous())
-    return out if bias is None else add_bias(planned, out, bias)
+    if bias is None:
+        return out
+    if isinstance(self, nn.modules.conv._ConvNd):  # whose channels come before the positions; a batch may have no dim
+        return add_bias(planned, out, bias, out.ndim - len(self.kernel_size) - 1)
+    return add_bias(planned, out, bias)
 
 
 def on_shard(
@@ -361,10 +365,11 @@ def on_shard(
         attributes.update(shown)
 
 
-def add_bias(planned: Planned, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """In the dtype of the matmul, as a linear under autocast does."""
+def add_bias(planned: Planned, out: torch.Tensor, bias: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """In the dtype of the matmul, as a linear under autocast does. dim: of the features."""
     group = planned.bias_group
     if group is not None and out.shape[-1] != bias.shape[0]:
         start, stop = even_interval(bias.shape[0], group.size, group.rank)
         bias = bias[start:stop]
-    return out + (bias if bias.dtype == out.dtype else bias.to(out.dtype))
+    bias = bias if bias.dtype == out.dtype else bias.to(out.dtype)
+    return out + (bias if dim == -1 else bias.view(-1, *(1 for _ in range(out.ndim - dim - 1))))

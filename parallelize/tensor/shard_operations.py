@@ -282,6 +282,8 @@ def _result(call: Call, x: T, shard: ShardDim, out: T) -> ShardDim | None:
         return shard.moved(dim) if dim is not None else None
     if name in ("embedding", "one_hot"):
         return shard.moved(shard.dim - 1)
+    if name in ("conv1d", "conv2d", "conv3d") and shard.kind == "features":
+        return shard if call.argument(6, "groups", default=1) > 1 else None  # else its channels were summed over
     if name in ("cat", "concat", "conv1d"):
         return shard if out.ndim == x.ndim and out.shape[shard.dim] == x.shape[shard.dim] else None
     return shard if broadcasts(shard, x.shape, out.shape) else None

@@ -75,6 +75,7 @@ class Request:
     full_size: bool = False
     timeout_s: float = 120.0
     trace: bool | None = None
+    gain: float = 1.0
 
     def size(self, axis: str) -> int:
         return self.mesh.ranks(axis)
@@ -208,7 +209,7 @@ def _configurations_of(request: Request, device: str, even: bool) -> list[Config
     if plan is not None and plan.kept:  # PyTorch's styles, applied as they are
         plan = None
     model = in_dtype(model, DTYPES[request.options.dtype or "float64"])
-    perturb(model, request.seed)
+    perturb(model, request.seed, request.gain)
     disable_dropout(model)
     let_inputs_require_gradients(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -270,6 +271,8 @@ def checked(request: Request) -> Request:
         raise MeshError(Problem("no-axes", "a mesh needs named axes", fix="write `tp=4` or `pp=2,dp=2,tp=2`"))
     if not isinstance(request.seed, int) or not 0 <= request.seed < 2**62:
         raise ModelError(Problem("bad-seed", f"{request.seed!r} is no seed", fix="an integer of 0 or more"))
+    if not isinstance(request.gain, (int, float)) or not 0 < request.gain <= 1:
+        raise ModelError(Problem("bad-gain", f"{request.gain!r} is no gain", fix="a number above 0 and at most 1"))
     if not isinstance(request.timeout_s, (int, float)) or not request.timeout_s > 0:
         raise ModelError(Problem("bad-timeout", f"a timeout of {request.timeout_s!r} s", fix="more than 0"))
     options = request.options.complete(_plan_options(request))

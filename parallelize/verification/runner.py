@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from parallelize.errors import HandshakeError, ModelError, Problem
 from parallelize.verification.blame import blame
 from parallelize.verification.compare import Errors
 from parallelize.verification.configuration import Configuration, Mode, Request, build_configurations
+from parallelize.verification.hidden_gradients import SLUG, HiddenGradients, hidden_gradients
 from parallelize.verification.mesh_step import ApplyError, RankResult, is_auto, run_on_rank
 from parallelize.verification.mode_choice import Comparison, choose_comparisons
 from parallelize.verification.module_trace import ModuleTrace
@@ -46,10 +47,11 @@ class RunResult:
     bound: float
     comparisons: list[ComparisonResult]
     not_compared: tuple[str, ...] = ()
+    hidden: HiddenGradients = field(default_factory=HiddenGradients)
 
     @property
     def equal(self) -> bool:
-        return all(comparison.errors.equal(self.bound) for comparison in self.comparisons)
+        return not self.hidden.is_most and all(comparison.errors.equal(self.bound) for comparison in self.comparisons)
 
 
 class VerificationRun:
@@ -95,8 +97,9 @@ class VerificationRun:
         return ComparisonResult(comparison.mode, errors, difference)
 
     def result(self, comparisons: list[ComparisonResult]) -> RunResult:
-        sizes = sizes_of(self.configuration)
-        return RunResult(_plan_name(self.configuration), sizes, self.bound, comparisons, self._not_compared())
+        sizes, hidden = sizes_of(self.configuration), hidden_gradients(self.comparisons[0], self.bound)
+        unseen = (*self._not_compared(), *((str(hidden),) if hidden.names else ()))
+        return RunResult(_plan_name(self.configuration), sizes, self.bound, comparisons, unseen, hidden)
 
     def _not_compared(self) -> tuple[str, ...]:
         """What is not compared, because of the model."""
@@ -122,6 +125,15 @@ class VerificationRun:
         return tuple(names)
 
 
+def nothing_seen(result: RunResult) -> Difference | None:
+    """What to say of a run whose numbers are equal because most of them are too small to differ."""
+    if not result.hidden.is_most:
+        return None
+    what = f"{result.hidden}: {result.hidden.share:.0%} of the elements of all of them, so that nothing is proven"
+    fix = "inputs, a loss and weights by which they are as large as the others"
+    return Difference(str(result.comparisons[0].mode), result.hidden.names[0], "not compared", what, fix=fix, slug=SLUG)
+
+
 def _merged(errors: list[Errors]) -> Errors:
     merged = Errors()
     for each in errors:
@@ -140,7 +152,7 @@ def sizes_of(configuration: Configuration) -> dict[str, int]:
     """Sizes of model and batch, as a report shows them."""
     sizes = {"parameters": sum(parameter.numel() for parameter in configuration.model.parameters())}
     config = getattr(configuration.model, "config", None)
-    for label, field in (
+    for label, name in (
         ("layers", "num_hidden_layers"),
         ("hidden", "hidden_size"),
         ("heads", "num_attention_heads"),
@@ -148,7 +160,7 @@ def sizes_of(configuration: Configuration) -> dict[str, int]:
         ("inner", "intermediate_size"),
         ("vocabulary", "vocab_size"),
     ):
-        if isinstance(value := getattr(config, field, None), int):
+        if isinstance(value := getattr(config, name, None), int):
             sizes[label] = value
     return {**sizes, "batch": configuration.rows, "sequence": configuration.length}
 

@@ -200,14 +200,20 @@ def _undivided(sizes: tuple[int, ...], tp: int) -> int:
 
 
 @torch.no_grad()
-def perturb(model: nn.Module, seed: int) -> None:
+def perturb(model: nn.Module, seed: int, gain: float = 1.0) -> None:
     """Move 1-D parameters away from ones and zeros, and scale matrices up so that no term is negligible.
 
     Norm weights of one and biases of zero hide permutations and missing terms; weights of 0.02 in a small model make them
     smaller than rounding. A matrix that begins smaller than its siblings of the same shape stays so: attention whose scale is
     in the initial queries (T5) has logits so large without it that its softmax has one element, whose gradients are of rounding.
     None stays smaller than a twentieth of them: its term would be negligible.
+
+    gain: what the deviations of matrices are multiplied by; below 1, larger ones become smaller too, and batch norms, which divide by
+        the deviation of a few values, get an epsilon of the rest.
     """
+    for module in model.modules() if gain < 1 else ():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eps = max(module.eps, 1 - gain)
     ratios = _ratios_to_siblings(model)
     generator = torch.Generator().manual_seed(seed + 1)
     for name, parameter in model.named_parameters():
@@ -217,9 +223,9 @@ def perturb(model: nn.Module, seed: int) -> None:
         if parameter.ndim < 2:
             parameter.add_(0.3 * noise.to(parameter.device))
             continue
-        target_std = min(1.0, 1.2 * parameter.shape[-1] ** -0.5) * ratios.get(name, 1.0)
+        target_std = gain * min(1.0, 1.2 * parameter.shape[-1] ** -0.5) * ratios.get(name, 1.0)
         std = float(parameter.std())
-        if 0 < std < target_std:
+        if 0 < std < target_std or (gain < 1 and std > target_std):
             parameter.mul_(target_std / std)
         elif std == 0:
             parameter.add_(target_std * noise.to(parameter.device))

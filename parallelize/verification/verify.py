@@ -19,7 +19,7 @@ from parallelize.verification.compare import ORDER, Errors
 from parallelize.verification.configuration import Request, checked, name_of, without_weights
 from parallelize.verification.processes import on_gloo
 from parallelize.verification.result import Row, Verification
-from parallelize.verification.runner import RunResult, on_threads
+from parallelize.verification.runner import RunResult, nothing_seen, on_threads
 from parallelize.verification.torchrun import on_running_processes
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def verify(
     full_size: bool = False,
     timeout_s: float = 120.0,
     trace: bool | None = None,
+    gain: float = 1.0,
     tell: Callable[[str], None] = lambda text: None,
     **options: Unpack[OptionKeywords],
 ) -> Verification:
@@ -71,6 +72,8 @@ def verify(
         timeout_s: how long ranks may wait for each other, and how long one mode may take, in seconds.
         trace: follow the dims of the plan through the forward first, as `parallelize_module` does: what it needs in full is an
             error that names the operation. False: the numbers alone are compared.
+        gain: what the deviation of weight matrices is multiplied by, above 0 and at most 1. Below 1 a model whose activations grow
+            from layer to layer, or whose softmaxes have one element, has gradients that are no rounding.
         options: fields of `Options`, as `parallelize_model` takes them; options that are not given have the values of
             the plan's `defaults:`. Without `sequence_parallel` and `loss_parallel`, every mode that the plan serves is
             run, one after another; without `num_microbatches` and pp, one microbatch in some runs and two in others
@@ -84,7 +87,7 @@ def verify(
 
     Raises:
         ParallelizeError: for a plan, mesh, model or option with which no step can be run: `bad-backend`, `bad-mesh`,
-            `bad-dtype`, `bad-option`, `unknown-option`, `bad-seed`, `bad-inputs`, `factory-failed`, `reference-failed`, `not-deterministic`, `loss-no-sum`,
+            `bad-dtype`, `bad-option`, `unknown-option`, `bad-seed`, `bad-gain`, `bad-inputs`, `factory-failed`, `reference-failed`, `not-deterministic`, `loss-no-sum`,
             `ranks-timed-out`, ..., and whatever `parallelize_model` raises.
 
     Cost:
@@ -106,6 +109,7 @@ def verify(
         full_size=full_size,
         timeout_s=timeout_s,
         trace=trace,
+        gain=gain,
     )
     with _isolated("threads"):
         request = checked(request)
@@ -187,7 +191,7 @@ def _verification(request: Request, backend: str, result: RunResult, seconds: fl
         seconds=seconds,
         sizes=result.sizes,
         rows=rows,
-        difference=differences[0] if differences else None,
+        difference=differences[0] if differences else nothing_seen(result),
         unseen=_not_compared(request, rows) + result.not_compared,
     )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from parallelize import derive_plan, parallelize_module, verify
 from parallelize.errors import ModelError
@@ -56,6 +58,7 @@ sizes:
 tensor_parallel:
   middle.to_{q,k,v}: colwise(heads)
   middle.to_out: rowwise(heads)
+  # whole: down: a convolution in up
   "**": replicate
 local:
   middle: {heads: heads}
@@ -145,7 +148,7 @@ def test_a_vision_transformer_with_a_class_token():
     derived = derived_from(models.Vision, models.image)
     rules = rules_of(derived)
     assert rules["blocks.*.attn.qkv"] == "colwise(heads + heads + heads)" and rules["blocks.*.mlp.down"] == "rowwise"
-    assert derived.whole == {"head": "an output of the model"}
+    assert derived.whole == {"head": "an output of the model", "patches": "a norm over it in blocks.0.norm1"}
     assert derived.plan.region is not None and derived.share == pytest.approx(0.870, abs=1e-3)
 
 
@@ -189,6 +192,16 @@ def test_the_plan_is_applied():
     with small_mesh(tp=2) as mesh:
         model = parallelize_module(models.Mixer(), mesh, derived.plan)
         assert model.tokens[0].up.weight.to_local().shape == (13, 14)
+
+
+@pytest.mark.sweep
+def test_an_encoder_and_a_decoder_of_torch():
+    model = nn.Transformer(24, 4, 2, 2, 40, dropout=0.0, batch_first=True)
+    model.encoder.enable_nested_tensor = False
+    derived = derive_plan(model, {"src": torch.randn(2, 7, 24), "tgt": torch.randn(2, 5, 24)})
+    rules = {rule.pattern: str(rule.style) for rule in derived.plan.rules}
+    assert rules["decoder.layers.*.multihead_attn"] == "multihead(heads)" and derived.share > 0.9
+    assert derived.proof.ok and derived.whole == {}
 
 
 @pytest.mark.sweep

@@ -123,7 +123,7 @@ def test_a_missing_check_of_full_activations(monkeypatch):
 
 
 def test_a_gradient_that_is_partial_and_not_said_to_be(monkeypatch):
-    monkeypatch.setattr(Classes, "partial_of", lambda self, factors: set())
+    monkeypatch.setattr(Classes, "partial_of", lambda self, factors, columns: set())
 
     class Scaled(nn.Module):
         def __init__(self):

@@ -12,6 +12,9 @@ from torch import nn
 from parallelize import derive_plan
 from parallelize.derivation.divided_config import divided
 from parallelize.derivation.signature_inputs import inputs_by_signature
+from parallelize.derivation.small_model import small_model
+from parallelize.models.image_inputs import images_in_text
+from parallelize.models.model_source import source_of
 from tests.support.refused import WIDTH, Block
 
 
@@ -39,6 +42,22 @@ def test_heads_and_their_width_stay_the_hidden_size():
     assert (small.num_attention_heads, small.num_key_value_heads) == (16, 4)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "expected"), [(71, 71, (8, 8)), (10, 1, (8, 1)), (12, 12, (8, 8)), (12, 4, (8, 4))]
+)
+def test_numbers_of_heads_that_four_ranks_divide(heads, kv_heads, expected):
+    transformers = pytest.importorskip("transformers")
+    small = divided(
+        transformers.Qwen3Config(
+            num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=heads * 64, head_dim=64
+        )
+    )
+    assert (
+        small.num_attention_heads,
+        small.num_key_value_heads,
+    ) == expected and small.hidden_size == 8 * small.head_dim
+
+
 class Boxes(nn.Module):
     main_input_name = "input_ids"
 
@@ -56,6 +75,42 @@ def test_inputs_by_the_names_of_arguments():
     assert first["input_ids"].shape == second["input_ids"].shape == (2, 11) and int(first["input_ids"].max()) < 16
     assert first["bbox"].dtype == torch.int64 and second["bbox"].dtype == torch.float32 and first["use_cache"] is False
     assert "labels" not in first
+
+
+class Tower(nn.Module):
+    """Puts features of images, [texts, images, channels, height, width], in the place of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=32, image_token_id=31, image_size=8)
+        self.project = nn.Linear(64, 6)
+
+    def get_image_features(self, pixel_values, pixel_attention_mask=None):
+        texts, images, *_ = pixel_values.shape
+        assert pixel_values.ndim == 5
+        assert pixel_attention_mask is not None and pixel_attention_mask.shape == (texts, images)
+        return self.project(pixel_values.mean(2).flatten(2))
+
+    def forward(self, input_ids, pixel_values=None, pixel_attention_mask=None, use_cache=None):
+        """Reads texts with images."""
+
+
+def test_images_are_passed_in_the_form_that_the_model_takes():
+    inputs = images_in_text(Tower())
+    assert inputs["pixel_values"].shape == (2, 1, 3, 8, 8) and inputs["pixel_attention_mask"].shape == (2, 1)
+    assert (inputs["input_ids"] == 31).sum() == 2
+
+
+@pytest.mark.sweep
+def test_a_small_model_of_texts_and_images_runs_both():
+    """The first small config has heads of a width that rotary positions in two dims do not take: its texts alone would run."""
+    pytest.importorskip("transformers")
+    small, model = small_model(source_of("qwen3_vl"), 2)
+    inputs = small.extras["inputs"](2, 11)
+    assert (
+        "image_grid_thw" in inputs
+        and model.config.vision_config.out_hidden_size == model.config.text_config.hidden_size
+    )
 
 
 class Flagged(Block):

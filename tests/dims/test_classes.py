@@ -44,6 +44,42 @@ def whole_of(model):
     return draft.whole
 
 
+class Queries(nn.Module):
+    """Attention whose queries are learned, as those of a detector: `to_q` is called on a parameter, and `bias` is added to heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.learned, self.bias = nn.Parameter(torch.randn(3, WIDTH)), nn.Parameter(torch.randn(3, 5))
+        self.to_q, self.to_k, self.to_v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        q = self.to_q(self.learned).unflatten(-1, (4, 3)).transpose(0, 1)
+        k, v = (linear(x).unflatten(-1, (4, 3)).transpose(1, 2) for linear in (self.to_k, self.to_v))
+        scores = q @ k.transpose(-2, -1) + self.bias
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_column_linear_that_is_called_on_a_parameter_sums_its_gradient():
+    draft = draft_of(Queries())
+    assert draft.styles["to_q"] == "colwise(heads)" and draft.styles["out"] == "rowwise(heads)"
+    assert "learned" not in draft.styles and draft.styles["bias"] == "replicate(gradient=partial)"
+
+
+class LearnedInput(nn.Module):
+    """The first layer of a decoder whose input is learned: also its row linear is called on nothing but parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.learned, self.block = nn.Parameter(torch.randn(1, 5, WIDTH)), Block()
+
+    def forward(self, x):
+        return x + self.block(self.learned.expand(2, 5, WIDTH))
+
+
+def test_a_row_linear_that_is_called_on_what_is_made_of_parameters():
+    assert draft_of(LearnedInput()).styles == {"block.up": "colwise", "block.down": "rowwise"}
+
+
 def test_a_column_and_a_row_linear():
     draft = draft_of(Block())
     assert draft.styles == {"up": "colwise", "down": "rowwise"} and draft.whole == {} and draft.default == ""
@@ -201,16 +237,19 @@ def test_linears_that_are_not_to_be_sharded():
     assert draft.whole == {"up": "the proof failed with it sharded", "down": "the proof failed with up sharded"}
 
 
-def test_convolutions_are_left_whole():
+@pytest.mark.parametrize(("groups", "styles"), [(1, {"up": "colwise", "conv": "rowwise"}), (3, {})])
+def test_a_convolution_is_a_linear_over_channels(groups, styles):
     class Convolution(nn.Module):
         def __init__(self):
             super().__init__()
-            self.up, self.conv, self.down = nn.Linear(WIDTH, INNER), nn.Conv1d(INNER, INNER, 1), nn.Linear(INNER, WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+            self.conv = nn.Conv1d(INNER, INNER, 3, padding=1, groups=groups)
 
         def forward(self, x):
             return self.down(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2))
 
-    assert whole_of(Convolution())["up"] == "a convolution in conv"
+    draft = draft_of(Convolution())
+    assert draft.styles == styles and (styles or draft.whole["up"] == "a convolution in conv")
 
 
 @pytest.mark.parametrize(("banned", "expected"), [(set(), "experts"), ({"experts"}, None)])

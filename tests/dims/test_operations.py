@@ -43,6 +43,12 @@ SHAPES = [
     (lambda x, y: torch.cat([x, y], -1), (X, "B=2 T=5 H=7"), "b t new", "H h new"),
     (lambda x, y: torch.stack([x, y], 1), (X, "B=2 T=5 H=6"), "b new t h", "new"),
     (lambda x: F.pad(x, (0, 0, 1, 0)), (X,), "b new h", "new t"),
+    (
+        lambda x, y: torch.linalg.solve_triangular(x, y, upper=False, unitriangular=True),
+        ("b=2 h=4 r=3 c=3", "B=2 H=4 R=3 d=5"),
+        "b h R d",
+        "R c d r",
+    ),
     (torch.view_as_complex, ("b=2 d=5 c=2",), "b d", "c"),
     (torch.view_as_real, (torch.randn(2, 5, dtype=torch.complex64),), "x0 x1 new", "new"),
 ]
@@ -83,8 +89,8 @@ ALONG = [
     (lambda x: x.logsumexp(1), (X,), "b h", "t"),
     (lambda x, w, b: F.layer_norm(x, (6,), w, b), (X, "W=6", "B=6"), "b t h", "h"),
     (lambda x, w: F.rms_norm(x, (6,), w), (X, "W=6"), "b t h", "h"),
-    (lambda x: F.group_norm(x, 2), ("b=2 c=4 s=7",), "b c s", "b c s"),
-    (lambda x, w: F.batch_norm(x, None, None, w, training=True), ("b=2 c=4 s=7", "W=4"), "b c s", "W b c s"),
+    (lambda x: F.group_norm(x, 2), ("b=2 c=4 s=7",), "b c0*c1 s", "c1 s"),
+    (lambda x, w: F.batch_norm(x, None, None, w, training=True), ("b=2 c=4 s=7", "W=4"), "b c s", "b s"),
 ]
 MATMULS = [
     (lambda x, y: x @ y, ("a=2 k=3", "K=3 c=5"), "a c", ""),
@@ -94,7 +100,7 @@ MATMULS = [
     (torch.baddbmm, ("e=2 f=3 g=7", "b=2 q=3 k=5", "B=2 K=5 c=7"), "e f g", ""),
     (lambda x, y: torch.einsum("bqhd,bkhd->bhqk", x, y), ("b=2 q=3 h=4 d=5", "B=2 k=7 H=4 D=5"), "b h q k", ""),
     (torch.outer, ("a=2", "b=3"), "a b", ""),
-    (lambda x, w, b: F.conv1d(x, w, b), ("b=2 c=4 s=7", "o=6 i=4 k=3", "B=6"), "b new new", "B c i k new o s"),
+    (lambda x, w, b: F.conv1d(x, w, b), ("b=2 c=4 s=7", "o=6 i=4 k=3", "B=6"), "b o new", "k new s"),
     (F.scaled_dot_product_attention, (Q, K, V), "b h q e", "d k"),
 ]
 BY_INDEX = [

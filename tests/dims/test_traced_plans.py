@@ -112,6 +112,13 @@ def test_query_key_and_value_in_another_order(names, expected):
     assert not expected or problems[0].what == what
 
 
+def test_keys_and_values_before_queries():
+    text = "schema_version: 1\nsizes: {heads: 6, kv: 2}\ntensor_parallel: {qkv: colwise(kv + kv + heads), out: rowwise(heads)}"
+    for names, slugs in (("kvq", set()), ("qkv", {"divided-features"})):
+        problems = traced(PackedByOrder(names), parse_plan(text), {"x": torch.randn(2, 5, 12)}).problems
+        assert {problem.slug for problem in problems} == slugs
+
+
 # -- shipped plans ------------------------------------------------------------------------------------------------------
 
 QUICK = ("bloom", "codegen", "falcon", "recurrent_gemma", "deberta-v2-shared", "mixtral", "jetmoe")

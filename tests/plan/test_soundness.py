@@ -22,7 +22,6 @@ SWAPS = [
     ("phi3", LAYER + "self_attn.qkv_proj", "colwise(heads + kv_heads + kv_heads, output=full)", "packed-edge"),
     ("phi3", LAYER + "mlp.gate_up_proj", "colwise(chunks=2, output=full)", "packed-edge"),
     ("phi3", LAYER + "mlp.gate_up_proj", "colwise", "widths-do-not-meet"),
-    ("phi3", LAYER + "self_attn.qkv_proj", "colwise(kv_heads + kv_heads + heads)", "units-do-not-meet"),
     ("phi3", LAYER + "self_attn.qkv_proj", "colwise(chunks=3)", "unused-size"),
     ("gpt2", "transformer.h.*.attn.c_attn", "colwise", "units-do-not-meet"),
     ("llama", LAYER + "self_attn.{k,v}_proj", "replicate", "unused-size"),
@@ -63,6 +62,47 @@ def test_a_count_that_does_not_become_local():
     with pytest.raises(PlanError) as error:
         resolve(plan, describe(tiny_model("bert")), MeshSpec(tp=2))
     assert set(error.value.slugs) == {"count-left-whole"} and "num_attention_heads: heads" in str(error.value)
+
+
+def test_the_order_of_packed_units_is_that_of_the_forward():
+    """Keys and values may come before queries, which the row linear sums over: the trace of the forward tells."""
+    resolve(
+        swapped("phi3", LAYER + "self_attn.qkv_proj", "colwise(kv_heads + kv_heads + heads)"),
+        describe(tiny_model("phi3")),
+        MeshSpec(tp=2),
+    )
+
+
+def test_packed_units_of_which_none_is_that_of_the_rows():
+    text = """schema_version: 1
+sizes: {kv_heads: 2, heads: 4}
+tensor_parallel: {up: colwise(kv_heads + kv_heads), down: rowwise(heads)}
+"""
+    with pytest.raises(PlanError) as error:
+        resolve(
+            parse_plan(text), describe(nn.ModuleDict(dict(up=nn.Linear(8, 16), down=nn.Linear(16, 8)))), MeshSpec(tp=2)
+        )
+    assert "units-do-not-meet" in error.value.slugs
+
+
+class OneNumberForEachHead(nn.Module):
+    """As many heads as they are wide: 4 of 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim = 4
+        self.decay = nn.Parameter(torch.ones(4))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+
+def test_numbers_for_heads_that_are_as_many_as_they_are_wide():
+    """As in Mamba 2 of 1.3 billion parameters: 64 heads of 64. A rule of `heads` alone is refused."""
+    text = """schema_version: 1
+sizes: {heads: 4}
+tensor_parallel: {up: colwise(heads), down: rowwise(heads), decay: "shard(0, unit=heads*1)"}
+"""
+    rows = resolve(parse_plan(text), describe(OneNumberForEachHead()), MeshSpec(tp=2)).parameters
+    assert rows["decay"].layout.local_shape(1) == (2,)
 
 
 class Block(nn.Module):

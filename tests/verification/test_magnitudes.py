@@ -18,3 +18,13 @@ def test_a_matrix_that_begins_smaller_than_its_siblings_stays_so(scale, expected
     perturb(nn.ModuleDict({"attention": block}), seed=0)
     ratio = float(block["q"].weight.std() / block["k"].weight.std())
     assert ratio == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("initial", [0.01, 10.0])
+def test_a_gain_below_one_makes_all_matrices_smaller(initial):
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 64)
+    with torch.no_grad():
+        linear.weight.mul_(initial / linear.weight.std())
+    perturb(linear, seed=0, gain=0.25)
+    assert float(linear.weight.std()) == pytest.approx(0.25 * 1.2 / 8, rel=0.01)

@@ -64,6 +64,7 @@ def time_first():
         ("llama", {"overrides": {"num_attention_heads": 0}, "plan": None}, "bad-config", "at least 1"),
         ("llama", {"overrides": {"hidden_size": "wide"}, "plan": None}, "bad-config", "hidden_size"),
         (tower, {"seed": "one"}, "bad-seed", "no seed"),
+        (tower, {"gain": 0}, "bad-gain", "no gain"),
         (tower, {"timeout_s": 0}, "bad-timeout", "0"),
         (tower, {"num_microbatches": 0}, "bad-option", "0"),
         (lambda: tower(), {"backend": "gloo"}, "not-picklable", "package.module:function"),

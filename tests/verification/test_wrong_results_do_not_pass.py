@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -13,10 +14,28 @@ from parallelize import Options, overlap_report, verify
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import read_model
 from parallelize.ops import collectives
+from parallelize.plan.plan_file import parse_plan
 from parallelize.verification.configuration import Request, build_configurations
 from parallelize.verification.runner import VerificationRun
 from parallelize.verification.scale import _fewer, scaled
-from tests.verification.towers import tower
+from tests.verification.towers import RULES, Tower, tower
+
+
+class Tiny(Tower):
+    """What is sharded changes the output by nearly nothing, so that its gradients are nearly zero."""
+
+    def forward(self, x):
+        return self.head(x + 1e-16 * self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+def test_gradients_that_are_too_small_prove_nothing():
+    rules = ", ".join(f"{name}: {style}" for name, style in RULES.items())
+    plan = parse_plan(f"schema_version: 1\ntensor_parallel: {{{rules}}}")
+    result = verify(lambda: tower(cls=Tiny), plan, "tp=2")
+    assert not result.ok and all(row.ok for row in result.rows)
+    assert result.difference.slug == "gradients-too-small" and "down.weight" in result.difference.explanation
+    result = verify(lambda: tower(), plan, "tp=2")
+    assert result.ok and not any("too small" in text for text in result.unseen)
 
 
 @pytest.mark.sweep

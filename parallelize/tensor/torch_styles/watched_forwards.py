@@ -69,7 +69,9 @@ def _features(resolved: ResolvedPlan, column: str) -> ShardMaker | None:
     row = resolved.parameters.get(f"{column}.{facts.weight_key if facts is not None else 'weight'}")
     if row is None or column not in resolved.modules or row.layout.dim is None:
         return ShardMaker("features", -1)
-    chunks = row.layout.chunks
+    weight, chunks = row.layout.shape, row.layout.chunks
+    if len(weight) > 2:  # a convolution, whose channels come before the positions
+        return ShardMaker("features", 1 - len(weight))
     if len({(chunk.size, chunk.units) for chunk in chunks}) > 1:
         return None
     number, ranks = max(len(chunks), 1), row.layout.num_ranks

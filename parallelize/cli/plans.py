@@ -234,7 +234,9 @@ def _shipped_for(model_type: str) -> list[str]:
 
 def _expert_layouts(plan: Plan) -> list[Mapping[str, bool]]:
     """How each model type of a plan with experts stores their weights; of types that `transformers` cannot build, nothing."""
-    if not any(rule.style.word == "experts" for rule in plan.rules):
+    from parallelize.plan.hf_plans import exports_experts
+
+    if not exports_experts(plan):
         return []
     from parallelize.cli.transformers_plans import expert_layout
 

@@ -37,6 +37,7 @@ def all_reduce(x: torch.Tensor, pg: dist.ProcessGroup) -> None:
         dist.all_reduce(x, group=pg)
     elif counts_collectives():
         functional.all_reduce(x, pg)
+        turns.hand_over()
     elif (memory := shared_by(pg, x)) is not None:
         memory.reduce(x)
     else:
@@ -49,6 +50,7 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> Non
         wrapped_all_gather(out, x, group=pg)
     elif counts_collectives():
         functional.all_gather(out, x, pg)
+        turns.hand_over()
     elif (memory := shared_by(pg, x)) is not None:
         memory.all_gather(out, x)
     else:
@@ -61,6 +63,7 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) ->
         wrapped_reduce_scatter(out, x, group=pg)
     elif counts_collectives():
         functional.reduce_scatter(out, x, pg)
+        turns.hand_over()
     else:
         _wait(_reduce_scatter(pg)(out, x, _SCATTER))
 
@@ -78,5 +81,7 @@ def _needs_wrapper(x: torch.Tensor) -> bool:
 def _wait(work: dist.Work | None) -> None:
     """Some backends have waited already, and return nothing."""
     if work is not None:
-        turns.hand_over()
-        work.wait()
+        try:
+            turns.hand_over()
+        finally:
+            work.wait()

@@ -52,6 +52,12 @@ class GroupState:
         self.shared_memory: SharedMemory | None = None
         self.has_no_shared_memory = False
 
+    def forget_lines(self) -> None:
+        """Begin anew in the store: all ranks do after a disagreement, or they would count different lines."""
+        self.posted.clear()
+        self.first_choices.clear()
+        self.store_prefix = ""
+
 
 _STATES: weakref.WeakKeyDictionary[Any, GroupState] = weakref.WeakKeyDictionary()  # process group -> its state
 
@@ -217,11 +223,13 @@ class Group:
         out = x.new_empty(sum(received))
         if not torch.compiler.is_compiling() and counts_collectives():
             functional.all_to_all(out, x, received, sent, self.pg)
-            return out
-        if takes_turns():
-            out, work = self.start_all_to_all(x, sent, received)
             hand_over()
-            work.wait()
+        elif takes_turns():
+            out, work = self.start_all_to_all(x, sent, received)
+            try:
+                hand_over()
+            finally:
+                work.wait()
         else:
             dist.all_to_all_single(out, x, received, sent, group=self.pg)
         return out

@@ -6,7 +6,8 @@
 
 Only one of the two threads runs at any time, and a turn ends only where the code says so, never after a time. So the order
 of everything that a rank does, messages included, is the same on every rank and in every repetition, and state that both
-share needs no locks. Outside of `run_in_turns`, `hand_over` reads one number.
+share needs no locks. That holds as long as every rank of a group hands over at the same calls: whether a call hands over may
+depend on nothing that differs between ranks. Outside of `run_in_turns`, `hand_over` reads one number.
 
 Source: the overlap of two microbatches is that of Wang et al., Domino, arXiv:2409.15241 (two parts of a batch) and of
 DualPipe, arXiv:2412.19437 (a forward beside a backward); here it is in the transport, so that models stay as they are.
@@ -29,42 +30,55 @@ _LANE = _Lane()
 _running = 0  # pairs of computations in this process
 
 
-class OtherFailedError(Exception):
-    """The computation that takes turns with this one has failed, so this one ends as well."""
+class OtherFailedError(BaseException):
+    """The computation that takes turns with this one has failed, so this one ends as well.
+
+    Not an `Exception`, so that no handler in a model catches it, or puts its own error in its place.
+    """
 
 
 class Turns:
-    """Which of two threads runs. Each has a lock that it waits for while the other runs, and that the other releases."""
+    """Whose turn it is.
+
+    Attributes:
+        error: of the computation that failed first.
+    """
 
     def __init__(self) -> None:
-        self._may_run = threading.Lock(), threading.Lock()
-        for lock in self._may_run:
-            lock.acquire()
-        self._ended, self._failed = [False, False], False
+        self._changed = threading.Condition()
+        self._turn, self._ended = 0, [False, False]
+        self.error: BaseException | None = None
 
     def hand_over(self, index: int) -> None:
         """Let the other run until it hands over or ends. Raises: OtherFailedError."""
-        if not self._ended[1 - index]:
-            self._may_run[1 - index].release()
-            self._may_run[index].acquire()
-        if self._failed:
+        with self._changed:
+            if not self._ended[1 - index]:
+                self._turn = 1 - index
+                self._changed.notify()
+                self._changed.wait_for(lambda: self._turn == index)
+        if self.error is not None:
             raise OtherFailedError
 
     def run(self, index: int, work: Callable[[], None]) -> None:
         """Run one of the two to its end."""
-        if index:
-            self._may_run[index].acquire()
         outer, _LANE.turns, _LANE.index = (_LANE.turns, _LANE.index), self, index
         try:
-            if not self._failed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._turn == index)
+            if self.error is None:
                 work()
-        except BaseException:
-            self._failed = True
+        except BaseException as error:
+            self.error = self.error or error
             raise
         finally:
             _LANE.turns, _LANE.index = outer
-            self._ended[index] = True
-            self._may_run[1 - index].release()
+            self.end(index)
+
+    def end(self, index: int) -> None:
+        """The other has all turns from now on."""
+        with self._changed:
+            self._ended[index], self._turn = True, 1 - index
+            self._changed.notify()
 
 
 def run_in_turns(first: Callable[[], None], second: Callable[[], None], worker: Executor) -> None:
@@ -73,22 +87,24 @@ def run_in_turns(first: Callable[[], None], second: Callable[[], None], worker: 
     Args:
         worker: a thread for `second`. The caller sets what the second needs of the state of this thread, such as autocast.
 
-    Raises: the error of the one that failed; the other got `OtherFailedError` at its next turn.
+    Raises: the error of the one that failed first; the other got `OtherFailedError` at its next turn.
     """
     global _running
-    turns, context = Turns(), contextvars.copy_context()
+    turns = Turns()
+    ended = worker.submit(contextvars.copy_context().run, turns.run, 1, second)
     _running += 1
     try:
-        ended = worker.submit(context.run, turns.run, 1, second)
         try:
             turns.run(0, first)
         except OtherFailedError:
-            ended.result()  # the other's error
-            raise
-        ended.result()
+            pass
+        finally:
+            turns.end(0)  # also where this thread was interrupted before its turn
+            ended.exception()  # waits until it has ended
     finally:
-        ended.exception()  # waits until it has ended
         _running -= 1
+    if turns.error is not None:
+        raise turns.error
 
 
 def hand_over() -> None:
@@ -100,3 +116,8 @@ def hand_over() -> None:
 def takes_turns() -> bool:
     """Whether this thread takes turns with another."""
     return bool(_running) and _LANE.turns is not None
+
+
+def is_second() -> bool:
+    """Whether this thread takes turns with another, which began before it."""
+    return takes_turns() and _LANE.index == 1

@@ -30,7 +30,7 @@ from parallelize.comm import blocking
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import even_interval
-from parallelize.ops import direct_sums, replay_cache
+from parallelize.ops import replay_cache
 
 
 def refuse_double_backward() -> None:
@@ -256,7 +256,7 @@ def gather_dim(x: torch.Tensor, group: Group, dim: int, full: int) -> torch.Tens
 def reduce_scatter_dim(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """Sum [.., S, ..] over ranks; returns this rank's ceil(S/P) rows, zero-padded at the end. No autograd."""
     shards = _padded_shards(x, group.size, dim)
-    return direct_sums.reduce_scatter(shards.flatten(0, 1), group)  # no view, so that the model may write to it
+    return group.reduce_scatter(shards.flatten(0, 1))  # no view, so that the model may write to it
 
 
 def split_dim(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:

@@ -38,19 +38,19 @@ class BatchReader:
 
     Args:
         module, num_microbatches, loss, count, whole, share_inputs: as of `Pipeline`.
-        check: what compares batches over ranks.
+        comparison: compares batches over ranks.
         stages: the group of the pipeline's stages, and the device of this rank.
         refuse_ids: whether the targets of the first step may not be the token ids themselves.
+        check: called in each step; what it raises is raised on every rank.
 
     Attributes:
-        first_sequence: of this data rank, in the global batch of the last call.
         context: the model's state over `cp`, or None.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        check: StepCheck,
+        comparison: StepCheck,
         *,
         num_microbatches: int,
         loss: Callable[[Any, Any], T] | None,
@@ -59,15 +59,16 @@ class BatchReader:
         share_inputs: bool,
         stages: tuple[Group, torch.device],
         refuse_ids: bool,
+        check: Callable[[], None],
     ):
-        self.module, self.check, self.num_microbatches = module, check, num_microbatches
+        self.module, self.comparison, self.num_microbatches = module, comparison, num_microbatches
         self.stages, self.share_inputs, self.whole = stages, share_inputs, named_whole(whole)
         self.loss, self.count, self.reads_tokens = loss or token_loss, count or valid_tokens, loss is None
         self._may_be_unshifted = loss is None and refuse_ids  # until targets of a step were compared with its ids
         self._signature = forward_signature(module)
         self._names = positional_names(self._signature)
         self.context = context_of(module)
-        self.first_sequence = 0
+        self.check = check
 
     def read(
         self, call: str, settings: dict[str, str], args: tuple, kwargs: dict, targets: Any = None, labels: Any = None
@@ -90,6 +91,7 @@ class BatchReader:
         try:
             if call == "step":
                 _refuse_without_gradients()
+                self.check()
             if call != "forward":
                 targets = self._local_targets(args, kwargs, targets, labels)
             microbatches = split_batch(args, kwargs, targets, self.num_microbatches, self.whole, self._names)
@@ -113,7 +115,7 @@ class BatchReader:
         settings["error"] = ", ".join(error.slugs) if error is not None else "none"
         try:
             sequences = microbatches[0].batch_size if microbatches else 0
-            total = self.check.total(count, batch, settings, sequences)
+            total = self.comparison.total(count, batch, settings, sequences)
         except HandshakeError as difference:
             raise error or difference from None
         if error is not None:

@@ -22,7 +22,7 @@ from parallelize.pipeline.batch_reader import BatchReader
 from parallelize.pipeline.microbatch_inputs import (
     MicrobatchInputs,
 )
-from parallelize.pipeline.paired_actions import PairRunner
+from parallelize.pipeline.paired_actions import PairRunner, check_overlap_of_microbatches
 from parallelize.pipeline.replica_check import ReplicaCheck
 from parallelize.pipeline.schedules import Action, Schedule, build_schedule
 from parallelize.pipeline.stage_forward import SingleStageRunner, StageRunner
@@ -124,6 +124,7 @@ class Pipeline:
             share_inputs=share_inputs,
             stages=(self.group, self.device),
             refuse_ids=check_replicated,
+            check=lambda: check_overlap_of_microbatches(module) if overlap_microbatches else None,
         )
         self._part = BatchPart(0, 0, self.check.place)  # of the running forward
         self._headers: StageHeaders = {}
@@ -285,7 +286,7 @@ class Pipeline:
             self._compared.add(signature)
         steps: list[Any] = [step for step in self.actions if not forward_only or _is_forward(step)]
         if self.run_pair is not None and not forward_only:
-            steps = list(self.run_pair.steps(steps, self.module))
+            steps = list(self.run_pair.steps(steps))
         split = self._splits and not forward_only and self._may_split()
         return StepRun(
             schedule=self.schedule,

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from parallelize._torch_groups import ranks_are_threads
-from parallelize._torch_private import num_dispatch_modes
-from parallelize.comm.turns import run_in_turns
+from parallelize._torch_modes import modes_of_this_thread
+from parallelize.comm.turns import is_second, run_in_turns
 from parallelize.errors import ModelError, Problem
 from parallelize.pipeline.schedules import Action
 from parallelize.recomputation.recompute import recomputed
@@ -67,50 +69,65 @@ class PairRunner:
             with enter():
                 run(pair.backward)
 
-        run_in_turns(lambda: run(pair.forward), backward, self._backwards)
+        with _no_forward_in_a_backward():
+            run_in_turns(lambda: run(pair.forward), backward, self._backwards)
 
-    def steps(self, actions: Iterable[Action], module: nn.Module) -> Iterator[Action | Pair]:
-        """What a step runs; no pairs where a second thread has no part in what this one has: a mode of PyTorch that watches its
-        operations, or its process groups (where ranks are threads).
-
-        Raises: ModelError `no-overlap` where the backward of this model would run its layers or free their weights.
-        """
-        check_overlap_of_microbatches(module)
-        return iter(actions) if num_dispatch_modes() or ranks_are_threads() else paired(actions)
+    def steps(self, actions: Iterable[Action]) -> Iterator[Action | Pair]:
+        """What a step runs. Where ranks are threads, a second thread would be another rank: they run in order."""
+        return iter(actions) if ranks_are_threads() else paired(actions)
 
 
 def _state_of_this_thread(device: torch.device) -> Callable[[], ExitStack]:
-    """A function that gives another thread what operations of this one depend on: autocast, the device, and its stream."""
-    kinds = [kind for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)]
-    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+    """What operations of this thread depend on, for another thread: autocast, modes, the device and its stream."""
+    kinds = {kind: torch.get_autocast_dtype(kind) for kind in {device.type, "cpu"} if torch.is_autocast_enabled(kind)}
+    caches, modes = torch.is_autocast_cache_enabled(), modes_of_this_thread()
     stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
     def enter() -> ExitStack:
         stack = ExitStack()
-        for kind, dtype in dtypes.items():
-            stack.enter_context(torch.autocast(kind, dtype))
+        for (
+            kind,
+            dtype,
+        ) in kinds.items():  # not by the context manager, whose end drops casts that the forward still uses
+            torch.set_autocast_enabled(kind, True)
+            torch.set_autocast_dtype(kind, dtype)
+            torch.set_autocast_cache_enabled(caches)
+            stack.callback(torch.set_autocast_enabled, kind, False)
         if stream is not None:
             torch.accelerator.set_device_index(device.index)
             torch.accelerator.set_stream(stream)
         # autograd would run a device's operations in a thread of that device, which cannot take turns with two others
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(modes())
         return stack
 
     return enter
 
 
+@contextmanager
+def _no_forward_in_a_backward() -> Iterator[None]:
+    """Refuse a module that a backward calls, such as one that a user recomputes: a forward may be in it."""
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if is_second():
+            raise _refusal(f"a backward calls {type(module).__name__}, in which a forward may be")
+
+    hook = register_module_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def check_overlap_of_microbatches(module: nn.Module) -> None:
-    """Raises: ModelError `no-overlap`."""
-    if reason := _shared_state(module):
-        what = f"overlap_microbatches is asked for, and {reason}"
-        raise ModelError(Problem("no-overlap", what, fix="overlap_microbatches=False"))
-
-
-def _shared_state(module: nn.Module) -> str:
-    """What a forward and the backward of another microbatch would both change; empty: nothing."""
+    """Raises: ModelError `no-overlap` where the backward of this model would run its layers or free their weights."""
     modes = {mode for mode in recomputed(module).values() if mode != "off"}
     if modes or any(part.__dict__.get("gradient_checkpointing") is True for part in module.modules()):
-        return "the model recomputes activations: a backward would run layers in which a forward is"
+        raise _refusal("the model recomputes activations: a backward would run layers in which a forward is")
     if any(isinstance(part, FSDPModule) for part in module.modules()):
-        return "fully_shard stores the weights of a layer either for a forward or for a backward"
-    return ""
+        raise _refusal("fully_shard stores the weights of a layer either for a forward or for a backward")
+
+
+def _refusal(reason: str) -> ModelError:
+    what = f"overlap_microbatches is asked for, and {reason}"
+    return ModelError(Problem("no-overlap", what, fix="overlap_microbatches=False"))

@@ -179,7 +179,7 @@ class StepRun:
         def compute(action: Action) -> None:
             try:
                 self._compute(action)
-            except BaseException:
+            except Exception:
                 failed.append(action)
                 raise
 
@@ -189,7 +189,7 @@ class StepRun:
         try:
             self.run_pair(pair, compute)
         except Exception as error:
-            self._fail(failed[0] if failed else pair.forward, error)
+            self._fail(failed[0], error)
 
     def _enter(self, action: Action) -> None:
         if self.enter is not None:

@@ -339,6 +339,11 @@ def export_plan(plan: Plan, experts: Sequence[Mapping[str, bool]] = (USUAL,)) ->
     return Exported(words, tuple(_dropped(plan)), tuple(refused))
 
 
+def exports_experts(plan: Plan) -> bool:
+    """Whether the words of a plan depend on how the weights of experts are stored."""
+    return any(_word(plan, rule, rule.pattern)[0] in EXPERT_WORDS for rule in plan.rules)
+
+
 def _name_in_base(plan: Plan, pattern: str) -> str:
     return pattern.removeprefix(f"{plan.base}.") if plan.base else pattern
 

@@ -205,7 +205,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         model.train()
         inputs = dict(stock._prepare_inputs(inputs))
         labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
-        aligned = shifted is not None or self.parallel.pipeline.loss is not token_loss
+        aligned = shifted is not None or self.parallel.pipeline.batches.loss is not token_loss
         named = {"targets": labels if shifted is None else shifted} if aligned else {"labels": labels}
         self.parallel.pipeline.steps_done = stock.state.global_step
         with stock.compute_loss_context_manager():

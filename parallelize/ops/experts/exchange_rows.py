@@ -36,8 +36,10 @@ class RowsInFlight:
     def wait(self) -> T:
         """The rows."""
         if self._work is not None:
-            hand_over()
-            self._work.wait()
+            try:
+                hand_over()
+            finally:
+                self._work.wait()
             self._work = None
         return self.rows
 

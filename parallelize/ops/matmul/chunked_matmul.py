@@ -28,12 +28,12 @@ import torch
 from parallelize.comm.groups import Group
 from parallelize.comm.p2p import Exchange, Step
 from parallelize.comm.turns import hand_over
-from parallelize.ops.direct_sums import sum_in_order
 from parallelize.ops.matmul.op_handshake import Rendezvous
 from parallelize.ops.matmul.row_chunks import Box, RowChunks, as_rows, flat, row_chunks_of, take
 from parallelize.ops.matmul.row_gather import RowGather
 
 T = torch.Tensor
+_HALF = (torch.float16, torch.bfloat16)
 Pair = tuple[T, T]
 """[.., rows, .., K] and [K, N]"""
 Thunk = Callable[[], None]
@@ -325,3 +325,22 @@ def _split_evenly(works: Sequence[Thunk], number: int) -> Iterator[Sequence[Thun
     """`works` split into `number` consecutive parts of nearly equal length."""
     for n in range(number):
         yield works[len(works) * n // number : len(works) * (n + 1) // number]
+
+
+def sum_in_order(local: T, others: dict[int, T], rank: int) -> None:
+    """local = the sum of all ranks' contributions in rank order; in fp32 for three or more in half precision."""
+    size = len(others) + 1
+    if not local.numel() or size == 1:
+        return
+    if local.dtype in _HALF and size > 2:
+        total = (local if rank == 0 else others[0]).float()
+        for other in range(1, size):
+            total += local if other == rank else others[other]
+        local.copy_(total)
+    else:  # the sum of lower ranks, then local, then higher ranks; a sum of two does not depend on the order
+        for other in range(1, rank):
+            others[0].add_(others[other])
+        if rank:
+            local.add_(others[0])
+        for other in range(rank + 1, size):
+            local.add_(others[other])

@@ -132,6 +132,24 @@ CLAIMS = (
     ),
     Claim(
         STEP,
+        "step of 4 microbatches at 1 Gbit/s with `overlap_microbatches`, PyTorch's TP + SP over ours: hidden 256 / 512",
+        "microbatch_step_1gbit",
+        _each("stock/paired"),
+    ),
+    Claim(
+        STEP,
+        "the same, written by hand without overlap over ours: hidden 256 / 512",
+        "microbatch_step_1gbit",
+        _each("hand/paired"),
+    ),
+    Claim(
+        STEP,
+        "the same, ours over computing and sending that do not wait for each other: hidden 256 / 512",
+        "microbatch_step_1gbit",
+        _each("paired/unbound"),
+    ),
+    Claim(
+        STEP,
         "step of a Qwen3-MoE with folded experts, `transformers`' expert parallelism over ours: loopback, `ep` 2",
         "experts_2_loopback",
         lambda result: [result["transformers/ours"]],

@@ -65,6 +65,48 @@ def test_the_error_of_one_ends_the_other_at_its_next_turn(worker, failing):
     assert not takes_turns()
 
 
+def test_a_handler_of_the_other_hides_no_error(worker):
+    def fails() -> None:
+        hand_over()
+        raise ValueError("the first error")
+
+    def wraps() -> None:
+        try:
+            for _ in range(3):
+                hand_over()
+        except Exception:
+            raise RuntimeError("another one") from None
+
+    with pytest.raises(ValueError, match="the first error"):
+        run_in_turns(wraps, fails, worker)
+
+
+def test_an_interrupt_ends_both(worker):
+    ended = []
+
+    def interrupted() -> None:
+        hand_over()
+        raise KeyboardInterrupt
+
+    def runs() -> None:
+        try:
+            while True:
+                hand_over()
+        finally:
+            ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_turns(interrupted, runs, worker)
+    assert ended == [True]
+
+
+def test_a_worker_that_cannot_start_leaves_nothing(worker):
+    worker.shutdown()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        run_in_turns(lambda: None, lambda: None, worker)
+    assert not takes_turns()
+
+
 def test_the_second_has_the_context_of_the_first(worker):
     names = []
     NAME.set("of the caller")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from parallelize import build_mesh, parallelize_model
 from parallelize.errors import ParallelizeError
@@ -81,6 +83,54 @@ def a_pair_fails(rank: int, at: int, backward: bool) -> dict[str, Any]:
     loss = parallel.step(ids, targets=labels)
     error = max(worst(gradients(parallel), expected)[0], float((loss - expected_loss).abs()))
     return {"rows": dict(raised.problems[0].rows), "error": error}
+
+
+def watched_on_one_rank(rank: int, kind: str) -> float:
+    """The largest relative error of a step during which the first rank alone has a mode of PyTorch, or all have autocast."""
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    mesh, model = build_mesh("cpu", tp=2), tiny_model("llama", tie_word_embeddings=True)
+    ids, labels = tiny_batch(batch=6, length=8)
+    grads = []
+    for overlap in (False, True):
+        chosen = {"num_microbatches": 3, "sequence_parallel": True, "overlap_microbatches": overlap}
+        parallel = parallelize_model(copy.deepcopy(model), mesh, **chosen)
+        mode: Any = nullcontext()
+        if kind == "autocast":
+            mode = torch.autocast("cpu", torch.bfloat16)
+        elif rank == 0 and overlap:
+            mode = FlopCounterMode(display=False) if kind == "flops" else CommDebugMode()
+        with mode:
+            parallel.step(ids, targets=labels)
+        grads.append(gradients(parallel))
+        if rank == 0 and overlap and kind == "flops":
+            backward = mode.get_flop_counts()["Global"][torch.ops.aten.mm]
+            assert backward > 0
+    return worst(grads[1], grads[0])[0]
+
+
+class _Recomputing(nn.Module):
+    """A block that a user recomputes by PyTorch's own function."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def recomputed_by_the_user(rank: int) -> str:
+    model = build("blocks", torch.float64, 2)
+    model.blocks[0] = _Recomputing(model.blocks[0])
+    parallel = parallelize_model(model, build_mesh("cpu", dp=2), num_microbatches=2, overlap_microbatches=True)
+    ids, labels = tiny_batch(batch=4, length=5)
+    try:
+        parallel.step(ids, targets=labels)
+    except ParallelizeError as error:
+        return str(error)
+    return "nothing was refused"
 
 
 def refused(rank: int, why: str) -> tuple[str, str]:

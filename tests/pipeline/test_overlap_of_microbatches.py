@@ -75,6 +75,18 @@ def test_what_a_forward_and_a_backward_would_both_change_is_refused(two_processe
         assert text in message
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["flops", "collectives", "autocast"])
+def test_modes_of_one_rank_and_autocast_change_nothing(two_processes, kind):
+    assert two_processes.run(jobs.watched_on_one_rank, kind) == [0.0, 0.0]
+
+
+@pytest.mark.processes
+def test_a_layer_that_a_backward_calls_is_refused(two_processes):
+    for text in two_processes.run(jobs.recomputed_by_the_user):
+        assert "no-overlap" in text or "a backward calls" in text, text
+
+
 @pytest.mark.parametrize(
     ("axes", "options", "text"),
     [

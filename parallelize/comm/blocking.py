@@ -37,7 +37,6 @@ def all_reduce(x: torch.Tensor, pg: dist.ProcessGroup) -> None:
         dist.all_reduce(x, group=pg)
     elif counts_collectives():
         functional.all_reduce(x, pg)
-        turns.hand_over()
     elif (memory := shared_by(pg, x)) is not None:
         memory.reduce(x)
     else:
@@ -50,7 +49,6 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> Non
         wrapped_all_gather(out, x, group=pg)
     elif counts_collectives():
         functional.all_gather(out, x, pg)
-        turns.hand_over()
     elif (memory := shared_by(pg, x)) is not None:
         memory.all_gather(out, x)
     else:
@@ -63,7 +61,6 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) ->
         wrapped_reduce_scatter(out, x, group=pg)
     elif counts_collectives():
         functional.reduce_scatter(out, x, pg)
-        turns.hand_over()
     else:
         _wait(_reduce_scatter(pg)(out, x, _SCATTER))
 

@@ -223,7 +223,6 @@ class Group:
         out = x.new_empty(sum(received))
         if not torch.compiler.is_compiling() and counts_collectives():
             functional.all_to_all(out, x, received, sent, self.pg)
-            hand_over()
         elif takes_turns():
             out, work = self.start_all_to_all(x, sent, received)
             try:

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from parallelize._torch_groups import ranks_are_threads
 from parallelize._torch_modes import modes_of_this_thread
+from parallelize._torch_private import counts_collectives
 from parallelize.comm.turns import is_second, run_in_turns
 from parallelize.errors import ModelError, Problem
 from parallelize.pipeline.schedules import Action
@@ -124,6 +125,8 @@ def check_overlap_of_microbatches(module: nn.Module) -> None:
     modes = {mode for mode in recomputed(module).values() if mode != "off"}
     if modes or any(part.__dict__.get("gradient_checkpointing") is True for part in module.modules()):
         raise _refusal("the model recomputes activations: a backward would run layers in which a forward is")
+    if counts_collectives():
+        raise _refusal("CommDebugMode counts collectives, which then wait at once")
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise _refusal("fully_shard stores the weights of a layer either for a forward or for a backward")
 

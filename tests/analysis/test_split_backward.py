@@ -18,6 +18,7 @@ OPTIONS = {"schedule": "zbv", "num_microbatches": 2}
 SPLIT = {"overlap": "off"}, {"overlap": "chunked"}, {"overlap": "auto"}, {"recompute": "full"}
 
 
+@pytest.mark.sweep
 @pytest.mark.variants(every=4)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("options", SPLIT, ids=str)

@@ -9,6 +9,7 @@ from tests.context import generation_over_cp_jobs as jobs
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.sweep
 def test_two_ranks(two_processes):
     assert two_processes.run(jobs.tokens_differ, "mistral", {"cp": 2, "tp": 1}, {}) == [[], []]
 

@@ -120,6 +120,7 @@ def rules_of(derived):
     return {rule.pattern: str(rule.style) for rule in derived.plan.rules}
 
 
+@pytest.mark.sweep
 def test_complex_rotary_factors_and_key_value_heads_that_are_repeated():
     derived = derived_from(models.ComplexRotary, models.ids)
     rules = rules_of(derived)

@@ -64,6 +64,7 @@ def test_launch_files_schemas_and_mistakes_need_no_ranks(tmp_path, capsys, monke
     ]
 
 
+@pytest.mark.sweep
 @marked
 def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(tmp_path):
     path = write_run(tmp_path, steps=100_000)

@@ -87,10 +87,9 @@ def a_pair_fails(rank: int, at: int, backward: bool) -> dict[str, Any]:
 
 def watched_on_one_rank(rank: int, kind: str) -> float:
     """The largest relative error of a step during which the first rank alone has a mode of PyTorch, or all have autocast."""
-    from torch.distributed.tensor.debug import CommDebugMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    mesh, model = build_mesh("cpu", tp=2), tiny_model("llama", tie_word_embeddings=True)
+    mesh, model = build_mesh("cpu", tp=2), tiny_model("llama", torch.float64, tie_word_embeddings=True)
     ids, labels = tiny_batch(batch=6, length=8)
     grads = []
     for overlap in (False, True):
@@ -100,7 +99,7 @@ def watched_on_one_rank(rank: int, kind: str) -> float:
         if kind == "autocast":
             mode = torch.autocast("cpu", torch.bfloat16)
         elif rank == 0 and overlap:
-            mode = FlopCounterMode(display=False) if kind == "flops" else CommDebugMode()
+            mode = FlopCounterMode(display=False)
         with mode:
             parallel.step(ids, targets=labels)
         grads.append(gradients(parallel))
@@ -130,6 +129,20 @@ def recomputed_by_the_user(rank: int) -> str:
         parallel.step(ids, targets=labels)
     except ParallelizeError as error:
         return str(error)
+    return "nothing was refused"
+
+
+def counted_on_one_rank(rank: int) -> str:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    ids, labels = tiny_batch(batch=4, length=8)
+    mesh = build_mesh("cpu", tp=2)
+    parallel = parallelize_model(tiny_model("llama"), mesh, num_microbatches=2, overlap_microbatches=True)
+    try:
+        with CommDebugMode() if rank == 0 else nullcontext():
+            parallel.step(ids, targets=labels)
+    except ParallelizeError as error:
+        return error.slugs[0]
     return "nothing was refused"
 
 

@@ -15,10 +15,12 @@ OPTIONS = {"num_microbatches": 3, "overlap_microbatches": True}
 TENSOR = [
     ("llama", {"tp": 2}, {"sequence_parallel": True}),
     ("llama", {"tp": 2}, {"sequence_parallel": True, "overlap": "chunked", "loss_parallel": True}),
+    ("mixtral", {"dp": 2}, {"ep": 2}),
+]
+MORE = [
     ("qwen3", {"tp": 2}, {"overlap": "auto"}),
     ("gpt2", {"dp": 2}, {"zero": 2}),
     ("mistral", {"cp": 2}, {}),
-    ("mixtral", {"dp": 2}, {"ep": 2}),
     ("llama", {"cp": 2}, {"ulysses": 2}),
 ]
 MESHES = [
@@ -31,6 +33,13 @@ MESHES = [
 @pytest.mark.processes
 @pytest.mark.parametrize(("family", "axes", "options"), TENSOR, ids=str)
 def test_a_step_in_pairs_equals_the_unsharded_model(two_processes, family, axes, options):
+    two_processes.run(mesh_parity, family, axes, torch.float64, OPTIONS | options)
+
+
+@pytest.mark.sweep
+@pytest.mark.processes
+@pytest.mark.parametrize(("family", "axes", "options"), MORE, ids=str)
+def test_a_step_in_pairs_over_other_axes_equals_the_unsharded_model(two_processes, family, axes, options):
     two_processes.run(mesh_parity, family, axes, torch.float64, OPTIONS | options)
 
 
@@ -76,9 +85,15 @@ def test_what_a_forward_and_a_backward_would_both_change_is_refused(two_processe
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["flops", "collectives", "autocast"])
+@pytest.mark.parametrize("kind", ["flops", "autocast"])
 def test_modes_of_one_rank_and_autocast_change_nothing(two_processes, kind):
-    assert two_processes.run(jobs.watched_on_one_rank, kind) == [0.0, 0.0]
+    errors = two_processes.run(jobs.watched_on_one_rank, kind)
+    assert max(errors) <= 1e-12 if kind == "flops" else errors == [0.0, 0.0]
+
+
+@pytest.mark.processes
+def test_counting_collectives_is_refused_on_every_rank(two_processes):
+    assert two_processes.run(jobs.counted_on_one_rank) == ["no-overlap", "ranks-diverged"]
 
 
 @pytest.mark.processes

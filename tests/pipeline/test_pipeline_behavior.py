@@ -51,6 +51,7 @@ def test_the_failing_rank_keeps_its_own_traceback(two_processes):
     assert sorted(causes) == ["None", "ValueError('bang')"]
 
 
+@pytest.mark.sweep
 def test_a_dead_process_is_named():
     from tests.support.processes import Pool
 

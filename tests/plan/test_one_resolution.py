@@ -77,6 +77,7 @@ def test_whether_a_gradient_is_summed_over_tp(monkeypatch):
     assert readers() == [0, 0, 0, False]
 
 
+@pytest.mark.sweep
 def test_the_units_of_zero_3(monkeypatch):
     def readers() -> list[Any]:
         with trained("dp=2", zero=3) as (model, text):

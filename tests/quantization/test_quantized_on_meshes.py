@@ -29,6 +29,7 @@ CASES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.variants(every=8)
 @pytest.mark.parametrize("case", CASES)
 def test_twenty_steps(case):

@@ -68,6 +68,7 @@ def relative_errors(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tens
     return sorted(float((actual[name].double() - b).norm() / b.norm()) for name, b in exact.items())
 
 
+@pytest.mark.sweep
 def test_float32_is_as_near_to_float64_as_the_unsharded_model():
     """Gradients of adapters are small differences: the unsharded model's own are off by up to 1e-5. 8 ranks share 4 heads."""
     model, exact = (adapted_model("llama", "lora", dtype) for dtype in (torch.float32, torch.float64))

@@ -90,6 +90,7 @@ def test_a_failure_while_rows_are_gathered_again(two_processes):
     assert two_processes.run(overlap_jobs.fails_while_gathering_again, timeout_s=60) == ["through", "raised"]
 
 
+@pytest.mark.sweep
 def test_a_silent_peer_is_an_error_within_the_timeout(two_processes):
     messages = two_processes.run(overlap_jobs.waits_for_silent_peer, timeout_s=30)
     assert messages[1] == "silent" and messages[0] != "nothing"

@@ -49,6 +49,7 @@ def test_families(family, tp, ep, mode):
     check(tiny_model(family, torch.float64), {**MODES[mode], "ep": ep}, tp, torch.float64)
 
 
+@pytest.mark.sweep
 @pytest.mark.variants(every=13)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("tp", "sizes"), [(2, {"etp": 2}), (4, {"ep": 2, "etp": 2}), (4, {"etp": 2})], ids=str)

@@ -42,6 +42,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("before", "before_options", "after", "after_options", "model"), PAIRS)
 def test_a_run_resumes_on_another_mesh(ranks, tmp_path, before, before_options, after, after_options, model):
     settings = {**SAVED, **model}

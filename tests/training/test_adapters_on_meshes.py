@@ -56,6 +56,7 @@ def unsharded(model, drops: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]
     return torch.stack(values), {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.sweep
 @pytest.mark.variants(every=16)
 @pytest.mark.parametrize("case", CASES)
 def test_twenty_steps(case):

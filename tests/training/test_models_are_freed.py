@@ -66,6 +66,7 @@ def test_after_a_backward_with_hooks_of_the_user():
         assert freed(*references)
 
 
+@pytest.mark.sweep
 def test_after_an_explanation():
     references = []
 

@@ -107,6 +107,7 @@ def test_a_loop_that_repeats_itself_meets_no_more(axes):
     assert first > 0 and last == before_last
 
 
+@pytest.mark.sweep
 @pytest.mark.processes
 @pytest.mark.variants(every=2)
 @pytest.mark.parametrize("skipped", [1, 3], ids=["in the middle", "the last"])

@@ -67,6 +67,7 @@ def test_a_pipeline(two_processes, schedule):
     check(two_processes, "llama", {"pp": 2}, options, batch=4, model={"num_hidden_layers": 4}, within=0.015)
 
 
+@pytest.mark.sweep
 def test_mixed_precision_with_zero(four_processes):
     options = {"zero": 1, "dtype": torch.bfloat16, "sequence_parallel": True}
     check(four_processes, "gpt2", {"dp": 2, "tp": 2}, options)

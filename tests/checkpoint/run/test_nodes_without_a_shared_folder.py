@@ -156,6 +156,7 @@ def test_each_node_has_the_manifest_and_the_files_of_its_ranks(saved, tmp_path):
         assert torch.equal(parameter, saved.state[f"model/{name}"])
 
 
+@pytest.mark.sweep
 def test_a_run_resumes_bit_equal_on_the_same_nodes(copied):
     assert copied.wrong_after_resume(TWO_NODES, {"zero": 1}, 2) == [[]] * 4
 

@@ -53,6 +53,7 @@ def test_every_optimizer_resumes_exactly(two_processes, tmp_path, axes, options)
         assert not wrong
 
 
+@pytest.mark.sweep
 def test_float32_copies_of_bfloat16_weights_are_saved(two_processes, tmp_path):
     for wrong in two_processes.run(jobs.masters, str(tmp_path)):
         assert not wrong

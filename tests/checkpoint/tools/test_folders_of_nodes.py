@@ -76,6 +76,7 @@ def test_one_folder_into_which_all_were_copied(copied, nodes, tmp_path):
     assert verify_checkpoint(copied[0]) == [] == verify_checkpoint(copied[0], 1)
 
 
+@pytest.mark.sweep
 def test_the_commands_take_several_folders(nodes, tmp_path, capsys):
     names = [str(folder) for folder in nodes[0]]
     assert main(["checkpoint", "inspect", *names]) == 0

@@ -189,7 +189,7 @@ class StepRun:
         try:
             self.run_pair(pair, compute)
         except Exception as error:
-            self._fail(failed[0], error)
+            self._fail(failed[0] if failed else pair.forward, error)
 
     def _enter(self, action: Action) -> None:
         if self.enter is not None:

@@ -136,7 +136,7 @@ def explicit_assignment(rank: int) -> float:
     return worst(actual, {n: expected[n] for n in actual})[0]
 
 
-class _Bomb(nn.Module):
+class FailingBlock(nn.Module):
     """Fails in the forward or the backward of one call."""
 
     def __init__(self, inner: nn.Module, at: int, backward: bool):
@@ -166,7 +166,7 @@ def a_stage_fails(
     want_loss, expected = reference(model, ids, labels)
     expected = {n.replace(f"blocks.{layer}.", f"blocks.{layer}.inner."): g for n, g in expected.items()}
     at = at if first else at + 4
-    model.blocks[layer] = _Bomb(model.blocks[layer], at, backward)
+    model.blocks[layer] = FailingBlock(model.blocks[layer], at, backward)
     mesh = build_mesh("cpu", pp=world)
     cut_pipeline(model, mesh, cuts=BLOCKS, schedule=schedule, stages_per_rank=stages_per_rank)
     pipeline = Pipeline(model, mesh, schedule=schedule, stages_per_rank=stages_per_rank, num_microbatches=4)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parallelize import build_mesh, parallelize_model
 from parallelize.errors import ParallelizeError
+from tests.pipeline.behavior_jobs import FailingBlock
 from tests.pipeline.pipeline_jobs import build, full_value, reference
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
@@ -44,34 +45,13 @@ def same_as_in_order(
     return {"losses": losses[0] == losses[1], "bits": bits, "error": worst(grads[1], grads[0])[0], "together": together}
 
 
-class _Bomb(nn.Module):
-    """A block that fails in one forward or backward."""
-
-    def __init__(self, inner: nn.Module, at: int, backward: bool):
-        super().__init__()
-        self.inner, self.at, self.backward, self.calls = inner, at, backward, 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        call, self.calls = self.calls, self.calls + 1
-        if call == self.at and not self.backward:
-            raise ValueError("bang")
-        out = self.inner(x)
-        if call == self.at:
-            out.register_hook(_explode)
-        return out
-
-
-def _explode(grad: torch.Tensor) -> None:
-    raise ValueError("bang")
-
-
 def a_pair_fails(rank: int, at: int, backward: bool) -> dict[str, Any]:
     """The error that every rank gets, and whether the next step is right."""
     model = build("blocks", torch.float64, 2)
     ids, labels = tiny_batch(batch=6, length=5)
     expected_loss, expected = reference(model, ids, labels)
     expected = {name.replace("blocks.1.", "blocks.1.inner."): grad for name, grad in expected.items()}
-    model.blocks[1] = _Bomb(model.blocks[1], at, backward)
+    model.blocks[1] = FailingBlock(model.blocks[1], at, backward)
     parallel = parallelize_model(model, build_mesh("cpu", dp=2), num_microbatches=3, overlap_microbatches=True)
     raised = None
     try:

@@ -16,7 +16,7 @@ from parallelize.plan.schema import Cuts
 from parallelize.training import parallelize_model
 from parallelize.zero.optimizer import build_optimizer
 from parallelize.zero.shard_data import shard_data
-from tests.pipeline.behavior_jobs import BLOCKS, _Bomb
+from tests.pipeline.behavior_jobs import BLOCKS, FailingBlock
 from tests.pipeline.pipeline_jobs import build, full_value, reference
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst
@@ -31,7 +31,7 @@ def fails_then_works(
     _, expected = reference(model, ids, labels)
     expected = {n.replace("blocks.2.", "blocks.2.inner."): g for n, g in expected.items()}
     armed = everywhere or rank == dist.get_world_size() - 1
-    model.blocks[2] = _Bomb(model.blocks[2], 1 if armed else 10**9, backward)
+    model.blocks[2] = FailingBlock(model.blocks[2], 1 if armed else 10**9, backward)
     mesh = build_mesh("cpu", **axes)
     parallel = parallelize_model(model, mesh, num_microbatches=2, cuts=BLOCKS, **options)
     half = slice(4 * mesh.get_local_rank("dp"), 4 * mesh.get_local_rank("dp") + 4)

@@ -105,13 +105,18 @@ def test_running_statistics_are_those_of_the_unsharded_model(momentum):
 @pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2"])
 def test_a_residual_block_on_other_meshes(mesh):
     plan = derive_plan(ResidualBlock(), {"x": IMAGE, "time": torch.randn(3, 5)}).plan
-    inputs = {"x": torch.randn(4, 6, 5, 4), "time": torch.randn(4, 5), "targets": torch.zeros(4)}
+    inputs = {"x": torch.randn(12, 6, 5, 4), "time": torch.randn(12, 5), "targets": torch.zeros(12)}
 
     def factory():
         def loss(output, targets):
             return (output**3).sum()
 
-        return {"model": ResidualBlock(), "inputs": lambda b, n: inputs, "loss": loss, "count": lambda targets: 1}
+        return {
+            "model": ResidualBlock(),
+            "inputs": lambda b, n: {k: v[:b] for k, v in inputs.items()},
+            "loss": loss,
+            "count": lambda targets: 1,
+        }
 
     assert verify(factory, plan, mesh, full_size=True).ok
 

@@ -72,7 +72,7 @@ def test_a_width_per_rank_that_grouped_matmuls_refuse(family, sizes, tp, options
 
 @pytest.mark.sweep
 def test_such_a_width_in_bfloat16():
-    model = tiny_model("mixtral", intermediate_size=36).bfloat16()
+    model = tiny_model("mixtral", intermediate_size=40).bfloat16()
     ids, labels = tiny_batch()
     expected, _ = gradients(model.float(), ids, labels, tp=1)
     model.bfloat16().set_experts_implementation("grouped_mm")

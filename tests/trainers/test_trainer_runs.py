@@ -121,7 +121,7 @@ def test_generation_in_evaluation_works(ranks, tmp_path, mesh):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("mesh", ["pp", "cp"])
+@pytest.mark.parametrize("mesh", ["pp"])
 def test_generation_on_stages_and_parts_of_sequences_is_refused(ranks, tmp_path, mesh):
     axes, options = ON[mesh]
     with pytest.raises(AssertionError, match=r"ModelError: (\S+): "):

@@ -113,7 +113,7 @@ def test_packed_rows_work(ranks, tmp_path, mesh):
     assert_same(ranks(axes, jobs.packed, str(tmp_path / "mesh"), axes, options)[0], expected)
 
 
-@pytest.mark.parametrize("mesh", ["ZeRO 2", pytest.param("tp", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("mesh", ["ZeRO 2", *(pytest.param(axis, marks=pytest.mark.sweep) for axis in ("tp", "cp"))])
 def test_generation_in_evaluation_works(ranks, tmp_path, mesh):
     axes, options = ON[mesh]
     expected = jobs.generation(0, str(tmp_path / "one"), None)
@@ -121,9 +121,8 @@ def test_generation_in_evaluation_works(ranks, tmp_path, mesh):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("mesh", ["pp"])
-def test_generation_on_stages_and_parts_of_sequences_is_refused(ranks, tmp_path, mesh):
-    axes, options = ON[mesh]
+def test_generation_on_stages_is_refused(ranks, tmp_path):
+    axes, options = ON["pp"]
     with pytest.raises(AssertionError, match=r"ModelError: (\S+): "):
         ranks(axes, jobs.generation, str(tmp_path), axes, options)
 

@@ -85,6 +85,7 @@ def agree_on_first(group: Group, device: torch.device, line: str, choice: str) -
 def report_failure(group: Group, device: torch.device, problem: Problem) -> None:
     """Tell the other ranks, which are waiting at an op, that this rank cannot run it. Nothing is raised here."""
     _exchange(group, device, f"error {problem.slug}: {problem.what}")
+    group.state.forget_lines()  # as the others do, whose lines differ from this one
 
 
 def _compare(group: Group, lines: list[str]) -> None:

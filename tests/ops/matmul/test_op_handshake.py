@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from parallelize import build_mesh, calibrate
 from parallelize.comm.groups import Group
 from parallelize.ops.matmul import op_handshake
+from tests.ops.matmul.handshake_in_turns_jobs import after_a_disagreement
 from tests.support.threads import run_ranks
 
 
@@ -26,3 +28,11 @@ def test_the_first_ranks_choice_is_used_where_lines_go_through_the_store(monkeyp
         return [op_handshake.agree_on_first(group, device, "a line", ["chunked/4", "sync"][rank]) for _ in range(3)]
 
     assert run_ranks(2, body) == [["chunked/4"] * 3] * 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("reports", [False, True], ids=["differs", "fails"])
+def test_computations_in_turns_agree_again_after_a_disagreement(two_processes, reports):
+    first, second = two_processes.run(after_a_disagreement, reports)
+    assert first == ["ok", "ranks-disagree", "ok", "ok"]
+    assert second == ["ok", "reported" if reports else "ranks-disagree", "ok", "ok"]

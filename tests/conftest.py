@@ -9,6 +9,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("PARALLELIZE_TRACE", "off")  # tests apply plans thousands of times; those of the trace turn it on
 
+import gc
 import sys
 import zlib
 from contextlib import suppress
@@ -46,6 +47,12 @@ def pytest_collection_modifyitems(items):
             swept.setdefault(function, []).append(item)
     for variants in swept.values():
         _leave_to_the_full_sweep(variants)
+
+
+def pytest_collection_finish(session):
+    """What was imported and collected lives to the end: the garbage collector need not walk it again in each test."""
+    gc.collect()
+    gc.freeze()
 
 
 def _leave_to_the_full_sweep(variants):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
 import pytest
 
-import parallelize
+from tests.policy.sources import PATHS, module_name, tree_of
 
-ROOT = Path(parallelize.__file__).parent
+pytestmark = pytest.mark.xdist_group("sources")
 ROOMS_BY_FLOOR = (
     "errors _torch_groups _torch_modes _torch_private ops.random",
     "layout mesh randomness styles terminal checkpoint.format",
@@ -127,12 +127,7 @@ TYPES_ONLY = {
 }
 
 
-def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
-
-
-FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+FILES = {module_name(file): path for file, path in PATHS.items()}
 
 
 def room_of(name: str) -> str:
@@ -171,7 +166,10 @@ def module_of(dotted: str) -> str:
     return inside if inside in FILES else f"{inside}.__init__" if f"{inside}.__init__" in FILES else ""
 
 
-EDGES = {name: {*imported(tree)} - {name} for name, tree in TREES.items() if name != "__init__"}
+@cache
+def edges() -> dict[str, set[str]]:
+    """Each file and the files that it imports."""
+    return {name: {*imported(tree_of(path))} - {name} for name, path in FILES.items() if name != "__init__"}
 
 
 def cycle(edges: dict[str, set[str]]) -> list[str]:
@@ -202,25 +200,24 @@ def test_every_room_has_a_floor():
     assert rooms == set(FLOOR), f"unlisted {sorted(rooms - set(FLOOR))}, gone {sorted(set(FLOOR) - rooms)}"
 
 
-@pytest.mark.parametrize("name", EDGES)
-def test_imports_point_down(name):
-    here = room_of(name)
-    for target in EDGES[name]:
-        there = room_of(target)
-        assert there == here or FLOOR[there] < FLOOR[here], (
-            f"{name} (floor {FLOOR[here]}) imports {target} (floor {FLOOR[there]})"
-        )
+def test_imports_point_down():
+    assert not [
+        f"{name} (floor {FLOOR[here]}) imports {target} (floor {FLOOR[there]})"
+        for name, targets in edges().items()
+        for target in targets
+        if (here := room_of(name)) != (there := room_of(target)) and FLOOR[there] >= FLOOR[here]
+    ]
 
 
 def test_no_cycle_of_rooms():
     rooms: dict[str, set[str]] = {}
-    for name, targets in EDGES.items():
+    for name, targets in edges().items():
         rooms.setdefault(room_of(name), set()).update(room_of(target) for target in targets)
     assert not cycle({room: targets - {room} for room, targets in rooms.items()})
 
 
 def test_no_cycle_of_files():
-    assert not cycle(EDGES)
+    assert not cycle(edges())
 
 
 @pytest.mark.parametrize(
@@ -254,7 +251,7 @@ def lazy_imports(tree: ast.AST) -> set[str]:
 
 
 def test_lazy_imports_are_listed_with_their_reason():
-    lazy = {(name, target) for name, tree in TREES.items() for target in lazy_imports(tree)}
+    lazy = {(name, target) for name, path in FILES.items() for target in lazy_imports(tree_of(path))}
     listed = {(name, target) for name, targets in LAZY.items() for target in targets}
     assert lazy == listed, f"unlisted {sorted(lazy - listed)}, gone {sorted(listed - lazy)}"
 
@@ -262,8 +259,8 @@ def test_lazy_imports_are_listed_with_their_reason():
 def test_imports_for_types_alone_are_listed_with_their_reason():
     guarded = {
         name
-        for name, tree in TREES.items()
-        if any(isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for node in ast.walk(tree))
+        for name, path in FILES.items()
+        if any(isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for node in ast.walk(tree_of(path)))
     }
     assert guarded - {"__init__"} == set(TYPES_ONLY)
 
@@ -281,5 +278,7 @@ def test_loose_modules_are_the_words_and_the_order_of_application():
 
 
 def test_every_room_says_what_it_is_for():
-    silent = [name for name, tree in TREES.items() if name.endswith("__init__") and not ast.get_docstring(tree)]
+    silent = [
+        name for name, path in FILES.items() if name.endswith("__init__") and not ast.get_docstring(tree_of(path))
+    ]
     assert not silent, silent

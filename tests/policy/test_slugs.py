@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import parallelize
+import pytest
 
-ROOT = Path(parallelize.__file__).parent
+from tests.policy.sources import PATHS, tree_of
+
+pytestmark = pytest.mark.xdist_group("sources")
 TESTS = Path(__file__).parents[1]
 SLUG = re.compile(r"(?<![a-z0-9-])[a-z0-9]+(?:-[a-z0-9]+)*(?![a-z0-9-])")
 
@@ -62,7 +64,7 @@ def slugs_of(trees: Iterable[ast.AST]) -> set[str]:
 
 
 def slugs() -> set[str]:
-    return slugs_of(ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py")))
+    return slugs_of(map(tree_of, PATHS.values()))
 
 
 def words_of(tree: ast.AST) -> set[str]:

@@ -147,6 +147,7 @@ def test_merging_adapters_of_whole_experts(use):
         assert worst({"logits": actual}, {"logits": expected})[0] < 1e-12
 
 
+@pytest.mark.variants(every=3)
 @pytest.mark.parametrize("use", [disabled, merged, merged_and_not, merged_for_good, unloaded])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_merging_and_disabling(kind, use):

@@ -59,7 +59,7 @@ def parameters_of(model) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.variants(every=3)
+@pytest.mark.variants(every=5)
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "loss_parallel": True}], ids=["tensor", "both"])
 @pytest.mark.parametrize("kind", ["lora", "ia3", "embedding", "copies"])
 def test_training(kind, options):

@@ -30,7 +30,7 @@ CASES = {
     "cp2-tp2": ("llama", "lora", {"cp": 2, "tp": 2}, {"loss_parallel": True}),
     "dp2-copies": ("llama", "copies", {"dp": 2}, {"zero": 1}),
 }
-SOME = {"dp2-tp2-zero2", "dp2-zero1"}
+SOME = {"dp2-zero1"}
 
 
 def seeded(add):

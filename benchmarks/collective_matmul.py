@@ -4,9 +4,10 @@
     sudo python -m benchmarks.slow_link --rate 1gbit -- -m benchmarks.collective_matmul --json out.json --plot out.svg
 
 For each shape, `link` is one phase of messages alone, by the cheapest exchange, and `compute` one matmul alone. The limit of a
-pass is the larger of its messages and its matmuls; passes add up. `sync` is this package without overlap, `chunked/n` with n
-chunks per shard, `auto` what the calibration chose, `stock` PyTorch's all-gather then `F.linear`, or `F.linear` then
-reduce-scatter. Every round times each variant once, in random order; figures are medians.
+pass is the larger of its messages and its matmuls; passes add up. `unbound` runs the same messages and matmuls pass by pass, neither
+waiting for the other: what perfect overlap would take on these cores, which also serve the network. `sync` is this package
+without overlap, `chunked/n` with n chunks per shard, `auto` what the calibration chose, `stock` PyTorch's all-gather then
+`F.linear`, or `F.linear` then reduce-scatter. Every round times each variant once, in random order; figures are medians.
 """
 
 from __future__ import annotations
@@ -103,6 +104,30 @@ class Shape:
         x = torch.randn(self.rows, self.inner)
         return lambda: F.linear(x, self.weight)
 
+    def unbound(self, backward: bool) -> Callable[[], None]:
+        """The messages of each pass posted first, and its matmuls computed from other tensors meanwhile."""
+        sent = torch.ones(self.rows // self.size, self.sent_features)
+        x, upstream = torch.randn(self.rows, self.inner), torch.randn(self.rows, self.outs)
+        matmuls = [lambda: F.linear(x, self.weight), lambda: upstream @ self.weight, lambda: upstream.t() @ x]
+        passes, first = [], 0
+        for phases, count in PASSES[self.op][: 2 if backward else 1]:
+            received = [
+                {rank: torch.empty_like(sent) for rank in range(self.size) if rank != self.group.rank}
+                for _ in range(phases)
+            ]
+            passes.append((received, matmuls[first : first + count]))
+            first += count
+
+        def run() -> None:
+            for received, computed in passes:
+                with Exchange(self.group) as link:
+                    for buffers in received:
+                        link.post(dict.fromkeys(buffers, sent), buffers)
+                    for matmul in computed:
+                        matmul()
+
+        return run
+
 
 def measure(op: str, dims: tuple[int, int, int], chunks: list[int], rounds: int, backward: bool) -> dict:
     """One shape: milliseconds of each variant, and their ratios."""
@@ -111,6 +136,7 @@ def measure(op: str, dims: tuple[int, int, int], chunks: list[int], rounds: int,
     work: dict[str, Callable[[], object]] = {
         "link": shape.link(),
         "compute": shape.compute(),
+        "unbound": shape.unbound(backward),
         "sync": passes(shape.call("off")),
         **{f"chunked/{n}": passes(shape.call("chunked", n)) for n in chunks},
         "auto": passes(shape.call("auto")),
@@ -130,7 +156,9 @@ def measure(op: str, dims: tuple[int, int, int], chunks: list[int], rounds: int,
         "limit_ms": limit,
         "compute/link": sum(n for _, n in needs) * ms["compute"] / (sum(n for n, _ in needs) * ms["link"]),
         "best chunked": best,
-        "efficiency": {name: limit / value for name, value in ms.items() if name not in ("link", "compute")},
+        "efficiency": {name: limit / value for name, value in ms.items() if name not in ("link", "compute", "unbound")},
+        "chunked/unbound": ratio(times, best, "unbound"),
+        "auto/unbound": ratio(times, "auto", "unbound"),
         "sync/chunked": ratio(times, "sync", best),
         "auto/better": ratio(times, "auto", better),
     }
@@ -146,7 +174,7 @@ def show(result: dict) -> None:
     best = result["best chunked"]
     over = ms[best] / result["limit_ms"]
     line = f"   {best}: {over:.2f} x limit"
-    for key in ("sync/chunked", "stock/chunked", "auto/better"):
+    for key in ("chunked/unbound", "sync/chunked", "stock/chunked", "auto/better"):
         if key in result:
             line += f", {key} {result[key]['median']:.2f} [{result[key]['low']:.2f}, {result[key]['high']:.2f}]"
     print(line, flush=True)

@@ -104,8 +104,13 @@ class Steps:
         return run
 
     def ours(self, name: str, mesh: DeviceMesh, keywords: dict[str, Any]) -> Step:
-        chosen = {"sequence_parallel": True, "num_microbatches": len(self.ids)} | keywords
-        parallel = parallelize_model(self._model(name), mesh, llama.plan(flat=self.options.flat), **chosen)
+        chosen = {"num_microbatches": len(self.ids), "sequence_parallel": not self.options.dict} | keywords
+        plan = (
+            llama.stock_styles(sequence_parallel=True, flat=self.options.flat)
+            if self.options.dict
+            else llama.plan(flat=self.options.flat)
+        )
+        parallel = parallelize_model(self._model(name), mesh, plan, **chosen)
 
         def run() -> float:
             parallel.module.zero_grad()
@@ -144,6 +149,7 @@ def measure(options: argparse.Namespace, hidden: int) -> dict[str, Any]:
     check(steps, made.models)
     times = interleaved(steps, options.rounds, before=dist.barrier)
     result: dict[str, Any] = {"hidden": hidden, "layers": options.layers, "ms": medians_ms(times), "flat": options.flat}
+    result["dict"] = options.dict
     result |= {"length": options.length, "microbatches": options.microbatches, "ranks": dist.get_world_size()}
     for name in OURS:
         result[f"stock/{name}"] = ratio(times, "stock", name)
@@ -183,6 +189,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--flat", action="store_true", help="blocks without modules inside")
+    parser.add_argument("--dict", action="store_true", help="ours by PyTorch's dict of styles instead of a plan")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1e9, help="of the link, bits a second")
     parser.add_argument("--json", type=Path)

@@ -57,7 +57,7 @@ def lanes(path: Path, title: str, rows: Sequence[tuple[str, Sequence[tuple[float
     height = top + row_height * len(rows) + 58
     scale = (width - left - 20) / end
     body = [f'<text x="12" y="20" {_FONT} font-weight="bold">{title}</text>']
-    tick = 10 ** math.floor(math.log10(end)) / (1 if end / 10 ** math.floor(math.log10(end)) > 4 else 5)
+    tick = _tick(end)
     for n in range(int(end / tick) + 1):
         x = left + n * tick * scale
         body.append(f'<line x1="{x:.1f}" y1="{top - 6}" x2="{x:.1f}" y2="{height - 44}" stroke="#e4e4e4"/>')
@@ -80,6 +80,12 @@ def lanes(path: Path, title: str, rows: Sequence[tuple[str, Sequence[tuple[float
         body.append(f'<rect x="{x}" y="{height - 16}" width="10" height="10" fill="{COLORS[index % len(COLORS)]}"/>')
         body.append(f'<text x="{x + 16}" y="{height - 7}" {_FONT}>{kind}</text>')
     _write(path, width, height, body)
+
+
+def _tick(end: float) -> float:
+    """The smallest of 1, 2, 5 times a power of ten that leaves at most ten labels."""
+    power = 10.0 ** math.floor(math.log10(end / 10))
+    return next(power * step for step in (1, 2, 5, 10) if end / (power * step) <= 10)
 
 
 def _write(path: Path, width: float, height: float, body: list[str]) -> None:

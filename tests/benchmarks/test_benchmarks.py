@@ -83,7 +83,7 @@ def test_a_training_step_is_the_same_in_every_variant(tmp_path):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("form", [(), ("--flat",)], ids=["nested", "flat"])
+@pytest.mark.parametrize("form", [(), ("--flat",), ("--dict",)], ids=["nested", "flat", "dict"])
 def test_a_step_of_microbatches_is_the_same_in_every_variant(tmp_path, form):
     out = tmp_path / "out.json"
     small = ("--hidden", "64", "--layers", "1", "--length", "64", "--rounds", "2", "--microbatches", "2")
@@ -100,6 +100,15 @@ def test_timeline(tmp_path):
     done = two_ranks("benchmarks.timeline", *sizes)
     assert done.returncode == 0, done.stderr
     assert "rank 1" in done.stdout and "rows of another rank" in drawn.read_text()
+
+
+@pytest.mark.sweep
+def test_the_timeline_of_a_step(tmp_path):
+    drawn = tmp_path / "step.svg"
+    small = ("--hidden", "64", "--layers", "1", "--length", "64", "--microbatches", "2", "--svg", str(drawn))
+    done = two_ranks("benchmarks.step_timeline", *small, "--period", "0.001")
+    assert done.returncode == 0, done.stderr
+    assert "PyTorch: " in done.stdout and "in pairs, thread 2" in drawn.read_text()
 
 
 @pytest.mark.skipif(bool(CAN_EMULATE), reason="this machine can emulate a slow link")

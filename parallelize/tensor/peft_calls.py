@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from parallelize.errors import ModelError, Problem
 from parallelize.quantization.quantized_linear import QuantizedLinear
 from parallelize.tensor.planned_forward import installed
+from parallelize.tensor.prefix_heads import local_prefixes
 
 _FIRST = "before the plan: model = get_peft_model(model, config), then parallelize_model(model, mesh)"
 _COMBINE = (
@@ -37,6 +38,9 @@ def prepare_peft() -> None:
         _refuse_of_shards(layers.LoraLayer, name, lambda layer: layer.get_base_layer(), _FIRST)
     dora: Any = sys.modules.get("peft.tuners.lora.dora")
     _refuse_of_shards(getattr(dora, "DoraLinearLayer", None), "update_layer", lambda _, base_layer: base_layer, _FIRST)
+    prompts: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    if hasattr(prompts, "get_prompt"):
+        prompts.get_prompt = _of_local_heads(prompts.get_prompt)
     models: Any = sys.modules.get("peft.tuners.lora.model")
     _refuse_of_shards(getattr(models, "LoraModel", None), "add_weighted_adapter", lambda model: model.model, _COMBINE)
 
@@ -51,6 +55,16 @@ class _FullSizes:
         if type(module) in (nn.Linear, QuantizedLinear) and installed(module) is not None:
             return module.in_features, module.out_features
         return self.stock(module)
+
+
+def _of_local_heads(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.get_prompt`, whose keys and values of prefix tuning are those of the heads of this rank."""
+
+    @functools.wraps(stock)
+    def get_prompt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return local_prefixes(self, stock(self, *args, **kwargs))
+
+    return get_prompt
 
 
 def _refuse_of_shards(cls: Any, name: str, module_of: Callable[..., Any], fix: str) -> None:

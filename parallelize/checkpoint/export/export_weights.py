@@ -25,8 +25,8 @@ from parallelize.checkpoint.export.weight_buckets import (
     selected,
 )
 from parallelize.checkpoint.format.host_memory import torch_dtype
+from parallelize.checkpoint.hub.described_tensors import owned_by_rank, tensors_of_model
 from parallelize.checkpoint.hub.file_shards import HubTensor, parse_size
-from parallelize.checkpoint.hub.pretrained import model_tensors
 from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
 from parallelize.checkpoint.hub.tensor_messages import (
     HubTensors,
@@ -163,15 +163,15 @@ class WeightExporter:
     def _plan(self, error: ParallelizeError | None) -> None:
         """What all ranks own and ask for. A collective."""
         settings = [self._names, getattr(self, "_bucket_bytes", None), getattr(self, "_code", None)]
-        answers = self._sync.agree(error, [self._described, self._receive, settings])
+        answers = self._sync.agree(error, [self._described, self._receive, settings, uuid.uuid4().hex[:12]])
         _check_alike([answer[2] for answer in answers])
-        model = model_tensors(self._on_mesh, self._sync, as_weights=False)
+        described = [answer[0] for answer in answers]
         try:
-            by_rank = [answer[0] for answer in answers]
+            model, by_rank = tensors_of_model(described), owned_by_rank(described)
             self._tensors = HubTensors(self.module, model, by_rank, self._code, self._names)
         except Exception as caught:
             error = as_parallelize_error(caught)
-        self._key: str = self._sync.broadcast(uuid.uuid4().hex[:12])
+        self._key: str = answers[0][3]
         self._sync.agree(error)
         self._exports = 0
         asked = tuple(bool(answer[1]) for answer in answers)

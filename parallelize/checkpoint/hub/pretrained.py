@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -211,17 +211,18 @@ def model_tensors(on_mesh: ModelOnMesh, sync: RankSync, *, as_weights: bool = Tr
         parameters = {on_mesh.canonical(names[0]) for names, _ in named_once(on_mesh.module)}
         for tensor in targets(on_mesh):
             name = fqn_of(tensor)
-            names = _all_names(on_mesh, tensor)
-            local.append(ModelTensor(name, tuple(names), tensor.stored.shape, name not in parameters))
+            names = tuple(all_names(on_mesh, tensor))
+            local.append(ModelTensor(name, names, tensor.stored.shape, name not in parameters))
     quantized = quantized_tensors(on_mesh) if as_weights else ()
-    named = [astuple(tensor) for tensor in with_weights(local, quantized)]
+    named = [[t.name, t.names, t.shape, t.is_buffer] for t in with_weights(local, quantized)]
     by_name: dict[str, ModelTensor] = {}
     for name, names, shape, is_buffer in (row for rows in sync.all_gather(named) for row in rows):
         by_name.setdefault(name, ModelTensor(name, tuple(names), tuple(shape), is_buffer))
     return list(by_name.values())
 
 
-def _all_names(on_mesh: ModelOnMesh, tensor: LocalTensor) -> list[str]:
+def all_names(on_mesh: ModelOnMesh, tensor: LocalTensor) -> list[str]:
+    """Every name of a tensor in the full model."""
     facts = on_mesh.cut.facts.parameters.get(fqn_of(tensor)) if on_mesh.cut is not None else None
     return list(facts.names if facts is not None else tensor.stored.names)
 

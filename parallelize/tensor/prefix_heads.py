@@ -20,20 +20,19 @@ from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import Chunk, Interval, packed
 from parallelize.ops import collectives as ops
-from parallelize.plan.adapters import layer_name
+from parallelize.plan.adapters import PREFIX_ENCODER, layer_name
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 
 T = torch.Tensor
 Heads = dict[int, tuple[Interval, ...]]
 """Number of a layer -> for each rank of `tp`, the key/value heads of its attention there."""
-_ENCODER = "PrefixEncoder"
 _found: weakref.WeakKeyDictionary[nn.Module, dict[int, Heads]] = weakref.WeakKeyDictionary()
 
 
 def unserved_prefixes(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Problem]:
     """Problems for prefix tuning over `tp` of a model whose heads the plan does not split, or that has an encoder too."""
-    encoders = [name for name, facts in model.modules.items() if facts.class_name == _ENCODER]
+    encoders = [name for name, facts in model.modules.items() if facts.class_name == PREFIX_ENCODER]
     for name in encoders if resolved.mesh.ranks("tp") > 1 else ():
         config = model.root.peft_config[name.rpartition(".")[2]]
         if config.num_transformer_submodules != 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -45,8 +46,7 @@ class TensorMetadata:
         return buffer[self.start : self.start + self.num_bytes].view(self.dtype).view(self.shape)
 
 
-@dataclass(frozen=True)
-class MessageInBuffer:
+class MessageInBuffer(NamedTuple):
     """A message, and where its values are: everything that copying it takes, worked out once.
 
     Attributes:

@@ -6,9 +6,8 @@ Every rank knows which boxes each rank owns, so all derive the same messages, in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +32,7 @@ from parallelize.errors import CheckpointError, Problem
 T = torch.Tensor
 
 
-@dataclass(frozen=True)
-class TensorMessage:
+class TensorMessage(NamedTuple):
     """A box of a tensor of the model that one rank sends to each rank that needs the written tensor.
 
     Attributes:
@@ -61,8 +59,7 @@ class TensorMessage:
         return tuple(box)
 
 
-@dataclass(frozen=True)
-class StridedRegion:
+class StridedRegion(NamedTuple):
     """Elements of a tensor, as `torch.as_strided` takes them. `offset`: in elements, from the first of the tensor."""
 
     size: tuple[int, ...]

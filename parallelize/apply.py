@@ -71,8 +71,8 @@ from parallelize.tensor.installer import Installer
 from parallelize.tensor.later_adapters import plan_later_adapters
 from parallelize.tensor.multihead_attention import check_multihead
 from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
+from parallelize.tensor.peft_prompts import unserved_prefixes
 from parallelize.tensor.planned_forward import argument_of
-from parallelize.tensor.prefix_heads import unserved_prefixes
 from parallelize.tensor.rms_norm import check_rms_norm
 from parallelize.tensor.split_experts import check_experts
 from parallelize.tensor.torch_styles.dicts import apply_styles, keys_replaced

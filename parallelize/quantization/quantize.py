@@ -12,8 +12,14 @@ from parallelize.errors import ModelError, Problem
 from parallelize.plan.block_formats import BlockFormat, block_format
 from parallelize.quantization.block_codes import dequantize as dequantized_weight
 from parallelize.quantization.block_codes import quantize_rows
-from parallelize.quantization.chosen_linears import Names, chosen_linears, features
+from parallelize.quantization.chosen_linears import Names, chosen_modules, features
 from parallelize.quantization.other_quantizers import refuse_other_quantizers
+from parallelize.quantization.quantized_experts import (
+    QuantizedExperts,
+    quantize_experts,
+    restore_experts,
+    stacked_weights,
+)
 from parallelize.quantization.quantized_linear import QuantizedLinear, allocate_codes
 
 
@@ -35,8 +41,8 @@ def quantize(model: nn.Module, form: str | BlockFormat = "nf4", *, modules: Name
     form = block_format(form)
     refuse_planned(model, "quantize")
     refuse_other_quantizers(model)
-    for linear in chosen_linears(model, form, modules).values():
-        quantize_linear(linear, form)
+    for module in chosen_modules(model, form, modules).values():
+        (quantize_experts if stacked_weights(module) else quantize_linear)(module, form)
     return model
 
 
@@ -54,6 +60,8 @@ def dequantize(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             restore_linear(module)
+        elif isinstance(module, QuantizedExperts):
+            restore_experts(module)
     return model
 
 

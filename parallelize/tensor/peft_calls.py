@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallelize.applied.later_prompts import replace_once
 from parallelize.errors import ModelError, Problem
 from parallelize.quantization.quantized_linear import QuantizedLinear
+from parallelize.tensor.peft_prompts import local_prefixes, readable_prompts
 from parallelize.tensor.planned_forward import installed
-from parallelize.tensor.prefix_heads import local_prefixes
 
 _FIRST = "before the plan: model = get_peft_model(model, config), then parallelize_model(model, mesh)"
 _COMBINE = (
@@ -39,8 +40,8 @@ def prepare_peft() -> None:
     dora: Any = sys.modules.get("peft.tuners.lora.dora")
     _refuse_of_shards(getattr(dora, "DoraLinearLayer", None), "update_layer", lambda _, base_layer: base_layer, _FIRST)
     prompts: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
-    if hasattr(prompts, "get_prompt"):
-        prompts.get_prompt = _of_local_heads(prompts.get_prompt)
+    if prompts is not None:
+        replace_once(prompts, "get_prompt", _of_local_heads)
     models: Any = sys.modules.get("peft.tuners.lora.model")
     _refuse_of_shards(getattr(models, "LoraModel", None), "add_weighted_adapter", lambda model: model.model, _COMBINE)
 
@@ -58,11 +59,12 @@ class _FullSizes:
 
 
 def _of_local_heads(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`PeftModel.get_prompt`, whose keys and values of prefix tuning are those of the heads of this rank."""
+    """`PeftModel.get_prompt` of a planned model, whose keys and values of prefix tuning are those of the heads of this rank."""
 
-    @functools.wraps(stock)
-    def get_prompt(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return local_prefixes(self, stock(self, *args, **kwargs))
+    def get_prompt(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
+        with readable_prompts(peft_model):
+            prompt = stock(peft_model, *args, **kwargs)
+        return local_prefixes(peft_model, prompt)
 
     return get_prompt
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
 from parallelize.applied.records import PlanRecord, record_of
@@ -27,6 +29,7 @@ from parallelize.plan.resolved import ResolvedPlan
 T = torch.Tensor
 Heads = dict[int, tuple[Interval, ...]]
 """Number of a layer -> for each rank of `tp`, the key/value heads of its attention there."""
+_agreed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _found: weakref.WeakKeyDictionary[nn.Module, dict[int, Heads]] = weakref.WeakKeyDictionary()
 
 
@@ -66,6 +69,39 @@ def heads_of_layers(resolved: ResolvedPlan, objects: Mapping[str, Any], num_head
     return heads
 
 
+@contextmanager
+def readable_prompts(peft_model: Any) -> Iterator[None]:
+    """Within the block, PEFT reads the prompts of the active adapter as plain tensors, the same on all ranks of `tp`."""
+    encoder = peft_model.prompt_encoder[peft_model.active_adapter]
+    if (base := _planned_base(peft_model)) is not None:
+        _take_from_first_rank(encoder, base)
+    table = encoder.embedding
+    shown = isinstance(table.weight, DTensor)
+    if shown:
+        table.__dict__["weight"] = private.local_of(table.weight)
+    try:
+        yield
+    finally:
+        if shown:
+            table.__dict__.pop("weight", None)
+
+
+def _planned_base(peft_model: Any) -> nn.Module | None:
+    """The base model, where the plan was given to it, and not to PEFT's model around it."""
+    base = peft_model.get_base_model()
+    return base if record_of(peft_model) is None and record_of(base) is not None else None
+
+
+def _take_from_first_rank(encoder: nn.Module, base: nn.Module) -> None:
+    """Once: ranks that are not seeded alike have made other prompts."""
+    record = record_of(base)
+    if encoder in _agreed or record is None or record.group.size == 1:
+        return
+    for parameter in encoder.parameters():
+        record.group.broadcast(parameter.data, 0)
+    _agreed.add(encoder)
+
+
 def local_prefixes(peft_model: Any, prompt: Any) -> Any:
     """What `PeftModel.get_prompt` returns, with the heads of this rank: other prompts than keys and values are as they are.
 
@@ -100,11 +136,10 @@ def _remembered(planned: nn.Module, record: PlanRecord, num_heads: int) -> Heads
 
 
 def _summed(values: list[T], group: Group) -> list[T]:
-    """The same values, whose gradients are summed over ranks together. Of prompts for inference they are DTensors."""
-    plain = [private.plain_local(x) for x in values]
-    together = ops.copy_to_read(torch.cat([x.reshape(-1) for x in plain]), group)
-    parts = together.split([x.numel() for x in plain])
-    return [part.view(x.shape) for part, x in zip(parts, plain, strict=True)]
+    """The same values, whose gradients are summed over ranks together."""
+    together = ops.copy_to_read(torch.cat([x.reshape(-1) for x in values]), group)
+    parts = together.split([x.numel() for x in values])
+    return [part.view(x.shape) for part, x in zip(parts, values, strict=True)]
 
 
 def _pairs(values: list[T]) -> Iterator[tuple[T, T]]:

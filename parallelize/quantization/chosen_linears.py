@@ -16,6 +16,7 @@ from parallelize.plan.pattern import check_pattern, generic, matches
 from parallelize.quantization.quantized_experts import stacked_weights
 from parallelize.quantization.quantized_linear import partial_block
 
+_Convolution = nn.modules.conv._ConvNd
 Names = str | Sequence[str] | None
 
 
@@ -126,8 +127,11 @@ def _tied(model: nn.Module) -> set[int]:
 
 def _warn_of_experts(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
     """Warn of stacked weights that stay as they are: the forward of their module reads all experts at once."""
-    named = ((n, p) for n, p in model.named_parameters() if n.rpartition(".")[0] not in chosen)
-    stacked = {n: p for n, p in named if p.ndim == 3 and not is_adapter_parameter(n)}
+    owners = {n: model.get_submodule(n.rpartition(".")[0]) for n, p in model.named_parameters() if p.ndim == 3}
+    named = [
+        n for n, owner in owners.items() if n.rpartition(".")[0] not in chosen and not isinstance(owner, _Convolution)
+    ]
+    stacked = {n: model.get_parameter(n) for n in named if not is_adapter_parameter(n)}
     if stacked:
         count = sum(prod(p.shape) for p in stacked.values())
         names = short_list(list(dict.fromkeys(map(generic, stacked))), 4)

@@ -69,6 +69,7 @@ from parallelize.tensor.embedding import check_embedding
 from parallelize.tensor.gated_norm import check_gated_norm
 from parallelize.tensor.installer import Installer
 from parallelize.tensor.later_adapters import plan_later_adapters
+from parallelize.tensor.later_resizing import serve_resizing
 from parallelize.tensor.multihead_attention import check_multihead
 from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
 from parallelize.tensor.peft_prompts import unserved_prefixes
@@ -409,6 +410,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     count_optimizer_writes()
     follow_data_assignments()
     plan_later_adapters(module)
+    serve_resizing(module)
     guard_partial_values()
     refuse_gradient_inputs()
     refuse_wrappers(module)

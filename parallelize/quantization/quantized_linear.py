@@ -19,7 +19,7 @@ from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import layout_of, with_layout
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import of_elements
-from parallelize.plan.block_formats import BlockFormat, block_format
+from parallelize.plan.block_formats import LEAST_BLOCK, BlockFormat, block_format
 from parallelize.quantization.block_codes import BYTES, dequantize
 from parallelize.quantization.computed_weight import not_written, written_weight
 
@@ -134,7 +134,9 @@ def partial_block(name: str, in_features: int, form: BlockFormat) -> Problem | N
     if not left:
         return None
     what = f"{name} has {in_features} input features, not a multiple of {form.block}"
-    fix = f"a smaller block: '{form.word}(block={in_features & -in_features})'; or leave it out of `modules`"
+    largest = in_features & -in_features
+    smaller = f"a smaller block: '{form.word}(block={largest})'; or " if largest >= LEAST_BLOCK else ""
+    fix = f"{smaller}leave it out of `modules`"
     return Problem("partial-block", what, rows=(("rest", f"{in_features} % {form.block} = {left}"),), fix=fix)
 
 

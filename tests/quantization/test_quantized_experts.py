@@ -86,7 +86,7 @@ def test_bytes_on_a_rank_and_what_is_dense():
     out.sum().backward()
 
 
-FORMS = [name for name in MIXTURES if name not in ("llama4_text", "dbrx", "jetmoe")]
+FORMS = [name for name in MIXTURES if name not in ("llama4_text", "dbrx", "jetmoe", "phimoe", "nemotron_h")]
 
 
 @pytest.mark.sweep

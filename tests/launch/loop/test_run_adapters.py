@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -51,6 +53,14 @@ def test_adapters_train_on_a_base_that_is_quantized_while_it_is_read(tmp_path):
     model = source_of_run(config.model).build("meta")  # what `explain` sees
     assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 14
     assert sum(p.requires_grad for p in model.parameters()) == 8
+
+
+def test_a_run_without_peft_is_refused(tmp_path, monkeypatch):
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(LaunchError) as error:
+        source_of_run(config_of(tmp_path).model)
+    assert error.value.slugs == ("no-peft",)
 
 
 def test_mistakes_of_the_file_are_named(tmp_path):

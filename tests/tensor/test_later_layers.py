@@ -21,8 +21,11 @@ BOTH = {"sequence_parallel": True, "loss_parallel": True}
 
 
 def linear(inputs: int, outputs: int, seed: int, bias: bool = False) -> nn.Linear:
-    torch.manual_seed(seed)
-    return nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64)
+    """Values by a generator of its own: ranks that are threads share torch's."""
+    layer, generator = nn.Linear(inputs, outputs, bias=bias, dtype=torch.float64), torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
+    return layer
 
 
 def swap(model: nn.Module, seed: int = 0) -> None:

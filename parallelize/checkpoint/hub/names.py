@@ -138,7 +138,8 @@ def parts_to_save(module: nn.Module, tensors: Sequence[ModelTensor]) -> dict[str
     """
     derived, converts = _derived_buffers(module), is_of_transformers(module)
     unsaved = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
-    state, parts = {}, {}
+    state = {}
+    parts: dict[str, tuple[Shape, tuple[Part, ...]]] = {}
     for tensor in tensors:
         names = [name for name in tensor.names if name not in unsaved and not (tensor.is_buffer and name in derived)]
         if not names:

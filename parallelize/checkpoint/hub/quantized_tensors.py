@@ -74,10 +74,13 @@ def quantized_tensors(on_mesh: ModelOnMesh) -> list[QuantizedTensors]:
             stacked = {"weight": ("weight_codes", "weight_scales")}
         elif isinstance(module, QuantizedExperts):
             stacked = module.stacked
+        quantized: Any = module
         is_transposed = isinstance(module, QuantizedLinear) and module.is_transposed
         for key, names in stacked.items():
             codes, scales = (f"{name}.{part}" for part in names)
-            tensors.append(QuantizedTensors(f"{name}.{key}", module.form, module.dtype, codes, scales, is_transposed))
+            tensors.append(
+                QuantizedTensors(f"{name}.{key}", quantized.form, quantized.dtype, codes, scales, is_transposed)
+            )
     return tensors
 
 

@@ -69,7 +69,8 @@ def stacked_weights(module: nn.Module) -> Mapping[str, nn.Parameter]:
 
 def quantize_experts(module: nn.Module, form: BlockFormat) -> None:
     """Store the stacked weights of experts as codes and scales, one expert at a time. It stays the same object, with its hooks."""
-    weights, stock = stacked_weights(module), type(module)
+    stock: Any = type(module)
+    weights = stacked_weights(module)
     others = {key: p for key, p in module._parameters.items() if key not in weights}
     module._parameters.clear()
     made: Any = module

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -138,8 +139,9 @@ def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, rows: TensorR
     give_new_parameters([(parameter, model.get_parameter(name)) for name, parameter in before.items()])
     part = replace(facts, modules={name: facts.modules[name] for name in names})
     installer = Installer(record.tp, record.group, part, resolved, record.pending_reductions, inputs=record.inputs)
-    if record.region is not None:
-        installer.region = record.region
+    region: Any = record.region
+    if region is not None:  # the one that knows the lengths of the forward
+        installer.region = region
     installer.run_added()
     for name in names:
         mark_applied(model.get_submodule(name), name=name)

@@ -36,9 +36,9 @@ def adapted_experts(module: Any, experts: nn.Module, layout: Layout, rank: int) 
         inner = self.get_submodule(names)
         planned: Planned = inner._applied.planned
         key, earlier = self.parameter_name, planned.effective
-        made: list[T] = []  # once, of experts that run on several chunks of tokens
+        made: list[Any] = []  # once, of experts that run on several chunks of tokens
 
-        def changed(weight: T) -> T:
+        def changed(weight: Any) -> Any:
             if not made:
                 weight = earlier[key](weight) if key in earlier else weight
                 for name in adapters:

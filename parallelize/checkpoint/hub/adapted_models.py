@@ -105,8 +105,8 @@ def _parameters_of(layer: Any, name: str) -> Iterator[tuple[str, str]]:
 def _names_on_meta(layer: Any) -> list[str]:
     names: dict[str, None] = {}
     for key in _MADE:
-        children = getattr(layer, key, None)
-        for name in children or ():
+        children: Any = getattr(layer, key, None) or {}
+        for name in children:
             child = children[name]
             values = list(child.parameters()) if isinstance(child, nn.Module) else [child]
             if any(value.is_meta for value in values):

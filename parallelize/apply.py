@@ -62,7 +62,6 @@ from parallelize.plan.schema import Plan
 from parallelize.quantization.other_quantizers import refuse_other_quantizers
 from parallelize.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
 from parallelize.styles.contract import Conversion
-from parallelize.tensor.adapted_layers import prefixes_of_all_heads
 from parallelize.tensor.beside_experts import wrong_beside
 from parallelize.tensor.channel_norm import check_channel_norm, divided_statistics
 from parallelize.tensor.child_reads import foreign_readers
@@ -70,8 +69,10 @@ from parallelize.tensor.embedding import check_embedding
 from parallelize.tensor.gated_norm import check_gated_norm
 from parallelize.tensor.installer import Installer
 from parallelize.tensor.later_adapters import plan_later_adapters
+from parallelize.tensor.later_resizing import serve_resizing
 from parallelize.tensor.multihead_attention import check_multihead
 from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
+from parallelize.tensor.peft_prompts import unserved_prefixes
 from parallelize.tensor.planned_forward import argument_of
 from parallelize.tensor.rms_norm import check_rms_norm
 from parallelize.tensor.split_experts import check_experts
@@ -340,7 +341,7 @@ _COMPUTE_CHECKS = {
 
 def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
     """What can only be seen on the module itself: still before anything is changed."""
-    problems = [*wrong_heads(resolved, model), *prefixes_of_all_heads(resolved, model), *wrong_beside(resolved, model)]
+    problems = [*wrong_heads(resolved, model), *unserved_prefixes(resolved, model), *wrong_beside(resolved, model)]
     problems += divided_statistics(resolved, model)
     for fqn, row in resolved.modules.items():
         module = model.objects[fqn]
@@ -409,6 +410,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     count_optimizer_writes()
     follow_data_assignments()
     plan_later_adapters(module)
+    serve_resizing(module)
     guard_partial_values()
     refuse_gradient_inputs()
     refuse_wrappers(module)

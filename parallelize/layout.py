@@ -156,6 +156,20 @@ class Layout:
         return tuple(slices)
 
 
+def part_inside(pair: SlicePair, window: Sequence[Interval]) -> SlicePair | None:
+    """The part of a pair inside a window of the stored shard, relative to the window; None where that is empty."""
+    local, full = [], []
+    for local_slice, full_slice, (first, last) in zip(pair.local, pair.full, window, strict=True):
+        start = max(local_slice.start, first)
+        stop = max(min(local_slice.stop, last), start)
+        local.append(slice(start - first, stop - first))
+        offset = full_slice.start - local_slice.start
+        full.append(slice(offset + start, offset + stop))
+    if any(part.stop == part.start for part in local):
+        return None
+    return SlicePair(tuple(local), tuple(full))
+
+
 def replicated(shape: Sequence[int], num_ranks: int) -> Layout:
     """Every rank stores all of it."""
     return Layout(tuple(shape), num_ranks)

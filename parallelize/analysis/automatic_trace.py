@@ -25,6 +25,7 @@ from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.models.example_inputs import inputs_of
 from parallelize.models.meta_copy import meta_copy, without_hooks
 from parallelize.models.model_source import source_of
+from parallelize.plan.adapters import makes_prefixes
 from parallelize.plan.resolved import ResolvedPlan
 
 log = logging.getLogger("parallelize")
@@ -76,6 +77,8 @@ def _why_not(module: nn.Module, resolved: ResolvedPlan, is_quick: bool) -> str:
         return "DTensors pass between its modules"
     if any(row.fact.packs != 1 or row.fact.counts != 1 for row in rows):
         return "its weights are quantized"
+    if makes_prefixes(resolved.facts):
+        return "PEFT makes keys and values of all heads, of which a rank takes its own"
     if options.expert_ranks > 1:
         return "its experts are divided over ep"
     if cut_of(module) is not None or any(isinstance(parameter, DTensor) for parameter in module.parameters()):

@@ -10,6 +10,7 @@ from torch import nn
 from parallelize.analysis.record.attention_model import forwards_on_meta
 from parallelize.dims.plan_trace import trace_plan
 from parallelize.errors import Problem
+from parallelize.plan.adapters import makes_prefixes
 from parallelize.plan.resolved import ResolvedPlan
 
 
@@ -22,6 +23,8 @@ def dims_findings(model: nn.Module, inputs: Mapping[str, Any], resolved: Resolve
     """
     if any(row.fact.packs != 1 or row.fact.counts != 1 for row in resolved.parameters.values()):
         return  # quantized weights, which other operations compute with
+    if makes_prefixes(resolved.facts):
+        return  # of all heads, of which a rank takes its own as the model runs
     inputs = {name: value for name, value in inputs.items() if name != "targets"}
     try:
         with forwards_on_meta(model):

@@ -334,4 +334,4 @@ def _try(
 
 def _resident_bytes(subject: Subject, setting: Setting) -> int:
     """Bytes that the first pp rank stores over the step. They are known without a recording."""
-    return sum(stored_bytes(subject.shards(setting, 0), setting))
+    return sum(stored_bytes(subject.shards(setting, 0), setting, subject.matrix_parameters(setting, 0)))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from parallelize.analysis.cost.matrix_steps import MatrixSteps, matrix_parameters, matrix_steps
 from parallelize.analysis.cost.setting import Setting, check_setting
 from parallelize.analysis.cost.training_step import RankStep
 from parallelize.analysis.record.fake_world import fake_mesh
@@ -55,6 +56,7 @@ class Subject:
     _traces: dict[tuple, MicrobatchTrace] = field(default_factory=dict)
     _resolved: dict[tuple, ResolvedPlan] = field(default_factory=dict)
     _shards: dict[tuple, list[ParameterShard]] = field(default_factory=dict)
+    _matrices: dict[tuple, MatrixSteps] = field(default_factory=dict)
 
     def model(self, weights_dtype: str) -> ModelFacts:
         """Names and shapes."""
@@ -194,6 +196,7 @@ class Subject:
             pp_rank,
             shards=self.shards(setting, pp_rank),
             split_trace=self.trace(setting, every_layer, True, to_one_rank) if splits else None,
+            matrices=self.matrix_steps(setting, pp_rank),
         )
 
     def _splits_backward(self, setting: Setting, schedule: Schedule) -> bool:
@@ -211,6 +214,20 @@ class Subject:
         if key not in self._shards:
             self._shards[key] = shards_of(resolved, pp_rank)
         return self._shards[key]
+
+    def matrix_parameters(self, setting: Setting, pp_rank: int) -> frozenset[str]:
+        """What Muon steps as matrices on one pp rank."""
+        root = self.model(setting.weights_dtype).root
+        return matrix_parameters(root, self.resolved(setting), setting, self.shards(setting, pp_rank))
+
+    def matrix_steps(self, setting: Setting, pp_rank: int) -> MatrixSteps:
+        """What Muon sends on one pp rank; nothing of another optimizer."""
+        resolved = self.resolved(setting)
+        key = (id(resolved), pp_rank, setting.optimizer, setting.gradient_bytes)
+        if key not in self._matrices:
+            root = self.model(setting.weights_dtype).root
+            self._matrices[key] = matrix_steps(root, resolved, setting, self.shards(setting, pp_rank))
+        return self._matrices[key]
 
 
 def check(subject: Subject, setting: Setting) -> None:

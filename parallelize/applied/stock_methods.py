@@ -60,5 +60,10 @@ def _guard(name: str) -> Callable[..., Any]:
     return guarded
 
 
+def guarded_method(name: str) -> Callable[..., Any]:
+    """What raises ModelError `reads-full-parameters` where a model stores shards, and calls the stock method where it does not."""
+    return _GUARDS[name]
+
+
 _GUARDS = {name: _guard(name) for name in _FIXES}
 _REFUSALS = {name: _refusal(name) for name in _FIXES if name != "save_pretrained"}

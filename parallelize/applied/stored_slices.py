@@ -64,6 +64,7 @@ class StoredSlices:
     def __init__(self, module: nn.Module):
         self.record = record_of(module)
         self.rows = rows_by_name(self.record) if self.record is not None else {}
+        self._alike: dict[Any, _Alike] = {}
 
     def of(self, names: tuple[str, ...], parameter: Any) -> StoredTensor:
         """`parameter`: the model's parameter of these names, or a tensor that is stored like it."""
@@ -73,17 +74,25 @@ class StoredSlices:
             return StoredTensor(names[0], names, parameter.detach(), shape, replicated(shape, 1).slices(0))
         if row is None or self.record is None:
             return _by_placements(names, parameter)
-        return _by_layout(names, parameter, row.layout, self.record.group_for(row).rank)
+        local = private.local_of(parameter).detach()
+        layout, rank = row.layout, self.record.group_for(row).rank
+        key = layout, rank, parameter.device_mesh, private.spec_of(parameter).placements
+        if key not in self._alike:
+            self._alike[key] = _alike(parameter, layout, rank)
+        return StoredTensor(names[0], names, local, layout.shape, *self._alike[key])
 
 
-def _by_layout(names: tuple[str, ...], parameter: DTensor, layout: Layout, rank: int) -> StoredTensor:
+_Alike = tuple[tuple[SlicePair, ...], frozenset[str], tuple[bool, ...]]
+"""`slices`, `axes` and `is_first_holder`, which tensors that are laid out alike share."""
+
+
+def _alike(parameter: DTensor, layout: Layout, rank: int) -> _Alike:
     mesh = parameter.device_mesh
     axis = (mesh.mesh_dim_names or ("tp",))[layout_axis(mesh)]
     axes = _sharding_axes(parameter) - {axis} | ({axis} if layout.dim is not None else set())
     pairs = local_pairs(parameter, layout, rank)
     slices, is_first_holder = tuple(pair for pair, _ in pairs), tuple(is_first for _, is_first in pairs)
-    local = private.local_of(parameter).detach()
-    return StoredTensor(names[0], names, local, layout.shape, slices, frozenset(axes), is_first_holder)
+    return slices, frozenset(axes), is_first_holder
 
 
 def _by_placements(names: tuple[str, ...], parameter: DTensor) -> StoredTensor:

@@ -44,6 +44,7 @@ from parallelize.launch.environment.torch_variables import set_torch_variables
 from parallelize.launch.loop.build_run import Surroundings, build_run, note_peaks, report_folder
 from parallelize.launch.loop.memory_report import is_out_of_memory, write_memory_report
 from parallelize.launch.loop.run_optimizer import optimizer_class
+from parallelize.launch.preflight.base_model import source_of_run
 from parallelize.launch.preflight.mesh_choice import ChosenMesh, choose_mesh
 from parallelize.launch.preflight.placement import placement_warnings
 from parallelize.launch.preflight.prediction import Summary, machine_of, predict, subject_of
@@ -51,7 +52,6 @@ from parallelize.launch.preflight.rank_facts import facts_of_rank
 from parallelize.launch.preflight.roll_call import LIMIT_S, Facts, remarks, roll_call
 from parallelize.launch.preflight.timed_links import timed_links
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
-from parallelize.models.model_source import read_model
 from parallelize.terminal.console import FINE, status_of
 from parallelize.watchdog.watching import watch
 
@@ -205,7 +205,7 @@ def _check_names(config: RunConfig) -> None:
     """Names in the file that need torch to be checked. Raises: ParallelizeError with all that are wrong."""
     problems: list[Problem] = []
     checks: list[Callable[[], Any]] = [
-        lambda: read_model(config.model.name, config.model.set),
+        lambda: source_of_run(config.model),
         lambda: optimizer_class(config.optimizer),
     ]
     for check in checks:

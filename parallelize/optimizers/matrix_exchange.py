@@ -20,7 +20,7 @@ from parallelize.checkpoint.format.boxes import (
 )
 from parallelize.comm.groups import Group
 from parallelize.layout import SlicePair
-from parallelize.optimizers.owners import OwnedMatrix
+from parallelize.optimizers.owners import OwnedMatrix, exchanged_elements
 
 T = torch.Tensor
 SENT = torch.bfloat16
@@ -49,8 +49,8 @@ class MatrixExchange:
         self._group = group
         self.rank, self.size = (group.rank, group.size) if group is not None else (0, 1)
         self.owned = [matrix for matrix in matrices if matrix.owner == self.rank]
-        self._to_owner = self._counts(matrices, to_owner=True)
-        self._from_owner = self._counts(matrices, to_owner=False)
+        self._to_owner = exchanged_elements(matrices, self.rank, self.size, to_owner=True)
+        self._from_owner = exchanged_elements(matrices, self.rank, self.size, to_owner=False)
         self._sends = self._local_boxes(matrices, pairs, lambda part: part.sender == self.rank)
         self.local_boxes = self._local_boxes(matrices, pairs, lambda part: self.rank in part.holders)
 
@@ -59,17 +59,6 @@ class MatrixExchange:
         """What this rank sends to others in a step, both ways together."""
         both = (self._to_owner[0], self._from_owner[0])
         return sum(count for sent in both for rank, count in enumerate(sent) if rank != self.rank)
-
-    def _counts(self, matrices: Sequence[OwnedMatrix], *, to_owner: bool) -> tuple[list[int], list[int]]:
-        """(elements sent to each rank, elements received from each); those of this rank to itself are among them."""
-        sent, received = [0] * self.size, [0] * self.size
-        for matrix in matrices:
-            for part in matrix.parts:
-                pairs = [(part.sender, matrix.owner)] if to_owner else [(matrix.owner, to) for to in part.holders]
-                for source, to in pairs:
-                    sent[to] += volume(part.box) if source == self.rank else 0
-                    received[source] += volume(part.box) if to == self.rank else 0
-        return sent, received
 
     def _local_boxes(self, matrices: Sequence[OwnedMatrix], pairs: Any, takes: Callable[[Any], bool]) -> list[LocalBox]:
         """By owner, and in the order of matrices: as the buffers of both exchanges are."""

@@ -49,13 +49,17 @@ def assign_owners(matrices: Sequence[tuple[str, Box]], stored: Stored, num_steps
     Raises: ModelError `matrix-not-covered`.
     """
     loads, sent = [0] * len(stored), [0] * len(stored)
+    storing = _storing_ranks(stored)
     order = sorted(matrices, key=lambda matrix: (-flops_of(matrix_shape_of(matrix[1]), num_steps), matrix))
     owned = []
     for name, box in order:
-        holders = _holders(name, box, stored)
-        by_rank = [sum(volume(part) for part, ranks in holders.items() if rank in ranks) for rank in range(len(stored))]
-        near = [rank for rank, elements in enumerate(by_rank) if 2 * elements >= max(by_rank)]
-        owner = min(near, key=lambda rank: loads[rank])
+        holders = _holders(name, box, storing.get(name, {}), len(stored))
+        elements: dict[int, int] = {}
+        for part, ranks in holders.items():
+            for rank in ranks:
+                elements[rank] = elements.get(rank, 0) + volume(part)
+        most = max(elements.values())
+        owner = min((rank for rank in elements if 2 * elements[rank] >= most), key=lambda rank: (loads[rank], rank))
         loads[owner] += flops_of(matrix_shape_of(box), num_steps)
         matrix = OwnedMatrix(name, box, owner)
         for part, ranks in sorted(holders.items()):
@@ -66,16 +70,47 @@ def assign_owners(matrices: Sequence[tuple[str, Box]], stored: Stored, num_steps
     return owned
 
 
-def _holders(name: str, box: Box, stored: Stored) -> dict[Box, list[int]]:
+def exchanged_elements(
+    matrices: Sequence[OwnedMatrix], rank: int, size: int, *, to_owner: bool
+) -> tuple[list[int], list[int]]:
+    """(elements that a rank sends to each of `size` ranks, elements that it receives from each), itself among them.
+
+    Args:
+        to_owner: of shards on their way to the owners; else of updates on their way back.
+    """
+    sent, received = [0] * size, [0] * size
+    for matrix in matrices:
+        for part in matrix.parts:
+            elements = volume(part.box)
+            pairs = [(part.sender, matrix.owner)] if to_owner else [(matrix.owner, to) for to in part.holders]
+            for source, to in pairs:
+                sent[to] += elements if source == rank else 0
+                received[source] += elements if to == rank else 0
+    return sent, received
+
+
+def _storing_ranks(stored: Stored) -> dict[str, dict[Box, list[int]]]:
+    """Name -> box -> the ranks that store it: most boxes are on many ranks, and are then looked at once."""
+    storing: dict[str, dict[Box, list[int]]] = {}
+    for rank, by_name in enumerate(stored):
+        for name, boxes in by_name.items():
+            ranks_of = storing.setdefault(name, {})
+            for box in boxes:
+                ranks_of.setdefault(box, []).append(rank)
+    return storing
+
+
+def _holders(name: str, box: Box, storing: Mapping[Box, Sequence[int]], num_ranks: int) -> dict[Box, list[int]]:
     """Boxes that cover the matrix -> the ranks that store each."""
     holders: dict[Box, list[int]] = {}
-    for rank, boxes in enumerate(stored):
-        for other in boxes.get(name, ()):
-            shared = intersection(box, other)
-            if shared is not None:
-                holders.setdefault(shared, []).append(rank)
+    for other, ranks in storing.items():
+        shared = intersection(box, other)
+        if shared is not None:
+            holders.setdefault(shared, []).extend(ranks)
+    for ranks_of_part in holders.values():
+        ranks_of_part.sort()
     if sum(map(volume, holders)) != volume(box):
-        what = f"the shards of {name} on {len(stored)} ranks do not cover it once: {sum(map(volume, holders))} elements"
+        what = f"the shards of {name} on {num_ranks} ranks do not cover it once: {sum(map(volume, holders))} elements"
         what += f" of {volume(box)}"
         raise ModelError(Problem("matrix-not-covered", what, fix="step this parameter with AdamW: matrices=..."))
     return holders

@@ -22,6 +22,9 @@ from parallelize.styles.style import StyleText
 
 BASE, ORIGINAL, COPIES = "base_layer", "original_module", "modules_to_save"
 
+PREFIX_ENCODER = "PrefixEncoder"
+"""The class of PEFT that makes keys and values of prefix tuning."""
+
 _PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B", "ia3_l")
 _WITHOUT_PARAMETERS = ("lora_dropout",)
 _PROMPTS, _TOKENS = "prompt_encoder", ".token_adapter"
@@ -47,6 +50,11 @@ def is_adapted(name: str) -> bool:
 def is_adapter_parameter(name: str) -> bool:
     """Whether a parameter was added by PEFT, rather than being one of the stock model."""
     return not {*_PARTS, COPIES, _PROMPTS}.isdisjoint(name.split("."))
+
+
+def makes_prefixes(model: ModelFacts) -> bool:
+    """Whether PEFT computes keys and values that stand before those of each layer (prefix tuning)."""
+    return any(facts.class_name == PREFIX_ENCODER for facts in model.modules.values())
 
 
 def layer_name(name: str) -> str:

@@ -10,6 +10,7 @@ from parallelize.errors import ModelError, Problem
 _BITS = {"nf4": 4, "int8": 8}
 _TEXT = re.compile(r"\s*(\w+)\s*(?:\(\s*(?:block\s*=\s*)?(\d+)\s*\))?\s*\Z")
 _SCALE_BYTES = 2
+LEAST_BLOCK = 8
 BLOCK = 64
 """Elements that share a scale, where the user names no number. Source: Dettmers et al., QLoRA, 2023, section 3."""
 
@@ -54,7 +55,7 @@ def block_format(text: object) -> BlockFormat:
         return text
     parsed = _TEXT.match(text) if isinstance(text, str) else None
     word, block = (parsed[1], int(parsed[2] or BLOCK)) if parsed is not None else ("", BLOCK)
-    if word not in _BITS or block < 8 or block & (block - 1):
+    if word not in _BITS or block < LEAST_BLOCK or block & (block - 1):
         what = f"{text!r} is no format of quantized weights"
         fix = f"{' or '.join(_BITS)}, with blocks of {BLOCK} elements; or another power of two: nf4(block=32)"
         raise ModelError(Problem("unknown-format", what, fix=fix))

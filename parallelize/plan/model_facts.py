@@ -137,7 +137,7 @@ def _of_codes(fact: ParameterFacts, linear: ModuleFacts) -> ParameterFacts:
     """The facts of a parameter of a quantized linear."""
     key = fact.fqn.rpartition(".")[2]
     packs = linear.packs[key]
-    return replace(fact, packs=packs, block=linear.block, counts=packs if key == linear.weight_key else 0)
+    return replace(fact, packs=packs, block=linear.block, counts=packs if key.endswith("_codes") else 0)
 
 
 def _module_facts(name: str, module: Any) -> ModuleFacts:
@@ -145,7 +145,9 @@ def _module_facts(name: str, module: Any) -> ModuleFacts:
     flags, class_name = _expert_flags(module, shapes), type(module).__name__
     packs = dict(getattr(module, "packs", None) or {})
     if flags:
-        return ModuleFacts(name, "experts", class_name, shapes, flags, next(iter(shapes.values()))[0])
+        count, block = next(iter(shapes.values()))[0], module.form.block if packs else 1
+        stacked = dict(getattr(module, "stacked", None) or {}) if packs else {}
+        return ModuleFacts(name, "experts", class_name, shapes, flags, count, packs=packs, block=block, stacked=stacked)
     if packs:
         return ModuleFacts(name, "linear", class_name, shapes, packs=packs, block=module.form.block)
     if (inner := inner_experts(module)) is not None:

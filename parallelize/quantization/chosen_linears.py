@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -13,13 +13,15 @@ from parallelize.errors import ModelError, Problem, did_you_mean, short_list
 from parallelize.plan.adapters import is_adapter_parameter
 from parallelize.plan.block_formats import BlockFormat
 from parallelize.plan.pattern import check_pattern, generic, matches
+from parallelize.quantization.quantized_experts import stacked_weights
 from parallelize.quantization.quantized_linear import partial_block
 
+_Convolution = nn.modules.conv._ConvNd
 Names = str | Sequence[str] | None
 
 
-def chosen_linears(model: nn.Module, form: BlockFormat, modules: Names) -> dict[str, nn.Linear]:
-    """The linears to quantize, by their first names. Raises: as `quantize`."""
+def chosen_modules(model: nn.Module, form: BlockFormat, modules: Names) -> dict[str, nn.Module]:
+    """The linears and stacked experts to quantize, by their first names. Raises: as `quantize`."""
     tied = _tied(model)
     if modules is None:
         chosen = _in_layers(model, form, tied)
@@ -29,7 +31,7 @@ def chosen_linears(model: nn.Module, form: BlockFormat, modules: Names) -> dict[
     if problems:
         raise ModelError(*problems)
     if modules is None:
-        _warn_of_experts(model)
+        _warn_of_experts(model, chosen)
     return chosen
 
 
@@ -38,10 +40,9 @@ def _in_layers(model: nn.Module, form: BlockFormat, tied: set[int]) -> dict[str,
     chosen = {
         name: module
         for name, module in named.items()
-        if _is_linear(module)
-        and not is_adapter_parameter(name)
+        if not is_adapter_parameter(name)
         and not tied & {id(p) for p in module._parameters.values()}
-        and features(module)[1] >= form.block
+        and (stacked_weights(module) or (_is_linear(module) and features(module)[1] >= form.block))
     }
     if not chosen:
         kinds = sorted({type(module).__name__ for module in named.values() if not module._modules})
@@ -82,9 +83,12 @@ def features(module: Any) -> tuple[int, int]:
 
 
 def _problems(name: str, module: Any, form: BlockFormat, tied: set[int]) -> Iterator[Problem]:
+    if weights := stacked_weights(module):
+        yield from _problems_of_experts(name, weights, form, tied)
+        return
     if not _is_stock(module):
         why = "has a forward of its own" if "forward" in module.__dict__ else f"is a {type(module).__name__}"
-        what = f"{generic(name)} {why}, and nn.Linear and Conv1D alone can be quantized"
+        what = f"{generic(name)} {why}, and nn.Linear, Conv1D and stacked experts alone can be quantized"
         yield Problem("unquantizable-linear", what, fix="leave it out of `modules`")
         return
     if problem := partial_block(generic(name), features(module)[0], form):
@@ -97,6 +101,20 @@ def _problems(name: str, module: Any, form: BlockFormat, tied: set[int]) -> Iter
         yield Problem("not-finite-weight", what, fix="leave it out of `modules`, or repair the weight")
 
 
+def _problems_of_experts(
+    name: str, weights: Mapping[str, nn.Parameter], form: BlockFormat, tied: set[int]
+) -> Iterator[Problem]:
+    for key, weight in weights.items():
+        which = f"{generic(name)}.{key}"
+        if problem := partial_block(which, weight.shape[-1], form):
+            yield problem
+        if id(weight) in tied:
+            yield Problem("tied-weight", f"{which} is used by another module too", fix="leave it out of `modules`")
+        if not weight.is_meta and not bool(weight.isfinite().all()):
+            what = f"{which} is not finite"
+            yield Problem("not-finite-weight", what, fix="leave it out of `modules`, or repair the weight")
+
+
 def _tied(model: nn.Module) -> set[int]:
     """The ids of parameters that several modules have."""
     seen, tied = set[int](), set[int]()
@@ -107,8 +125,13 @@ def _tied(model: nn.Module) -> set[int]:
     return tied
 
 
-def _warn_of_experts(model: nn.Module) -> None:
-    stacked = {n: p for n, p in model.named_parameters() if p.ndim == 3 and not is_adapter_parameter(n)}
+def _warn_of_experts(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
+    """Warn of stacked weights that stay as they are: the forward of their module reads all experts at once."""
+    owners = {n: model.get_submodule(n.rpartition(".")[0]) for n, p in model.named_parameters() if p.ndim == 3}
+    named = [
+        n for n, owner in owners.items() if n.rpartition(".")[0] not in chosen and not isinstance(owner, _Convolution)
+    ]
+    stacked = {n: model.get_parameter(n) for n in named if not is_adapter_parameter(n)}
     if stacked:
         count = sum(prod(p.shape) for p in stacked.values())
         names = short_list(list(dict.fromkeys(map(generic, stacked))), 4)

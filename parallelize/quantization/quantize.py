@@ -1,4 +1,4 @@
-"""Quantizing the linears of a model that is not planned yet, in place, and the way back."""
+"""Quantizing the linears and experts of a model that is not planned yet, in place, and the way back."""
 
 from __future__ import annotations
 
@@ -12,36 +12,45 @@ from parallelize.errors import ModelError, Problem
 from parallelize.plan.block_formats import BlockFormat, block_format
 from parallelize.quantization.block_codes import dequantize as dequantized_weight
 from parallelize.quantization.block_codes import quantize_rows
-from parallelize.quantization.chosen_linears import Names, chosen_linears, features
+from parallelize.quantization.chosen_linears import Names, chosen_modules, features
 from parallelize.quantization.other_quantizers import refuse_other_quantizers
+from parallelize.quantization.peft_targets import show_stacks_to_peft
+from parallelize.quantization.quantized_experts import (
+    QuantizedExperts,
+    quantize_experts,
+    restore_experts,
+    stacked_weights,
+)
 from parallelize.quantization.quantized_linear import QuantizedLinear, allocate_codes
 
 
 def quantize(model: nn.Module, form: str | BlockFormat = "nf4", *, modules: Names = None) -> nn.Module:
-    """Store the weights of linears in 4 or 8 bits by block, in place, before the plan. They do not train any more.
+    """Store the weights of linears and stacked experts in 4 or 8 bits by block, in place, before the plan. They do not train any more.
 
     Args:
         model: with weights, or on the meta device: weights are then quantized while they are read (`load_pretrained`).
         form: "nf4" or "int8", with blocks of 64 elements of a row; "nf4(block=32)" for others.
-        modules: names or patterns of linears, as plans write them. None: every `nn.Linear` (and Conv1D of GPT-2, whose weight is
-            stored as [in, out]) inside of a list of layers, except adapters, tied weights, and those with fewer outputs than a block, such as gates: embedding and head stay as they are.
+        modules: names or patterns of linears and stacked experts, as plans write them. None: every `nn.Linear` (and Conv1D of GPT-2,
+            whose weight is stored as [in, out]) and all stacked experts of `transformers` that run one after another, inside of a list of
+            layers, except adapters, tied weights, and linears with fewer outputs than a block, such as gates: embedding and head stay.
 
     Returns: the model.
     Raises: ModelError, before anything is changed: `unknown-format`, `no-such-linear`, `unquantizable-linear`, `partial-block`,
         `tied-weight`, `not-finite-weight`, `other-quantizer`, `wrong-order` after a plan.
-    Warns: of stacked experts, which stay as they are.
-    Cost: no communication. Codes and one part of a weight in float32 are allocated beside the weights, one linear at a time.
+    Warns: of stacked experts of another form, which stay as they are.
+    Cost: no communication. Codes and one part of a weight in float32 are allocated beside the weights, one module at a time.
     """
     form = block_format(form)
     refuse_planned(model, "quantize")
     refuse_other_quantizers(model)
-    for linear in chosen_linears(model, form, modules).values():
-        quantize_linear(linear, form)
+    show_stacks_to_peft()
+    for module in chosen_modules(model, form, modules).values():
+        (quantize_experts if stacked_weights(module) else quantize_linear)(module, form)
     return model
 
 
 def dequantize(model: nn.Module) -> nn.Module:
-    """Give every quantized linear of a model its dequantized weight, in place: `nn.Linear` or Conv1D again, and frozen.
+    """Give every quantized linear and expert of a model its dequantized weight, in place: the stock module again, and frozen.
 
     Args:
         model: with or without adapters, which then can be merged.
@@ -54,6 +63,8 @@ def dequantize(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             restore_linear(module)
+        elif isinstance(module, QuantizedExperts):
+            restore_experts(module)
     return model
 
 

@@ -19,7 +19,7 @@ from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import layout_of, with_layout
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import of_elements
-from parallelize.plan.block_formats import BlockFormat, block_format
+from parallelize.plan.block_formats import LEAST_BLOCK, BlockFormat, block_format
 from parallelize.quantization.block_codes import BYTES, dequantize
 from parallelize.quantization.computed_weight import not_written, written_weight
 
@@ -134,15 +134,20 @@ def partial_block(name: str, in_features: int, form: BlockFormat) -> Problem | N
     if not left:
         return None
     what = f"{name} has {in_features} input features, not a multiple of {form.block}"
-    fix = f"a smaller block: '{form.word}(block={in_features & -in_features})'; or leave it out of `modules`"
+    largest = in_features & -in_features
+    smaller = f"a smaller block: '{form.word}(block={largest})'; or " if largest >= LEAST_BLOCK else ""
+    fix = f"{smaller}leave it out of `modules`"
     return Problem("partial-block", what, rows=(("rest", f"{in_features} % {form.block} = {left}"),), fix=fix)
 
 
-def quantized_linear(input: T, codes: T, scales: T, bias: T | None, form: BlockFormat) -> T:
+def quantized_linear(
+    input: T, codes: T, scales: T, bias: T | None, form: BlockFormat, *, is_transposed: bool = False
+) -> T:
     """`F.linear` with the weight that codes and scales stand for.
 
     Args:
         input: [..., in]. codes, scales: see `QuantizedLinear`. bias: [out].
+        is_transposed: the weight is [in, out], in blocks of outputs.
 
     Returns: [..., out]. Under autocast, input and weight and bias are in its dtype, as those of `F.linear` are.
     """
@@ -151,15 +156,16 @@ def quantized_linear(input: T, codes: T, scales: T, bias: T | None, form: BlockF
     if has_autocast and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         input, bias = input.to(dtype), bias if bias is None else bias.to(dtype)
-    return _Linear.apply(input, codes, scales, bias, form)
+    return _Linear.apply(input, codes, scales, bias, form, is_transposed)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: T, codes: T, scales: T, bias: T | None, form: BlockFormat) -> T:
+    def forward(ctx: Any, input: T, codes: T, scales: T, bias: T | None, form: BlockFormat, is_transposed: bool) -> T:
         ctx.save_for_backward(codes, scales)
-        ctx.form, ctx.dtype = form, input.dtype
-        return F.linear(input, dequantize(codes, scales, form, input.dtype), bias)
+        ctx.form, ctx.dtype, ctx.is_transposed = form, input.dtype, is_transposed
+        weight = dequantize(codes, scales, form, input.dtype)
+        return F.linear(input, weight.T if is_transposed else weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -167,7 +173,8 @@ class _Linear(torch.autograd.Function):
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
             codes, scales = ctx.saved_tensors
-            of_input = grad @ dequantize(codes, scales, ctx.form, ctx.dtype)
+            weight = dequantize(codes, scales, ctx.form, ctx.dtype)
+            of_input = grad @ (weight.T if ctx.is_transposed else weight)
         if ctx.needs_input_grad[3]:
             of_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-        return of_input, None, None, of_bias, None
+        return of_input, None, None, of_bias, None, None

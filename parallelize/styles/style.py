@@ -34,6 +34,7 @@ class ModuleFacts:
             inside.
         packs: of a quantized linear: parameter name to the elements of a row of the weight that one of its elements stands for,
             of the codes first. Their shapes are [out, in / that number]. block: elements of a row that are never split.
+        stacked: of quantized experts: name of a stacked weight to the names of its codes and scales.
     """
 
     fqn: str
@@ -45,11 +46,22 @@ class ModuleFacts:
     inner: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     packs: Mapping[str, int] = field(default_factory=dict)
     block: int = 1
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def weight_key(self) -> str:
         """The parameter with the weight of a linear or embedding: `weight`, or its codes."""
         return next(iter(self.packs), "weight")
+
+    def with_weights(self) -> ModuleFacts:
+        """The facts with stacked weights in the place of their codes and scales."""
+        if not self.stacked:
+            return self
+        coded = {key: name for name, keys in self.stacked.items() for key in keys}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for key, shape in self.shapes.items():
+            shapes.setdefault(coded.get(key, key), (*shape[:-1], shape[-1] * self.packs.get(key, 1)))
+        return replace(self, shapes=shapes)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -127,8 +139,18 @@ def contract_of(style: StyleText, module: ModuleFacts, context: StyleContext) ->
 
     Raises: ModelError `wrong-module-for-style`, and what the style's builder raises.
     """
-    contract = replace(style.definition.build(style, module, context), traits=style.traits)
+    built = style.definition.build(style, module.with_weights(), context)
+    contract = _of_codes(replace(built, traits=style.traits), module)
     return replace(contract, overlap=style.options["overlap"]) if "overlap" in style.options else contract
+
+
+def _of_codes(contract: Contract, module: ModuleFacts) -> Contract:
+    """The contract of quantized experts: codes and scales are used as the stacked weight that they stand for."""
+    if not module.stacked:
+        return contract
+    uses = {key: use for name, use in contract.uses.items() for key in module.stacked.get(name, (name,))}
+    attributes = {key: module.stacked.get(name, (name,))[0] for key, name in contract.local_attributes.items()}
+    return replace(contract, uses=uses, local_attributes=attributes)
 
 
 def terms_of(text: str) -> tuple[tuple[str, str], ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from parallelize.layout import Layout
+from parallelize.quantization.quantized_stack import LowRankParts, QuantizedStack
 from parallelize.tensor.planned_forward import Planned, on_local_parameters
 
 T = torch.Tensor
@@ -35,13 +36,16 @@ def adapted_experts(module: Any, experts: nn.Module, layout: Layout, rank: int) 
         inner = self.get_submodule(names)
         planned: Planned = inner._applied.planned
         key, earlier = self.parameter_name, planned.effective
-        made: list[T] = []  # once, of experts that run on several chunks of tokens
+        made: list[Any] = []  # once, of experts that run on several chunks of tokens
 
-        def changed(weight: T) -> T:
+        def changed(weight: Any) -> Any:
             if not made:
                 weight = earlier[key](weight) if key in earlier else weight
                 for name in adapters:
-                    weight = weight + _delta(self, name, layout, rank).to(weight.dtype)
+                    if isinstance(weight, QuantizedStack):
+                        weight = weight.with_adapter(_low_rank(self, name, layout, rank))
+                    else:
+                        weight = weight + _delta(self, name, layout, rank).to(weight.dtype)
                 made.append(weight)
             return made[0]
 
@@ -59,22 +63,43 @@ def _names_to(experts: nn.Module, module: nn.Module) -> str:
     return next(name for name, inner in module.named_modules() if inner is experts)
 
 
+def _low_rank(module: Any, adapter: str, layout: Layout, rank: int) -> LowRankParts:
+    """This rank's part of s B A, which is never dense: of quantized experts, the factors for each part that the rank stores."""
+    by_expert, up, is_transposed, stored = _factors(module, adapter, layout, rank)
+    parts = []
+    for experts, second, third in stored:
+        out, inputs = (third, second) if is_transposed else (second, third)
+        of_out, of_inputs = up[out, :, experts], by_expert[experts, :, inputs]  # [out, r, experts], [experts, r, in]
+        if is_transposed:
+            left, right = of_inputs.transpose(1, 2), of_out.permute(2, 1, 0)
+        else:
+            left, right = of_out.permute(2, 0, 1), of_inputs
+        parts.append((left.unbind(0), right.unbind(0)))
+    return LowRankParts(parts, max((layout.dim or 0) - 1, 0), module.scaling[adapter])
+
+
 def _delta(module: Any, adapter: str, layout: Layout, rank: int) -> T:
     """This rank's part of s B A, in the shape of its part of the weight."""
-    down, up = (_local_weight(getattr(module, key)[adapter]) for key in ("lora_A", "lora_B"))
-    rank_of_adapter = module.r[adapter]
-    by_expert = down.view(-1, rank_of_adapter, down.shape[-1])  # [experts, r, in]
-    up = up.view(up.shape[0], rank_of_adapter, -1)  # [out, r, experts]
-    is_transposed = not module._did_swap_in_out_features  # stored as [experts, in, out]
+    by_expert, up, is_transposed, stored = _factors(module, adapter, layout, rank)
     empty = (slice(0, 0),) * 3
-    stored = [pair.full for pair in layout.slices(rank)]
-    if by_expert.shape[0] != module.num_experts:  # those of this rank
-        stored = [(slice(0, by_expert.shape[0]), *part[1:]) for part in stored]
     parts = [_block(by_expert, up, part, is_transposed) for part in stored or [empty]]
     delta = parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim or 0)
     if not stored:  # a gradient of zeros
         delta = delta.sum() + delta.new_zeros(layout.local_shape(rank))
     return delta * module.scaling[adapter]
+
+
+def _factors(module: Any, adapter: str, layout: Layout, rank: int) -> tuple[T, T, bool, list[tuple[slice, ...]]]:
+    """(A [experts, r, in], B [out, r, experts], whether weights are [in, out], the parts of them that this rank stores)."""
+    down, up = (_local_weight(getattr(module, key)[adapter]) for key in ("lora_A", "lora_B"))
+    rank_of_adapter = module.r[adapter]
+    by_expert = down.view(-1, rank_of_adapter, down.shape[-1])  # [experts, r, in]
+    up = up.view(up.shape[0], rank_of_adapter, -1)  # [out, r, experts]
+    is_transposed = not module._did_swap_in_out_features  # stored as [experts, in, out]
+    stored = [pair.full for pair in layout.slices(rank)]
+    if by_expert.shape[0] != module.num_experts:  # those of this rank
+        stored = [(slice(0, by_expert.shape[0]), *part[1:]) for part in stored]
+    return by_expert, up, is_transposed, stored
 
 
 def _block(down: T, up: T, part: tuple[slice, ...], is_transposed: bool) -> T:

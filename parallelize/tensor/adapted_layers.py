@@ -21,8 +21,6 @@ from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
 from parallelize.plan.adapters import BASE
-from parallelize.plan.model_facts import ModelFacts
-from parallelize.plan.resolved import ResolvedPlan
 from parallelize.tensor.planned_forward import Planned, add_bias, convert_argument, hide_local, installed, on_shard
 from parallelize.tensor.planned_forward import on_local_parameters as run_stock
 
@@ -179,14 +177,6 @@ def bias_of_first_rank(group: Group) -> Callable:
         return F.linear(input, planned.weight.local(self._parameters), bias * scale)  # type: ignore[union-attr]
 
     return forward
-
-
-def prefixes_of_all_heads(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Problem]:
-    """Problems for prefix tuning over `tp`: it makes keys and values of all heads, of which a rank computes some."""
-    for name, facts in model.modules.items() if resolved.mesh.ranks("tp") > 1 else ():
-        if facts.class_name == "PrefixEncoder":
-            what = f"{name} makes keys and values of all heads, and a rank of tp has some of them"
-            yield Problem("unplanned-adapter", what, fix="prompt tuning or LoRA; or a mesh without tp")
 
 
 def deferred_with_adapter(fqn: str) -> ModelError:

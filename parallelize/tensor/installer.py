@@ -196,7 +196,7 @@ class Installer:
             return deferred_head(
                 Vocabulary(self._width(row), self.group, self.inputs), self.resolved.plan.options.loss_parallel
             )
-        if contract.splits_experts or contract.sends_tokens:
+        if (contract.splits_experts or contract.sends_tokens) and not self.model.modules[row.fqn].stacked:
             allow_any_width(module, planned, [self._parameter(row.fqn, slot.key).layout for slot in planned.slots])
         if contract.sends_tokens:
             return whole_experts(form_of(module), self._expert_ranks(row))
@@ -255,8 +255,10 @@ class Installer:
             layer = f"{layer}.{BASE}"
         contract = self.resolved.modules[layer].contract
         if contract.computes_experts:
-            parameter = self._parameter(layer, getattr(module, "parameter_name", ""))
-            return adapted_experts(module, self.model.objects[layer], parameter.layout, self._rank(parameter))
+            key = getattr(module, "parameter_name", "")
+            parameter = self._parameter(layer, self.model.modules[layer].stacked.get(key, (key,))[0])
+            layout = of_elements(parameter.layout, parameter.fact.packs)
+            return adapted_experts(module, self.model.objects[layer], layout, self._rank(parameter))
         if contract.defers_logits:
             raise deferred_with_adapter(row.fqn)
         is_split = self.group.size > 1 and contract.is_linear

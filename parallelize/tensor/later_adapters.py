@@ -47,6 +47,7 @@ from parallelize.plan.schema import Plan, Rule
 from parallelize.plan.tensor_rows import TensorRows, tensor_rows
 from parallelize.quantization.quantized_linear import QuantizedLinear
 from parallelize.tensor.installer import Installer
+from parallelize.tensor.later_layers import plan_later_layers
 from parallelize.tensor.peft_calls import prepare_peft
 from parallelize.tensor.planned_forward import installed
 
@@ -75,6 +76,7 @@ def plan_added(model: nn.Module) -> None:
     """
     for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _before_forward]:
         del model._forward_pre_hooks[key]
+    plan_later_layers(model)
     record = record_of(model)
     if record is None or record.group.size == 1:
         return

@@ -13,8 +13,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallelize.applied.later_prompts import replace_once
 from parallelize.errors import ModelError, Problem
 from parallelize.quantization.quantized_linear import QuantizedLinear
+from parallelize.tensor.peft_prompts import local_prefixes, readable_prompts
 from parallelize.tensor.planned_forward import installed
 
 _FIRST = "before the plan: model = get_peft_model(model, config), then parallelize_model(model, mesh)"
@@ -37,6 +39,9 @@ def prepare_peft() -> None:
         _refuse_of_shards(layers.LoraLayer, name, lambda layer: layer.get_base_layer(), _FIRST)
     dora: Any = sys.modules.get("peft.tuners.lora.dora")
     _refuse_of_shards(getattr(dora, "DoraLinearLayer", None), "update_layer", lambda _, base_layer: base_layer, _FIRST)
+    prompts: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    if prompts is not None:
+        replace_once(prompts, "get_prompt", _of_local_heads)
     models: Any = sys.modules.get("peft.tuners.lora.model")
     _refuse_of_shards(getattr(models, "LoraModel", None), "add_weighted_adapter", lambda model: model.model, _COMBINE)
 
@@ -51,6 +56,17 @@ class _FullSizes:
         if type(module) in (nn.Linear, QuantizedLinear) and installed(module) is not None:
             return module.in_features, module.out_features
         return self.stock(module)
+
+
+def _of_local_heads(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`PeftModel.get_prompt` of a planned model, whose keys and values of prefix tuning are those of the heads of this rank."""
+
+    def get_prompt(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
+        with readable_prompts(peft_model):
+            prompt = stock(peft_model, *args, **kwargs)
+        return local_prefixes(peft_model, prompt)
+
+    return get_prompt
 
 
 def _refuse_of_shards(cls: Any, name: str, module_of: Callable[..., Any], fix: str) -> None:

@@ -295,7 +295,7 @@ def on_local_parameters(
         for slot in planned.slots:
             attributes[slot.key] = slot.local(parameters)
         for key, change in planned.effective.items():
-            attributes[key] = change(attributes[key])
+            attributes[key] = change(getattr(self, key))
         for key in converted:
             if key in attributes:
                 attributes[key] = converted[key](attributes[key])
@@ -303,6 +303,8 @@ def on_local_parameters(
     finally:
         if not planned.shows_local:
             hide_local(attributes, planned)
+        for key in planned.effective:
+            attributes.pop(key, None)
 
 
 def _traced(self: Any, planned: Planned, args: tuple, kwargs: dict, converted: Mapping[str, Conversion] = _NONE) -> Any:

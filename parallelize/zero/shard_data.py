@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.early_optimizers import refuse_early_optimizers
 from parallelize.applied.gradient_guard import guard_gradients
+from parallelize.applied.later_prompts import refuse_later_prompts
 from parallelize.applied.offloaded_models import refuse_offloaded
 from parallelize.applied.other_wrappers import refuse_wrapped, refuse_wrappers
 from parallelize.applied.records import applied, facts_of, mark_applied, record_of, resolution_so_far
@@ -177,6 +178,7 @@ def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan,
     if mesh_spec(mesh).ranks(*DATA_AXES) > 1:
         count_over_data_ranks(module, mesh)
         share_router_loss(module, mesh)
+        refuse_later_prompts()
     mark_applied(module, resolved=resolved)
     return module
 

@@ -147,3 +147,21 @@ def test_each_rank_reads_its_blocks_then_adapters_then_zero(tmp_path):
     )
     results = run_ranks(4, body)
     assert (results[0] + results[2] - expected).abs().max() < 1e-11 and expected[0] - expected[-1] > 1e-3
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_adapters_may_be_there_before_the_weights(on_meta, tmp_path):
+    peft = pytest.importorskip("peft")
+    empty, full = saved("mixtral", tmp_path)
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "modules_to_save": ["lm_head"]}
+    config = peft.LoraConfig(r=2, **targets)
+    model = empty if on_meta else quantize(tiny_model("mixtral", seed=1, **SIZES["mixtral"]), "nf4(block=16)")
+    adapted = peft.get_peft_model(model, config)
+    torch.manual_seed(0)
+    load_pretrained(adapted, tmp_path)
+    assert not any(parameter.is_meta for parameter in adapted.parameters())
+    assert (adapted(input_ids=IDS).logits - full(input_ids=IDS).logits).abs().max() < 1e-6  # B is zero
+    lora = {name: p for name, p in adapted.named_parameters() if "lora_A" in name}
+    assert len(lora) == 4 and all(p.abs().max() > 1e-3 and p.isfinite().all() for p in lora.values())
+    copied = adapted.get_parameter("base_model.model.lm_head.modules_to_save.default.weight")
+    assert torch.equal(copied, full.lm_head.weight)

@@ -213,15 +213,6 @@ def test_learned_prompts(options):
         assert worst(actual, expected)[0] < 1e-12
 
 
-def test_prefixes_of_all_heads_are_refused():
-    import peft
-
-    from tests.support.models import tiny_model
-
-    prefixes = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    assert refused(peft.get_peft_model(tiny_model("llama"), prefixes)).slugs == ("unplanned-adapter",)
-
-
 def test_parts_that_are_no_plain_linears_are_refused():
     import peft
 

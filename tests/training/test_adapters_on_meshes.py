@@ -36,6 +36,9 @@ CASES = {
     "dp4-ep4": ("mixtral", "experts", {"dp": 4}, {"zero": 0, "ep": 4}),
     "dp4-ep2-zero3": ("mixtral", "experts", {"dp": 4}, {"zero": 3, "ep": 2}),
     "dp4-zero3": ("llama", "dora", {"dp": 4}, {"zero": 3}),
+    "dp2-tokens": ("llama", "tokens", {"dp": 2}, {"zero": 1}),
+    "dp2-zero3-tokens": ("llama", "tokens", {"dp": 2}, {"zero": 3}),
+    "pp2-tokens": ("llama", "tokens", {"pp": 2}, {}),
 }
 
 IDS, LABELS = (torch.cat(parts) for parts in zip(*(tiny_batch(67, seed=seed) for seed in range(4)), strict=True))

@@ -6,13 +6,14 @@ segment, in the order of the rank's actions. Under ZeRO 2, communication buffers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallelize.analysis.cost.curves import Curve, curve_of
 from parallelize.analysis.cost.data_axes import buckets_of, view_of
 from parallelize.analysis.cost.gathered_units import GatheredUnits, gathered_bytes
+from parallelize.analysis.cost.matrix_steps import MOMENTUM_BYTES
 from parallelize.analysis.cost.setting import ITEM_BYTES, STATE_BYTES, Setting
 from parallelize.analysis.cost.training_step import RankStep, receives_early
 from parallelize.pipeline.schedules import Action
@@ -87,7 +88,7 @@ def _joined(curves: Sequence[tuple[str, Curve]]) -> tuple[str, Curve]:
 def memory_of(step: RankStep, by_segment: bool = True) -> RankMemory:
     """The memory of the rank of `step`. by_segment: one moment per segment; else one per action."""
     setting, shards = step.setting, step.shards
-    parameters, gradients, optimizer = stored_bytes(shards, setting)
+    parameters, gradients, optimizer = stored_bytes(shards, setting, step.matrices.names)
     preallocated = gradients - (0 if _preallocates_gradients(setting) else _new_gradients(step))
     walk = _MemoryWalk(step, by_segment)
     moments = tuple(walk.moments())
@@ -101,7 +102,12 @@ def memory_of(step: RankStep, by_segment: bool = True) -> RankMemory:
         optimizer,
         walk.peak_activations,
         buffers,
-        base + max(top.peak + buffers, gradients - preallocated + buffers, end_of_backward),
+        base
+        + max(
+            top.peak + buffers,
+            gradients - preallocated + max(buffers, step.matrices.buffer_bytes),
+            end_of_backward,
+        ),
         f"{top.action} {top.unit}".strip(),
         moments,
     )
@@ -190,8 +196,10 @@ class _MemoryWalk:
         return boundary.forward_bytes if receive.direction == "F" else boundary.backward_bytes
 
 
-def stored_bytes(shards: Sequence[ParameterShard], setting: Setting) -> StoredBytes:
-    """Parameters, gradients and optimizer state.
+def stored_bytes(
+    shards: Sequence[ParameterShard], setting: Setting, matrices: Collection[str] = frozenset()
+) -> StoredBytes:
+    """Parameters, gradients and optimizer state. matrices: names of parameters that Muon steps as matrices.
 
     Stage 3 stores parameters in the weights' dtype where compute is narrower; the others store what they compute with, and
     step float32 copies where that is narrower.
@@ -207,6 +215,9 @@ def stored_bytes(shards: Sequence[ParameterShard], setting: Setting) -> StoredBy
     copy_item = 4 if setting.low_precision and setting.zero < 3 else 0
     state_item = 0 if setting.offload_state else STATE_BYTES[setting.optimizer] * stepped_item // 4
     gradients, optimizer = elements.gradients * setting.gradient_bytes, elements.optimizer * (state_item + copy_item)
+    if matrices and not setting.offload_state:
+        of_matrices = stored_elements([s for s in shards if s.name in matrices], setting.zero, counts_gradients=False)
+        optimizer -= of_matrices.optimizer * (STATE_BYTES[setting.optimizer] - MOMENTUM_BYTES) * stepped_item // 4
     return StoredBytes(values * item + code_bytes, gradients, optimizer)
 
 

@@ -14,8 +14,8 @@ from parallelize.pipeline.timeline import Step, with_messages
 from parallelize.plan.options import DTYPES, Options, refuse_unknown, wrong_choices, wrong_counts
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 0, "sgd_momentum": 4, "adafactor": 0, "lion": 4}
-"""Bytes of optimizer state per element, in float32."""
+STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 0, "sgd_momentum": 4, "adafactor": 0, "lion": 4, "muon": 8}
+"""Bytes of optimizer state per element, in float32; of Muon those of the elements that AdamW steps (see `matrix_steps.py`)."""
 
 _ONE_PER_MICROBATCH: Any = None
 

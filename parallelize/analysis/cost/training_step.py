@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parallelize.analysis.cost.data_axes import data_messages
+from parallelize.analysis.cost.matrix_steps import MatrixSteps
 from parallelize.analysis.cost.setting import Setting
 from parallelize.analysis.record.segmenting import ABSENT
 from parallelize.analysis.record.trace_data import (
@@ -55,6 +56,7 @@ class RankStep:
         stages: None where the model has no layers to split.
         shards: the parameters of this rank.
         split_trace: a trace in which dgrad and wgrad ran apart, where the schedule does that; else None.
+        matrices: what an optimizer of full matrices sends; None: it steps each element by itself.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class RankStep:
         *,
         shards: Sequence[ParameterShard],
         split_trace: MicrobatchTrace | None = None,
+        matrices: MatrixSteps | None = None,
     ):
         self.trace, self.stages, self.setting, self.schedule = trace, stages, setting, schedule
         self.shards, self.pp_rank, self.split_trace = list(shards), pp_rank, split_trace
+        self.matrices = matrices or MatrixSteps()
         self.local_stages = [stage for stage, rank in enumerate(schedule.stage_ranks) if rank == pp_rank]
         self._segments: dict[tuple[int, bool], StageSegments] = {}
 
@@ -136,6 +140,7 @@ class RankStep:
         yield from data_messages(self.shards, self.setting)
         yield from ((message, 1) for message in (*self._ties(), *self._scalars()))
         yield from self._pending_reductions()
+        yield from ((message, 1) for message in self.matrices.messages)
 
     def _between_stages(self) -> Iterator[Message]:
         """Tensors that are sent to other stages and received from them, one message each."""

@@ -25,7 +25,8 @@ class Message(NamedTuple):
         ranks: the size of the group.
         bytes: size of the full tensor (the result of an all-gather, the input of a reduce-scatter).
         phase: "forward", "backward" or "step".
-        received_bytes: of an all_to_all, what arrives from other ranks.
+        received_bytes: of an all_to_all, what arrives from other ranks. remote_bytes: what it sends to other ranks, where its parts
+            differ in size; -1: its even part of `bytes`.
     """
 
     op: str
@@ -35,10 +36,13 @@ class Message(NamedTuple):
     module: str
     phase: str
     received_bytes: int = 0
+    remote_bytes: int = -1
 
     @property
     def sent_bytes(self) -> float:
         """The least that the rank itself must send (ring algorithms). Source: Thakur et al., IJHPCA 19(1), 2005."""
+        if self.remote_bytes >= 0:
+            return self.remote_bytes
         remote = (self.ranks - 1) / self.ranks if self.ranks else 0.0
         return self.bytes * {"all_reduce": 2 * remote, "send": 1.0, "recv": 0.0, "broadcast": 1.0}.get(self.op, remote)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from parallelize import _torch_private as private
-from parallelize.layout import Interval, Layout, SlicePair, even_interval
+from parallelize.layout import Interval, Layout, SlicePair, even_interval, part_inside
 
 
 def local_pairs(tensor: Any, layout: Layout, tp_rank: int) -> list[tuple[SlicePair, bool]]:
@@ -20,7 +20,7 @@ def local_pairs(tensor: Any, layout: Layout, tp_rank: int) -> list[tuple[SlicePa
     shape = [(0, size) for size in layout.stored_local_shape(tp_rank)]
     window = local_window(tensor, shape, skip=layout_axis(tensor.device_mesh))
     pairs = zip(layout.slices(tp_rank), _is_first_holder(layout, tp_rank), strict=True)
-    inside = ((_intersection(pair, window), is_first) for pair, is_first in pairs)
+    inside = ((part_inside(pair, window), is_first) for pair, is_first in pairs)
     return [(pair, is_first) for pair, is_first in inside if pair is not None]
 
 
@@ -52,17 +52,3 @@ def local_window(tensor: Any, window: list[Interval], skip: int | None) -> list[
             start, stop = even_interval(last - first, mesh.size(axis), mesh.get_local_rank(axis))
             window[dim] = (first + start, first + stop)
     return window
-
-
-def _intersection(pair: SlicePair, window: list[Interval]) -> SlicePair | None:
-    """The part of a pair inside a window of the stored shard, relative to the window; None where that is empty."""
-    local, full = [], []
-    for local_slice, full_slice, (first, last) in zip(pair.local, pair.full, window, strict=True):
-        start = max(local_slice.start, first)
-        stop = max(min(local_slice.stop, last), start)
-        local.append(slice(start - first, stop - first))
-        offset = full_slice.start - local_slice.start
-        full.append(slice(offset + start, offset + stop))
-    if any(part.stop == part.start for part in local):
-        return None
-    return SlicePair(tuple(local), tuple(full))

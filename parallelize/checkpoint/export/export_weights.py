@@ -15,6 +15,7 @@ from parallelize.checkpoint.export.changed_tensors import Digests, changed_names
 from parallelize.checkpoint.export.exchange import Receivers
 from parallelize.checkpoint.export.iteration import BucketIterator
 from parallelize.checkpoint.export.local_values import LocalValues, Values, view_of
+from parallelize.checkpoint.export.many_objects import without_cycles
 from parallelize.checkpoint.export.remembered_exporters import planned_before, remember
 from parallelize.checkpoint.export.rounds import Rounds
 from parallelize.checkpoint.export.weight_buckets import (
@@ -25,8 +26,8 @@ from parallelize.checkpoint.export.weight_buckets import (
     selected,
 )
 from parallelize.checkpoint.format.host_memory import torch_dtype
+from parallelize.checkpoint.hub.described_tensors import owned_by_rank, tensors_of_model
 from parallelize.checkpoint.hub.file_shards import HubTensor, parse_size
-from parallelize.checkpoint.hub.pretrained import model_tensors
 from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
 from parallelize.checkpoint.hub.tensor_messages import (
     HubTensors,
@@ -144,9 +145,10 @@ class WeightExporter:
             if names == "hf":
                 refuse_quantized(self._on_mesh, "export_weights")
             reshard_units(self.module)
-            owned = OwnedBoxes(self._on_mesh)
-            self._described = owned.described()
-            self._local = LocalValues(self._on_mesh, owned)
+            with without_cycles():
+                owned = OwnedBoxes(self._on_mesh)
+                self._described = owned.described()
+                self._local = LocalValues(self._on_mesh, owned)
             self._device = self._model_device(owned)
             self._target = torch.device(device) if device is not None else self._device
         except Exception as caught:
@@ -163,22 +165,24 @@ class WeightExporter:
     def _plan(self, error: ParallelizeError | None) -> None:
         """What all ranks own and ask for. A collective."""
         settings = [self._names, getattr(self, "_bucket_bytes", None), getattr(self, "_code", None)]
-        answers = self._sync.agree(error, [self._described, self._receive, settings])
+        answers = self._sync.agree(error, [self._described, self._receive, settings, uuid.uuid4().hex[:12]])
         _check_alike([answer[2] for answer in answers])
-        model = model_tensors(self._on_mesh, self._sync, as_weights=False)
+        described = [answer[0] for answer in answers]
         try:
-            by_rank = [answer[0] for answer in answers]
-            self._tensors = HubTensors(self.module, model, by_rank, self._code, self._names)
+            with without_cycles():
+                model, by_rank = tensors_of_model(described), owned_by_rank(described)
+                self._tensors = HubTensors(self.module, model, by_rank, self._code, self._names)
+                messages = {name: self._tensors.messages(tensor) for name, tensor in self._tensors.by_name.items()}
         except Exception as caught:
             error = as_parallelize_error(caught)
-        self._key: str = self._sync.broadcast(uuid.uuid4().hex[:12])
+        self._key: str = answers[0][3]
         self._sync.agree(error)
         self._exports = 0
         asked = tuple(bool(answer[1]) for answer in answers)
         group = self._group()
         gathers = all(asked) and group is not None and Group(group).backend(self._device) != "gloo"
         self._receivers = Receivers(group, self._sync.ranks, self._sync.rank, asked, self._device, gathers)
-        self._messages = {name: self._tensors.messages(tensor) for name, tensor in self._tensors.by_name.items()}
+        self._messages: dict[str, list[TensorMessage]] = messages
 
     def _group(self) -> Any:
         """The process group of all ranks, on whose backend the model's tensors are sent."""
@@ -250,8 +254,9 @@ class WeightExporter:
             def source_of(message: TensorMessage) -> StridedRegion | None:
                 return self._local.region(message) if message.sender == rank else None
 
-            plans = bucket_plans(chosen, self._messages_of, source_of, size, self._bucket_bytes)
-            self._planned = digest, list(plans)
+            with without_cycles():
+                plans = bucket_plans(chosen, self._messages_of, source_of, size, self._bucket_bytes)
+                self._planned = digest, list(plans)
         return self._planned[1]
 
     def _messages_of(self, tensor: HubTensor) -> list[TensorMessage]:

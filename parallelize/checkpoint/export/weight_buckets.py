@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -45,8 +46,7 @@ class TensorMetadata:
         return buffer[self.start : self.start + self.num_bytes].view(self.dtype).view(self.shape)
 
 
-@dataclass(frozen=True)
-class MessageInBuffer:
+class MessageInBuffer(NamedTuple):
     """A message, and where its values are: everything that copying it takes, worked out once.
 
     Attributes:
@@ -78,13 +78,11 @@ class BucketPlan:
 
     def add(self, tensor: HubTensor, messages: Iterable[TensorMessage], source_of: SourceOf) -> None:
         dtype, num_bytes = torch_dtype(tensor.dtype), SIZES[tensor.dtype]
-        full = contiguous_region(tensor.shape)
-        full = StridedRegion(full.size, full.stride, self.num_bytes // num_bytes)
+        full = contiguous_region(tensor.shape, self.num_bytes // num_bytes)
         self.tensors.append(TensorMetadata(tensor.name, dtype, tensor.shape, self.num_bytes))
         self.num_bytes += aligned(tensor.num_bytes)
         for message in messages:
-            packed = contiguous_region(shape_of(message.box))
-            packed = StridedRegion(packed.size, packed.stride, self.sent_bytes[message.sender] // num_bytes)
+            packed = contiguous_region(shape_of(message.box), self.sent_bytes[message.sender] // num_bytes)
             target = full.within(message.target(), full_box(tensor.shape))
             item = MessageInBuffer(message, dtype, source_of(message), packed, target)
             self.by_sender[message.sender].append(item)

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) of each dim of a full tensor. A scalar's box is ()."""
@@ -45,7 +46,13 @@ class Part:
 
 def full_part(source: str, shape: Sequence[int]) -> Part:
     """The part for a target that equals the source."""
-    return Part(source, full_box(shape), (0,) * len(shape), tuple(range(len(shape))))
+    return Part(source, *_full(tuple(shape)))
+
+
+@lru_cache(maxsize=4096)
+def _full(shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...], tuple[int, ...]]:
+    """What the parts of all tensors of a shape share."""
+    return full_box(shape), (0,) * len(shape), tuple(range(len(shape)))
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -60,6 +67,7 @@ def slices_of(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
+@lru_cache(maxsize=4096)
 def shape_of(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 

@@ -20,9 +20,9 @@ from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.format.boxes import shape_of, slices_of
 from parallelize.checkpoint.format.host_memory import empty, torch_dtype
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
+from parallelize.checkpoint.hub.described_tensors import owned_by_rank, tensors_of_model
 from parallelize.checkpoint.hub.extras import write_extras
 from parallelize.checkpoint.hub.file_shards import INDEX, HubTensor, assign_files, index_of, parse_size
-from parallelize.checkpoint.hub.pretrained import model_tensors
 from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
 from parallelize.checkpoint.hub.tensor_messages import HubTensors, OwnedBoxes, TensorMessage, as_target, dtype_code
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
@@ -89,9 +89,9 @@ class _Export:
             local = self.owned.described()
         except Exception as cause:
             error = as_parallelize_error(cause)
-        by_rank = self.sync.agree(error, local)
-        model = model_tensors(self.on_mesh, self.sync)
+        described = self.sync.agree(error, local)
         try:
+            model, by_rank = tensors_of_model(described), owned_by_rank(described)
             self.tensors = HubTensors(self.on_mesh.module, model, by_rank, self.code)
             tensors = self.tensors.by_name
             files = assign_files({tensor.name: tensor.num_bytes for tensor in tensors.values()}, max_bytes)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from parallelize.applied.stock_class import stock_classes
-from parallelize.checkpoint.format.boxes import Part
+from parallelize.checkpoint.format.boxes import Part, full_part
 from parallelize.checkpoint.hub.hf_conversions import (
     ConvertedCheckpoint,
     ConvertedTensor,
@@ -136,13 +136,21 @@ def parts_to_save(module: nn.Module, tensors: Sequence[ModelTensor]) -> dict[str
 
     Raises: CheckpointError `unwritable-conversion`.
     """
-    derived = _derived_buffers(module)
+    derived, converts = _derived_buffers(module), is_of_transformers(module)
     unsaved = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
     state = {}
+    parts: dict[str, tuple[Shape, tuple[Part, ...]]] = {}
     for tensor in tensors:
         names = [name for name in tensor.names if name not in unsaved and not (tensor.is_buffer and name in derived)]
-        if names:
-            state[_saved_name(module, names)] = named(tensor.name, tensor.shape)
+        if not names:
+            continue
+        name = _saved_name(module, names)
+        if converts:
+            state[name] = named(tensor.name, tensor.shape)
+        else:
+            parts[name] = (tuple(tensor.shape), (full_part(tensor.name, tensor.shape),))
+    if not converts:
+        return parts
     with stock_classes(module):
         return {name: (tuple(value.shape), value.parts or ()) for name, value in revert(module, state).items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,12 @@ from parallelize.checkpoint.format.boxes import (
     volume,
 )
 from parallelize.checkpoint.format.host_memory import Arena, torch_dtype
+from parallelize.checkpoint.hub.adapted_models import (
+    StockNames,
+    initialize_adapters,
+    names_of_adapters,
+    new_adapters,
+)
 from parallelize.checkpoint.hub.folder import HubFolder
 from parallelize.checkpoint.hub.mapped_weights import check_mappable, map_parameters
 from parallelize.checkpoint.hub.names import ComputedTensor, ModelTensor, TensorSources, find_sources, source_names
@@ -78,7 +84,8 @@ def load_pretrained(
 
     Each rank reads only its own shards. A model on the meta device is allocated first and filled in place. A model with
     values is changed only after everything was read. Floating-point tensors are converted to the dtype of the model; the weights
-    of quantized linears are quantized while they are read, a part at a time.
+    of quantized linears are quantized while they are read, a part at a time. With adapters of PEFT, the folder is that of the stock
+    model: adapters keep their values, and those on the meta device get PEFT's initial ones, from torch's generator.
 
     Args:
         model: an unsharded, parallelized or pipelined module, with or without ZeRO; or a `ParallelModel`.
@@ -131,15 +138,21 @@ class _Load:
     def run(self, folder: Any, allow_missing: bool, allow_unexpected: bool, allow_pickle: bool) -> Loaded:
         reshard_units(self.module)
         tensors = model_tensors(self.on_mesh, self.sync)
+        self.adapters = new_adapters(self.module)
         loaded, error = None, None
         staged: list[tuple[LocalTensor, T]] = []
         try:
             with HubFolder(folder, allow_pickle=allow_pickle) as hub:
                 allow_missing = allow_missing and not self.meta_model.was_meta
+                stock = StockNames(self.module, tensors)
                 sources = find_sources(
-                    self.module, tensors, hub.tensors, allow_missing=allow_missing, allow_unexpected=allow_unexpected
+                    stock.module,
+                    stock.tensors,
+                    hub.tensors,
+                    allow_missing=allow_missing,
+                    allow_unexpected=allow_unexpected,
                 )
-                loaded = self._read(hub, sources, staged)
+                loaded = self._read(hub, stock.of_model(sources), staged)
         except Exception as cause:  # every rank must reach the rendezvous below
             error = as_parallelize_error(cause)
         try:
@@ -167,7 +180,9 @@ class _Load:
         quantized = [item for item in quantized_tensors(self.on_mesh) if item.name in sources.by_name]
         stored_as_codes = {name for item in quantized for name in (item.codes, item.scales)}
         if self.meta_model.was_meta:
-            _check_covered([t for t in tensors if fqn_of(t) not in stored_as_codes], sources, str(hub.folder))
+            filled_elsewhere = stored_as_codes | names_of_adapters(self.module, self.adapters)
+            _check_covered([t for t in tensors if fqn_of(t) not in filled_elsewhere], sources, str(hub.folder))
+            initialize_adapters(self.module, self.adapters)
         filled = [tensor for tensor in tensors if fqn_of(tensor) in sources.by_name]
         _check_dtypes(hub, sources, filled)
         check_floating(hub, [name for item in quantized for name in source_names(sources.by_name[item.name])])
@@ -211,17 +226,18 @@ def model_tensors(on_mesh: ModelOnMesh, sync: RankSync, *, as_weights: bool = Tr
         parameters = {on_mesh.canonical(names[0]) for names, _ in named_once(on_mesh.module)}
         for tensor in targets(on_mesh):
             name = fqn_of(tensor)
-            names = _all_names(on_mesh, tensor)
-            local.append(ModelTensor(name, tuple(names), tensor.stored.shape, name not in parameters))
+            names = tuple(all_names(on_mesh, tensor))
+            local.append(ModelTensor(name, names, tensor.stored.shape, name not in parameters))
     quantized = quantized_tensors(on_mesh) if as_weights else ()
-    named = [astuple(tensor) for tensor in with_weights(local, quantized)]
+    named = [[t.name, t.names, t.shape, t.is_buffer] for t in with_weights(local, quantized)]
     by_name: dict[str, ModelTensor] = {}
     for name, names, shape, is_buffer in (row for rows in sync.all_gather(named) for row in rows):
         by_name.setdefault(name, ModelTensor(name, tuple(names), tuple(shape), is_buffer))
     return list(by_name.values())
 
 
-def _all_names(on_mesh: ModelOnMesh, tensor: LocalTensor) -> list[str]:
+def all_names(on_mesh: ModelOnMesh, tensor: LocalTensor) -> list[str]:
+    """Every name of a tensor in the full model."""
     facts = on_mesh.cut.facts.parameters.get(fqn_of(tensor)) if on_mesh.cut is not None else None
     return list(facts.names if facts is not None else tensor.stored.names)
 

@@ -6,7 +6,7 @@ that its codes are those of quantizing the full weight, on any mesh. Neither tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh
 from parallelize.errors import CheckpointError, Problem
 from parallelize.plan.block_formats import BlockFormat
 from parallelize.quantization.block_codes import quantize_rows
+from parallelize.quantization.quantized_experts import QuantizedExperts
 from parallelize.quantization.quantized_linear import QuantizedLinear
 
 T = torch.Tensor
@@ -57,26 +58,30 @@ class QuantizedTensors:
 
     def weight(self, codes: ModelTensor) -> ModelTensor:
         """The weight as a tensor of the unsharded model."""
-        shape = (codes.shape[0], codes.shape[1] * self.form.codes_per_byte)
+        shape = (*codes.shape[:-1], codes.shape[-1] * self.form.codes_per_byte)
         shape = shape[::-1] if self.is_transposed else shape
-        names = tuple(f"{name.rpartition('.')[0]}.weight" for name in codes.names)
+        key = self.name.rpartition(".")[2]
+        names = tuple(f"{name.rpartition('.')[0]}.{key}" for name in codes.names)
         return ModelTensor(self.name, names, shape, False)
 
 
 def quantized_tensors(on_mesh: ModelOnMesh) -> list[QuantizedTensors]:
     """Those of this rank's quantized linears, in the order of the model."""
-    linears = ((n, m) for n, m in on_mesh.module.named_modules() if isinstance(m, QuantizedLinear))
-    return [
-        QuantizedTensors(
-            f"{name}.weight",
-            linear.form,
-            linear.dtype,
-            f"{name}.weight_codes",
-            f"{name}.weight_scales",
-            linear.is_transposed,
-        )
-        for name, linear in linears
-    ]
+    tensors = []
+    for name, module in on_mesh.module.named_modules():
+        stacked: Mapping[str, tuple[str, str]] = {}
+        if isinstance(module, QuantizedLinear):
+            stacked = {"weight": ("weight_codes", "weight_scales")}
+        elif isinstance(module, QuantizedExperts):
+            stacked = module.stacked
+        quantized: Any = module
+        is_transposed = isinstance(module, QuantizedLinear) and module.is_transposed
+        for key, names in stacked.items():
+            codes, scales = (f"{name}.{part}" for part in names)
+            tensors.append(
+                QuantizedTensors(f"{name}.{key}", quantized.form, quantized.dtype, codes, scales, is_transposed)
+            )
+    return tensors
 
 
 def with_weights(tensors: Sequence[ModelTensor], quantized: Sequence[QuantizedTensors]) -> list[ModelTensor]:
@@ -127,12 +132,19 @@ def quantize_while_reading(
             box = box[::-1] if item.is_transposed else box
             weight = full[slices_of(box)].to(item.dtype) if full is not None else _read(hub, source, box, item.dtype)
             weight = weight.T if item.is_transposed else weight
+            weight = weight.reshape(-1, weight.shape[-1])  # of experts, one
             quantize_rows(weight, item.form, into_codes[rows], into_scales[rows])
             progress(weight.numel() * weight.element_size())
 
 
-def _boxes(scales: Box, item: QuantizedTensors) -> Iterator[tuple[Box, slice]]:
-    """Boxes of a weight of at most `PART_BYTES`, for a box of its scales, and the rows of that box that each one is."""
+def _boxes(scales: Box, item: QuantizedTensors) -> Iterator[tuple[Box, Any]]:
+    """Boxes of a weight of at most `PART_BYTES`, for a box of its scales, and the part of that box that each one is: rows, of an expert."""
+    if len(scales) == 3:
+        first_expert, stop = scales[0]
+        for expert in range(first_expert, stop):
+            for box, rows in _boxes(scales[1:], item):
+                yield ((expert, expert + 1), *box), (expert - first_expert, rows)
+        return
     (first, last), blocks = scales
     columns = (blocks[0] * item.form.scale_packs, blocks[1] * item.form.scale_packs)
     step = max(1, PART_BYTES // max(1, (columns[1] - columns[0]) * item.dtype.itemsize))

@@ -6,8 +6,8 @@ Every rank knows which boxes each rank owns, so all derive the same messages, in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from parallelize.checkpoint.format.boxes import (
     starts,
 )
 from parallelize.checkpoint.format.host_memory import code_of, torch_dtype
+from parallelize.checkpoint.hub.described_tensors import Owned, describe_tensors
 from parallelize.checkpoint.hub.file_shards import HubTensor
 from parallelize.checkpoint.hub.names import ModelTensor, parts_to_save
 from parallelize.checkpoint.hub.pretrained import fqn_of
@@ -29,12 +30,9 @@ from parallelize.checkpoint.run.local_tensors import BoxToWrite, ModelOnMesh, pa
 from parallelize.errors import CheckpointError, Problem
 
 T = torch.Tensor
-OwnedByRank = Sequence[Mapping[str, Any]]
-"""For each rank: name in the model -> [dtype, boxes] of what it owns."""
 
 
-@dataclass(frozen=True)
-class TensorMessage:
+class TensorMessage(NamedTuple):
     """A box of a tensor of the model that one rank sends to each rank that needs the written tensor.
 
     Attributes:
@@ -61,8 +59,7 @@ class TensorMessage:
         return tuple(box)
 
 
-@dataclass(frozen=True)
-class StridedRegion:
+class StridedRegion(NamedTuple):
     """Elements of a tensor, as `torch.as_strided` takes them. `offset`: in elements, from the first of the tensor."""
 
     size: tuple[int, ...]
@@ -80,27 +77,30 @@ class StridedRegion:
         return StridedRegion(shape_of(box), self.stride, offset)
 
 
-def contiguous_region(shape: Sequence[int]) -> StridedRegion:
-    """All of a contiguous tensor."""
+def contiguous_region(shape: tuple[int, ...], offset: int = 0) -> StridedRegion:
+    """All of a contiguous tensor, whose first element is number `offset`."""
+    return StridedRegion(shape, _contiguous_strides(shape), offset)
+
+
+@lru_cache(maxsize=4096)
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(1, shape[dim + 1])
-    return StridedRegion(tuple(shape), tuple(strides), 0)
+    return tuple(strides)
 
 
 class OwnedBoxes:
     """The boxes that this rank owns, with their values. Together, those of all ranks cover every tensor once."""
 
     def __init__(self, on_mesh: ModelOnMesh):
+        self._on_mesh = on_mesh
         self._local = {fqn_of(tensor): tensor for tensor in parameters(on_mesh)}
         self.by_name: dict[str, list[BoxToWrite]] = {name: list(t.owned()) for name, t in self._local.items()}
 
     def described(self) -> dict[str, Any]:
-        """What other ranks need to know: name -> [dtype, boxes]. Raises: CheckpointError `unsavable-dtype`."""
-        return {
-            name: [tensor.about.get("compute") or tensor.dtype, [list(map(list, o.box)) for o in self.by_name[name]]]
-            for name, tensor in self._local.items()
-        }
+        """What other ranks need to know: see `described_tensors.py`. Raises: CheckpointError `unsavable-dtype`."""
+        return describe_tensors(self._on_mesh, self._local, self.by_name)
 
     def view(self, message: TensorMessage) -> T:
         """The values of a message that this rank sends: a view of its shard."""
@@ -125,14 +125,14 @@ class HubTensors:
     Args:
         module: the model. names: "hf" for those that `save_pretrained` writes; "model" for the model's own.
         model: all tensors of the unsharded model.
-        by_rank: what each rank owns.
+        by_rank: what each rank owns, in the order of ranks.
         dtype: the dtype of floating-point tensors, as safetensors files name it. None: that of the model.
 
     Raises: CheckpointError `unwritable-conversion`.
     """
 
     def __init__(
-        self, module: Any, model: list[ModelTensor], by_rank: OwnedByRank, dtype: str | None, names: str = "hf"
+        self, module: Any, model: list[ModelTensor], by_rank: Sequence[Owned], dtype: str | None, names: str = "hf"
     ):
         self._dtype_code = dtype
         self._owners: dict[str, list[tuple[int, int, Box]]] = {}
@@ -141,7 +141,7 @@ class HubTensors:
             for name, (code, boxes) in owned.items():
                 dtypes.setdefault(name, code)
                 owners = self._owners.setdefault(name, [])
-                owners += [(rank, number, tuple((a, b) for a, b in box)) for number, box in enumerate(boxes)]
+                owners += [(rank, number, box) for number, box in enumerate(boxes)]
         saved = parts_to_save(module, model) if names == "hf" else _own_parts(model, self._owners)
         self.by_name = {
             name: HubTensor(name, self._dtype(dtypes[parts[0].source]), shape, parts)

@@ -94,7 +94,7 @@ class RankSync:
         return _unpacked(message)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank: in one collective where all messages are short, which is the usual case."""
+        """Every rank's value, on every rank: in one collective where all messages are short, which is the usual case, else in two."""
         if self.group is None and not self.lost:
             return [value]
         message = _packed(value)
@@ -103,15 +103,20 @@ class RankSync:
             padded[:_LENGTH_BYTES] = torch.tensor([message.numel()]).view(torch.uint8)
             if message.numel() <= _SHORT_BYTES - _LENGTH_BYTES:
                 padded[_LENGTH_BYTES : _LENGTH_BYTES + message.numel()] = message
-            messages = [torch.empty_like(padded) for _ in range(self.size)]
-            dist.all_gather(messages, padded, group=self.group)
-        sizes = [int(message[:_LENGTH_BYTES].view(torch.int64)) for message in messages]
-        if max(sizes) > _SHORT_BYTES - _LENGTH_BYTES:
-            return self.broadcast(self.gather(value))
-        return [
-            _unpacked(message[_LENGTH_BYTES : _LENGTH_BYTES + size])
-            for message, size in zip(messages, sizes, strict=True)
-        ]
+            messages = self._gathered(padded)
+            sizes = [int(message[:_LENGTH_BYTES].view(torch.int64)) for message in messages]
+            first = _LENGTH_BYTES
+            if max(sizes) > _SHORT_BYTES - _LENGTH_BYTES:
+                padded = torch.zeros(max(sizes), dtype=torch.uint8)
+                padded[: message.numel()] = message
+                messages, first = self._gathered(padded), 0
+        return [_unpacked(message[first : first + size]) for message, size in zip(messages, sizes, strict=True)]
+
+    def _gathered(self, message: torch.Tensor) -> list[torch.Tensor]:
+        """The messages of all ranks, which have one size."""
+        messages = [torch.empty_like(message) for _ in range(self.size)]
+        dist.all_gather(messages, message, group=self.group)
+        return messages
 
     def exchange(self, messages: Mapping[int, Any]) -> dict[int, Any]:
         """Send values to some ranks, and receive those that were sent to this rank. Ranks are indices in `ranks`, not this one."""

@@ -35,6 +35,14 @@ class ModelSection:
     name: str = key("text", "a config.json or its folder, a model type, a known size, or package.module:function", "")
     set: dict[str, Any] = key("free", "fields of the config, or keyword arguments of the function", {})
     initialize: int | str = key("seed_or_text", "a seed, or a folder of weights", 0)
+    quantize: str = key(
+        "text",
+        "linears and experts of the layers in 4 or 8 bits, which do not train: nf4, int8, or with another block nf4(block=32)",
+        "",
+    )
+    lora: dict[str, Any] = key(
+        "free", "arguments of PEFT's LoraConfig: adapters that train beside the weights of a folder", {}
+    )
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from typing import Any
 
 import yaml
 
-from parallelize.errors import LaunchError, ParallelizeError, PlanError, Problem
+from parallelize.errors import LaunchError, ModelError, ParallelizeError, PlanError, Problem
 from parallelize.launch.config.run_config import SCHEMA_VERSION, RunConfig
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
+from parallelize.plan.block_formats import block_format
 from parallelize.plan.options import FLAGS, NAMES, NUMBERS, Options
 from parallelize.plan.yaml_nodes import Reader, compose
 
@@ -263,6 +264,17 @@ def _check(reader: RunReader, root: yaml.Node, config: RunConfig) -> None:
         wrong("schema_version", "unknown-version", what, f"schema_version: {SCHEMA_VERSION}")
     if not config.model.name:
         wrong("model", "missing-key", "the run has no model", "model: llama, or {name: ..., set: {...}}")
+    of_folder = [key for key in ("quantize", "lora") if getattr(config.model, key)]
+    if of_folder and not isinstance(config.model.initialize, str):
+        what = f"{' and '.join(of_folder)} of a model whose weights are drawn"
+        wrong(
+            "model", "missing-key", what, "model: {initialize: path/to/weights, ...}, a folder of Hugging Face's layout"
+        )
+    if config.model.quantize:
+        try:
+            block_format(config.model.quantize)
+        except ModelError as error:
+            wrong("model", error.problems[0].slug, error.problems[0].what, error.problems[0].fix)
     sources = [name for name in ("text", "jsonl", "function") if getattr(config.data, name)]
     if len(sources) != 1:
         what = f"data has {' and '.join(sources) or 'no source'}"

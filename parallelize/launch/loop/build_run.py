@@ -21,6 +21,7 @@ from parallelize.launch.loop.run_data import argument_names, data_of
 from parallelize.launch.loop.run_metrics import RunMetrics
 from parallelize.launch.loop.run_optimizer import build_optimizer_of, build_schedule_of
 from parallelize.launch.loop.train_loop import TrainLoop, is_first_rank
+from parallelize.launch.preflight.base_model import prepared_base
 from parallelize.launch.preflight.mesh_choice import ChosenMesh
 from parallelize.launch.preflight.prediction import Summary
 from parallelize.models.model_source import ModelSource, read_model
@@ -95,6 +96,7 @@ def build_model(config: RunConfig, around: Surroundings) -> tuple[ParallelModel,
     # the class itself, whose initialization is recorded; the source's own way of building leaves it out on meta
     build = class_of(source.config, source.text) if source.config is not None else source.make
     module = build_on_meta(build, source.config).train()
+    module, initialize = prepared_base(module, config, around.mesh, around.device)
     if hasattr(getattr(module, "config", None), "use_cache"):
         module.config.use_cache = False  # type: ignore[union-attr]
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -105,7 +107,7 @@ def build_model(config: RunConfig, around: Surroundings) -> tuple[ParallelModel,
         config.plan or None,
         around.chosen.options,
         device=around.device,
-        initialize=config.model.initialize,
+        initialize=initialize,
         dropout_seed=config.seed,
         **_loss_of(source),
     )

@@ -14,9 +14,9 @@ from parallelize.analysis.measure import model_flops
 from parallelize.analysis.show.explanation import Explanation
 from parallelize.analysis.subject import Subject
 from parallelize.launch.config.run_config import RunConfig
+from parallelize.launch.preflight.base_model import source_of_run
 from parallelize.launch.preflight.mesh_choice import OPTIMIZERS, ChosenMesh
 from parallelize.mesh import SAMPLE_AXES
-from parallelize.models.model_source import read_model
 from parallelize.plan.options import Options
 
 
@@ -76,7 +76,7 @@ def _parts(memory: RankMemory) -> dict[str, int]:
 
 
 def subject_of(config: RunConfig) -> Subject:
-    return Subject(read_model(config.model.name, config.model.set), config.plan or None)
+    return Subject(source_of_run(config.model), config.plan or None)
 
 
 def machine_of(config: RunConfig, device: str) -> Machine:

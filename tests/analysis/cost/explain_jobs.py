@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallelize import balanced_routing, build_mesh, parallelize_model
+from parallelize import Muon, balanced_routing, build_mesh, parallelize_model
 from parallelize.analysis.cost.memory import memory_of
 from parallelize.analysis.cost.setting import Setting
 from parallelize.analysis.explain import worst_routing
@@ -108,8 +108,10 @@ def trained(
     family: str, sizes: dict[str, int], batch: int, length: int, options: dict[str, Any], model: dict[str, Any]
 ) -> Trained:
     mesh = build_mesh("cpu", **sizes)
+    options = dict(options)
+    optimizer_class = Muon if options.pop("optimizer", "") == "muon" else torch.optim.AdamW
     parallel = parallelize_model(tiny_model(family, **model), mesh, **options)
-    optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-3)
+    optimizer = parallel.optimizer(optimizer_class, lr=1e-3)
     coordinates = mesh_spec(mesh).coordinates(dist.get_rank())
     seed = 1 + sum(coordinates.get(axis, 0) * 7**n for n, axis in enumerate(SAMPLE_AXES))
     ids, labels = tiny_batch(batch=batch, length=length, seed=seed)
@@ -124,12 +126,18 @@ def trained(
 
 
 def sent_messages(rank: int, *configuration: Any) -> Any:
-    """(pp rank, tp rank, counts of messages in a step and in the optimizer). configuration: as `trained` takes it."""
+    """(pp rank, 0 for ranks of which the messages are predicted, counts of messages in a step and in the optimizer).
+
+    configuration: as `trained` takes it.
+    """
     job = trained(*configuration)
     with Counting(job.spec) as counting:
         job.parallel.step(**job.inputs)
         job.optimizer.step()
-    return job.coordinate("pp"), job.coordinate("tp") + job.coordinate("cp"), dict(counting.counts)
+    others = job.coordinate("tp") + job.coordinate("cp")
+    if isinstance(job.optimizer, Muon):  # data ranks own other matrices
+        others = sum(job.coordinate(axis) for axis in job.spec.names if axis != "pp")
+    return job.coordinate("pp"), others, dict(counting.counts)
 
 
 def choose_first_experts(module: Any) -> None:

@@ -43,6 +43,23 @@ def test_zero(four_processes, zero):
     check(four_processes, "llama", {"dp": 2, "tp": 2}, {"zero": zero, "sequence_parallel": True})
 
 
+@pytest.mark.variants(every=6)
+@pytest.mark.parametrize(
+    ("family", "sizes", "options"),
+    [
+        ("llama", {"dp": 2, "tp": 2}, {"zero": 1}),
+        ("llama", {"dp": 2, "tp": 2}, {"zero": 3}),
+        ("gpt2", {"tp": 4}, {}),
+        ("phi3", {"pp": 2, "dp": 2}, {"zero": 2, "num_microbatches": 2}),
+        ("mixtral", {"dp": 2, "tp": 2}, {"ep": 2, "zero": 1}),
+        ("mixtral", {"dp": 4}, {"ep": 2, "zero": 3}),
+    ],
+    ids=str,
+)
+def test_the_exchange_of_muon(four_processes, family, sizes, options):
+    check(four_processes, family, sizes, {**options, "optimizer": "muon"}, batch=4, length=16)
+
+
 @pytest.mark.variants(every=3)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_zero_over_replicas_and_microbatches(four_processes, zero):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from parallelize.derivation.patterns import nested, pattern_rules
 from parallelize.plan.pattern import generic

@@ -385,7 +385,7 @@ class Installer:
             dim = layout.sharded_dims[0]
             values[attribute] = layout.local_shape(self._rank(parameter))[dim]
             if attribute == "groups":  # of several channels each
-                values[attribute] = module.groups * values[attribute] // layout.shape[dim]  # type: ignore[operator]
+                values[attribute] = module.groups * values[attribute] // layout.shape[dim]
         set_local(module, values)
 
     def _install_region(self, region: RegionRow) -> None:

@@ -170,5 +170,5 @@ def test_sound_in_texts():
     assert inputs["input_features"].shape[2] == 5 and (inputs["input_ids"] == 9).sum() == 2 * 4  # of 64 frames
     model(**inputs)
     model.config.num_mel_bins = 6
-    with pytest.raises(RuntimeError):
+    with pytest.raises(TypeError, match="input_features_mask"):  # of the first form, without a mask
         sounds_in_text(model)

@@ -124,7 +124,7 @@ def _derived(source: ModelSource, otherwise: Row) -> Row:
 
 def _proven(source: ModelSource, plan: Plan, kind: str, tps: Sequence[int] = TP, known: Row | None = None) -> Row:
     """The errors of a plan on so many ranks, beside those that are known, and its shares; where a proof fails, the reason."""
-    row: Row = {"kind": kind, "errors": dict(known or {}), "sequence": plan.region is not None}
+    row: Row = {"kind": kind, "errors": dict(known or {}), "sequence": bool(plan.regions)}
     for tp in tps:
         try:
             proof = _proof(source, plan, tp, tp)

@@ -65,6 +65,11 @@ def _resnet() -> dict[str, Any]:
     return {"use_timm_backbone": False, "backbone": None, "backbone_config": backbone, "num_queries": 7}
 
 
+def _projector_of_sound() -> dict[str, Any]:
+    """A projector that reads what the encoder returns, which is as wide as its default."""
+    return {"projector_config": {"model_type": "blip_2_qformer", "encoder_hidden_size": 1024}}
+
+
 FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
     "lfm2_moe": _conv_layers,
     "big_bird": lambda: {
@@ -92,6 +97,11 @@ FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
     "blip-2": lambda: {"image_token_index": 50265},
     "instructblip": lambda: {"image_token_index": 50265},
     "instructblipvideo": lambda: {"video_token_index": 50265},
+    "granite_speech": _projector_of_sound,
+    "granite_speech_plus": _projector_of_sound,
+    "regnet": lambda: {"groups_width": 16},  # of which each stage has a multiple of four
+    "led": lambda: {"attention_window": 4},
+    "longformer": lambda: {"attention_window": 4},
     "detr": _resnet,
     "conditional_detr": _resnet,
     "dab-detr": _resnet,

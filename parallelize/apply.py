@@ -396,7 +396,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
         group,
         pending_reductions,
         overlap=installer.overlap,
-        region=installer.region if plan.region else None,
+        region=installer.region if plan.regions else None,
         inputs=inputs,
         folded=folded,
     )

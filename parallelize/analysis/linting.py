@@ -97,7 +97,7 @@ def modes_of(subject: Subject, plan: Plan | None, setting: Setting) -> list[Sett
     modes = [setting]
     if setting.size("tp") == 1:
         return modes
-    if plan.region is not None:
+    if plan.regions:
         modes.append(replace(setting, sequence_parallel=True))
     names = {*subject.model(setting.weights_dtype).aliases}
     heads = [rule for rule in plan.rules if rule.style.keeps_vocabulary]

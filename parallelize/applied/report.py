@@ -117,9 +117,9 @@ def _communication(resolved: ResolvedPlan) -> list[str]:
                 names = names_of.setdefault(conversion, [])
                 if generic(row.fqn) not in names:
                     names.append(generic(row.fqn))
-    if resolved.region is not None:
-        names_of.setdefault(Conversion.ENTER_REGION, []).append(f"input of {resolved.region.enter}")
-        names_of.setdefault(Conversion.LEAVE_REGION, []).append(f"output of {resolved.region.leave}")
+    for region in resolved.regions:
+        names_of.setdefault(Conversion.ENTER_REGION, []).append(f"input of {region.enter}")
+        names_of.setdefault(Conversion.LEAVE_REGION, []).append(f"output of {region.leave}")
     rows: list[tuple[str, ...]] = [
         (conversion.forward or "-", conversion.backward or "-", ", ".join(names))
         for conversion, names in names_of.items()

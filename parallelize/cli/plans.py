@@ -112,11 +112,11 @@ def _serves(plan: Plan) -> list[str]:
     vocabulary = any(rule.style.keeps_vocabulary for rule in plan.rules)
     matmuls = any("overlap" in rule.style.definition.options for rule in plan.rules)
     supported = {
-        "sequence_parallel": plan.region is not None,
+        "sequence_parallel": bool(plan.regions),
         "loss_parallel": vocabulary,
         "fuse_loss": vocabulary,
         "overlap": matmuls,
-        "pipeline": plan.cuts is not None or plan.region is not None,
+        "pipeline": plan.cuts is not None or plan.layers_region is not None,
     }
     return [name for name, is_supported in supported.items() if is_supported]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from parallelize.derivation.draft import Draft, Drafting, leaves_something
 from parallelize.derivation.plan_text import Heading, Sections, plan_text
 from parallelize.derivation.proof import Proof, provable, prove
-from parallelize.derivation.region_search import find_region
+from parallelize.derivation.region_search import ProposedRegion, find_regions
 from parallelize.derivation.small_model import check_subject, explained, small_model
 from parallelize.dims.classes import Choice, Classes
 from parallelize.dims.record import Record
@@ -138,18 +138,24 @@ class _Derivation:
         return self._with_region(draft, proof) if proof.ok else self._with_region(without, inner)
 
     def _with_region(self, draft: Draft, proof: Proof) -> Derived:
-        """The draft with a sequence-parallel region, if that is proven too."""
-        region = find_region(self.record, self.model, draft.styles)
-        if region is None:
-            return self._derived(draft, proof)
-        wider = replace(draft, styles={**draft.styles, **region.styles}, region=region.section)
+        """The draft with its sequence-parallel regions, or with the last of them alone, if that is proven too."""
+        regions = find_regions(self.record, self.model, draft.styles)
+        for chosen in [regions, *([regions[-1:]] if len(regions) > 1 else [])] if regions else []:
+            wider = self._widened(draft, chosen)
+            again = self._prove(wider)
+            if again.ok:
+                return self._derived(wider, again)
+        return self._derived(draft, proof)
+
+    def _widened(self, draft: Draft, regions: list[ProposedRegion]) -> Draft:
+        styles = {**draft.styles, **{name: style for region in regions for name, style in region.styles.items()}}
+        wider = replace(draft, styles=styles, regions=[region.section for region in regions])
         wider.default = "replicate" if leaves_something(self.model, wider.styles) else ""
-        again = self._prove(wider)
-        return self._derived(wider, again) if again.ok else self._derived(draft, proof)
+        return wider
 
     def _draft(self, logits: str) -> Draft:
         self.choice = self.classes.choose(without=self.banned)
-        draft = Drafting(self.model, self.classes, self.choice, self.fields, logits, self.banned).run()
+        draft = Drafting(self.model, self.classes, self.choice, self.fields, logits, self.banned, self.tp).run()
         if not draft.styles:
             raise ModelError(_nothing(self.source, self.choice))
         return draft
@@ -194,9 +200,17 @@ def _counts(config: Any) -> dict[str, int]:
     if config is None:
         return {}
     numbers = {name: value for name, value in vars(config).items() if type(value) is int and value > 1}
+    numbers |= {f"{name}.{index}": value for name, index, value in _heads_of_stages(config) if value > 1}
     return {
         name: value for name, value in numbers.items() if not _NO_COUNT.search(name) and dotted(config, name) == value
     }
+
+
+def _heads_of_stages(config: Any) -> Iterator[tuple[str, int, int]]:
+    """(field, index, value) of lists that give the number of heads of each stage."""
+    for name, values in vars(config).items():
+        if "head" in name and isinstance(values, (list, tuple)):
+            yield from ((name, index, value) for index, value in enumerate(values) if type(value) is int)
 
 
 _NO_COUNT = re.compile(
@@ -228,7 +242,7 @@ def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None
         below,
         draft.local,
         draft.whole,
-        region=draft.region,
+        regions=draft.regions,
         allow=allow,
         default=draft.default,
     )

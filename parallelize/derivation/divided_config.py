@@ -209,6 +209,9 @@ def _divide_boxes(part: Any) -> None:
 
 
 def _divide_widths(part: Any, widths: _Widths) -> None:
+    _, hidden = _first(part, _HIDDEN)
+    if hidden in widths.new:  # so that other widths stay the multiples of it that they are
+        widths.ratio = widths.new[hidden] / hidden
     for name, value in list(vars(part).items()):
         if name in _HEAD_DIMS or _NO_WIDTH.search(name) or not _WIDTH.search(name):
             continue

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from parallelize.dims.classes import Choice, Classes, Place, ShardableFactor, is_depthwise, output_dim
+from parallelize.dims.classes import Choice, Classes, Place, ShardableFactor, is_depthwise, is_grouped, output_dim
 from parallelize.dims.factors import Factor, leaves, size_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
@@ -27,11 +27,11 @@ class Draft:
         local: by module, the size of each attribute that becomes local.
         whole: why linears are not sharded, by name.
         default: the style of all other modules with parameters; empty: there are none.
-        region: the section for sequence parallelism; empty: none.
+        regions: the sections for sequence parallelism.
     """
 
     default: str = "replicate"
-    region: dict[str, str] = field(default_factory=dict)
+    regions: list[dict[str, str]] = field(default_factory=list)
     styles: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, str | int] = field(default_factory=dict)
     local: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -44,6 +44,7 @@ class Drafting:
     Args:
         fields: the integer fields of the model's config, by name. Empty: sizes are numbers.
         banned: modules that are left whole.
+        tp: the number of ranks that must divide heads and the like.
         logits: how the head returns them, "vocabulary" or "full"; empty: the tables of the vocabulary are left whole.
     """
 
@@ -55,8 +56,9 @@ class Drafting:
         fields: Mapping[str, int],
         logits: str,
         banned: Set[str] = frozenset(),
+        tp: int = 2,
     ):
-        self.banned = banned
+        self.banned, self.tp = banned, tp
         self.model, self.classes, self.choice, self.fields = model, classes, choice, fields
         self.draft = Draft()
         self.logits = logits
@@ -64,12 +66,13 @@ class Drafting:
 
     def run(self) -> Draft:
         for candidate in self.choice.candidates:
-            if self._has_names(candidate):
-                self._shard(candidate)
+            size = candidate.factor.size
+            if not self._has_names(candidate):
+                self.draft.whole |= dict.fromkeys(candidate.linears, f"no field of the config is {size}")
+            elif (self._has_units(candidate) or self._has_groups(candidate)) and size % self.tp and size >= self.tp:
+                self.draft.whole |= dict.fromkeys(candidate.linears, f"tp={self.tp} does not divide its {size} units")
             else:
-                self.draft.whole |= dict.fromkeys(
-                    candidate.linears, f"no field of the config is {candidate.factor.size}"
-                )
+                self._shard(candidate)
         self._shard_experts()
         self._shard_multihead()
         if self.logits:
@@ -96,7 +99,14 @@ class Drafting:
         """Whether a size has a name: its units must not be split, or an attribute follows it."""
         if self._runs(candidate):
             return True
+        if self._has_groups(candidate):
+            return False  # the groups of a convolution are known from it
         return any(self._count(candidate, part) < size_of(part) for part in self._parts(candidate))
+
+    def _has_groups(self, candidate: ShardableFactor) -> bool:
+        """Whether a factor is the groups of a convolution."""
+        owners = (self.classes.modules[place.parameter.rpartition(".")[0]] for place in candidate.places)
+        return any(is_grouped(owner) and not is_depthwise(owner) for owner in owners)
 
     # -- linears ----------------------------------------------------------------------------------------------------------
 
@@ -116,6 +126,8 @@ class Drafting:
                 self.draft.styles[module] = _call("channel_norm", self._units(candidate, place, has_units))
             elif module in self.classes.norms:
                 self.draft.styles[module] = f"rms_norm({self._size_name(self._count(candidate, place.parts[0]))})"
+            elif is_grouped(owner):
+                self.draft.styles[module] = "shard(0)"
             elif linear is None:
                 size = f", unit={self._unit(candidate, place.parts[0])}" if has_units else ""
                 self.draft.styles[place.parameter] = f"shard({place.dim}{size})"
@@ -282,9 +294,16 @@ class Drafting:
         for name, module in self.classes.modules.items():
             if isinstance(module, nn.Embedding) and id(module.weight) in sharded:
                 self.draft.styles[name] = "embedding"
+        full = {
+            id(module.weight)
+            for name, module in self.classes.modules.items()
+            if isinstance(module, nn.Embedding) and name not in self.draft.styles
+        }
         for name, linear in self.classes.linears.items():
             is_head = linear.weight.ndim == 2 and linear.weight.shape[output_dim(linear)] == rows
-            if name not in self.draft.styles and is_head:
+            if (
+                name not in self.draft.styles and is_head and id(linear.weight) not in full
+            ):  # a tie with a table that is not sharded
                 self.draft.styles[name] = f"colwise(output={self.logits})"
 
     def _only_looked_up(self, dim: Any) -> bool:

@@ -34,7 +34,7 @@ def layer_text(model: nn.Module, plan: Plan, tp: int) -> str:
 def layer_page(model: nn.Module, plan: Plan, tp: int) -> str:
     """A page with one picture for each kind of layer and mode that the plan serves."""
     body = [f"<h1>{escape(plan.name)}: what is sharded over tp={tp}</h1>"]
-    for sequence in (False, True) if plan.region is not None else (False,):
+    for sequence in (False, True) if plan.regions else (False,):
         resolved = _resolved(model, plan, tp, sequence)
         for layer in _layers(resolved):
             title = f"{generic(layer)}{', sequence parallel' if sequence else ''}"

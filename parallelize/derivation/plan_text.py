@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from parallelize.derivation.patterns import nested, pattern_rules
 from parallelize.plan.pattern import generic
@@ -39,7 +39,7 @@ class Sections:
     replicated_below_tp: Sequence[str]
     local: Mapping[str, Mapping[str, str]]
     whole: Mapping[str, str]
-    region: Mapping[str, str] = field(default_factory=dict)
+    regions: Sequence[Mapping[str, str]] = ()
     allow: str = ""
     default: str = "replicate"
 
@@ -57,8 +57,11 @@ def plan_text(heading: Heading, sections: Sections, names: Sequence[str]) -> str
     if sections.sizes:
         lines.append("sizes:")
         lines += [f"  {name}: {_size(name, sections)}" for name in sections.sizes]
-    if sections.region:
-        lines.append("sequence_parallel: {" + ", ".join(f"{k}: {v}" for k, v in sections.region.items()) + "}")
+    regions = ["{" + ", ".join(f"{key}: {value}" for key, value in region.items()) + "}" for region in sections.regions]
+    if len(regions) > 1:
+        lines += ["sequence_parallel:", *(f"  - {region}" for region in regions)]
+    else:
+        lines += [f"sequence_parallel: {region}" for region in regions]
     lines.append("tensor_parallel:")
     lines += _rules(sections, names)
     lines += _local(sections, names)

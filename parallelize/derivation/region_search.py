@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from parallelize.dims.classes import is_convolution
 from parallelize.dims.record import HiddenCall, Record
 
 
@@ -20,7 +21,8 @@ class ProposedRegion:
 
     Attributes:
         layers: the name of the list. leave: the module after which activations are full again.
-        styles: of the blocks that gather their input, and of the modules that work on each token.
+        styles: of the blocks that gather their input, of the modules that work on each token, and of the column linears whose input
+            has another length: what an encoder returned, which is full.
     """
 
     layers: str
@@ -32,20 +34,33 @@ class ProposedRegion:
         return {"layers": self.layers, **({"leave": self.leave} if self.leave else {})}
 
 
-def find_region(record: Record, model: nn.Module, styles: Mapping[str, str]) -> ProposedRegion | None:
-    """The region of a draft, or None. `styles`: by name, of what is sharded."""
+def find_regions(record: Record, model: nn.Module, styles: Mapping[str, str]) -> list[ProposedRegion]:
+    """The regions of a draft, in the order of the forward: one, or those of an encoder and a decoder, or of towers.
+
+    styles: by name, of what is sharded.
+    """
     calls = {call.module: call for call in record.calls}
     modules = dict(model.named_modules())
     names = [
         name for name, module in modules.items() if isinstance(module, nn.ModuleList) and _is_chain(name, module, calls)
     ]
-    if len(names) != 1:  # none, or an encoder and a decoder, of which a plan has one
-        return None
-    (layers,) = names
+    order = {name: index for index, name in enumerate(calls)}
+    return [_proposed(name, modules, calls, styles) for name in sorted(names, key=lambda name: order[f"{name}.0"])]
+
+
+def _proposed(
+    layers: str, modules: Mapping[str, nn.Module], calls: Mapping[str, HiddenCall], styles: Mapping[str, str]
+) -> ProposedRegion:
     leave = _after(layers, modules, calls)
     own = {name: style for name, style in styles.items() if name.startswith(layers + ".")}
     flat = {name for name in own if isinstance(modules.get(name), nn.Linear) and name not in calls}
-    blocks = _gathering_blocks(layers, {name: style for name, style in own.items() if name not in flat}, calls)
+    length = calls[f"{layers}.0"].shape[1]
+    full = {
+        name
+        for name in own
+        if name in calls and calls[name].shape[1] != length and not is_convolution(modules.get(name))
+    }
+    blocks = _gathering_blocks(layers, {name: style for name, style in own.items() if name not in flat | full}, calls)
     inside = {name for name in modules if name.startswith(layers + ".")} | ({leave} if leave else set())
     by_token = {
         name: "sequence"
@@ -54,7 +69,9 @@ def find_region(record: Record, model: nn.Module, styles: Mapping[str, str]) -> 
         and name not in styles
         and not any(name == block or name.startswith(block + ".") for block in blocks)
     }
-    return ProposedRegion(layers, leave, {**blocks, **by_token, **{name: _of_tokens(styles[name]) for name in flat}})
+    other = {name: _of_tokens(styles[name]) for name in flat}
+    other |= {name: _with(styles[name], "input=full") for name in full if styles[name].startswith("colwise")}
+    return ProposedRegion(layers, leave, {**blocks, **by_token, **other})
 
 
 def _is_chain(name: str, module: nn.ModuleList, calls: Mapping[str, HiddenCall]) -> bool:
@@ -78,9 +95,13 @@ def _after(layers: str, modules: Mapping[str, nn.Module], calls: Mapping[str, Hi
 
 def _of_tokens(style: str) -> str:
     """The style of a linear that is called on [tokens, width]."""
+    return _with(style, f"{'input' if style.startswith('colwise') else 'output'}=tokens")
+
+
+def _with(style: str, option: str) -> str:
+    """The style with one more option."""
     word, _, options = style.partition("(")
-    side = "input" if word == "colwise" else "output"
-    return f"{word}({options.rstrip(')')}{', ' if options else ''}{side}=tokens)"
+    return f"{word}({options.rstrip(')')}{', ' if options else ''}{option})"
 
 
 def _gathering_blocks(layers: str, styles: Mapping[str, str], calls: Mapping[str, HiddenCall]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.derivation.sound_inputs import bins_of, spectrograms
 from parallelize.models.image_inputs import BATCH, LENGTH, image, rows_of_patches
 
 T = torch.Tensor
@@ -18,7 +19,6 @@ _MOST = 8
 
 _ROWS = 4  # patches along each side of an image
 _WAVE = 1600  # samples of sound
-_BINS = ("num_mel_bins", "feature_size", "n_mels", "input_dim", "input_feat_per_channel")
 
 
 def inputs_by_signature(model: nn.Module) -> Iterator[dict[str, Any]]:
@@ -79,28 +79,11 @@ def _images(config: Any) -> list[T]:
     return [*videos, pixels, pixels.unsqueeze(1)]
 
 
-def _bins(config: Any) -> int:
-    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {})
-    for part in (config, *parts):
-        for name in _BINS:
-            if type(size := getattr(part, name, None)) is int:
-                return size
-    return 80
-
-
-def _spectrograms(config: Any) -> list[T]:
-    """[batch, bins, frames], and [batch, frames, bins]."""
-    positions = getattr(config, "max_source_positions", None) or getattr(config, "max_length", None)
-    frames = 2 * positions if type(positions) is int and positions <= 512 else 64
-    bins = _bins(config)
-    return [torch.randn(BATCH, bins, frames), torch.randn(BATCH, frames, bins)]
-
-
 def _waves(config: Any) -> list[T]:
     """[batch, samples], [batch, 1, samples], and a spectrogram [batch, frames, bins]."""
     frames = getattr(config, "max_length", None)
     wave = torch.randn(BATCH, _WAVE)
-    return [wave, wave.unsqueeze(1), torch.randn(BATCH, frames if type(frames) is int else 64, _bins(config))]
+    return [wave, wave.unsqueeze(1), torch.randn(BATCH, frames if type(frames) is int else 64, bins_of(config))]
 
 
 def _boxes(config: Any) -> list[T]:
@@ -126,7 +109,7 @@ def _queries(config: Any) -> list[T]:
 
 def _seen(config: Any) -> list[T]:
     """Masks of spectrograms, [batch, frames]."""
-    return [torch.ones(BATCH, spectrogram.shape[-1], dtype=torch.long) for spectrogram in _spectrograms(config)]
+    return [torch.ones(BATCH, spectrogram.shape[-1], dtype=torch.long) for spectrogram in spectrograms(config)]
 
 
 MAKERS: dict[str, Callable[[Any], list[T]]] = {
@@ -135,7 +118,7 @@ MAKERS: dict[str, Callable[[Any], list[T]]] = {
     "qformer_input_ids": _ids(LENGTH - 4),
     "flattened_patches": _patches,
     "pixel_values": _images,
-    "input_features": _spectrograms,
+    "input_features": spectrograms,
     "input_values": _waves,
     "input_features_mask": _seen,
     "audio_values": _waves,

@@ -20,6 +20,10 @@ _MAX_LAYERS = 3
 _MAX_DEPTH = 2  # layers of a stage
 _EXPERTS = 6
 _WIDE = 256  # widths above this are scaled
+_MORE_HEADS = 4
+_NARROWEST = 4  # a head
+_STAGE_HEADS = ("num_attention_heads", "num_heads")
+_STAGE_WIDTHS = ("hidden_sizes", "embed_dim", "embed_dims")
 
 
 _OUTPUTS = ("out_hidden_size", "projection_dim", "output_dim", "output_size", "text_hidden_size")
@@ -76,6 +80,31 @@ _STATE_SIZES = dict(
 
 def small_configs(config: Any, tp: int) -> Iterator[Any]:
     """Small versions of a config, the one that tells most first; a model may refuse any."""
+    for small in _versions(config, tp):
+        with suppress(Exception):
+            yield from _with_more_heads(small)
+        yield small
+
+
+def _with_more_heads(config: Any) -> Iterator[Any]:
+    """The config with four times as many heads in each stage, where a list says how many and they are wide enough: of 1, 2 and 5 heads
+    two ranks split some, and four none."""
+    fields = vars(config)
+    for name in _STAGE_HEADS:
+        heads, widths = (
+            fields.get(name),
+            next((fields[w] for w in _STAGE_WIDTHS if isinstance(fields.get(w), (list, tuple))), ()),
+        )
+        if not isinstance(heads, (list, tuple)) or len(heads) != len(widths):
+            continue
+        more = [_MORE_HEADS * count for count in heads]
+        if all(width % count == 0 and width // count >= _NARROWEST for width, count in zip(widths, more, strict=True)):
+            wider = copy.deepcopy(config)
+            setattr(wider, name, type(heads)(more))
+            yield wider
+
+
+def _versions(config: Any, tp: int) -> Iterator[Any]:
     versions = [_grouped(config, tp), config]
     scaled_down = [partial(_small, version, config, tp) for version in versions if version is not None]
     fixed = [partial(_fixed, config, latent) for latent in (False, True)]

@@ -15,6 +15,7 @@ from torch import nn
 from parallelize.derivation.proof import Proof, provable, prove
 from parallelize.derivation.signature_inputs import inputs_by_signature
 from parallelize.derivation.small_config import small_configs
+from parallelize.derivation.sound_inputs import has_sounds, sounds_in_text
 from parallelize.dims.trace import record_forward
 from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.models.example_inputs import inputs_of
@@ -36,12 +37,12 @@ def small_model(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
         return source, _built(source)
     reason: Exception | None = None
     smaller = sorted(map(source.with_config, small_configs(source.config, tp)), key=_is_large)
-    for small, with_images in [*((small, True) for small in smaller), *((small, False) for small in smaller)]:
+    for small, beside_text in [*((small, True) for small in smaller), *((small, False) for small in smaller)]:
         try:
             _check_elements(small.build("meta"))
             model = _built(small)
             check_subject(model)
-            return _with_inputs(small, model, with_images and has_images(model)), model
+            return _with_inputs(small, model, beside_text), model
         except Exception as error:  # a class may refuse the sizes with any error
             reason = reason or error
             log.debug("%s does not run with smaller sizes: %s", source.text, error)
@@ -58,15 +59,14 @@ def _is_large(source: ModelSource) -> bool:
         return True
 
 
-def _with_inputs(source: ModelSource, model: nn.Module, with_images: bool = False) -> ModelSource:
+def _with_inputs(source: ModelSource, model: nn.Module, beside_text: bool = False) -> ModelSource:
     """The source with inputs that the forward takes. Raises: what the forward raised for the first that were tried.
 
-    with_images: none but images in texts, for which another small config may do. Texts alone would leave a tower whole.
+    beside_text: of models that read them, images or sound in texts alone, for which another small config may do. Texts by themselves would
+        leave a tower whole.
     """
     reason: Exception | None = None
-    makers: list[Callable[[], dict[str, Any]]] = [lambda: inputs_of(source, model)]
-    makers += [] if with_images else [partial(dict, inputs) for inputs in inputs_by_signature(model)]
-    for make in makers:
+    for make in _makers(source, model, beside_text):
         try:
             inputs = make()
             record_forward(model, inputs)
@@ -79,6 +79,18 @@ def _with_inputs(source: ModelSource, model: nn.Module, with_images: bool = Fals
         return replace(source, extras={**source.extras, "inputs": partial(_copy_of, inputs)})
     assert reason is not None
     raise reason
+
+
+def _makers(source: ModelSource, model: nn.Module, beside_text: bool) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Functions that return inputs, those that reach the most of the model first."""
+    if has_sounds(model):
+        yield partial(sounds_in_text, model)
+    if has_sounds(model) and beside_text:
+        return
+    yield partial(inputs_of, source, model)
+    if not (beside_text and has_images(model)):
+        for inputs in inputs_by_signature(model):
+            yield partial(dict, inputs)
 
 
 def _copy_of(inputs: dict[str, Any], batch: int, length: int) -> dict[str, Any]:

@@ -136,8 +136,7 @@ def boundaries_of(record: Record, resolved: ResolvedPlan) -> Boundaries:
             by_module = {other: b for other, b in by_module.items() if not other.startswith(f"{name}.")} | {
                 name: inside
             }
-    region = resolved.region
-    if region is not None:
+    for region in resolved.regions:
         first = by_module.get(region.enter, Boundary())
         by_module[region.enter] = replace(
             first, enter=Conversion.ENTER_REGION, argument=region.argument, sequence_dim=1

@@ -165,6 +165,10 @@ class Classes:
                     if not self._leads(candidate.factor, place):
                         return f"{module} has it inside of another dim"
                     continue
+                if is_grouped(self.modules.get(module)):
+                    if len(place.parts) > 1 or place.dim != 0 or place.parts[0][0] is not candidate.factor:
+                        return f"{module} has it inside of a group"
+                    continue
                 if isinstance(self.modules.get(module), nn.modules.conv._ConvNd):
                     return f"{module} is a convolution in groups"
                 if place.parts[0][0] is not candidate.factor or len(place.parts) > 1:
@@ -290,6 +294,11 @@ def is_depthwise(module: nn.Module | None) -> bool:
     if not isinstance(module, nn.modules.conv._ConvNd) or module.transposed:
         return False
     return module.groups == module.in_channels == module.out_channels and module.groups > 1
+
+
+def is_grouped(module: nn.Module | None) -> bool:
+    """Whether a module convolves groups of several channels."""
+    return isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1 and not module.transposed
 
 
 def output_dim(linear: nn.Module) -> int:

@@ -16,12 +16,12 @@ T = torch.Tensor
 def _contract(record: Record, a: Dim, b: Dim, tensors: tuple[T, ...], name: str) -> None:
     dim = record.tie(a, b, name)
     names = [weight for tensor in tensors for weight in record.weights(tensor)]
-    own = f"{record.module}.weight"
+    own = record.weight_of(record.module)
     if dim:
         is_linear = any(
             record.weights(tensor) == {own} for tensor in tensors
         )  # its input may be made of parameters too
-        weight = own if is_linear else names[0] if len(names) == 1 else ""
+        weight = f"{record.module}.weight" if is_linear else names[0] if len(names) == 1 else ""
         record.contractions.append(Contraction(dim, weight, record.module, line_of_model()))
 
 
@@ -79,8 +79,8 @@ def _tie_heads(record: Record, heads: Dim, kv_heads: Dim) -> Dim:
 
 
 def convolution_rule(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> None:
-    """Where each channel is convolved by itself it stays a channel. Without groups the channels are summed over, as features are by
-    a linear. Along a dim in which the kernel has size 1, nothing is needed."""
+    """Where each channel is convolved by itself it stays a channel, and a group of channels stays a group. Without groups the channels are
+    summed over, as features are by a linear. Along a dim in which the kernel has size 1, nothing is needed."""
     x, weight = record.dims(args[0]), record.dims(args[1])
     bias = record.dims(args[2]) if isinstance(args[2], T) else [[]]
     record.fresh(out)
@@ -92,6 +92,9 @@ def convolution_rule(record: Record, name: str, args: tuple, kwargs: dict, out: 
     if args[8] == args[0].shape[1] == out.shape[1] and not args[6]:
         dims[1] = record.tie(record.tie(x[1], weight[0], name), bias[0], name)
         needed += weight[1:]
+    elif args[8] > 1 and not args[6] and (grouped := _groups(record, x[1], weight, args)):
+        dims[1] = record.tie(weight[0], bias[0], name)
+        needed += [grouped, *weight[1:]]
     elif args[8] == 1 and not args[6]:
         _contract(record, x[1], weight[1], (args[0], args[1]), "a convolution")
         dims[1] = record.tie(weight[0], bias[0], name)
@@ -100,6 +103,17 @@ def convolution_rule(record: Record, name: str, args: tuple, kwargs: dict, out: 
         needed += [x[1], dims[1], *weight, *bias]
     record.mix(needed, "a convolution")
     record.set(out, dims)
+
+
+def _groups(record: Record, channels: Dim, weight: list[Dim], args: tuple) -> Dim | None:
+    """The channels inside of a group, which are summed over; the groups are those of the results. None where factors do not fit."""
+    groups = args[8]
+    inputs = regroup(channels, [groups, args[0].shape[1] // groups])
+    outputs = regroup(weight[0], [groups, args[1].shape[0] // groups])
+    if inputs is None or outputs is None:
+        return None
+    record.tie(inputs[0], outputs[0], "a convolution")
+    return record.tie(inputs[1], weight[1], "a convolution")
 
 
 def _is_alone(args: tuple, index: int) -> bool:

@@ -129,7 +129,7 @@ class Record:
     """The record of one forward.
 
     Attributes:
-        parameters: the dims of each parameter, by each of its names.
+        parameters: the dims of each parameter, by each of its names. first_names: by each name, the one by which uses name it.
         fixed: dims that other code sees or gives in full: (dim, of what).
         repeats: factors by which the heads of queries are more than those of keys and values.
         lookups: of embeddings.
@@ -141,6 +141,7 @@ class Record:
     """
 
     parameters: dict[str, Dims] = field(default_factory=dict)
+    first_names: dict[str, str] = field(default_factory=dict)
     mixes: list[Mix] = field(default_factory=list)
     contractions: list[Contraction] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
@@ -191,6 +192,11 @@ class Record:
     def depends(self, tensor: T) -> bool:
         """Whether a tensor depends on a parameter, so that it has a gradient in training."""
         return bool(self._learned.get(tensor))
+
+    def weight_of(self, module: str) -> str:
+        """The weight of a module by the name that the record has of it, which is that of another module where it is tied."""
+        name = f"{module}.weight".lstrip(".")
+        return self.first_names.get(name, name)
 
     def add_weight(self, tensor: T, name: str, dims: Dims) -> None:
         self.set(tensor, dims)
@@ -251,10 +257,11 @@ class Record:
     def _linears_passed(self, inputs: list[T], linear: str) -> dict[str, frozenset[str]]:
         """Of each parameter of which an input was made alone, the linears on the way. `linear`: the module of this matmul, or ""."""
         passed: dict[str, frozenset[str]] = {}
+        owners = {linear, self.weight_of(linear).rpartition(".")[0]}
         for x in inputs:
             for name in self.weights(x):
                 through = self._passed.get(x, {}).get(name, frozenset())
-                if linear and name.rpartition(".")[0] != linear:
+                if linear and name.rpartition(".")[0] not in owners:
                     through |= {linear}
                 passed[name] = passed.get(name, through) & through
         return passed

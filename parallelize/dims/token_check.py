@@ -24,8 +24,8 @@ def token_problems(classes: Classes, tokens: set[Factor], resolved: ResolvedPlan
     if not tokens:
         return
     operations = list(dict.fromkeys(_operations(classes, tokens)))
-    layers = resolved.region.enter.rpartition(".")[0] if resolved.region is not None else ""
-    inside = [operation for operation in operations if operation[1].startswith(f"{layers}.")]
+    layers = tuple(f"{region.enter.rpartition('.')[0]}." for region in resolved.regions)
+    inside = [operation for operation in operations if operation[1].startswith(layers)]
     for what, module, line in inside or operations or _combined(classes, tokens):
         place = f" ({line})" if line else ""
         text = f"{what} in {generic(module) or 'the model'}{place} needs all tokens, and a rank has a part of each sequence in the sequence-parallel region"

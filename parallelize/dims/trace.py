@@ -78,7 +78,7 @@ def _name_parameters(record: Record, model: nn.Module) -> None:
         first = names.setdefault(id(parameter), name)
         if first == name:
             record.add_weight(parameter, name, [new_dim(size) for size in parameter.shape])
-        record.parameters[name] = record.dims(parameter)
+        record.parameters[name], record.first_names[name] = record.dims(parameter), first
     for name, buffer in model.named_buffers():
         _fix(record, buffer, f"the buffer {name}")
         record.mark_constant(buffer)

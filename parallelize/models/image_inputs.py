@@ -45,15 +45,21 @@ def has_images(model: nn.Module) -> bool:
 def images_in_text(model: nn.Module) -> dict[str, Any]:
     """One image in each text: the model itself says how many tokens it takes."""
     images, features = _accepted(model)
-    count = sum(_rows(tensor) for tensor in _tensors(features)) // BATCH
-    config: Any = model.config
-    text = getattr(config, "text_config", None) or config
-    ids = torch.randint(3, int(text.vocab_size) // 2, (BATCH, LENGTH + count))
-    ids[:, 2 : 2 + count] = _image_token(model) or 0
+    token = _image_token(model) or 0
+    ids = text_around(model.config, features, token)
     inputs = {"input_ids": ids, **images, "use_cache": False}
     if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
-        inputs["mm_token_type_ids"] = ids.eq(_image_token(model) or 0).long()
+        inputs["mm_token_type_ids"] = ids.eq(token).long()
     return inputs
+
+
+def text_around(config: Any, features: Any, token: int) -> T:
+    """Ids [batch, length], in which `token` stands as often as there are features for each text."""
+    count = sum(_rows(tensor) for tensor in _tensors(features)) // BATCH
+    text = getattr(config, "text_config", None) or config
+    ids = torch.randint(3, int(text.vocab_size) // 2, (BATCH, LENGTH + count))
+    ids[:, 2 : 2 + count] = token
+    return ids
 
 
 def _image_token(model: nn.Module) -> int | None:

@@ -124,7 +124,7 @@ def renamed(plan: Plan, rename: Callable[[str], str]) -> Plan:
     def each(names: Sequence[str]) -> tuple[str, ...]:
         return tuple(rename(name) for name in names)
 
-    cuts, region = plan.cuts, plan.region
+    cuts = plan.cuts
     return replace(
         plan,
         rules=tuple(replace(rule, pattern=rename(rule.pattern)) for rule in plan.rules),
@@ -134,7 +134,10 @@ def renamed(plan: Plan, rename: Callable[[str], str]) -> Plan:
         zero_units=each(plan.zero_units),
         recompute_units=each(plan.recompute_units),
         attention=tuple((rename(pattern), kind) for pattern, kind in plan.attention),
-        region=region and replace(region, layers=rename(region.layers), leave=region.leave and rename(region.leave)),
+        regions=tuple(
+            replace(region, layers=rename(region.layers), leave=region.leave and rename(region.leave))
+            for region in plan.regions
+        ),
         cuts=cuts
         and replace(
             cuts,

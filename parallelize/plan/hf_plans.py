@@ -395,7 +395,7 @@ def _dropped(plan: Plan) -> Iterator[str]:
     """Notes on what `transformers` does by itself or does not have."""
     if any(pattern in HEAD for rule in plan.rules for pattern in alternatives(rule.pattern)):
         yield "lm_head: the classes of `transformers` have a rule for it (_tp_plan): gathered, without loss parallelism"
-    if any(rule.style.traits.shares_input or rule.style.traits.by_token for rule in plan.rules) or plan.region:
+    if any(rule.style.traits.shares_input or rule.style.traits.by_token for rule in plan.rules) or plan.regions:
         yield "`transformers` has no sequence parallelism; each column linear reduces its input's gradient, `gather` does it once"
     if any(rule.style.unit for rule in plan.rules):
         counts = ", ".join(f"{name} ({size.source})" for name, size in plan.sizes.items())

@@ -181,6 +181,8 @@ def _kind(module: Any, shapes: dict[str, tuple[int, ...]]) -> str:
     channels = getattr(module, "groups", None)
     if weight and not extra and channels == getattr(module, "in_channels", None) == weight[0]:
         return "depthwise"
+    if len(weight) > 2 and not extra and type(channels) is int and channels > 1 and not module.transposed:
+        return "grouped"
     if (
         len(weight) == 1
         and not extra

@@ -206,8 +206,11 @@ class LayoutMaker:
         )
 
     def _head_width(self, fact: ParameterFacts) -> int | None:
-        """The head width of the attention module that has the parameter, or that contains its linear; or None."""
+        """The head width of the attention module that has the parameter, or that contains its linear, or of a group of channels; or None."""
         owner = fact.fqn.rpartition(".")[0]
+        facts = self.model.modules.get(owner)
+        if facts is not None and facts.kind == "grouped":  # the channels of a group stay together
+            return fact.shape[0] // int(self.model.objects[owner].groups)
         for name in filter(None, (owner, owner.rpartition(".")[0])):
             module = self.model.objects.get(self.model.aliases.get(name, name))
             for key in HEAD_WIDTHS:
@@ -262,11 +265,13 @@ def _remainder(count: int, chunks: int, tp_size: int) -> str:
 
 
 def dotted(root: Any, path: str) -> Any:
-    """`root.a.b` for the path `a.b`, None where a part is missing, or cannot be read: of a config with other values in some layers."""
+    """`root.a.b` for the path `a.b`, and `root.a[2]` for `a.2`; None where a part is missing, or cannot be read: of a config with other
+    values in some layers."""
     value = root
     for part in path.split("."):
         try:
-            value = getattr(value, part, None)
+            is_item = isinstance(value, (list, tuple)) and part.isdigit() and int(part) < len(value)
+            value = value[int(part)] if is_item else getattr(value, part, None)
         except Exception:  # classes of transformers raise errors of their own
             return None
     return value

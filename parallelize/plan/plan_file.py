@@ -123,7 +123,7 @@ def parse_plan(text: str, source: str = "<text>", name: str = "plan") -> Plan:
         base="".join(_texts(reader, top, "base")[:1]),
         **read_tensor_sections(reader, top),
         cases=tuple(read_cases(reader, top)),
-        region=_region(reader, top),
+        regions=_regions(reader, top),
         cuts=_cuts(reader, top),
         ties=tuple(_ties(reader, top)),
         zero_units=_units(reader, top, "zero"),
@@ -194,10 +194,19 @@ def _option(reader: Reader, name: str, node: yaml.Node) -> Any:
     return "off" if is_off else reader.text(node, name)
 
 
-def _region(reader: Reader, top: dict[str, yaml.Node]) -> RegionBounds | None:
+def _regions(reader: Reader, top: dict[str, yaml.Node]) -> tuple[RegionBounds, ...]:
+    """One region, or a list of those of an encoder and a decoder."""
     if "sequence_parallel" not in top:
-        return None
+        return ()
     node = top["sequence_parallel"]
+    nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if not nodes:
+        reader.wrong(node, "missing-key", "sequence_parallel is an empty list", "name the list of layers")
+    regions = [_region(reader, item) for item in nodes]
+    return tuple(region for region in regions if region is not None)
+
+
+def _region(reader: Reader, node: yaml.Node) -> RegionBounds | None:
     fields = reader.known(node, "sequence_parallel", {"layers", "leave", "argument"})
     if "layers" not in fields:
         reader.wrong(node, "missing-key", "sequence_parallel has no `layers`", "name the list of layers")

@@ -69,7 +69,7 @@ def resolve(
         earlier.mesh.with_axes(mesh) if earlier is not None else mesh,
         rows.modules,
         rows.parameters,
-        rows.region,
+        rows.regions,
         rows.attributes,
         stages,
         ranks,

@@ -30,7 +30,7 @@ class ResolvedPlan:
         mesh: the axes for which it is resolved.
         modules: over `tp`: by fqn, of modules that a rule matches.
         parameters: over `tp`: by first name, all of them. On a mesh without `tp` all are replicated.
-        region: None without sequence parallelism.
+        regions: none without sequence parallelism; in the order in which a forward runs through them.
         attributes: over `tp`: module fqn to attribute to local value.
         stages: over `pp`: which modules each stage owns. None where the model has no layers, and one stage.
         stage_ranks: the pp rank of each stage.
@@ -45,7 +45,7 @@ class ResolvedPlan:
     mesh: MeshSpec
     modules: dict[str, ModuleRow]
     parameters: dict[str, ParameterRow]
-    region: RegionRow | None
+    regions: tuple[RegionRow, ...]
     attributes: dict[str, dict[str, int]]
     stages: Stages | None = None
     stage_ranks: tuple[int, ...] = (0,)

@@ -51,7 +51,7 @@ class Size:
 
 @dataclass(frozen=True)
 class RegionBounds:
-    """The part of the model in which activations are sequence shards.
+    """A part of the model in which activations are sequence shards.
 
     It begins at the input of the first of `layers` and ends at the output of `leave` (where the model has no such module,
     of the last of `layers`). Masks, positions and rotary tables are computed outside it.
@@ -211,7 +211,7 @@ class Plan:
         classes: class names that the plan is for.
         base: fqn of the base model inside the model with a head.
         sizes: by name.
-        region: for sequence parallelism.
+        regions: for sequence parallelism, one after another in a forward, as of an encoder and a decoder.
         local: attributes that become local.
         local_inputs: arguments of which a rank takes the parts of its heads.
         cases: sections for some of the models, by their config; empty once the plan is for a model.
@@ -237,7 +237,7 @@ class Plan:
     classes: tuple[str, ...] = ()
     base: str = ""
     sizes: dict[str, Size] = field(default_factory=dict)
-    region: RegionBounds | None = None
+    regions: tuple[RegionBounds, ...] = ()
     local: tuple[LocalAttribute, ...] = ()
     local_inputs: tuple[LocalInput, ...] = ()
     cases: tuple[Case, ...] = ()
@@ -254,6 +254,11 @@ class Plan:
     source: str = ""
     kept: tuple[KeptStyle, ...] = ()
     unclaimed: str = "refuse"
+
+    @property
+    def layers_region(self) -> RegionBounds | None:
+        """The region, where there is one alone: of an encoder and a decoder none has the layers of the model."""
+        return self.regions[0] if len(self.regions) == 1 else None
 
     def with_options(self, options: Options | None = None, **keywords: Any) -> Plan:
         """The plan with complete options: the caller's, over its defaults, over the package's. None keeps a default.
@@ -286,7 +291,7 @@ class Plan:
         facts |= {f"input {item.pattern}.{item.argument}": f"{item.dim} {item.size}" for item in self.local_inputs}
         facts |= {f"tie {tie.name}": f"{' '.join(tie.members)} {tie.reduce}" for tie in self.ties}
         facts["pipeline"] = str(self.cuts and replace(self.cuts, where=""))
-        facts["region"] = f"{self.region.layers} {self.region.leave}" if self.region else ""
+        facts["region"] = " ".join(f"{region.layers} {region.leave}" for region in self.regions)
         modes = self.options.over(STANDARD)
         facts |= {name: str(getattr(modes, name)) for name in (*ROW_OPTIONS, "overlap")}
         facts |= {f"style {item.fqn}": item.text for item in self.kept}

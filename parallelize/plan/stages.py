@@ -133,8 +133,9 @@ def cut_stages(
 def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:
     """The plan's section `pipeline:`, completed from the order of the model; without one, the longest list of modules."""
     cuts = plan.cuts if plan is not None else None
-    if cuts is None and plan is not None and plan.region is not None:
-        cuts = Cuts(plan.region.layers, carry=(plan.region.argument,) if plan.region.argument else ())
+    region = plan.layers_region if plan is not None else None
+    if cuts is None and region is not None:
+        cuts = Cuts(region.layers, carry=(region.argument,) if region.argument else ())
     if cuts is None:
         cuts = Cuts(_longest_list(model))
     if not _children(cuts.layers, model):

@@ -29,7 +29,7 @@ class TensorRows:
 
     modules: dict[str, ModuleRow]
     parameters: dict[str, ParameterRow]
-    region: RegionRow | None
+    regions: tuple[RegionRow, ...]
     attributes: dict[str, dict[str, int]]
 
 
@@ -47,6 +47,9 @@ def tensor_rows(plan: Plan, model: ModelFacts, tp_size: int) -> TensorRows:
     return _Resolver(plan, model, tp_size).run()
 
 
+LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""Fields of a config by which layers are skipped at random in training."""
+
 _WRAPPERS = 3  # of which one is inside the other: PEFT's model, its tuner, and torch.compile
 
 
@@ -60,10 +63,11 @@ class _Resolver:
 
     def run(self) -> TensorRows:
         module_rules, parameter_rules = self._match()
-        region = self._region()
-        modules, problems = with_local_inputs(self.plan, self._modules(module_rules, region), self.layouts)
+        regions = self._regions()
+        modules, problems = with_local_inputs(self.plan, self._modules(module_rules, regions), self.layouts)
         self.problems += problems
-        self._check_region(region, modules)
+        for region in regions:
+            self._check_region(region, modules)
         self._check_vocabulary(modules)
         self._check_experts(modules)
         parameters = self._parameters(modules, parameter_rules)
@@ -73,7 +77,7 @@ class _Resolver:
             self.problems += check_soundness(self.plan, self.model, modules, parameters)
         if self.problems:
             raise PlanError(*self._reported())
-        return TensorRows(modules, parameters, region, attributes)
+        return TensorRows(modules, parameters, regions, attributes)
 
     def _reported(self) -> list[Problem]:
         """The problems without repetition, or a single one where the plan is for another model."""
@@ -184,21 +188,37 @@ class _Resolver:
 
     # -- modules --------------------------------------------------------------------------------------------------
 
-    def _region(self) -> RegionRow | None:
-        region = self.plan.region
+    def _regions(self) -> tuple[RegionRow, ...]:
+        """Those of the model: an encoder alone has one of two."""
         if not self.plan.options.sequence_parallel or self.plan.unclaimed == "leave":  # a dict says each layout itself
-            return None
-        if region is None:
+            return ()
+        if not self.plan.regions:
             self._no_region("the plan names no `sequence_parallel` region", "")
-            return None
+            return ()
+        self._check_skipped_layers()
+        rows = tuple(row for row in map(self._region, self.plan.regions) if row is not None)
+        if not rows:
+            region = self.plan.regions[0]
+            lists = {name.rpartition(".")[0] for name in self.model.modules if name.rpartition(".")[2].isdigit()}
+            fix = did_you_mean(region.layers, lists) if lists else "name the list of layers"
+            self._no_region(f"{region.layers!r} contains no layers in this model", region.where, fix)
+        return rows
+
+    def _check_skipped_layers(self) -> None:
+        """A forward that skips the first or last layer would not enter or leave the region."""
+        for name in LAYER_DROPS:
+            rate = getattr(self.model.config, name, None)
+            if isinstance(rate, float) and rate > 0:
+                what = f"{name} is {rate}: a forward that skips the first or last layer would not enter or leave the sequence-parallel region"
+                fix = f"{name}=0.0, or sequence_parallel=False"
+                self.problems.append(Problem("skipped-layers", what, self.plan.source, fix=fix))
+
+    def _region(self, region: RegionBounds) -> RegionRow | None:
         layers = sorted(
             (name for name in self.model.modules if name.rpartition(".")[0] == region.layers),
             key=lambda name: int(name.rpartition(".")[2]) if name.rpartition(".")[2].isdigit() else 0,
         )
         if not layers:
-            lists = {name.rpartition(".")[0] for name in self.model.modules if name.rpartition(".")[2].isdigit()}
-            fix = did_you_mean(region.layers, lists) if lists else "name the list of layers"
-            self._no_region(f"{region.layers!r} contains no layers in this model", region.where, fix)
             return None
         leave = region.leave if region.leave and region.leave in self.model.modules else layers[-1]
         return RegionRow(layers[0], leave, region.argument)
@@ -208,12 +228,12 @@ class _Resolver:
             Problem("no-region", what, where, fix=fix or "add `sequence_parallel: {layers: ...}`, or turn it off")
         )
 
-    def _modules(self, rules: dict[str, Rule], region: RegionRow | None) -> dict[str, ModuleRow]:
+    def _modules(self, rules: dict[str, Rule], regions: tuple[RegionRow, ...]) -> dict[str, ModuleRow]:
         gathered = {name for name, rule in rules.items() if rule.style.traits.shares_input}
         full = {name for name, rule in rules.items() if rule.style.traits.sees_full}
         rows = {}
         for name, rule in rules.items():
-            inside = region is not None and self._inside(name, region, self.plan.region)
+            inside = any(self._inside(name, region) for region in regions)
             context = StyleContext(
                 sequence_parallel=inside and full.isdisjoint(_parents(name)),
                 loss_parallel=self.plan.options.loss_parallel,
@@ -269,9 +289,9 @@ class _Resolver:
                 fix = "ep=" + ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
                 self.problems.append(Problem("bad-ep", what, row.rule.where, fix=fix))
 
-    def _check_region(self, region: RegionRow | None, modules: dict[str, ModuleRow]) -> None:
+    def _check_region(self, region: RegionRow, modules: dict[str, ModuleRow]) -> None:
         """The modules at the region's boundaries must have no conversion of their own there."""
-        for name, side in ((region.enter, "enter"), (region.leave, "leave")) if region else ():
+        for name, side in ((region.enter, "enter"), (region.leave, "leave")):
             row = modules.get(name)
             if row is not None and getattr(row.contract, side) is not Conversion.NONE:
                 side_name = {"enter": "input", "leave": "output"}[side]
@@ -279,8 +299,8 @@ class _Resolver:
                 fix = "give the style to a module inside it, or move the boundaries of `sequence_parallel`"
                 self.problems.append(Problem("region-on-edge", what, row.rule.where, fix=fix))
 
-    def _inside(self, name: str, row: RegionRow, region: RegionBounds | None) -> bool:
-        return region is not None and (layer_name(name) == row.leave or name.startswith(region.layers + "."))
+    def _inside(self, name: str, region: RegionRow) -> bool:
+        return layer_name(name) == region.leave or name.startswith(region.enter.rpartition(".")[0] + ".")
 
     # -- parameters -----------------------------------------------------------------------------------------------
 

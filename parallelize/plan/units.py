@@ -15,7 +15,7 @@ from parallelize.plan.schema import Plan
 
 def layers_of(plan: Plan) -> str:
     """The fqn of the module that contains the layers; empty where the plan does not name it."""
-    source = plan.cuts or plan.region
+    source = plan.cuts or plan.layers_region
     return source.layers if source is not None else ""
 
 

@@ -25,7 +25,7 @@ def _colwise(style: StyleText, module: ModuleFacts, context: StyleContext) -> Co
         leave = Conversion.VOCABULARY
     return Contract(
         "colwise",
-        _shared_input(context),
+        Conversion.COPY if style.options.get("input") == "full" else _shared_input(context),
         leave,
         sequence_dim=_sequence_dim(style.options.get("input")),
         uses={name: bias if name == "bias" else use for name in module.shapes},
@@ -218,8 +218,8 @@ def _use(style: StyleText, dim: int) -> Use:
 
 
 def _groups(module: ModuleFacts) -> dict[str, str]:
-    """A depthwise convolution has as many groups as channels."""
-    return {"groups": "weight"} if module.kind == "depthwise" else {}
+    """A rank has as large a part of a convolution's groups as of its channels."""
+    return {"groups": "weight"} if module.kind in ("depthwise", "grouped") else {}
 
 
 def _shared_input(context: StyleContext) -> Conversion:
@@ -279,7 +279,7 @@ for _style in (
     Style(
         "colwise",
         _colwise,
-        {**_LINEAR, "chunks": None, "input": ("tokens",), "output": ("shard", "full", "vocabulary")},
+        {**_LINEAR, "chunks": None, "input": ("tokens", "full"), "output": ("shard", "full", "vocabulary")},
         "unit",
         Traits(splits_output=True),
     ),

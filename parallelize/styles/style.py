@@ -26,7 +26,7 @@ class ModuleFacts:
         fqn: the module's name.
         kind: "linear" (weight [out, in]), "conv1d" (weight [in, out], as GPT-2 stores it), "embedding", "norm", "experts"
             (those of a mixture, called with tokens, choices and weights), "expert block" (the router is inside too), "depthwise"
-            (a convolution of each channel), "other".
+            (a convolution of each channel), "grouped" (one of groups of channels), "other".
         class_name: the class name, for messages.
         shapes: full shapes of its direct parameters, by name.
         flags: of experts: how their weights are stored and computed with, as `transformers` marks an instance (`EXPERT_FLAGS`).

@@ -84,7 +84,7 @@ class FirstForwards:
         makers: modules that return shards. opaque: modules whose operations the plan decided: their insides are not watched.
         routing: modules that contain a router beside its experts: random numbers that they draw would choose other experts on
             each rank.
-        entry: the module whose input conversion enters the sequence-parallel region; "" without one.
+        entries: the modules whose input conversions enter a sequence-parallel region.
         sequence_dim: of the region.
         watched: the modes, training or not, of which a forward was watched.
         hooks: by name of a module, what begins its watch. Those of parts of the model end with its first watched forward.
@@ -93,7 +93,7 @@ class FirstForwards:
     makers: dict[str, ShardMaker]
     opaque: frozenset[str] = frozenset()
     routing: frozenset[str] = frozenset()
-    entry: str = ""
+    entries: tuple[str, ...] = ()
     sequence_dim: int = 1
     watched: set[bool] = field(default_factory=set)
     hooks: dict[str, Any] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class _Watch:
             if child is not self.module:
                 self._hook(name, child)
                 self._watch_hooks(name, path, child)
-            if name and name == self.first.entry:
+            if name in self.first.entries:
                 self._watch_entry(name, child)
         self._mark_inputs(inputs)
         ending = self.module.register_forward_hook(self._end, always_call=True)
@@ -250,7 +250,7 @@ class _Watch:
         self.undo.close()
         if output is not None:
             refuse_kept(self.mode.given, output)
-        if output is not None and (self.mode.has_tokens or not self.first.entry):  # None: the forward failed
+        if output is not None and (self.mode.has_tokens or not self.first.entries):  # None: the forward failed
             self.first.end(self.prefix.rstrip("."), module.training)
 
 

@@ -21,7 +21,7 @@ from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 from parallelize.plan.adapters import BASE
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.rows import ModuleRow, ParameterRow
+from parallelize.plan.rows import ModuleRow, ParameterRow, RegionRow
 from parallelize.styles.contract import Contract, Conversion
 from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.adapted_experts import adapted_experts
@@ -114,8 +114,8 @@ class Installer:
         for row in self.resolved.modules.values():
             if row.contract.beside:
                 compute_beside(self.model, row)
-        if self.resolved.region is not None:
-            self._install_region()
+        for region in self.resolved.regions:
+            self._install_region(region)
         if self.group.size > 1 and hasattr(self.model.root, "config"):
             self.model.root.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
 
@@ -384,13 +384,15 @@ class Installer:
         for attribute, key in (row.contract.local_attributes if row else {}).items():
             parameter = self._parameter(fqn, key)
             layout = parameter.layout
-            values[attribute] = layout.local_shape(self._rank(parameter))[layout.sharded_dims[0]]
+            dim = layout.sharded_dims[0]
+            values[attribute] = layout.local_shape(self._rank(parameter))[dim]
+            if attribute == "groups":  # of several channels each
+                values[attribute] = module.groups * values[attribute] // layout.shape[dim]
         set_local(module, values)
 
-    def _install_region(self) -> None:
+    def _install_region(self, region: RegionRow) -> None:
         """Shard hidden states where the region begins, gather them where it ends."""
-        region = self.resolved.region
-        if region is None or self.group.size == 1:
+        if self.group.size == 1:
             return
         objects = self.model.objects  # of this pipeline stage, where the region may begin or end on another one
         if region.enter in objects:

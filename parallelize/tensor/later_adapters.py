@@ -82,10 +82,10 @@ def plan_added(model: nn.Module) -> None:
         return
     facts = describe(model)
     added = _added_parameters(facts)
-    edge = record.resolved.region.leave if record.resolved.region is not None else ""
+    edges = {region.leave for region in record.resolved.regions}
     planned = record.resolved.modules
     unplanned = [name for name in copied_layers(facts) if f"{name}.{ORIGINAL}" not in planned]
-    copied = [name for name in unplanned if name == edge or applied(model).data is not None]
+    copied = [name for name in unplanned if name in edges or applied(model).data is not None]
     if not added and not copied:
         return
     plan_later_adapters(model)  # the modules of adapters may get others
@@ -164,7 +164,7 @@ def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, added: dict[s
     plan, rows = _rows(record, facts, added)
     resolved = _renamed(record.resolved, plan, facts, rows)
     over_all_axes = _renamed(resolution_so_far(model), plan, facts, rows)
-    new = replace(resolved, modules=rows.modules, parameters=rows.parameters, region=None, attributes={})
+    new = replace(resolved, modules=rows.modules, parameters=rows.parameters, regions=(), attributes={})
     Sharder(0, None, None).shard(model, new, partial(axis_of_layout, tp=record.tp, folded=record.folded))
     give_new_parameters([(added.pop(name), model.get_parameter(name)) for name in list(added)])
     part = replace(facts, modules={name: facts.modules[name] for name in _modules_of(facts, rows)})

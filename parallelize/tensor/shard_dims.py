@@ -60,12 +60,15 @@ class ShardDim:
         products = [1, *accumulate(after, mul)]
         if self.kind == "sequence" and self.size == 1:
             return self._viewed_token(index, outer, after, products)
-        if not prod(before) or (self.size == 1 and same < index):
+        if not prod(before):
             return None
+        own = [dim for dim in range(same, len(after)) if after[dim] == 1 and products[dim] == outer]
+        if own and self.size == 1:  # the only head of this rank, after the parts of a packed weight
+            return replace(self, dim=own[0] - len(after), outer=1) if len(own) == 1 else None
+        if own or (self.size == 1 and same < index):
+            return None  # a dim of size 1, which may be the local part of this one
         for dim in range(same, len(after)):
             start, stop = products[dim], products[dim + 1]
-            if start == outer and stop == outer and self.size > 1:
-                return None  # a dim of size 1, which may be the local part of this one
             contains = stop >= outer * self.size and stop % (outer * self.size) == 0
             if outer % start == 0 and (contains or (stop > outer and stop % outer == 0)):
                 size = self.size if contains else stop // outer

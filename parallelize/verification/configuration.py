@@ -141,7 +141,7 @@ class Configuration:
             return [Mode(request.options.sequence_parallel, request.options.loss_parallel)]
         if request.size("tp") == 1 or self.plan is None:
             return [Mode()]
-        sequence = self.plan.region is not None
+        sequence = bool(self.plan.regions)
         loss = any(rule.style.keeps_vocabulary for rule in self.plan.rules)
         modes = [Mode(False, False)]
         modes += [Mode(True, False)] if sequence else []

@@ -40,7 +40,7 @@ def test_the_plan_of_a_plain_module(caplog):
     model, before = TinyGpt(), torch.get_rng_state()
     with caplog.at_level(logging.INFO, "parallelize"):
         plan = plan_of(model, "auto")
-    assert plan.classes == ("TinyGpt",) and plan.region is not None
+    assert plan.classes == ("TinyGpt",) and plan.regions
     assert torch.equal(torch.get_rng_state(), before)
     (notice,) = (record.getMessage() for record in caplog.records)
     assert notice.startswith("plan TinyGpt, derived from TinyGpt: proven on tp=2")

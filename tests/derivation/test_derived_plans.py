@@ -150,7 +150,7 @@ def test_a_vision_transformer_with_a_class_token():
     rules = rules_of(derived)
     assert rules["blocks.*.attn.qkv"] == "colwise(heads + heads + heads)" and rules["blocks.*.mlp.down"] == "rowwise"
     assert derived.whole == {"head": "an output of the model", "patches": "a norm over it in blocks.0.norm1"}
-    assert derived.plan.region is not None and derived.share == pytest.approx(0.870, abs=1e-3)
+    assert derived.plan.regions and derived.share == pytest.approx(0.870, abs=1e-3)
 
 
 def test_norms_that_a_condition_modulates():

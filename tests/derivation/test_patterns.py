@@ -123,7 +123,7 @@ def test_a_file():
         local={f"layers.{i}.attn": {"n": "heads", "m": "heads"} for i in range(3)},
         whole={f"layers.{i}.mlp.{j}": f"softmax in layers.{i}" for i in range(3) for j in range(2)}
         | {"head": "an output"},
-        region={"layers": "layers", "leave": "head"},
+        regions=[{"layers": "layers", "leave": "head"}],
     )
     assert (
         text

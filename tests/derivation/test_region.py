@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallelize.derivation.region_search import find_region
+from parallelize.derivation.region_search import find_regions
 from parallelize.dims.trace import record_forward
 from tests.derivation.own_models import Mlp
 
@@ -39,7 +39,8 @@ class Layers(nn.Module):
 
 
 def region_of(model, styles=SHARDED):
-    return find_region(record_forward(model, (torch.randn(2, 7, 6),)), model, styles)
+    regions = find_regions(record_forward(model, (torch.randn(2, 7, 6),)), model, styles)
+    return regions[0] if regions else None
 
 
 def test_layers_and_the_norm_after_them():
@@ -74,9 +75,39 @@ def test_models_without_a_region(model):
     assert region_of(model()) is None
 
 
-def test_an_encoder_and_a_decoder_have_none():
-    model = nn.Sequential(Layers(), nn.Linear(WIDTH, 6), Layers())
-    assert region_of(model, {}) is None
+class CrossLayer(Layer):
+    """A layer whose `mlp.other` works on what the encoder returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp.other = nn.Linear(WIDTH, 20)
+
+    def forward(self, x, encoded=None):
+        return super().forward(x) if encoded is None else x + self.mlp(self.norm(x)) + self.mlp.other(encoded).mean()
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = Layers(), Layers(layer=CrossLayer)
+
+    def forward(self, x):
+        encoded, y = self.encoder(x), self.decoder.enter(x[:, 1:])
+        for layer in self.decoder.layers:
+            y = layer(y, encoded)
+        return self.decoder.norm(y)
+
+
+def test_an_encoder_and_a_decoder_have_one_each():
+    """In the order of the forward. What the encoder returned is full, which its length tells."""
+    model = EncoderDecoder()
+    styles = {f"decoder.layers.{index}.mlp.{name}": "colwise" for index in (0, 1) for name in ("up", "other")}
+    encoder, decoder = find_regions(record_forward(model, (torch.randn(2, 7, 6),)), model, styles)
+    assert encoder.section == {"layers": "encoder.layers", "leave": "encoder.norm"}
+    assert decoder.section == {"layers": "decoder.layers", "leave": "decoder.norm"}
+    assert decoder.styles["decoder.layers.0.mlp"] == "gather"
+    assert decoder.styles["decoder.layers.0.mlp.other"] == "colwise(input=full)"
+    assert "decoder.layers.0.mlp.up" not in decoder.styles
 
 
 def test_an_input_by_keyword_is_named():

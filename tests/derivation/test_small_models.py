@@ -12,9 +12,12 @@ from torch import nn
 from parallelize import derive_plan
 from parallelize.derivation.divided_config import divided
 from parallelize.derivation.signature_inputs import inputs_by_signature
+from parallelize.derivation.small_config import small_configs
 from parallelize.derivation.small_model import small_model
+from parallelize.derivation.sound_inputs import has_sounds, sounds_in_text
 from parallelize.models.image_inputs import images_in_text
 from parallelize.models.model_source import source_of
+from parallelize.plan.parameter_layouts import dotted
 from tests.support.refused import WIDTH, Block
 
 
@@ -130,3 +133,42 @@ class Flagged(Block):
 def test_a_model_that_makes_its_input_require_a_gradient():
     derived = derive_plan(Flagged(), {"hidden": torch.randn(2, 3, WIDTH)})
     assert derived.share > 0.9 and derived.proof is not None
+
+
+def test_heads_that_a_list_gives_for_each_stage():
+    """Four times as many where they are wide enough, and named in a plan by their place in the list."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SegformerConfig()
+    small = next(small_configs(config, 2))
+    assert list(small.num_attention_heads)[:3] == [4, 8, 20] and list(config.num_attention_heads) == [1, 2, 5, 8]
+    assert dotted(small, "num_attention_heads.2") == 20 and dotted(small, "num_attention_heads.7") is None
+
+
+class ReadsSound(nn.Module):
+    """The features of a spectrogram take the place of tokens; it is read as [batch, frames, bins]."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(audio_token_id=9, num_mel_bins=5, text_config=SimpleNamespace(vocab_size=16))
+        self.tower, self.table = nn.Linear(5, WIDTH), nn.Embedding(16, WIDTH)
+
+    def get_audio_features(self, input_features, input_features_mask):
+        features = self.tower(input_features)[:, ::16]
+        return SimpleNamespace(pooler_output=features[input_features_mask[:, ::16].bool()])
+
+    def forward(self, input_ids, input_features=None, input_features_mask=None):
+        x = self.table(input_ids)
+        return x.masked_scatter(
+            (input_ids == 9)[..., None], self.get_audio_features(input_features, input_features_mask).pooler_output
+        )
+
+
+def test_sound_in_texts():
+    model = ReadsSound()
+    inputs = sounds_in_text(model)
+    assert has_sounds(model) and not has_sounds(Block())
+    assert inputs["input_features"].shape[2] == 5 and (inputs["input_ids"] == 9).sum() == 2 * 4  # of 64 frames
+    model(**inputs)
+    model.config.num_mel_bins = 6
+    with pytest.raises(TypeError, match="input_features_mask"):  # of the first form, without a mask
+        sounds_in_text(model)

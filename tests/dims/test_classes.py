@@ -237,7 +237,10 @@ def test_linears_that_are_not_to_be_sharded():
     assert draft.whole == {"up": "the proof failed with it sharded", "down": "the proof failed with up sharded"}
 
 
-@pytest.mark.parametrize(("groups", "styles"), [(1, {"up": "colwise", "conv": "rowwise"}), (3, {})])
+@pytest.mark.parametrize(
+    ("groups", "styles"),
+    [(1, {"up": "colwise", "conv": "rowwise"}), (2, {"up": "colwise", "conv": "shard(0)", "down": "rowwise"}), (3, {})],
+)
 def test_a_convolution_is_a_linear_over_channels(groups, styles):
     class Convolution(nn.Module):
         def __init__(self):
@@ -249,7 +252,7 @@ def test_a_convolution_is_a_linear_over_channels(groups, styles):
             return self.down(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2))
 
     draft = draft_of(Convolution())
-    assert draft.styles == styles and (styles or draft.whole["up"] == "a convolution in conv")
+    assert draft.styles == styles and (styles or draft.whole["up"] == "tp=2 does not divide its 3 units")
 
 
 @pytest.mark.parametrize(("banned", "expected"), [(set(), "experts"), ({"experts"}, None)])

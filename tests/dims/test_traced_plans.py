@@ -134,7 +134,7 @@ def test_shipped_plans_have_no_mistakes(name):
     model = source.build("cpu")
     disable_dropout(model)
     plan, inputs = choose_plan(model)[0], inputs_of(source, model)
-    for mode in (False, True) if plan.region is not None else (False,):
+    for mode in (False, True) if plan.regions else (False,):
         assert traced(model, plan, inputs, 2, mode).problems == ()
     assert traced(model, plan, inputs, 4).problems == ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from parallelize.plan.choose import choose_plan
 from parallelize.plan.model_facts import describe
 from parallelize.plan.plan_file import load_plan, parse_plan, shipped_plans
 from parallelize.plan.resolve import resolve
-from tests.support.models import FAMILIES, tiny_model
+from tests.support.models import FAMILIES, SHIPPED, shipped_source, tiny_model
 
 
 class Net(nn.Module):
@@ -57,6 +58,32 @@ def test_mistakes_are_named():
     assert slugs(ALL, sequence_parallel=True, more="sequence_parallel: {layers: nope}") == ["no-region"]
     assert slugs(ALL, more="sizes: {h: heads}\nlocal: {norm: {x: h}}") == ["missing-attribute"]
     assert slugs(ALL, more="sizes: {h: heads}\nlocal: {nrm: {x: h}}") == ["unmatched-rule"]
+
+
+def test_layers_that_are_skipped_at_random_may_not_reach_the_boundaries_of_a_region():
+    model = Net()
+    model.layers, model.config = nn.ModuleList([Net()]), SimpleNamespace(encoder_layerdrop=0.1)
+    rules = "  layers.*.q: colwise\n  layers.*.o: rowwise\n  layers.*.norm: sequence\n  '**': replicate"
+    region = "sequence_parallel: {layers: layers}"
+    assert slugs(rules, model, more=region, sequence_parallel=True) == ["skipped-layers"]
+    model.config.encoder_layerdrop = 0.0
+    options = {"sequence_parallel": True, "loss_parallel": None}
+    assert resolve(plan(rules, region).with_options(**options), describe(model), MeshSpec(tp=2)).regions
+
+
+@pytest.mark.parametrize(
+    ("family", "lists"), [("t5", ("encoder.block", "decoder.block")), ("llama", ("model.layers",))]
+)
+def test_an_encoder_and_a_decoder_have_a_region_each(family, lists):
+    model = shipped_source(family).build("meta") if family in SHIPPED else tiny_model(family, torch.float32)
+    with_regions = choose_plan(model)[0].with_options(sequence_parallel=True)
+    resolved = resolve(with_regions, describe(model), MeshSpec(tp=2))
+    assert [region.enter for region in resolved.regions] == [f"{name}.0" for name in lists]
+    assert (with_regions.layers_region is None) == (len(lists) > 1)  # of which none has the layers of a pipeline
+    if family == "t5":
+        model.decoder = None
+        alone = resolve(with_regions, describe(model), MeshSpec(tp=2))
+        assert [region.enter for region in alone.regions] == ["encoder.block.0"]
 
 
 def test_a_rule_without_heads_must_not_split_a_head():

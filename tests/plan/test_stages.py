@@ -62,7 +62,7 @@ def test_shipped_plans_split_every_model():
         plan = load_plan(family)
         stages = cut_stages(plan, facts, 4)
         assert stages.num_stages == 4, family
-        assert stages.stage_of(plan.region.layers + ".2") == 2
+        assert stages.stage_of(plan.layers_region.layers + ".2") == 2
 
 
 MISTAKES = [

@@ -79,9 +79,11 @@ def mutants(plan: Plan) -> Iterator[Mutant]:
             sizes = {**plan.sizes, name: replace(size, replicate_below_tp=False)}
             patterns = tuple(rule.pattern for rule in plan.rules if name in rule.style.unit)
             yield Mutant(f"{name}: not replicated below tp", replace(plan, sizes=sizes), patterns, size.where)
-    if plan.region is not None and plan.region.leave:
-        region = replace(plan.region, leave="")
-        yield Mutant("region: leave dropped", replace(plan, region=region), (plan.region.leave,), plan.region.where)
+    for index, region in enumerate(plan.regions):
+        if region.leave:
+            regions = (*plan.regions[:index], replace(region, leave=""), *plan.regions[index + 1 :])
+            mistake = f"region of {region.layers}: leave dropped"
+            yield Mutant(mistake, replace(plan, regions=regions), (region.leave,), region.where)
 
 
 def _with(plan: Plan, rule: Rule, style: StyleText | None, unclaimed: str = "") -> Plan:

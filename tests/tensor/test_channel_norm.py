@@ -42,6 +42,20 @@ class ResidualBlock(nn.Module):
         return x + self.conv2(self.norm2(hidden).relu())
 
 
+class GroupedBottleneck(nn.Module):
+    """1x1 to more channels, in four groups of four, with weights of the channels from their means, and back."""
+
+    def __init__(self, groups: int = 4):
+        super().__init__()
+        self.expand, self.grouped = nn.Conv2d(6, 16, 1), nn.Conv2d(16, 16, 3, padding=1, groups=groups)
+        self.norm, self.project = nn.BatchNorm2d(16), nn.Conv2d(16, 6, 1)
+        self.squeeze, self.excite = nn.Conv2d(16, 3, 1), nn.Conv2d(3, 16, 1)
+
+    def forward(self, x):
+        y = self.norm(self.grouped(self.expand(x).relu()))
+        return x + self.project(y * self.excite(self.squeeze(y.mean((2, 3), keepdim=True)).relu()).sigmoid())
+
+
 IMAGE = torch.randn(3, 6, 5, 4)
 BOTTLENECK = """
 schema_version: 1
@@ -64,6 +78,29 @@ def test_a_bottleneck_is_derived_and_proven():
         "**": "replicate",
     }
     assert derived.proof.ok and derived.whole == {}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_groups_of_a_convolution_are_sharded(tp):
+    """A rank convolves its groups of channels, as its attribute `groups` says."""
+    derived = derive_plan(GroupedBottleneck(), {"x": IMAGE}, tp=tp)
+    styles = {rule.pattern: str(rule.style) for rule in derived.plan.rules}
+    assert styles["grouped"] == "shard(0)" and derived.proof.ok and derived.whole == {}
+    assert {styles[name] for name in ("expand", "excite")} == {"colwise"}
+
+
+def test_a_group_of_channels_is_not_cut():
+    plan = parse_plan(
+        "schema_version: 1\ntensor_parallel: {expand: colwise, grouped: shard(0), project: rowwise, '**': replicate}"
+    )
+    model = nn.Sequential()
+    model.expand, model.grouped, model.project = (
+        nn.Conv2d(6, 12, 1),
+        nn.Conv2d(12, 12, 3, groups=3),
+        nn.Conv2d(12, 6, 1),
+    )
+    with refused(PlanError, "uneven-heads", "grouped", "3 of width 4"), small_mesh(tp=2) as mesh:
+        parallelize_module(model, mesh, plan)
 
 
 def test_groups_of_channels_are_not_cut():

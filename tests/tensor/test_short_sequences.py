@@ -50,6 +50,21 @@ def test_a_view_of_one_token_of_each_sequence(dim, before, after, expected):
     assert (shard and (shard.dim, shard.outer)) == expected
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ((5, 24), (5, 3, 1, 8), (-2, 1)),
+        ((5, 24), (1, 5, 3, 1, 8), (-2, 1)),
+        ((5, 24), (5, 3, 1, 1, 8), None),  # one of two dims
+        ((5, 24), (5, 3, 8), (-2, 3)),
+    ],
+)
+def test_a_view_of_a_packed_weight_with_one_head_on_a_rank(before, after, expected):
+    """The dim of the head, and not that of query, key and value beside it."""
+    shard = ShardDim("features", -1, 3, 1, "").viewed(before, after)
+    assert (shard and (shard.dim, shard.outer)) == expected
+
+
 def test_a_linear_on_flattened_tokens_beside_a_router():
     """Of qwen2_moe's shared experts, with one token of each sequence on a rank."""
     ids, labels = tiny_batch(batch=3, length=2)

@@ -56,7 +56,7 @@ def same_numbers(family: str, plan: Any, tp: int) -> bool:
     from tests.support.threads import run_ranks
 
     batches = [tiny_batch(seed=1), tiny_batch(seed=2)]
-    modes = {"sequence_parallel": plan.region is not None}
+    modes = {"sequence_parallel": bool(plan.regions)}
     sizes = {**OF_FAMILY.get(family, {}), **(WIDE[family] if tp == 4 else {})}
     reference = reference_run(tiny_model(family, torch.float64, **sizes), batches)
     models = [

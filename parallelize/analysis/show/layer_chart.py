@@ -52,7 +52,7 @@ class LayerStep:
 
 def layer_steps(resolved: ResolvedPlan, layer: str) -> Iterator[LayerStep]:
     """The modules of a layer that a rule names, in the order of the model."""
-    between = TOKENS if resolved.region is not None else FULL  # of what blocks hand to each other
+    between = TOKENS if resolved.regions else FULL  # of what blocks hand to each other
     for fqn, row in resolved.modules.items():
         if not fqn.startswith(layer + "."):
             continue

@@ -133,13 +133,13 @@ class DropoutSites:
             return torch.zeros(shape, dtype=torch.bool, device=device)
         if layout.kind == "sequence" and private.backward_id() == -1:
             assert self.region is not None
-            forward.tokens = self.region.inside
-            if forward.tokens is None:  # one token is decoded: nothing is sharded
+            forward.tokens[call_site] = self.region.inside  # that of an encoder is another one than that of its decoder
+            if forward.tokens[call_site] is None:  # one token is decoded: nothing is sharded
                 layout = ActivationLayout("full")
         position = forward.position
         batch = (position.batch_offset, position.batch_size)
         local = None if self.sequences is None else LocalTokens(*self.sequences.local_positions())
-        return mask(shape, layout.global_index(shape, batch, forward.tokens, device, local), key, p)
+        return mask(shape, layout.global_index(shape, batch, forward.tokens.get(call_site), device, local), key, p)
 
     # -- layouts of activations -----------------------------------------------------------------------------------
 

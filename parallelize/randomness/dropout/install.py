@@ -21,6 +21,7 @@ from parallelize.layout import Layout
 from parallelize.mesh import SAMPLE_AXES
 from parallelize.plan.adapters import is_adapted, layer_name
 from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.tensor_rows import LAYER_DROPS
 from parallelize.randomness.dropout.call_sites import (
     ColumnOutput,
     DropoutSites,
@@ -102,9 +103,10 @@ def _check(module: nn.Module, record: PlanRecord | None, mesh: DeviceMesh | None
     own_masks = kind in (None, "eager", "sdpa") or _sequences(module) is not None  # that of cp draws them itself
     if not own_masks and any(isinstance(rate, float) and rate for rate in rates.values()):
         problems += no_global_mask(f"attention by {kind!r}", "build the model with attn_implementation='sdpa'").problems
-    layerdrop = getattr(config, "layerdrop", 0.0)
-    if isinstance(layerdrop, float) and layerdrop > 0.0:
-        problems += no_global_mask("layerdrop, which skips layers by PyTorch's own generator", "layerdrop=0").problems
+    for name in LAYER_DROPS:
+        rate = getattr(config, name, 0.0)
+        if isinstance(rate, float) and rate > 0.0:
+            problems += no_global_mask(f"{name}, which skips layers by PyTorch's own generator", f"{name}=0").problems
     inner = [fqn for fqn, part in module.named_modules() if fqn and applied(part).context is not None]
     if inner and _sequences(module) is None:
         what = f"{inner[0]}, which is on the axis cp, inside of {type(module).__name__}, which is not"
@@ -187,7 +189,7 @@ def unknown_layouts(resolved: ResolvedPlan | None) -> list[Problem]:
     sequence = (Conversion.SCATTER_SEQUENCE, Conversion.GATHER_SEQUENCE)
     rows = resolved.modules.values()
     shards_sequence = any(row.contract.enter in sequence or row.contract.leave in sequence for row in rows)
-    if not resolved.plan.kept and (resolved.region is not None or not shards_sequence):
+    if not resolved.plan.kept and (resolved.regions or not shards_sequence):
         return []
     what = "a dict of style objects that shards the sequence, or that is applied as PyTorch does"
     return list(no_global_mask(what, "a plan with sequence_parallel, or dropout rates of 0").problems)

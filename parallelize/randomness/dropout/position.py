@@ -35,7 +35,9 @@ class Forward:
     """One forward of the model, or all forwards at one explicit position. It stays alive as long as their graphs."""
 
     position: Position
-    tokens: int | None = None  # the full sequence length, once a call site has a sequence shard
+    tokens: dict[str, int | None] = field(
+        default_factory=dict
+    )  # by call site, the full sequence length of a sequence shard
     calls: dict[str, int] = field(default_factory=dict)  # call site -> number of calls
 
 

@@ -82,10 +82,10 @@ class _Lowering:
         own = for_model(own, self.facts) if own is not None else None
         if own is None or layers_of(own) not in self.facts.aliases:
             return Plan("", ())
-        cuts = own.cuts
-        if cuts is None and own.region is not None:
-            cuts = Cuts(own.region.layers, carry=(own.region.argument,) if own.region.argument else ())
-        return replace(own, rules=(), base="", sizes={}, region=None, local=(), cuts=cuts)
+        cuts, region = own.cuts, own.layers_region
+        if cuts is None and region is not None:
+            cuts = Cuts(region.layers, carry=(region.argument,) if region.argument else ())
+        return replace(own, rules=(), base="", sizes={}, regions=(), local=(), cuts=cuts)
 
     def _style(self, fqn: str, target: nn.Module, style: Any) -> StyleText | str:
         """The style of the rule; or, as text, why there is none."""

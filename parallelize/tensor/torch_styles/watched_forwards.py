@@ -26,26 +26,26 @@ def watch_first_forwards(resolved: ResolvedPlan, model: ModelFacts) -> None:
         return
     makers = dict(_makers(resolved, model))
     experts = [name for name, row in resolved.modules.items() if row.contract.computes_experts]
-    region = resolved.region
-    if not makers and region is None and not experts:
+    entries = tuple(region.enter for region in resolved.regions)
+    if not makers and not entries and not experts:
         return
     opaque = {name for name, row in resolved.modules.items() if row.contract.decides_inside}
     opaque |= {model.aliases[item.fqn] for item in resolved.plan.kept if item.fqn in model.aliases and item.fqn}
-    entry = region.enter if region is not None else ""
     routing = frozenset(name.rpartition(".")[0] for name in experts)
-    first = FirstForwards(makers, frozenset(opaque), routing, entry)
-    for name in {*makers, *opaque, *routing, entry} & model.objects.keys():
+    first = FirstForwards(makers, frozenset(opaque), routing, entries)
+    for name in {*makers, *opaque, *routing, *entries} & model.objects.keys():
         mark_applied(model.objects[name], name=name)
-    for name in _watched(makers, entry):
+    for name in _watched(makers, entries):
         if name in model.objects:
             first.install(model.objects[name], name)
     when_changed(model.objects[""], partial(first.begin_again, weakref.ref(model.objects[""])))
 
 
-def _watched(makers: dict[str, ShardMaker], entry: str) -> Iterator[str]:
+def _watched(makers: dict[str, ShardMaker], entries: tuple[str, ...]) -> Iterator[str]:
     """The model, its decoder, and the modules with column linears among their children."""
     names = [name.rpartition(".")[0] for name, maker in makers.items() if maker.kind == "features"]
-    yield from dict.fromkeys(["", *([entry.rpartition(".")[0].rpartition(".")[0]] if entry else []), *names])
+    models = [entry.rpartition(".")[0].rpartition(".")[0] for entry in entries]
+    yield from dict.fromkeys(["", *models, *names])
 
 
 def _makers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[tuple[str, ShardMaker]]:

@@ -98,9 +98,10 @@ class Watch:
         log = CallLog(mesh=mesh)
         channel = StoreChannel(dist.get_rank(), dist.get_world_size())
         gate = CallGate(channel, log)
+        log.compare = gate.check
         watched = WatchedRank(channel, log, gate, folder.absolute(), timeout_s)
         self._watched = watched
-        self._undo = [record_calls(log, gate.check), self._catch_uncaught(), self._write_crashes()]
+        self._undo = [record_calls(log), self._catch_uncaught(), self._write_crashes()]
         self._thread = WatchThread(watched)
         self._thread.start()
         atexit.register(self.close)

@@ -4,9 +4,9 @@
 
 Forms are a plan and PyTorch's dict, with tensor parallelism (tp) and with sequence parallelism too (tp_sp). Each round runs, for each
 form, some steps with a watch and as many without one, in an order that is shuffled; the steps in which the watch learns what follows what
-are not counted. Ratios are medians over rounds, with a 95% interval of the median: of the processor time of the thread that trains on rank 0,
-with that of the turns of the watch's thread, which other load of the machine disturbs less; and of the time between barriers. The parts
-of the watch are timed by themselves too: a call at each collective, inside modules, in a loop, and a turn of the thread. Between the matmuls of a
+are not counted. Ratios are those of the lower quartiles of all steps, with a 95% interval by drawing the rounds again: of the processor
+time of the thread that trains on rank 0, with that of the turns of the watch's thread, which other load of the machine disturbs less; and of
+the time. The parts of the watch are timed by themselves too: a call at each collective, inside modules, in a loop, and a turn of the thread. Between the matmuls of a
 model, which fill the caches, calls take some times that.
 """
 
@@ -30,7 +30,7 @@ from torch import nn
 import parallelize
 from benchmarks import llama
 from benchmarks.record import write_record
-from benchmarks.timing import Times, join, ratio
+from benchmarks.timing import join
 from parallelize import build_mesh, destroy_groups, local_optimizer, parallelize_module, watch
 from parallelize.watchdog.call_patches import recorded
 
@@ -39,6 +39,8 @@ LEARNED_AFTER = 3
 """Steps after which the watch has seen what follows what."""
 FORMS = ("plan tp", "plan tp_sp", "dict tp", "dict tp_sp")
 Step = Callable[[], None]
+Rounds = list[list[tuple[float, float]]]
+DRAWS = 400
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -53,9 +55,10 @@ def main(arguments: list[str] | None = None) -> None:
     apart()
     steps = {form: training_step(options.hidden, options.length, form) for form in FORMS}
     turn_s, interval_s = turn_of_the_thread()
-    times = {form: rounds_of(step, options.rounds, options.steps, turn_s / interval_s) for form, step in steps.items()}
+    share = turn_s / interval_s
+    times = {form: rounds_of(step, options.rounds, options.steps) for form, step in steps.items()}
     result: dict[str, Any] = {
-        "forms": {form: figures_of(times[form], calls_of(steps[form])) for form in FORMS},
+        "forms": {form: figures_of(times[form], calls_of(steps[form]), share) for form in FORMS},
         "call_us": call_in_a_loop_us(),
         "turn_us": turn_s * 1e6,
         "interval_s": interval_s,
@@ -63,9 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     if dist.get_rank() == 0:
         for form, figures in result["forms"].items():
-            print(
-                f"{form:<12} {figures['calls']} calls, {figures['step_ms']['alone cpu']:.1f} ms of the processor a step"
-            )
+            print(f"{form:<12} {figures['calls']} calls, {figures['step_cpu_ms']:.1f} ms of the processor a step")
             for name in ("cpu_ratio", "ratio"):
                 print(
                     f"  {name:<10} {figures[name]['median']:.4f} [{figures[name]['low']:.4f}, {figures[name]['high']:.4f}]"
@@ -97,9 +98,9 @@ def training_step(hidden: int, length: int, form: str) -> Step:
     return run
 
 
-def rounds_of(step: Step, rounds: int, steps: int, thread_share: float) -> Times:
-    """Seconds a step, by whether it was watched. thread_share: of the time, which the turns of the watch's thread take."""
-    times: Times = {name: [] for name in ("watched", "alone", "watched cpu", "alone cpu")}
+def rounds_of(step: Step, rounds: int, steps: int) -> dict[str, Rounds]:
+    """(seconds of the processor, seconds) of each step, by round, by whether it was watched."""
+    times: dict[str, Rounds] = {"watched": [], "alone": []}
     order = random.Random(0)
     for _ in range(2):
         step()
@@ -108,20 +109,46 @@ def rounds_of(step: Step, rounds: int, steps: int, thread_share: float) -> Times
             with watch(timeout_s=60.0) if form == "watched" else nullcontext():
                 for _ in range(LEARNED_AFTER):
                     step()
-                seconds, cpu_seconds = timed(step, steps)
-            times[form].append(seconds)
-            times[f"{form} cpu"].append(cpu_seconds + (thread_share * seconds if form == "watched" else 0.0))
+                dist.barrier(apart())
+                times[form].append([timed(step) for _ in range(steps)])
     return times
 
 
-def figures_of(times: Times, calls: int) -> dict[str, Any]:
-    """What is recorded of a form."""
+def figures_of(times: dict[str, Rounds], calls: int, thread_share: float) -> dict[str, Any]:
+    """What is recorded of a form. thread_share: of the time, which the turns of the watch's thread take of the processor."""
+    cpu, seconds = ({form: column(times[form], index) for form in times} for index in (0, 1))
+    cpu_s, elapsed_s = quartile(cpu["alone"]), quartile(seconds["alone"])
     return {
         "calls": calls,
-        "cpu_ratio": ratio(times, "watched cpu", "alone cpu"),
-        "ratio": ratio(times, "watched", "alone"),
-        "step_ms": {name: statistics.median(values) * 1e3 for name, values in times.items()},
+        "cpu_ratio": quartile_ratio(cpu, added=thread_share * elapsed_s / cpu_s),
+        "ratio": quartile_ratio(seconds),
+        "step_ms": elapsed_s * 1e3,
+        "step_cpu_ms": cpu_s * 1e3,
     }
+
+
+def column(rounds: Rounds, index: int) -> list[list[float]]:
+    return [[step[index] for step in steps] for steps in rounds]
+
+
+def quartile(rounds: list[list[float]]) -> float:
+    """The lower quartile of all steps: what else runs on the machine makes steps longer, never shorter."""
+    values = sorted(value for steps in rounds for value in steps)
+    return values[len(values) // 4]
+
+
+def quartile_ratio(rounds: dict[str, list[list[float]]], added: float = 0.0) -> dict[str, float]:
+    """Lower quartile of the watched steps over that of the others, with the 95% interval of drawing the rounds again."""
+    draw, count = random.Random(0), len(rounds["alone"])
+
+    def drawn() -> float:
+        chosen = [draw.randrange(count) for _ in range(count)]
+        watched, alone = ([rounds[form][index] for index in chosen] for form in ("watched", "alone"))
+        return quartile(watched) / quartile(alone) + added
+
+    ratios = sorted(drawn() for _ in range(DRAWS))
+    middle = quartile(rounds["watched"]) / quartile(rounds["alone"]) + added
+    return {"median": middle, "low": ratios[DRAWS // 40], "high": ratios[-DRAWS // 40 - 1]}
 
 
 @lru_cache(maxsize=1)
@@ -130,15 +157,11 @@ def apart() -> dist.ProcessGroup:
     return dist.new_group()
 
 
-def timed(step: Step, steps: int) -> tuple[float, float]:
-    """(seconds a step, from when all ranks begin until all have ended; seconds of the processor, of the thread that calls)."""
-    dist.barrier(apart())
+def timed(step: Step) -> tuple[float, float]:
+    """(seconds of the processor, of the thread that calls; seconds) of a step."""
     began, cpu_began = time.perf_counter(), time.thread_time()
-    for _ in range(steps):
-        step()
-    cpu_seconds = time.thread_time() - cpu_began
-    dist.barrier(apart())
-    return (time.perf_counter() - began) / steps, cpu_seconds / steps
+    step()
+    return time.thread_time() - cpu_began, time.perf_counter() - began
 
 
 class Probe(nn.Module):

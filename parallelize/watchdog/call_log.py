@@ -7,14 +7,12 @@ from `watch` on; where they do not, that is what the watch is to find.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
 from operator import itemgetter
 from threading import get_ident
-from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +29,7 @@ REMEMBERED = 64
 """Calls that are remembered of each group."""
 UNEVEN = {"alltoall_base", "all_to_all_single", "alltoall", "scatter"}
 """Collectives whose tensors differ in size between ranks."""
-Record = tuple[int, str, tuple[int, ...], Any, CallPlace, int | None, float]
+Record = tuple[int, str, tuple[int, ...], Any, CallPlace, int | None, int]
 """The fields of a `CollectiveCall`."""
 Compare = Callable[["GroupCalls", "CollectiveCall", torch.Tensor | None], None]
 
@@ -41,7 +39,7 @@ class CollectiveCall(NamedTuple):
 
     Attributes:
         number: 0 for the first one of its group. peer: the other global rank of a message, or None.
-        shape, dtype: of the first tensor. at: seconds of the monotonic clock.
+        shape, dtype: of the first tensor. order: how many calls of any group this process had made before.
     """
 
     number: int
@@ -50,7 +48,7 @@ class CollectiveCall(NamedTuple):
     dtype: Any
     place: CallPlace
     peer: int | None
-    at: float
+    order: int
 
     @property
     def compared(self) -> tuple[Any, ...]:
@@ -71,7 +69,7 @@ class CollectiveCall(NamedTuple):
             "phase": place.phase,
             "function": place.function,
             "peer": self.peer,
-            "ago_s": round(time.monotonic() - self.at, 3),
+            "order": self.order,
         }
 
 
@@ -158,15 +156,16 @@ class CallLog:
     count: int = 0
     thread: int = field(default_factory=threading.get_ident)
     inside: dict[int, CallPlace | None] = field(default_factory=dict)
-    _last: tuple[GroupCalls, Record] | None = None
+    _last_group: GroupCalls | None = None
+    _last_record: Record | None = None
     _by_id: dict[int, GroupCalls] = field(default_factory=dict)
     _references: dict[int, Any] = field(default_factory=dict)
 
     @property
     def last(self) -> tuple[GroupCalls, CollectiveCall] | None:
         """The last call of the thread that opened the watch."""
-        last = self._last
-        return None if last is None else (last[0], CollectiveCall(*last[1]))
+        group, record = self._last_group, self._last_record
+        return None if group is None or record is None else (group, CollectiveCall(*record))
 
     def add(self, pg: dist.ProcessGroup, op: str, tensor: torch.Tensor | None) -> GroupCalls:
         """Record a collective that is about to be called; depth-sensitive: called by the function that replaces the group's method.
@@ -178,12 +177,12 @@ class CallLog:
         place = self.inside.get(thread) or place_here(self.names, 3)
         shape, dtype = (tensor.shape, tensor.dtype) if tensor is not None else ((), "")
         number = group.collectives
-        record = number, op, shape, dtype, place, None, monotonic()
+        record = number, op, shape, dtype, place, None, self.count
         group.ring[number % REMEMBERED] = record
         group.collectives = number + 1
         self.count += 1
         if thread == self.thread:
-            self._last = group, record
+            self._last_group, self._last_record = group, record
         if group.compares:
             expected = group.history.expected
             if (
@@ -205,12 +204,12 @@ class CallLog:
         place = self.inside.get(thread) or place_here(self.names, 3)
         shape, dtype = (tensor.shape, tensor.dtype) if tensor is not None else ((), "")
         number = group.messages
-        record = number, op, shape, dtype, place, None if peer is None else group.ranks[peer], monotonic()
+        record = number, op, shape, dtype, place, None if peer is None else group.ranks[peer], self.count
         group.message_ring[number % REMEMBERED] = record
         group.messages = number + 1
         self.count += 1
         if thread == self.thread:
-            self._last = group, record
+            self._last_group, self._last_record = group, record
         return group
 
     def _group(self, pg: dist.ProcessGroup) -> GroupCalls:

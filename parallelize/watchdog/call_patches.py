@@ -94,23 +94,29 @@ def _replaced_methods(log: CallLog) -> Iterator[tuple[type, str, Any, Any]]:
 def recorded(original: Any, name: str, log: CallLog) -> Callable[..., Any]:
     """A method of process groups that records its calls, and compares those of collectives that are not expected."""
     index, peer, is_message = int(name in _RESULT_FIRST), _METHODS[name], name in _MESSAGES
+    add, add_message = log.add, log.add_message
 
     def call(pg: dist.ProcessGroup, *args: Any, **keywords: Any) -> Any:
         tensor = args[index] if len(args) > index else None
-        while isinstance(tensor, (list, tuple)):
-            tensor = tensor[0] if tensor else None
-        if not isinstance(tensor, torch.Tensor):
-            tensor = None
+        if type(tensor) is not torch.Tensor:
+            tensor = _first_tensor(tensor)
         if is_message:
-            group = log.add_message(pg, name, tensor, args[peer] if peer is not None and len(args) > peer else None)
+            group = add_message(pg, name, tensor, args[peer] if peer is not None and len(args) > peer else None)
         else:
-            group = log.add(pg, name, tensor)
+            group = add(pg, name, tensor)
         work = original(pg, *args, **keywords)
         if tensor is not None and not tensor.is_cpu:
             group.device_work = work
         return work
 
     return call
+
+
+def _first_tensor(argument: Any) -> torch.Tensor | None:
+    """A tensor, or the first one of lists of them; None for anything else, such as options."""
+    while isinstance(argument, (list, tuple)):
+        argument = argument[0] if argument else None
+    return argument if isinstance(argument, torch.Tensor) else None
 
 
 def _replaced_wait() -> Iterator[tuple[type, str, Any, Any]]:

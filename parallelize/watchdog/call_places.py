@@ -50,20 +50,20 @@ class ModuleNames:
     The model of a module that is not known is the outermost one whose call is on the stack.
 
     Attributes:
-        roots: the models, to look up their plans. names: fqn by id of a module.
+        roots: the models, to look up their plans. names: fqn by id of a module. places: those in training and in evaluation.
     """
 
     def __init__(self) -> None:
         self.roots: list[nn.Module] = []
         self.names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
-        self._places: dict[int, tuple[CallPlace, CallPlace]] = {}  # by id of a module: in training, in evaluation
+        self.places: dict[int, tuple[CallPlace, CallPlace]] = {}
         self._other_places: dict[Any, CallPlace] = {}
         self._backward: dict[str, CallPlace] = {}
 
     def of(self, module: nn.Module, frame: Any) -> CallPlace:
         """The place of a module whose call is the frame. Its fqn is its class where it is the model itself."""
-        places = self._places.get(id(module)) or self._learned(module, frame)
+        places = self.places.get(id(module)) or self._learned(module, frame)
         return places[not module.training]
 
     def of_parameter(self, parameter: Any) -> str:
@@ -94,7 +94,7 @@ class ModuleNames:
 
     def _name(self, module: nn.Module, name: str) -> tuple[CallPlace, CallPlace]:
         self.names[id(module)] = name
-        places = self._places[id(module)] = self.place(name, FORWARD), self.place(name, EVALUATION)
+        places = self.places[id(module)] = self.place(name, FORWARD), self.place(name, EVALUATION)
         return places
 
     def _learned(self, module: nn.Module, frame: Any) -> tuple[CallPlace, CallPlace]:
@@ -104,7 +104,7 @@ class ModuleNames:
                 root = frame.f_locals["self"]
             frame = frame.f_back
         self.add(root)
-        return self._places.get(id(module)) or self._name(module, type(module).__name__)
+        return self.places.get(id(module)) or self._name(module, type(module).__name__)
 
 
 _CALL = nn.Module._call_impl.__code__
@@ -112,6 +112,7 @@ _APPLY = BackwardCFunction.apply.__code__
 _WRAPPED = nn.Module._wrapped_call_impl.__code__
 _kinds: dict[int, int] = {id(_CALL): _MODULE}  # by the id of a code object, which `_codes` keeps from being another's
 _codes: list[Any] = [_CALL]
+_frame_at = sys._getframe
 _functions: dict[tuple[int, int], str] = {}
 
 
@@ -134,7 +135,7 @@ def _classified(code: Any) -> int:
 
 def place_here(names: ModuleNames, depth: int = 2) -> CallPlace:
     """The place of the caller's caller. Cost: 1 to 3 us, and some times that with cold caches."""
-    frame: Any = sys._getframe(depth)
+    frame: Any = _frame_at(depth)
     innermost = public = None  # functions of this package, until user code calls them
     from_user, kinds = False, _kinds
     while frame is not None:
@@ -171,13 +172,14 @@ def place_here(names: ModuleNames, depth: int = 2) -> CallPlace:
 def module_here(names: ModuleNames) -> CallPlace | None:
     """The place of the caller's caller, an autograd Function, in the forward of a module; None outside of modules, and in a
     backward."""
-    frame: Any = sys._getframe(2)
+    frame: Any = _frame_at(2)
     while frame is not None:
         code = frame.f_code
         if code is _CALL:
             outer = frame.f_back  # has fewer locals to read
-            called = outer if outer is not None and outer.f_code is _WRAPPED else frame
-            return names.of(called.f_locals["self"], frame)
+            module = (outer if outer is not None and outer.f_code is _WRAPPED else frame).f_locals["self"]
+            places = names.places.get(id(module))
+            return names.of(module, frame) if places is None else places[not module.training]
         if code is _APPLY:
             return None
         frame = frame.f_back

@@ -134,7 +134,7 @@ def _group_data(log: CallLog, group: GroupCalls) -> dict[str, Any]:
         "ranks": group.ranks,
         "collectives": group.collectives,
         "messages": group.messages,
-        "recent": [call_data(log, call) for call in sorted(recent, key=lambda call: call.at)],
+        "recent": [call_data(log, call) for call in sorted(recent, key=lambda call: call.order)],
     }
 
 

@@ -15,6 +15,24 @@ FACTS = {"host": "a", "device": "cpu", "threads": "1", "torch": "2.13", "python"
 FACTS |= {"code": "c", "model code": "m", "run": "r", "ranks": "3"}
 
 
+class CountingStore:
+    """A store that notes the longest value, and counts requests by thread."""
+
+    def __init__(self):
+        self.store, self.requests, self.longest = dist.HashStore(), {}, 0
+
+    def __getattr__(self, name):
+        method = getattr(self.store, name)
+
+        def counted(*args):
+            thread = threading.get_ident()
+            self.requests[thread] = self.requests.get(thread, 0) + 1
+            self.longest = max([self.longest, *(len(value) for value in args if isinstance(value, str))])
+            return method(*args)
+
+        return counted
+
+
 def call(changes: dict[int, dict[str, str]], absent=(), limit_s=0.3):
     """What each present rank of three gets: facts or problems."""
     store, results = dist.HashStore(), {}
@@ -36,8 +54,43 @@ def call(changes: dict[int, dict[str, str]], absent=(), limit_s=0.3):
 
 def test_ranks_that_agree_get_all_facts():
     results = call({})
-    assert results[0] == results[1] == results[2] and results[0][2]["slot"] == "slot 2"
+    assert results[0][2]["slot"] == "slot 2" and len(results[0]) == 3
+    assert results[1] == results[2] == {rank: {"host": "a"} for rank in range(3)}
     assert remarks({0: FACTS, 1: {**FACTS, "device": "other"}}) == ["device differs: rank 0 cpu; rank 1 other"]
+
+
+def test_what_is_asked_and_answered_does_not_grow_with_the_ranks():
+    store, ranks, results = CountingStore(), 64, {}
+
+    def one_rank(rank):
+        results[rank] = roll_call(
+            store, rank, ranks, {**FACTS, "host": f"node{rank // 32}", "slot": str(rank)}, limit_s=20
+        )
+
+    threads = [threading.Thread(target=one_rank, args=(rank,)) for rank in reversed(range(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results[5][63] == {"host": "node1"} and len(results) == ranks
+    assert sorted(store.requests.values())[-2] <= 5  # of all ranks but the first
+    assert store.longest < 300  # the facts of one rank, or the answer
+
+
+def test_two_processes_with_one_rank_are_a_rank_that_is_missing():
+    store, errors = dist.HashStore(), []
+
+    def process(rank):
+        with pytest.raises(LaunchError) as caught:
+            roll_call(store, rank, 3, {**FACTS, "slot": "a"}, limit_s=0.5)
+        errors.append(caught.value.slugs)
+
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in (0, 1, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert errors == [("ranks-missing",)] * 3
 
 
 def test_a_missing_rank_is_named_with_its_host():

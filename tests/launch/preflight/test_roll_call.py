@@ -8,8 +8,11 @@ import pytest
 import torch.distributed as dist
 
 from parallelize.errors import LaunchError
+from parallelize.launch.environment.launcher import Launcher
 from parallelize.launch.preflight.rank_facts import facts_of_rank
+from parallelize.launch.preflight.rank_store import rank_store
 from parallelize.launch.preflight.roll_call import remarks, roll_call
+from tests.support.processes import free_port
 
 FACTS = {"host": "a", "device": "cpu", "threads": "1", "torch": "2.13", "python": "3.11", "parallelize": "0.1"}
 FACTS |= {"code": "c", "model code": "m", "run": "r", "ranks": "3"}
@@ -91,6 +94,16 @@ def test_two_processes_with_one_rank_are_a_rank_that_is_missing():
     for thread in threads:
         thread.join(30)
     assert errors == [("ranks-missing",)] * 3
+
+
+def test_the_head_node_does_not_wait_for_all_ranks_before_the_roll_call():
+    """Torch's rendezvous waits for them in the constructor of its store, and names nobody."""
+    place = {"world_size": 2, "hosts": ("first", "second"), "head": "127.0.0.1", "port": free_port()}
+    head = Launcher("srun", "", rank=0, **place)
+    with pytest.raises(LaunchError, match="ranks 1 on second have not answered"):
+        roll_call(rank_store(head, 20.0, 20.0), 0, 2, FACTS, host_of=head.host_of, limit_s=0.2)
+    with pytest.raises(LaunchError, match="head-silent"):
+        rank_store(Launcher("srun", "", rank=1, **{**place, "port": free_port()}), 0.3, 1.0)
 
 
 def test_a_missing_rank_is_named_with_its_host():

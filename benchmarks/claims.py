@@ -31,6 +31,10 @@ STEP, WEIGHTS, CHECKS = "step", "weights", "checks"
 _BLOCKS = ("TP, nested", "TP + SP, nested", "TP, flat", "TP + SP, flat")
 
 
+def _preflight(result: Any, ranks: int, silent: bool) -> float:
+    return next(one["seconds"] for one in result["trials"] if one["ranks"] == ranks and one["silent"] is silent)
+
+
 def _steps(top: str, bottom: str) -> Figures:
     return lambda result: [result["results"][0][f"step {top}/{bottom}, {block}"] for block in _BLOCKS]
 
@@ -251,11 +255,14 @@ CLAIMS = (
         )
         for axis in ("tp", "dp")
     ),
-    Claim(
-        STEP,
-        "processor time of a step with an open `watch` against one without, two gloo processes, hidden 256, 19 collectives",
-        "watch_cost",
-        lambda result: [result["cpu_ratio"]],
+    *(
+        Claim(
+            STEP,
+            f"processor time of a step with an open `watch` against one without, {calls} collectives: a plan / PyTorch's dict",
+            "watch_cost",
+            lambda result, mode=mode: [result["forms"][f"{by} {mode}"]["cpu_ratio"] for by in ("plan", "dict")],
+        )
+        for mode, calls in (("tp", "two gloo processes, hidden 256, 19"), ("tp_sp", "with sequence parallelism, 38"))
     ),
     Claim(
         STEP,
@@ -354,4 +361,25 @@ CLAIMS = (
         "s",
     ),
     Claim(CHECKS, "its peak memory", "scale", lambda result: [result["405b"]["peak_gb"]], "GB"),
+    Claim(
+        CHECKS,
+        "preflight of `parallelize run` on emulated hosts with two cores together: 4 / 16 / 32 ranks",
+        "preflight",
+        lambda result: [_preflight(result, ranks, silent=False) for ranks in (4, 16, 32)],
+        "s",
+    ),
+    Claim(
+        CHECKS,
+        "the same with 16 ranks, one of whose 4 hosts does not answer, until all others have ended and named it",
+        "preflight",
+        lambda result: [_preflight(result, 16, silent=True)],
+        "s",
+    ),
+    Claim(
+        CHECKS,
+        "its roll call of 1,000 ranks that are there",
+        "preflight",
+        lambda result: [call["seconds"] for call in result["roll_calls"] if call["ranks"] == 1000],
+        "s",
+    ),
 )

@@ -35,6 +35,7 @@ class Run:
         short: arguments of the short form. full: of the full form.
         ranks: processes that torchrun starts; 0: one process, without torchrun.
         rate: of the emulated link between the ranks, as `tc` writes it; empty: loopback.
+        emulates: it makes namespaces and links by itself.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Run:
     full: str = ""
     ranks: int = 0
     rate: str = ""
+    emulates: bool = False
 
     def command(self, full: bool, folder: Path) -> list[str]:
         arguments = [*(self.full if full else self.short).split(), "--json", str(folder / f"{self.name}.json")]
@@ -91,6 +93,7 @@ RUNS = (
     Run("step_check_tp", "step_check", "--axis tp --rounds 25", "--axis tp", 2),
     Run("step_check_dp", "step_check", "--axis dp --rounds 25", "--axis dp", 2),
     Run("watch_cost", "watch_cost", "--rounds 9", "", 2),
+    Run("preflight", "preflight", emulates=True),
     Run("checkpoint", "checkpoint", "--rounds 5", "", 2),
     Run("load", "load", "--rounds 3"),
     Run("export", "export", "--rounds 5", "", 2),
@@ -122,7 +125,7 @@ def _run_all(runs: list[Run], full: bool, folder: Path) -> int:
     failed: list[str] = []
     began = time.monotonic()
     for run in runs:
-        if run.rate and no_link:
+        if (run.rate or run.emulates) and no_link:
             print(f"{run.name:<26} left out: {no_link}", flush=True)
             continue
         seconds, error = _run(run, full, folder)

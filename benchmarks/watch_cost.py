@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.watch_cost
 
-Each round runs some steps with a watch and as many without one, in an order that is shuffled; the steps in which the watch learns
-what follows what are not counted. Ratios are medians over rounds, with a 95% interval of the median: of the time between barriers,
-and of the processor time of rank 0, which other load of the machine disturbs less. The share is what the parts of the watch take, each timed by
-itself in a loop, of the processor time of a step: a call at each collective, inside modules, and the turns of the thread. Between the
-matmuls of a model, which fill the caches, they take some times that.
+Forms are a plan and PyTorch's dict, with tensor parallelism (tp) and with sequence parallelism too (tp_sp). Each round runs, for each
+form, some steps with a watch and as many without one, in an order that is shuffled; the steps in which the watch learns what follows what
+are not counted. Ratios are those of the lower quartiles of all steps, with a 95% interval by drawing the rounds again: of the processor
+time of the thread that trains on rank 0, with that of the turns of the watch's thread, which other load of the machine disturbs less; and of
+the time. The parts of the watch are timed by themselves too: a call at each collective, inside modules, in a loop, and a turn of the thread. Between the matmuls of a
+model, which fill the caches, calls take some times that.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import parallelize
 from benchmarks import llama
 from benchmarks.record import write_record
-from benchmarks.timing import Times, join, ratio
+from benchmarks.timing import join
 from parallelize import build_mesh, destroy_groups, local_optimizer, parallelize_module, watch
 from parallelize.watchdog.call_patches import recorded
 
 REPEATS = 200
 LEARNED_AFTER = 3
 """Steps after which the watch has seen what follows what."""
+FORMS = ("plan tp", "plan tp_sp", "dict tp", "dict tp_sp")
+Step = Callable[[], None]
+Rounds = list[list[tuple[float, float]]]
+DRAWS = 400
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,37 +53,39 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     join()
     apart()
-    step = training_step(options.hidden, options.length)
-    times = rounds_of(step, options.rounds, options.steps)
-    parts = parts_of(step)
-    cpu_s = statistics.median(times["alone cpu"])
-    turns = statistics.median(times["alone"]) / parts["interval_s"]
+    steps = {form: training_step(options.hidden, options.length, form) for form in FORMS}
+    turn_s, interval_s = turn_of_the_thread()
+    share = turn_s / interval_s
+    times = {form: rounds_of(step, options.rounds, options.steps) for form, step in steps.items()}
     result: dict[str, Any] = {
-        "share": (parts["calls"] * parts["call_us"] + turns * parts["turn_us"]) * 1e-6 / cpu_s,
-        "ratio": ratio(times, "watched", "alone"),
-        "cpu_ratio": ratio(times, "watched cpu", "alone cpu"),
-        "step_ms": {name: statistics.median(values) * 1e3 for name, values in times.items()},
-        **parts,
+        "forms": {form: figures_of(times[form], calls_of(steps[form]), share) for form in FORMS},
+        "call_us": call_in_a_loop_us(),
+        "turn_us": turn_s * 1e6,
+        "interval_s": interval_s,
         "settings": {"hidden": options.hidden, "length": options.length, "tp": 2},
     }
     if dist.get_rank() == 0:
-        for name in ("alone", "watched", "first", "alone cpu", "watched cpu"):
-            print(f"{name:<12} {result['step_ms'][name]:8.1f} ms")
-        for name in ("ratio", "cpu_ratio"):
-            print(f"{name:<12} {result[name]['median']:.4f} [{result[name]['low']:.4f}, {result[name]['high']:.4f}]")
-        print(
-            f"{result['calls']} calls a step of {result['call_us']:.2f} us; a turn of the thread {result['turn_us']:.0f} us"
-        )
-        print(f"share        {result['share']:.4f} of a step")
+        for form, figures in result["forms"].items():
+            print(f"{form:<12} {figures['calls']} calls, {figures['step_cpu_ms']:.1f} ms of the processor a step")
+            for name in ("cpu_ratio", "ratio"):
+                print(
+                    f"  {name:<10} {figures[name]['median']:.4f} [{figures[name]['low']:.4f}, {figures[name]['high']:.4f}]"
+                )
+        print(f"a call in a loop {result['call_us']:.2f} us; a turn of the thread {result['turn_us']:.0f} us")
         write_record(options.json, result)
     destroy_groups()
 
 
-def training_step(hidden: int, length: int) -> Any:
+def training_step(hidden: int, length: int, form: str) -> Step:
     """Forward, backward and optimizer step of a 4-layer model over tp=2."""
     torch.manual_seed(0)
     model = llama.Llama(hidden)
-    parallelize_module(model, build_mesh("cpu", tp=2), llama.plan())
+    by, mode = form.split()
+    mesh, sequence_parallel = build_mesh("cpu", tp=2), mode == "tp_sp"
+    if by == "plan":
+        parallelize_module(model, mesh, llama.plan(), sequence_parallel=sequence_parallel)
+    else:
+        parallelize_module(model, mesh, llama.stock_styles(sequence_parallel, styles=parallelize))
     optimizer = local_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
     ids = torch.randint(0, 100, (2, length), generator=torch.Generator().manual_seed(0))
 
@@ -89,24 +98,57 @@ def training_step(hidden: int, length: int) -> Any:
     return run
 
 
-def rounds_of(step: Any, rounds: int, steps: int) -> Times:
-    """Seconds a step, by form, and of the first step of each watch."""
-    times: Times = {name: [] for name in ("watched", "alone", "first", "watched cpu", "alone cpu")}
+def rounds_of(step: Step, rounds: int, steps: int) -> dict[str, Rounds]:
+    """(seconds of the processor, seconds) of each step, by round, by whether it was watched."""
+    times: dict[str, Rounds] = {"watched": [], "alone": []}
     order = random.Random(0)
     for _ in range(2):
         step()
     for _ in range(rounds):
         for form in order.sample(["watched", "alone"], 2):
-            open_watch = watch(timeout_s=60.0) if form == "watched" else None
-            times["first"] += [timed(step, 1)[0]] if form == "watched" else []
-            for _ in range(LEARNED_AFTER):
-                step()
-            seconds, cpu_seconds = timed(step, steps)
-            times[form].append(seconds)
-            times[f"{form} cpu"].append(cpu_seconds)
-            if open_watch is not None:
-                open_watch.close()
+            with watch(timeout_s=60.0) if form == "watched" else nullcontext():
+                for _ in range(LEARNED_AFTER):
+                    step()
+                dist.barrier(apart())
+                times[form].append([timed(step) for _ in range(steps)])
     return times
+
+
+def figures_of(times: dict[str, Rounds], calls: int, thread_share: float) -> dict[str, Any]:
+    """What is recorded of a form. thread_share: of the time, which the turns of the watch's thread take of the processor."""
+    cpu, seconds = ({form: column(times[form], index) for form in times} for index in (0, 1))
+    cpu_s, elapsed_s = quartile(cpu["alone"]), quartile(seconds["alone"])
+    return {
+        "calls": calls,
+        "cpu_ratio": quartile_ratio(cpu, added=thread_share * elapsed_s / cpu_s),
+        "ratio": quartile_ratio(seconds),
+        "step_ms": elapsed_s * 1e3,
+        "step_cpu_ms": cpu_s * 1e3,
+    }
+
+
+def column(rounds: Rounds, index: int) -> list[list[float]]:
+    return [[step[index] for step in steps] for steps in rounds]
+
+
+def quartile(rounds: list[list[float]]) -> float:
+    """The lower quartile of all steps: what else runs on the machine makes steps longer, never shorter."""
+    values = sorted(value for steps in rounds for value in steps)
+    return values[len(values) // 4]
+
+
+def quartile_ratio(rounds: dict[str, list[list[float]]], added: float = 0.0) -> dict[str, float]:
+    """Lower quartile of the watched steps over that of the others, with the 95% interval of drawing the rounds again."""
+    draw, count = random.Random(0), len(rounds["alone"])
+
+    def drawn() -> float:
+        chosen = [draw.randrange(count) for _ in range(count)]
+        watched, alone = ([rounds[form][index] for index in chosen] for form in ("watched", "alone"))
+        return quartile(watched) / quartile(alone) + added
+
+    ratios = sorted(drawn() for _ in range(DRAWS))
+    middle = quartile(rounds["watched"]) / quartile(rounds["alone"]) + added
+    return {"median": middle, "low": ratios[DRAWS // 40], "high": ratios[-DRAWS // 40 - 1]}
 
 
 @lru_cache(maxsize=1)
@@ -115,14 +157,11 @@ def apart() -> dist.ProcessGroup:
     return dist.new_group()
 
 
-def timed(step: Any, steps: int) -> tuple[float, float]:
-    """(seconds a step, from when all ranks begin until all have ended; seconds of the processor, of this process)."""
-    dist.barrier(apart())
-    began, cpu_began = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        step()
-    dist.barrier(apart())
-    return (time.perf_counter() - began) / steps, (time.process_time() - cpu_began) / steps
+def timed(step: Step) -> tuple[float, float]:
+    """(seconds of the processor, of the thread that calls; seconds) of a step."""
+    began, cpu_began = time.perf_counter(), time.thread_time()
+    step()
+    return time.thread_time() - cpu_began, time.perf_counter() - began
 
 
 class Probe(nn.Module):
@@ -130,7 +169,7 @@ class Probe(nn.Module):
 
     def __init__(self, call: Callable[[], None], depth: int = 4):
         super().__init__()
-        self.inner = Probe(call, depth - 1) if depth else None
+        self.inner: Probe | None = Probe(call, depth - 1) if depth else None
         self.call = call
         self.seconds: list[float] = []
 
@@ -144,25 +183,34 @@ class Probe(nn.Module):
             self.seconds.append(time.thread_time() - began)
 
 
-def parts_of(step: Any) -> dict[str, float]:
-    """Collectives of a step, microseconds that recording one takes, those of a turn of the thread, seconds between turns."""
+def calls_of(step: Step) -> int:
+    """Calls of process groups in a step."""
     with watch(timeout_s=60.0) as open_watch:
-        watched, thread = open_watch.watched, open_watch.thread
-        assert watched is not None and thread is not None
         step()
-        calls = watched.log.count
-        group, x = dist.group.WORLD, torch.zeros(4, 16, 48)
-        method = recorded(lambda pg, tensors: None, "allreduce", None, watched.log, watched.gate.check)
-        probe = Probe(lambda: method(group, [x]))
+        assert open_watch.watched is not None
+        return open_watch.watched.log.count
+
+
+def turn_of_the_thread() -> tuple[float, float]:
+    """(seconds of the processor that a turn takes, seconds between turns)."""
+    with watch(timeout_s=60.0) as open_watch:
+        assert open_watch.thread is not None
+        probe = Probe(open_watch.thread.tick, 0)
         probe()
-        turns = Probe(thread.tick, 0)
-        turns()
-        interval_s = thread.interval_s
-    innermost: Any = probe
-    while innermost.inner is not None:
-        innermost = innermost.inner
-    call_us, turn_us = (statistics.median(module.seconds) * 1e6 for module in (innermost, turns))
-    return {"calls": calls, "call_us": call_us, "turn_us": turn_us, "interval_s": interval_s}
+        return statistics.median(probe.seconds), open_watch.thread.interval_s
+
+
+def call_in_a_loop_us() -> float:
+    """Microseconds that recording a collective takes with warm caches, four modules deep."""
+    with watch(timeout_s=60.0) as open_watch:
+        assert open_watch.watched is not None
+        group, x = dist.group.WORLD, torch.zeros(4, 16, 48)
+        method = recorded(lambda pg, tensors: None, "allreduce", open_watch.watched.log)
+        innermost = probe = Probe(lambda: method(group, [x]))
+        probe()
+        while innermost.inner is not None:
+            innermost = innermost.inner
+        return statistics.median(innermost.seconds) * 1e6
 
 
 if __name__ == "__main__":

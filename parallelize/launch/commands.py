@@ -14,6 +14,7 @@ from parallelize.launch.config.run_schema import FILE
 from parallelize.launch.emit.job import job_of
 from parallelize.launch.emit.launch_files import EMITTERS
 from parallelize.launch.environment.launcher import SUPERVISOR, Launcher, find_launcher
+from parallelize.launch.start.early_signals import EarlySignals
 from parallelize.launch.start.end_with_parent import end_with_parent
 from parallelize.terminal.console import FINE, say
 
@@ -67,6 +68,7 @@ def _run(options: argparse.Namespace) -> int:
         return _start(options, config, launcher)
     if SUPERVISOR not in os.environ:
         end_with_parent()
+        EarlySignals()
         if launcher.rank == 0:
             print(launcher.sentence(launcher.world_size), flush=True)
     from parallelize.launch.run_rank import run_rank

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize import _torch_groups as private_groups
 from parallelize import _torch_private as private
 from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
 from parallelize.comm.groups import build_mesh, destroy_groups
@@ -49,6 +48,7 @@ from parallelize.launch.preflight.mesh_choice import ChosenMesh, choose_mesh
 from parallelize.launch.preflight.placement import placement_warnings
 from parallelize.launch.preflight.prediction import Summary, machine_of, predict, subject_of
 from parallelize.launch.preflight.rank_facts import facts_of_rank
+from parallelize.launch.preflight.rank_store import rank_store
 from parallelize.launch.preflight.roll_call import LIMIT_S, Facts, remarks, roll_call
 from parallelize.launch.preflight.timed_links import timed_links
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
@@ -130,7 +130,7 @@ def _run(this: _Rank, other_mesh: bool, dry_run: bool) -> int:
     config, launcher = this.config, this.launcher
     resolve_head(launcher, LIMIT_S if launcher.kind == "kubernetes" else 0.0)
     set_torch_variables(launcher, os.environ)
-    this.store = _store(launcher)
+    this.store = rank_store(launcher, LIMIT_S, _CHOICE_S)
     facts = roll_call(
         dist.PrefixStore("roll", this.store),
         this.rank,
@@ -158,21 +158,6 @@ def _run(this: _Rank, other_mesh: bool, dry_run: bool) -> int:
         status = loop.run()
         note_peaks(loop, around)
     return status
-
-
-def _store(launcher: Launcher) -> Any:
-    """The store of all ranks. Raises: LaunchError `head-silent`."""
-    if dist.is_initialized():  # by Ray
-        return private_groups.default_store()
-    try:
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=LIMIT_S))))
-    except (RuntimeError, ValueError) as error:
-        what = f"the head node {launcher.head}:{launcher.port} has not answered within {LIMIT_S:.0f} s"
-        rows = (("said", str(error).splitlines()[0][:160]),)
-        fix = "is rank 0 running there, and does a firewall let the port through?"
-        raise LaunchError(Problem("head-silent", what, rows=rows, fix=fix)) from error
-    store.set_timeout(timedelta(seconds=_CHOICE_S))
-    return dist.PrefixStore("run", store)
 
 
 def _choose(this: _Rank, facts: Facts, other_mesh: bool) -> ChosenMesh:

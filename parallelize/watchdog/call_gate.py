@@ -21,7 +21,6 @@ from parallelize.watchdog.verdict import call_text
 
 _ASK_S = 0.03
 _LONGEST_PAUSE_S = 0.02
-_MOST_PREDICTIONS = 20_000
 
 COLLECTIVES_DIFFER = "collectives-differ"
 
@@ -43,20 +42,18 @@ class CallGate:
         self._posted: dict[str, str] = {}  # group to the key of the last comparison, which every rank has read
         self._questions: list[Question] = []
 
-    def check(self, group: GroupCalls, call: CollectiveCall, device: torch.device) -> None:
-        """Return if every rank of the group makes this call now.
+    def check(self, group: GroupCalls, call: CollectiveCall, tensor: torch.Tensor | None) -> None:
+        """Return if every rank of the group makes this call now, which is not the very one that was expected.
 
         Raises: HandshakeError `collectives-differ`.
         """
-        if self.closed or device.type != "cpu":
+        if self.closed or not (tensor is None or tensor.is_cpu):
             return
-        compared = call.compared
-        predicted = group.successors.get(call.previous)
-        if predicted == compared:
+        compared, expected = call.compared, group.history.expected
+        if expected is not None and expected.compared == compared:
+            group.history = expected.history
             return
-        if len(group.successors) > _MOST_PREDICTIONS:
-            group.successors.clear()
-        group.successors[call.previous] = compared
+        group.history = group.history.learn(call.op, call.shape, call.dtype, call.place, compared)
         self._compare(group, call)
 
     def _compare(self, group: GroupCalls, call: CollectiveCall) -> None:

@@ -7,11 +7,12 @@ from `watch` on; where they do not, that is what the watch is to find.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import combinations
+from operator import itemgetter
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.applied.records import mesh_of
 from parallelize.comm.groups import mesh_spec
 from parallelize.errors import short_list
+from parallelize.watchdog.call_history import CallHistory
 from parallelize.watchdog.call_places import CallPlace, ModuleNames, place_here
 
 REMEMBERED = 64
 """Calls that are remembered of each group."""
 UNEVEN = {"alltoall_base", "all_to_all_single", "alltoall", "scatter"}
 """Collectives whose tensors differ in size between ranks."""
-POINT_TO_POINT = {"send", "recv", "recv_anysource"}
+Record = tuple[int, str, tuple[int, ...], Any, CallPlace, int | None, int]
+"""The fields of a `CollectiveCall`."""
+Compare = Callable[["GroupCalls", "CollectiveCall", torch.Tensor | None], None]
 
 
 class CollectiveCall(NamedTuple):
@@ -35,9 +39,7 @@ class CollectiveCall(NamedTuple):
 
     Attributes:
         number: 0 for the first one of its group. peer: the other global rank of a message, or None.
-        shape, dtype: of the first tensor. at: seconds of the monotonic clock.
-        compared: what must be the same on every rank of the group.
-        previous: what was compared of the two calls before it, by which this one is predicted.
+        shape, dtype: of the first tensor. order: how many calls of any group this process had made before.
     """
 
     number: int
@@ -46,9 +48,14 @@ class CollectiveCall(NamedTuple):
     dtype: Any
     place: CallPlace
     peer: int | None
-    at: float
-    compared: Any = None
-    previous: Any = None
+    order: int
+
+    @property
+    def compared(self) -> tuple[Any, ...]:
+        """What must be the same on every rank of the group."""
+        place = self.place
+        shape = () if self.op in UNEVEN else self.shape
+        return self.op, shape, self.dtype, place.module, place.phase if place.module else ""
 
     def as_data(self) -> dict[str, Any]:
         """As it is sent and written."""
@@ -62,33 +69,53 @@ class CollectiveCall(NamedTuple):
             "phase": place.phase,
             "function": place.function,
             "peer": self.peer,
-            "ago_s": round(time.monotonic() - self.at, 3),
+            "order": self.order,
         }
 
 
 class GroupCalls:
-    """The calls of one process group.
+    """The calls of one process group. Calls are stored as plain tuples in a ring, and become `CollectiveCall`s when they are read.
 
     Attributes:
         key: the group's name, the same on all its ranks. ranks: its global ranks.
         compares: whether a call with another shape must be found before it is made: gloo aborts the process of another rank.
         collectives, messages: how many were called. Messages between two ranks are counted by themselves.
-        recent: the last collectives, newest last. recent_messages: the last messages.
-        successors: the call that came last after each two calls (see `call_gate`).
-        last_two: what is compared of the last two collectives, newest first.
+        ring, message_ring: the last ones, each at its number modulo `REMEMBERED`.
+        history: what is expected to be called next (see `call_gate`).
         device_work: of the last collective of a backend that works on a device, for which the host does not wait.
     """
+
+    __slots__ = (
+        "collectives",
+        "compares",
+        "device_work",
+        "history",
+        "key",
+        "message_ring",
+        "messages",
+        "ranks",
+        "ring",
+    )
 
     def __init__(self, pg: dist.ProcessGroup):
         self.key = str(pg.group_name)
         self.ranks = list(dist.get_process_group_ranks(pg))
         self.compares = len(self.ranks) > 1 and "gloo" in str(dist.get_backend_config(pg))
         self.collectives = self.messages = 0
-        self.recent: deque[CollectiveCall] = deque(maxlen=REMEMBERED)
-        self.recent_messages: deque[CollectiveCall] = deque(maxlen=REMEMBERED)
-        self.successors: dict[Any, Any] = {}
+        self.ring: list[Record | None] = [None] * REMEMBERED
+        self.message_ring: list[Record | None] = [None] * REMEMBERED
+        self.history = CallHistory()
         self.device_work: Any = None
-        self.last_two: tuple[Any, Any] = (None, None)
+
+    @property
+    def recent(self) -> list[CollectiveCall]:
+        """The last collectives, newest last."""
+        return _in_order(self.ring)
+
+    @property
+    def recent_messages(self) -> list[CollectiveCall]:
+        """The last messages, newest last."""
+        return _in_order(self.message_ring)
 
     @property
     def is_pending(self) -> bool:
@@ -100,57 +127,97 @@ class GroupCalls:
 
     def find(self, number: int) -> CollectiveCall | None:
         """The collective with this number, if it was called and is remembered."""
-        calls = list(self.recent)
-        index = number - calls[0].number if calls else -1
-        return calls[index] if 0 <= index < len(calls) else None
+        record = self.ring[number % REMEMBERED]
+        return CollectiveCall(*record) if record is not None and record[0] == number else None
+
+
+def _in_order(ring: list[Record | None]) -> list[CollectiveCall]:
+    return [CollectiveCall(*record) for record in sorted(filter(None, ring.copy()), key=itemgetter(0))]
 
 
 @dataclass
 class CallLog:
     """All calls of this process since the watch began.
 
+    What runs for each call is written for cold caches, which matmuls leave behind: few objects, no text, no call that can be avoided.
+
     Attributes:
+        compare: is called before a collective of a group that compares, where it is not the expected one.
         count: all of them, as a sign of progress. thread: the thread that opened the watch, whose calls others wait for; a save in the
             background has threads and groups of its own.
-        mesh: by which groups are named, besides the meshes of the models. last: the last call of that thread.
+        inside: thread to the place of the autograd Function of this package that runs in it (see `call_patches`).
+        mesh: by which groups are named, besides the meshes of the models.
     """
 
     names: ModuleNames = field(default_factory=ModuleNames)
     groups: dict[str, GroupCalls] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
+    compare: Compare | None = None
     count: int = 0
     thread: int = field(default_factory=threading.get_ident)
-    last: tuple[GroupCalls, CollectiveCall] | None = None
-    _by_id: dict[int, tuple[Any, GroupCalls]] = field(default_factory=dict)
+    inside: dict[int, CallPlace | None] = field(default_factory=dict)
+    _last_group: GroupCalls | None = None
+    _last_record: Record | None = None
+    _by_id: dict[int, GroupCalls] = field(default_factory=dict)
+    _references: dict[int, Any] = field(default_factory=dict)
 
-    def add(self, pg: dist.ProcessGroup, op: str, tensor: Any, peer: int | None) -> tuple[GroupCalls, CollectiveCall]:
-        """Record a call that is about to be made; depth-sensitive: called by the function that replaces the group's method."""
-        known = self._by_id.get(id(pg))
-        group = known[1] if known is not None and known[0]() is pg else self._group(pg)
-        place = place_here(self.names, 3)
-        shape, dtype = (tensor.shape, tensor.dtype) if isinstance(tensor, torch.Tensor) else ((), "")
+    @property
+    def last(self) -> tuple[GroupCalls, CollectiveCall] | None:
+        """The last call of the thread that opened the watch."""
+        group, record = self._last_group, self._last_record
+        return None if group is None or record is None else (group, CollectiveCall(*record))
+
+    def add(self, pg: dist.ProcessGroup, op: str, tensor: torch.Tensor | None) -> GroupCalls:
+        """Record a collective that is about to be called; depth-sensitive: called by the function that replaces the group's method.
+
+        Raises: what `compare` raises.
+        """
+        group = self._by_id.get(id(pg)) or self._group(pg)
+        thread = get_ident()
+        place = self.inside.get(thread) or place_here(self.names, 3)
+        shape, dtype = (tensor.shape, tensor.dtype) if tensor is not None else ((), "")
+        number = group.collectives
+        record = number, op, shape, dtype, place, None, self.count
+        group.ring[number % REMEMBERED] = record
+        group.collectives = number + 1
         self.count += 1
-        if peer is not None or op in POINT_TO_POINT:
-            peer = group.ranks[peer] if peer is not None else None
-            call = CollectiveCall(group.messages, op, shape, dtype, place, peer, time.monotonic())
-            group.messages += 1
-            group.recent_messages.append(call)
-        else:
-            compared = (op, () if op in UNEVEN else shape, dtype, place.module, place.phase if place.module else "")
-            call = CollectiveCall(
-                group.collectives, op, shape, dtype, place, None, time.monotonic(), compared, group.last_two
-            )
-            group.last_two = compared, group.last_two[0]
-            group.collectives += 1
-            group.recent.append(call)
-        if threading.get_ident() == self.thread:
-            self.last = group, call
-        return group, call
+        if thread == self.thread:
+            self._last_group, self._last_record = group, record
+        if group.compares:
+            expected = group.history.expected
+            if (
+                expected is not None
+                and expected.place is place
+                and expected.op == op
+                and expected.shape == shape
+                and expected.dtype == dtype
+            ):
+                group.history = expected.history
+            elif self.compare is not None:
+                self.compare(group, CollectiveCall(*record), tensor)
+        return group
+
+    def add_message(self, pg: dist.ProcessGroup, op: str, tensor: torch.Tensor | None, peer: int | None) -> GroupCalls:
+        """Record a message between two ranks. peer: the other rank, by its index in the group."""
+        group = self._by_id.get(id(pg)) or self._group(pg)
+        thread = get_ident()
+        place = self.inside.get(thread) or place_here(self.names, 3)
+        shape, dtype = (tensor.shape, tensor.dtype) if tensor is not None else ((), "")
+        number = group.messages
+        record = number, op, shape, dtype, place, None if peer is None else group.ranks[peer], self.count
+        group.message_ring[number % REMEMBERED] = record
+        group.messages = number + 1
+        self.count += 1
+        if thread == self.thread:
+            self._last_group, self._last_record = group, record
+        return group
 
     def _group(self, pg: dist.ProcessGroup) -> GroupCalls:
         """The calls of a group that is seen for the first time, or by another object."""
         group = self.groups.setdefault(pg.group_name, GroupCalls(pg))
-        self._by_id[id(pg)] = weakref.ref(pg), group
+        key = id(pg)
+        self._by_id[key] = group
+        self._references[key] = weakref.ref(pg, lambda _: self._by_id.pop(key, None))  # another object may get this id
         return group
 
     def axis_of(self, group: GroupCalls) -> str:

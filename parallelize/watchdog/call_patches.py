@@ -8,6 +8,7 @@ seen; a rank that waits in it is found by its Python stack.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -15,8 +16,13 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 from parallelize.comm.shared_memory import SharedMemory
-from parallelize.watchdog.call_log import CallLog, CollectiveCall, GroupCalls
-from parallelize.watchdog.call_places import PLACE, place_here
+from parallelize.watchdog.call_log import CallLog
+from parallelize.watchdog.call_places import PLACE, module_here
+
+_WITHOUT_MODULES = tuple(
+    f"parallelize.ops.{name}" for name in ("collectives", "all_to_all", "attention", "matmul", "vocabulary")
+)
+"""Rooms and files whose autograd Functions call tensors and groups alone."""
 
 # method to the index of the peer among its arguments, None for collectives; those that a version of torch lacks are left out
 _METHODS: dict[str, int | None] = {
@@ -56,17 +62,17 @@ _RESULT_FIRST = {
     "alltoall_base",
     "gather",
 }
+_MESSAGES = {"send", "recv", "recv_anysource"}
 
-Check = Callable[[GroupCalls, CollectiveCall, torch.device], None]
 Undo = Callable[[], None]
 
 
-def record_calls(log: CallLog, check: Check) -> Undo:
-    """Record every call of a process group in the log. check: is called before each collective of a group that compares.
+def record_calls(log: CallLog) -> Undo:
+    """Record every call of a process group in the log.
 
     Returns: what restores everything.
     """
-    replaced = [*_replaced_methods(log, check), *_replaced_wait(), *_replaced_forwards(log)]
+    replaced = [*_replaced_methods(log), *_replaced_wait(), *_replaced_functions(log)]
     replaced.append((SharedMemory, "is_allowed", False, SharedMemory.is_allowed))  # it calls no process group
     for owner, name, new, _ in replaced:
         setattr(owner, name, new)
@@ -78,31 +84,39 @@ def record_calls(log: CallLog, check: Check) -> Undo:
     return undo
 
 
-def _replaced_methods(log: CallLog, check: Check) -> Iterator[tuple[type, str, Any, Any]]:
-    for name, peer in _METHODS.items():
+def _replaced_methods(log: CallLog) -> Iterator[tuple[type, str, Any, Any]]:
+    for name in _METHODS:
         if name in vars(dist.ProcessGroup):
             stock = vars(dist.ProcessGroup)[name]  # as it is bound; `getattr` gives the function inside
-            yield dist.ProcessGroup, name, recorded(getattr(dist.ProcessGroup, name), name, peer, log, check), stock
+            yield dist.ProcessGroup, name, recorded(getattr(dist.ProcessGroup, name), name, log), stock
 
 
-def recorded(original: Any, name: str, peer: int | None, log: CallLog, check: Check) -> Callable[..., Any]:
-    """A method of process groups that records and checks its calls. peer: the index of the other rank among its arguments."""
-    index = 1 if name in _RESULT_FIRST else 0
+def recorded(original: Any, name: str, log: CallLog) -> Callable[..., Any]:
+    """A method of process groups that records its calls, and compares those of collectives that are not expected."""
+    index, peer, is_message = int(name in _RESULT_FIRST), _METHODS[name], name in _MESSAGES
+    add, add_message = log.add, log.add_message
 
     def call(pg: dist.ProcessGroup, *args: Any, **keywords: Any) -> Any:
         tensor = args[index] if len(args) > index else None
-        while isinstance(tensor, (list, tuple)):
-            tensor = tensor[0] if tensor else None
-        to = args[peer] if peer is not None and len(args) > peer else None
-        group, made = log.add(pg, name, tensor, to)
-        if group.compares and to is None and name != "recv_anysource":
-            check(group, made, tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu"))
+        if type(tensor) is not torch.Tensor:
+            tensor = _first_tensor(tensor)
+        if is_message:
+            group = add_message(pg, name, tensor, args[peer] if peer is not None and len(args) > peer else None)
+        else:
+            group = add(pg, name, tensor)
         work = original(pg, *args, **keywords)
-        if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+        if tensor is not None and not tensor.is_cpu:
             group.device_work = work
         return work
 
     return call
+
+
+def _first_tensor(argument: Any) -> torch.Tensor | None:
+    """A tensor, or the first one of lists of them; None for anything else, such as options."""
+    while isinstance(argument, (list, tuple)):
+        argument = argument[0] if argument else None
+    return argument if isinstance(argument, torch.Tensor) else None
 
 
 def _replaced_wait() -> Iterator[tuple[type, str, Any, Any]]:
@@ -115,15 +129,20 @@ def _replaced_wait() -> Iterator[tuple[type, str, Any, Any]]:
     yield dist.Work, "wait", wait, vars(dist.Work)["wait"]
 
 
-def _replaced_forwards(log: CallLog) -> Iterator[tuple[type, str, Any, Any]]:
-    """Forwards of autograd Functions, whose nodes then know the module that applied them."""
+def _replaced_functions(log: CallLog) -> Iterator[tuple[type, str, Any, Any]]:
+    """Forwards of autograd Functions, whose nodes then know the module that applied them, and backwards of those without modules."""
     pending = list(Function.__subclasses__())
     while pending:
         cls = pending.pop()
         pending += cls.__subclasses__()
-        own = vars(cls).get("forward")
-        if cls.__module__.startswith("parallelize.") and isinstance(own, staticmethod) and not _sets_up(cls):
-            yield cls, "forward", staticmethod(_marking(own.__func__, log)), own
+        forward, backward = vars(cls).get("forward"), vars(cls).get("backward")
+        if not cls.__module__.startswith("parallelize.") or _sets_up(cls):
+            continue
+        leaf = cls.__module__.startswith(_WITHOUT_MODULES)
+        if isinstance(forward, staticmethod):
+            yield cls, "forward", staticmethod((_marking_inside if leaf else _marking)(forward.__func__, log)), forward
+        if leaf and isinstance(backward, staticmethod):
+            yield cls, "backward", staticmethod(_inside(backward.__func__, log)), backward
 
 
 def _sets_up(cls: type) -> bool:
@@ -132,10 +151,46 @@ def _sets_up(cls: type) -> bool:
 
 
 def _marking(forward: Callable[..., Any], log: CallLog) -> Callable[..., Any]:
+    names = log.names
+
     def marked(ctx: Any, *args: Any) -> Any:
-        place = place_here(log.names)
-        if place.module and place.phase != "backward":
-            setattr(ctx, PLACE, place.module)
+        place = module_here(names)
+        if place is not None:
+            setattr(ctx, PLACE, names.backward_of(place))
         return forward(ctx, *args)
 
     return marked
+
+
+def _marking_inside(forward: Callable[..., Any], log: CallLog) -> Callable[..., Any]:
+    """`_marking`, of a Function that calls no module: its collectives are called where it is applied."""
+    names, inside = log.names, log.inside
+
+    def marked(ctx: Any, *args: Any) -> Any:
+        place = module_here(names)
+        if place is None:
+            return forward(ctx, *args)
+        setattr(ctx, PLACE, names.backward_of(place))
+        thread = get_ident()
+        inside[thread] = place
+        try:
+            return forward(ctx, *args)
+        finally:
+            inside[thread] = None
+
+    return marked
+
+
+def _inside(backward: Callable[..., Any], log: CallLog) -> Callable[..., Any]:
+    """A backward whose collectives are called at the place where its forward was applied."""
+    inside = log.inside
+
+    def placed(ctx: Any, *grads: Any) -> Any:
+        thread = get_ident()
+        inside[thread] = getattr(ctx, PLACE, None)
+        try:
+            return backward(ctx, *grads)
+        finally:
+            inside[thread] = None
+
+    return placed

@@ -16,10 +16,12 @@ from torch.autograd.function import BackwardCFunction
 from parallelize import _torch_private as private
 
 PLACE = "_watched_place"
-"""The attribute of an autograd node with the place where it was applied."""
+"""The attribute of an autograd node with the place of its backward."""
 _ROOT = str(Path(__file__).parents[1])
 _HERE, _COMM = (f"{_ROOT}/{room}/" for room in ("watchdog", "comm"))
-_LIBRARY, _MODULE, _NODE, _PACKAGE, _FSDP, _TRANSPORT, _USER = range(7)
+_LIBRARY, _MODULE, _NODE, _PUBLIC, _PRIVATE, _FSDP, _TRANSPORT, _USER = range(8)
+_IN_PACKAGE = (_PUBLIC, _PRIVATE)
+FORWARD, EVALUATION, BACKWARD = "forward", "evaluation", "backward"
 
 
 class CallPlace(NamedTuple):
@@ -42,73 +44,99 @@ class CallPlace(NamedTuple):
 
 
 class ModuleNames:
-    """The fqns of the modules and parameters of the models that were called so far.
+    """The fqns of the modules and parameters of the models that were called so far, and the places of calls in them. A place is one
+    object, so that equal ones of this process are the same.
 
     The model of a module that is not known is the outermost one whose call is on the stack.
 
     Attributes:
-        roots: the models, to look up their plans. names: fqn by id of a module.
+        roots: the models, to look up their plans. names: fqn by id of a module. places: those in training and in evaluation.
     """
 
     def __init__(self) -> None:
         self.roots: list[nn.Module] = []
         self.names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
+        self.places: dict[int, tuple[CallPlace, CallPlace]] = {}
+        self._other_places: dict[Any, CallPlace] = {}
+        self._backward: dict[str, CallPlace] = {}
 
-    def of(self, module: nn.Module, frame: Any) -> str:
-        """The fqn of a module whose call is the frame; its class where it is the model itself."""
-        name = self.names.get(id(module))
-        return self._learned(module, frame) if name is None else name
+    def of(self, module: nn.Module, frame: Any) -> CallPlace:
+        """The place of a module whose call is the frame. Its fqn is its class where it is the model itself."""
+        places = self.places.get(id(module)) or self._learned(module, frame)
+        return places[not module.training]
 
     def of_parameter(self, parameter: Any) -> str:
         """The fqn of a parameter, "" where no model that was called has it."""
         return self._parameters.get(id(parameter), "")
+
+    def place(self, *fields: str) -> CallPlace:
+        """The place with these fields."""
+        place = self._other_places.get(fields)
+        if place is None:
+            place = self._other_places[fields] = CallPlace(*fields)
+        return place
+
+    def backward_of(self, place: CallPlace) -> CallPlace:
+        """The place of the backward of what is called at a place in a module."""
+        return self._backward.get(place.module) or self._backward.setdefault(
+            place.module, self.place(place.module, BACKWARD)
+        )
 
     def add(self, root: nn.Module) -> None:
         """Learn the names of one model. The model is referenced from now on, so that no other object gets its id."""
         if not any(known is root for known in self.roots):
             self.roots.append(root)
         for name, module in root.named_modules():
-            self.names[id(module)] = name or type(root).__name__.removeprefix("FSDP")
+            self._name(module, name or type(root).__name__.removeprefix("FSDP"))
         for name, parameter in root.named_parameters():
             self._parameters[id(parameter)] = name
 
-    def _learned(self, module: nn.Module, frame: Any) -> str:
+    def _name(self, module: nn.Module, name: str) -> tuple[CallPlace, CallPlace]:
+        self.names[id(module)] = name
+        places = self.places[id(module)] = self.place(name, FORWARD), self.place(name, EVALUATION)
+        return places
+
+    def _learned(self, module: nn.Module, frame: Any) -> tuple[CallPlace, CallPlace]:
         root = module
         while frame is not None:
             if frame.f_code is _CALL:
                 root = frame.f_locals["self"]
             frame = frame.f_back
         self.add(root)
-        return self.names.setdefault(id(module), type(module).__name__)
+        return self.places.get(id(module)) or self._name(module, type(module).__name__)
 
 
 _CALL = nn.Module._call_impl.__code__
+_APPLY = BackwardCFunction.apply.__code__
+_WRAPPED = nn.Module._wrapped_call_impl.__code__
 _kinds: dict[int, int] = {id(_CALL): _MODULE}  # by the id of a code object, which `_codes` keeps from being another's
 _codes: list[Any] = [_CALL]
+_frame_at = sys._getframe
+_functions: dict[tuple[int, int], str] = {}
 
 
 def _classified(code: Any) -> int:
     """The kind of a function that is seen for the first time."""
     file = code.co_filename
     kind = _LIBRARY if "/torch/" in file or "contextlib" in file else _USER
-    if code is BackwardCFunction.apply.__code__ or file.endswith("torch/autograd/graph.py"):
+    if code is _APPLY or file.endswith("torch/autograd/graph.py"):
         kind = _NODE
     elif file.endswith("_fsdp_param_group.py"):
         kind = _FSDP
     elif file.startswith((_HERE, _COMM)):
         kind = _TRANSPORT
     elif file.startswith(_ROOT):
-        kind = _PACKAGE
+        kind = _PRIVATE if code.co_name.startswith(("_", "hook", "<")) else _PUBLIC
     _codes.append(code)
     _kinds[id(code)] = kind
     return kind
 
 
 def place_here(names: ModuleNames, depth: int = 2) -> CallPlace:
-    """The place of the caller's caller. Cost: 1 to 4 us, most of it for reading the locals of one frame."""
-    frame: Any = sys._getframe(depth)
-    functions: list[Any] = []  # of this package, until user code calls them
+    """The place of the caller's caller. Cost: 1 to 3 us, and some times that with cold caches."""
+    frame: Any = _frame_at(depth)
+    innermost = public = None  # functions of this package, until user code calls them
     from_user, kinds = False, _kinds
     while frame is not None:
         code = frame.f_code
@@ -116,38 +144,59 @@ def place_here(names: ModuleNames, depth: int = 2) -> CallPlace:
         if kind is None:
             kind = _classified(code)
         if kind == _MODULE:
-            module = frame.f_locals["self"]
-            return CallPlace(names.of(module, frame), "forward" if module.training else "evaluation")
-        if kind == _FSDP:
-            unit = frame.f_locals.get("self")
-            if hasattr(unit, "_module_fqn"):
-                phase = "forward" if private.running_node() is None else "backward"
-                return CallPlace(unit._module_fqn or "", phase, "the ZeRO unit of the model itself")
+            outer = frame.f_back  # has fewer locals to read
+            called = outer if outer is not None and outer.f_code is _WRAPPED else frame
+            return names.of(called.f_locals["self"], frame)
         if kind == _NODE:
             break
-        if kind == _PACKAGE and not from_user:
-            functions.append(code)
-        elif kind == _USER and functions:
-            from_user = True
+        if kind in _IN_PACKAGE:
+            if not from_user:
+                innermost = innermost or code
+                public = code if kind == _PUBLIC else public
+        elif kind == _USER:
+            from_user = innermost is not None
+        elif kind == _FSDP:
+            unit = frame.f_locals.get("self")
+            if hasattr(unit, "_module_fqn"):
+                phase = FORWARD if private.running_node() is None else BACKWARD
+                return names.place(unit._module_fqn or "", phase, "the ZeRO unit of the model itself")
         frame = frame.f_back
-    function = _function(functions)
     node = private.running_node()
-    return CallPlace(function=function) if node is None else _place_of_node(node, names, function)
+    applied_at = None if node is None else getattr(node, PLACE, None)
+    if applied_at is not None:
+        return applied_at
+    function = "" if innermost is None else _function(public or innermost, innermost)
+    return names.place("", "", function) if node is None else _place_of_node(node, names, function)
+
+
+def module_here(names: ModuleNames) -> CallPlace | None:
+    """The place of the caller's caller, an autograd Function, in the forward of a module; None outside of modules, and in a
+    backward."""
+    frame: Any = _frame_at(2)
+    while frame is not None:
+        code = frame.f_code
+        if code is _CALL:
+            outer = frame.f_back  # has fewer locals to read
+            module = (outer if outer is not None and outer.f_code is _WRAPPED else frame).f_locals["self"]
+            places = names.places.get(id(module))
+            return names.of(module, frame) if places is None else places[not module.training]
+        if code is _APPLY:
+            return None
+        frame = frame.f_back
+    return None
 
 
 def _place_of_node(node: Any, names: ModuleNames, function: str) -> CallPlace:
-    applied_at = getattr(node, PLACE, None)
-    if applied_at is not None:
-        return CallPlace(applied_at, "backward")
     name = names.of_parameter(getattr(node, "variable", None))  # which parameter comes last may differ between ranks
-    return CallPlace("", "backward", f"{function}, at the gradient of {name}" if name else function)
+    return names.place("", BACKWARD, f"{function}, at the gradient of {name}" if name else function)
 
 
-def _function(codes: list[Any]) -> str:
-    """Names of two functions of this package, innermost first in the list: the public one that was called, and the innermost."""
-    if not codes:
-        return ""
-    public = next((code for code in reversed(codes) if not code.co_name.startswith(("_", "hook", "<"))), codes[0])
-    names = dict.fromkeys(getattr(code, "co_qualname", code.co_name) for code in (public, codes[0]))
-    file = codes[0].co_filename.removeprefix(f"{_ROOT}/")
-    return f"{' > '.join(names)} ({file})"
+def _function(public: Any, innermost: Any) -> str:
+    """Names of two functions of this package, by their code: the public one that was called, and the innermost."""
+    key = id(public), id(innermost)  # the hash of a code object reads all of it
+    text = _functions.get(key)
+    if text is None:
+        names = dict.fromkeys(getattr(code, "co_qualname", code.co_name) for code in (public, innermost))
+        file = innermost.co_filename.removeprefix(f"{_ROOT}/")
+        text = _functions[key] = f"{' > '.join(names)} ({file})"
+    return text

@@ -91,7 +91,7 @@ def rank_lines(rank: int, state: State | None, crash: str) -> list[str]:
 
 def _last_calls(state: State) -> list[str]:
     calls = [(call, group["axis"]) for group in state["groups"].values() for call in group["recent"]]
-    calls.sort(key=lambda pair: -pair[0]["ago_s"])
+    calls.sort(key=lambda pair: pair[0]["order"])
     return [f"{call_text(call)}, over {axis}" for call, axis in calls[-_LAST_CALLS:]]
 
 

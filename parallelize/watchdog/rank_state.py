@@ -8,7 +8,6 @@ import sys
 import sysconfig
 import time
 import traceback
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -118,8 +117,8 @@ def rank_state(log: CallLog, thread: StandingThread, rank: int, size: int) -> di
 def waiting_call(log: CallLog, thread: StandingThread) -> tuple[GroupCalls, CollectiveCall] | None:
     """The call in which this rank waits: one that a device has not finished, else the last one of a thread that stands in it."""
     for group in list(log.groups.values()):
-        if group.is_pending and group.recent:
-            return group, group.recent[-1]
+        if group.is_pending and (recent := group.recent):
+            return group, recent[-1]
     return log.last if thread.in_call else None
 
 
@@ -129,13 +128,13 @@ def call_data(log: CallLog, call: CollectiveCall) -> dict[str, Any]:
 
 
 def _group_data(log: CallLog, group: GroupCalls) -> dict[str, Any]:
-    recent = [*deque(group.recent, _RECENT_CALLS), *deque(group.recent_messages, _RECENT_CALLS)]
+    recent = [*group.recent[-_RECENT_CALLS:], *group.recent_messages[-_RECENT_CALLS:]]
     return {
         "axis": log.axis_of(group),
         "ranks": group.ranks,
         "collectives": group.collectives,
         "messages": group.messages,
-        "recent": [call_data(log, call) for call in sorted(recent, key=lambda call: call.at)],
+        "recent": [call_data(log, call) for call in sorted(recent, key=lambda call: call.order)],
     }
 
 

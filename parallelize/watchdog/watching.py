@@ -69,7 +69,7 @@ def watch(
         does nothing.
     Raises: ModelError `watch-open` where this process has an open watch. HandshakeError `collectives-differ` from a collective. Other
         ranks end with exit status 70, and the rank with the error with 1.
-    Cost: 2 to 6 us a collective; on gloo, 0.5 ms for each collective that no earlier step called at this point; two messages of
+    Cost: 2 us a collective, 20 us with cold caches; on gloo, 0.5 ms for each collective that no earlier step called at this point; two messages of
         the store at most every 0.05 s.
     """
     global _open
@@ -98,9 +98,10 @@ class Watch:
         log = CallLog(mesh=mesh)
         channel = StoreChannel(dist.get_rank(), dist.get_world_size())
         gate = CallGate(channel, log)
+        log.compare = gate.check
         watched = WatchedRank(channel, log, gate, folder.absolute(), timeout_s)
         self._watched = watched
-        self._undo = [record_calls(log, gate.check), self._catch_uncaught(), self._write_crashes()]
+        self._undo = [record_calls(log), self._catch_uncaught(), self._write_crashes()]
         self._thread = WatchThread(watched)
         self._thread.start()
         atexit.register(self.close)

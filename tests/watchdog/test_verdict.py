@@ -24,7 +24,7 @@ def call(number, op="allreduce", module="layers.0.down", phase="forward", **fiel
         "function": "",
         "peer": None,
         "rule": "rowwise, plan.yaml:3:1",
-        "ago_s": 1.0 / (number + 1),
+        "order": number,
         **fields,
     }
 

@@ -74,7 +74,8 @@ def test_a_rank_waits_while_a_device_has_not_finished_its_last_collective():
     """Where the host does not wait in a collective, as with NCCL."""
     with small_mesh(tp=2) as mesh:
         log = CallLog()
-        group, call = log.add(mesh.get_group(), "allreduce", torch.ones(2), None)
+        group = log.add(mesh.get_group(), "allreduce", torch.ones(2))
+        call = group.find(0)
         group.device_work = work = _DeviceWork()
         assert waiting_call(log, StandingThread(log)) == (group, call)
         work.finished = True
@@ -84,8 +85,9 @@ def test_a_rank_waits_while_a_device_has_not_finished_its_last_collective():
 def test_calls_of_a_save_in_the_background_are_not_what_the_others_wait_for():
     with small_mesh(tp=2) as mesh:
         log = CallLog()
-        made = log.add(mesh.get_group(), "allreduce", torch.ones(2), None)
-        background = threading.Thread(target=log.add, args=(mesh.get_group(), "allgather", torch.ones(3), None))
+        group = log.add(mesh.get_group(), "allreduce", torch.ones(2))
+        made = group, group.find(0)
+        background = threading.Thread(target=log.add, args=(mesh.get_group(), "allgather", torch.ones(3)))
         background.start()
         background.join()
         assert log.last == made and log.count == 2 and log.thread == threading.get_ident()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from parallelize.loop.loggers import ConsoleLogger, JSONLinesLogger, Loggers, Te
 from parallelize.loop.wandb_logger import WandbLogger
 from parallelize.tensor.expert_load import EXPERT, RANK
 
+_WANDB_ID = "wandb-run.txt"
 _PAGE_EVERY = 50
 
 
@@ -89,5 +91,16 @@ def _writers(section: MetricsSection, config: RunConfig, heading: str, enabled: 
     if section.tensorboard:
         writers.append(TensorBoardLogger(section.tensorboard))
     if section.wandb:
-        writers.append(WandbLogger(section.wandb, {"run": heading, "file": config.text}))
+        writers.append(WandbLogger(section.wandb, {"run": heading, "file": config.text}, _wandb_run(config)))
     return writers
+
+
+def _wandb_run(config: RunConfig) -> str | None:
+    """The id of this run at Weights & Biases, beside its checkpoints, so that a run that goes on is the same one there."""
+    if not config.checkpoints.folder:
+        return None
+    path = Path(config.checkpoints.folder) / "reports" / _WANDB_ID
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

@@ -1,6 +1,7 @@
 """Every rank says what it is, through the store, before any process group exists: who is missing is named within the limit.
 
-The first rank compares, and all ranks get the same answer.
+The first rank compares, and all ranks get the same answer. The store is asked by each rank a few times, whatever the number of ranks
+is, and an answer has the names of hosts, not the facts of all ranks, so that it stays short.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json, ranks_by_value
 from parallelize.errors import LaunchError, Problem, short_list
 from parallelize.launch.preflight.rank_facts import MUST_AGREE, SHOULD_AGREE, values_by_rank
 
-LIMIT_S = 30.0
+LIMIT_S = 28.0
+"""The whole preflight, with what comes after the answer, is to end within 30 s."""
 _EVERY_S = 0.05
+_READ_S = 3.0
 Facts = dict[int, dict[str, str]]
 
 
@@ -29,7 +33,7 @@ def roll_call(
     host_of: Callable[[int], str] = lambda rank: "",
     limit_s: float = LIMIT_S,
 ) -> Facts:
-    """The facts of all ranks, once they have been found to agree.
+    """The facts of all ranks, once they have been found to agree: on rank 0 all of them, on the others the hosts alone.
 
     Args:
         store: a store that all ranks see.
@@ -40,28 +44,43 @@ def roll_call(
         `device-shared`. The same on every rank; on a rank to which the first one does not answer, `head-silent`.
     """
     store.set(f"facts/{rank}", json.dumps(dict(facts)))
-    if rank == 0:
-        answer = _collect(store, ranks, host_of, limit_s)
-        store.set("answer", json.dumps(answer))
-    else:
+    store.add("here", 1)
+    if rank:
         answer = _answer(store, limit_s)
+        found = dict(enumerate({"host": host} for host, count in answer["hosts"] for _ in range(count)))
+    else:
+        found, problems = _collect(store, ranks, host_of, limit_s)
+        fields = problems_to_json(LaunchError(*problems)) if problems else []
+        hosts = [fact["host"] for _, fact in sorted(found.items())]
+        answer = {"problems": fields, "hosts": [(host, len(list(same))) for host, same in groupby(hosts)]}
+        store.set("answer", json.dumps(answer))
+        if problems:
+            _wait_for_readers(store, len(found) - 1)
     if answer["problems"]:
         raise LaunchError(*(problem_from_json(fields, None) for fields in answer["problems"]))
-    return {int(key): value for key, value in answer["facts"].items()}
+    return found
 
 
-def _collect(store: Any, ranks: int, host_of: Callable[[int], str], limit_s: float) -> dict[str, Any]:
+def _collect(store: Any, ranks: int, host_of: Callable[[int], str], limit_s: float) -> tuple[Facts, list[Problem]]:
+    """The facts of the ranks that answer, and what is wrong."""
     deadline = time.monotonic() + limit_s
-    missing = set(range(ranks))
-    while missing:
-        missing -= {rank for rank in missing if store.check([f"facts/{rank}"])}
-        if not missing or time.monotonic() > deadline:
-            break
+    while store.add("here", 0) < ranks and time.monotonic() < deadline:
         time.sleep(_EVERY_S)
-    facts = {rank: json.loads(store.get(f"facts/{rank}")) for rank in range(ranks) if rank not in missing}
-    problems = [_missing(sorted(missing), facts, host_of, limit_s)] if missing else list(differences(facts))
-    fields = problems_to_json(LaunchError(*problems)) if problems else []
-    return {"facts": facts, "problems": fields}
+    keys = [f"facts/{rank}" for rank in range(ranks)]
+    answered = list(range(ranks))
+    if not store.check(keys):  # also where two processes have one rank
+        answered = [rank for rank in answered if store.check([keys[rank]])]
+    texts = store.multi_get([keys[rank] for rank in answered])
+    facts = {rank: json.loads(text) for rank, text in zip(answered, texts, strict=True)}
+    missing = sorted(set(range(ranks)) - set(facts))
+    return facts, [_missing(missing, facts, host_of, limit_s)] if missing else differences(facts)
+
+
+def _wait_for_readers(store: Any, others: int) -> None:
+    """Live until the other ranks have read what is wrong, or for a while: this process may have the store."""
+    deadline = time.monotonic() + _READ_S
+    while store.add("read", 0) < others and time.monotonic() < deadline:
+        time.sleep(_EVERY_S)
 
 
 def _missing(missing: list[int], facts: Facts, host_of: Callable[[int], str], limit_s: float) -> Problem:
@@ -76,7 +95,10 @@ def _missing(missing: list[int], facts: Facts, host_of: Callable[[int], str], li
 def _answer(store: Any, limit_s: float) -> dict[str, Any]:
     try:
         store.wait(["answer"], timedelta(seconds=limit_s + 5))
-        return json.loads(store.get("answer"))
+        answer = json.loads(store.get("answer"))
+        if answer["problems"]:
+            store.add("read", 1)
+        return answer
     except RuntimeError as error:
         what = f"rank 0 has not answered within {limit_s + 5:.0f} s: {str(error).splitlines()[0][:120]}"
         raise LaunchError(Problem("head-silent", what, fix="look at the head node's log")) from None

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize import build_mesh
+from parallelize.launch.config.run_config_file import parse_run_config
+from parallelize.launch.loop import run_metrics
 from parallelize.launch.loop.memory_report import is_out_of_memory, write_memory_report
 from parallelize.launch.loop.process_memory import used_bytes
 from parallelize.launch.loop.profiled_step import ProfiledStep, compare_ranks, covered, profiled
@@ -90,3 +92,17 @@ def test_a_memory_report_has_tensors_and_the_prediction(tmp_path):
     except ValueError as error:
         assert is_out_of_memory(error)
     assert not is_out_of_memory(ValueError("other")) and used_bytes("cpu") > 1e6
+
+
+def test_a_run_that_goes_on_is_the_same_one_at_weights_and_biases(tmp_path, monkeypatch):
+    ids = []
+    monkeypatch.setattr(run_metrics, "WandbLogger", lambda project, config, run_id: ids.append(run_id) or Closed())
+    for folder in ("a", "a", "b", ""):
+        text = f"model: llama\ndata: {{function: 'a:b'}}\nmetrics: {{wandb: p}}\ncheckpoints: {{folder: '{folder and tmp_path / folder}'}}"
+        run_metrics.RunMetrics(parse_run_config(text), 1, 1.0, 1.0, "heading", enabled=True).close()
+    assert ids[0] and ids[0] == ids[1] != ids[2] and ids[3] is None
+
+
+class Closed:
+    def close(self):
+        pass

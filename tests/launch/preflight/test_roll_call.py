@@ -8,11 +8,32 @@ import pytest
 import torch.distributed as dist
 
 from parallelize.errors import LaunchError
+from parallelize.launch.environment.launcher import Launcher
 from parallelize.launch.preflight.rank_facts import facts_of_rank
+from parallelize.launch.preflight.rank_store import rank_store
 from parallelize.launch.preflight.roll_call import remarks, roll_call
+from tests.support.processes import free_port
 
 FACTS = {"host": "a", "device": "cpu", "threads": "1", "torch": "2.13", "python": "3.11", "parallelize": "0.1"}
 FACTS |= {"code": "c", "model code": "m", "run": "r", "ranks": "3"}
+
+
+class CountingStore:
+    """A store that notes the longest value, and counts requests by thread."""
+
+    def __init__(self):
+        self.store, self.requests, self.longest = dist.HashStore(), {}, 0
+
+    def __getattr__(self, name):
+        method = getattr(self.store, name)
+
+        def counted(*args):
+            thread = threading.get_ident()
+            self.requests[thread] = self.requests.get(thread, 0) + 1
+            self.longest = max([self.longest, *(len(value) for value in args if isinstance(value, str))])
+            return method(*args)
+
+        return counted
 
 
 def call(changes: dict[int, dict[str, str]], absent=(), limit_s=0.3):
@@ -36,8 +57,53 @@ def call(changes: dict[int, dict[str, str]], absent=(), limit_s=0.3):
 
 def test_ranks_that_agree_get_all_facts():
     results = call({})
-    assert results[0] == results[1] == results[2] and results[0][2]["slot"] == "slot 2"
+    assert results[0][2]["slot"] == "slot 2" and len(results[0]) == 3
+    assert results[1] == results[2] == {rank: {"host": "a"} for rank in range(3)}
     assert remarks({0: FACTS, 1: {**FACTS, "device": "other"}}) == ["device differs: rank 0 cpu; rank 1 other"]
+
+
+def test_what_is_asked_and_answered_does_not_grow_with_the_ranks():
+    store, ranks, results = CountingStore(), 64, {}
+
+    def one_rank(rank):
+        results[rank] = roll_call(
+            store, rank, ranks, {**FACTS, "host": f"node{rank // 32}", "slot": str(rank)}, limit_s=20
+        )
+
+    threads = [threading.Thread(target=one_rank, args=(rank,)) for rank in reversed(range(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results[5][63] == {"host": "node1"} and len(results) == ranks
+    assert sorted(store.requests.values())[-2] <= 5  # of all ranks but the first
+    assert store.longest < 300  # the facts of one rank, or the answer
+
+
+def test_two_processes_with_one_rank_are_a_rank_that_is_missing():
+    store, errors = dist.HashStore(), []
+
+    def process(rank):
+        with pytest.raises(LaunchError) as caught:
+            roll_call(store, rank, 3, {**FACTS, "slot": "a"}, limit_s=0.5)
+        errors.append(caught.value.slugs)
+
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in (0, 1, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert errors == [("ranks-missing",)] * 3
+
+
+def test_the_head_node_does_not_wait_for_all_ranks_before_the_roll_call():
+    """Torch's rendezvous waits for them in the constructor of its store, and names nobody."""
+    place = {"world_size": 2, "hosts": ("first", "second"), "head": "127.0.0.1", "port": free_port()}
+    head = Launcher("srun", "", rank=0, **place)
+    with pytest.raises(LaunchError, match="ranks 1 on second have not answered"):
+        roll_call(rank_store(head, 20.0, 20.0), 0, 2, FACTS, host_of=head.host_of, limit_s=0.2)
+    with pytest.raises(LaunchError, match="head-silent"):
+        rank_store(Launcher("srun", "", rank=1, **{**place, "port": free_port()}), 0.3, 1.0)
 
 
 def test_a_missing_rank_is_named_with_its_host():

@@ -15,7 +15,8 @@ from parallelize.launch.loop.anomalies import AnomalyWatch
 from parallelize.launch.run_rank import _status_of
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST, judge
 from parallelize.launch.start.forwarding import children
-from tests.launch.launched import wait_until
+from tests.launch.launched import finish, output_of, started, wait_until, write_run
+from tests.support.processes import free_port
 
 
 @pytest.mark.parametrize(
@@ -73,3 +74,17 @@ def alive(pid: int) -> bool:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.sweep
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_before_the_first_step_asks_for_another_start(number, tmp_path):
+    """A rank under a launcher other than ours, which waits for a rank that never comes."""
+    path = write_run(tmp_path)
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with started(path, **ranks) as process:
+        wait_until(lambda: "2 ranks" in output_of(path))
+        process.send_signal(number)
+        assert finish(process, path, 10) == 75
+    assert f"{signal.Signals(number).name}: stopped before the first step; nothing is lost" in output_of(path)

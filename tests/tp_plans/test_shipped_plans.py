@@ -102,6 +102,18 @@ def test_every_stack_in_stages(family, mesh):
     assert result.ok, result.difference or result
 
 
+RECURRENT = ["mamba", "mamba2", "falcon_mamba", "bamba", "recurrent_gemma", "rwkv", "lfm2"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=2,tp=2"])
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrences_over_cp(family, mesh):
+    """Their modules are gathered: each rank runs them on the full sequence."""
+    result = on_mesh(family, mesh)
+    assert result.ok, result.difference or result
+
+
 @pytest.mark.parametrize(
     ("family", "tp", "named"),
     [

@@ -86,6 +86,18 @@ def test_over_cp(two_processes, four_processes, sizes, options):
     check(pool, "llama", sizes, options, length=16)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", ["deepseek_v32", "lfm2_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [({"cp": 2}, {}), ({"cp": 2, "tp": 2}, {"sequence_parallel": True, "ep": 2, "recompute": "full"})],
+    ids=str,
+)
+def test_modules_that_are_gathered_over_cp(two_processes, four_processes, family, sizes, options):
+    pool = two_processes if sizes == {"cp": 2} else four_processes
+    check(pool, family, sizes, options, length=16)
+
+
 @pytest.mark.variants(every=6)
 @pytest.mark.parametrize(
     ("sizes", "options"),

@@ -179,7 +179,7 @@ def _set_implementation(context: Context, attention: dict[str, str], present: di
         config = inner.__dict__.get("config")
         if hasattr(config, "_attn_implementation") and id(inner) not in inside:
             over_ranks = LocalConfig(config, {"_attn_implementation": NAME})
-            inner.config = config_with_masks(config, context) if context.makes_masks else over_ranks
+            inner.__dict__["config"] = config_with_masks(config, context) if context.makes_masks else over_ranks
 
 
 def _with_signature(stock: Callable[..., Any]) -> Callable[..., Any]:

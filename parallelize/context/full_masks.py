@@ -60,7 +60,7 @@ def _full_mask(
     options |= {"q_offset": 0, "kv_offset": 0, "attention_mask": None if padding is None else padding.bool()}
     if sequences.positions is not None:
         positions = sequences.positions.expand(batch_size, -1)
-        packed = masking_utils.find_packed_sequence_indices(positions)
+        packed: Any = masking_utils.find_packed_sequence_indices(positions)  # not None: the call has several documents
         mask_function = masking_utils.packed_sequence_compatibility_function(mask_function, positions, packed)
         options["allow_is_causal_skip"] = False
     make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name]

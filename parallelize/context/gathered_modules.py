@@ -115,8 +115,11 @@ def _gathered(value: Any, context: Context, layout: SequenceLayout) -> Any:
     """
     if isinstance(value, T):
         local = layout.num_tokens(context.group.rank)
-        is_local = value.ndim >= 2 and value.shape[1] == local and not _is_mask(value, layout)
-        return gather_tokens(value, context.group, layout, 1, "partial") if is_local else value
+        if value.ndim < 2 or value.shape[1] != local or _is_mask(value, layout):
+            return value
+        if value.is_complex():  # of rotary tables; not every backend sends complex numbers
+            return torch.view_as_complex(_gathered(torch.view_as_real(value), context, layout))
+        return gather_tokens(value, context.group, layout, 1, "partial")
     if type(value) in (tuple, list):
         return type(value)(_gathered(item, context, layout) for item in value)
     return value

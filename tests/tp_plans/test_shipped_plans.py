@@ -103,13 +103,14 @@ def test_every_stack_in_stages(family, mesh):
 
 
 RECURRENT = ["mamba", "mamba2", "falcon_mamba", "bamba", "recurrent_gemma", "rwkv", "lfm2"]
+OWN_ATTENTION = ["gptj", "codegen", "gpt_neo", "bloom", "mpt", "falcon", "falcon-alibi"]
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=2,tp=2"])
-@pytest.mark.parametrize("family", RECURRENT)
-def test_recurrences_over_cp(family, mesh):
-    """Their modules are gathered: each rank runs them on the full sequence."""
+@pytest.mark.parametrize("family", RECURRENT + OWN_ATTENTION)
+def test_gathered_modules_over_cp(family, mesh):
+    """Each rank runs recurrences, and attention that is written as matmuls or with biases, on the full sequence."""
     result = on_mesh(family, mesh)
     assert result.ok, result.difference or result
 

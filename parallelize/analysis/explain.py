@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from parallelize.analysis.advice import advise
+from parallelize.analysis.context_findings import gathered_modules
 from parallelize.analysis.cost.machine import Machine, load_machine
 from parallelize.analysis.cost.memory import RankMemory, memory_of
 from parallelize.analysis.cost.setting import Setting, make_setting
@@ -99,7 +100,7 @@ def explain_subject(
         parameters=tuple(_parameter_lines(subject, setting)),
         ranks=tuple(reports),
         time=time,
-        assumptions=tuple(_assumptions(setting, every_layer)),
+        assumptions=tuple(_assumptions(setting, every_layer, gathered_modules(subject.resolved(setting)))),
         activations_without_recompute=_peak_activation_bytes(subject, setting, "off"),
         activations_with_recompute=_peak_activation_bytes(subject, setting, "full"),
         worst_routing=worst_routing(subject, setting, steps, memories),
@@ -263,13 +264,17 @@ def _totals(messages: Sequence[tuple[Message, int]], setting: Setting, machine: 
     return sorted(totals.values(), key=lambda total: -total.sent_bytes)
 
 
-def _assumptions(setting: Setting, every_layer: bool) -> Iterable[str]:
+def _assumptions(setting: Setting, every_layer: bool, gathered: dict[str, int]) -> Iterable[str]:
+    """gathered: modules that every rank of `cp` runs on the full sequence, as `gathered_modules` has them."""
     yield "bytes and counts are those of the code that runs; times are estimates from the hardware profile's constants"
     yield "attention is a fused (flash) kernel: it saves query, key, value, output and one number per token and head, not the scores"
     yield "memory is that of tensors; allocators add fragmentation, and a CUDA context and NCCL take 1 to 2 GB more"
     yield "each op takes the longer of its compute and its memory traffic; sequential: nothing is hidden; overlapped: everything that can be"
     yield "model FLOPs are three times those of the unsharded forward's matmuls; causal attention counts half; recompute does not count"
     yield "one step is forward, backward and optimizer; clipping adds scalars; evaluation and data loading are left out"
+    if gathered:
+        names = ", ".join(f"{name} (x{count})" for name, count in gathered.items())
+        yield f"every rank of cp computes {names} for the full sequence and stores its activations: cp does not divide that work, which is counted"
     if setting.zero == 3 and setting.size("pp") > 1:
         yield "ZeRO 3 gathers each unit twice per microbatch; with several stages on a rank some are gathered more often"
     if setting.offload_state:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from parallelize.analysis.context_findings import gathered_over_cp
 from parallelize.analysis.cost.setting import Setting, check_setting, make_setting
 from parallelize.analysis.dims_findings import dims_findings
 from parallelize.analysis.expert_findings import padded_experts
@@ -118,6 +119,7 @@ def lint_setting(subject: Subject, setting: Setting, world_size: int | None = No
     resolved = None if results else subject.resolved(setting)
     if resolved is not None:
         results += [Finding("warning", problem) for problem in padded_experts(resolved, setting.compute_bytes)]
+        results += [Finding("warning", problem) for problem in gathered_over_cp(resolved)]
     if resolved is not None and resolved.tp_size > 1:
         results += _uneven(resolved)
         results += _forward_findings(subject, setting, resolved)

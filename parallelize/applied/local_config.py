@@ -25,7 +25,7 @@ class LocalConfig:
         setattr(self._config, name, value)
 
     def __deepcopy__(self, memo: dict) -> LocalConfig:
-        return LocalConfig(deepcopy(self._config, memo), dict(self._local))
+        return LocalConfig(deepcopy(self._config, memo), deepcopy(self._local, memo))
 
     def __reduce__(self):
         return LocalConfig, (self._config, self._local)

@@ -116,8 +116,8 @@ class ShardedSequences(Protocol):
     group: Group
     mesh: DeviceMesh
 
-    def local_positions(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """(tokens of the full sequence, runs of this rank's positions) of the forward that runs, or is recomputed."""
+    def local_positions(self) -> tuple[int, tuple[tuple[int, int], ...]] | None:
+        """(tokens of the full sequence, runs of this rank's positions) of the forward that runs, or is recomputed; None for all."""
 
     def shard_cache(self, cache: Any) -> object:
         """Let each rank store its tokens of a cache of `transformers`."""

@@ -19,10 +19,18 @@ from parallelize.ops.attention.weight_dropout import WeightDropout
 T = torch.Tensor
 
 
-def attend(module: ContextAttention, q: T, k: T, v: T, masking: Masking, dropout: WeightDropout | None = None) -> T:
+def attend(
+    module: ContextAttention,
+    q: T,
+    k: T,
+    v: T,
+    masking: Masking,
+    dropout: WeightDropout | None = None,
+    sinks: T | None = None,
+) -> T:
     """Attention of the local queries to the full sequence.
 
-    Shapes (s: local tokens): q [B, H, s, D], k [B, K, s, D], v [B, K, s, E]; returns [B, H, s, E].
+    Shapes (s: local tokens): q [B, H, s, D], k [B, K, s, D], v [B, K, s, E], sinks [H] (see `ring_attention`); returns [B, H, s, E].
 
     Raises: ModelError `wrong-rows`, `attention-kind`.
     """
@@ -33,7 +41,7 @@ def attend(module: ContextAttention, q: T, k: T, v: T, masking: Masking, dropout
     _check_kind(module, masking)
     if sequences.cached is not None:
         context.attended.add(module.fqn)
-        return attend_to_cache(module, q, k, v, masking, sequences.cached, sequences.documents)
+        return attend_to_cache(module, q, k, v, masking, sequences.cached, sequences.documents, sinks)
     _check_tokens(module, sequences, q, k)
     context.attended.add(module.fqn)
     if masking.window >= sequences.layout.full:  # of this forward: in a recompute it may not be the last one
@@ -43,8 +51,10 @@ def attend(module: ContextAttention, q: T, k: T, v: T, masking: Masking, dropout
     if exchanges:
         sizes = sequences.layout.ulysses_sizes(context.ring_rank)
         q, k, v = to_head_shards(q, k, v, context.ulysses, heads, sizes)
-        dropout = dropout and dropout.from_head(heads.queries[context.ulysses.rank][0])
-    out = _over_ring(context, sequences, q, k, v, masking, dropout)
+        start, stop = heads.queries[context.ulysses.rank]
+        dropout = dropout and dropout.from_head(start)
+        sinks = None if sinks is None else sinks[start:stop]
+    out = _over_ring(context, sequences, q, k, v, masking, dropout, sinks)
     if exchanges:
         out = to_sequence_shards(out, context.ulysses, heads, sizes)
     context.attach(sequences, out)
@@ -67,12 +77,19 @@ def _check_kind(module: ContextAttention, masking: Masking) -> None:
 
 
 def _over_ring(
-    context: Context, sequences: ForwardSequences, q: T, k: T, v: T, masking: Masking, dropout: WeightDropout | None
+    context: Context,
+    sequences: ForwardSequences,
+    q: T,
+    k: T,
+    v: T,
+    masking: Masking,
+    dropout: WeightDropout | None,
+    sinks: T | None,
 ) -> T:
     if not q.shape[1]:  # fewer heads than ranks: nothing to compute, but backward must reach q, k and v
         empty = q.new_zeros((*q.shape[:3], v.shape[3]))
-        return empty + (q.sum() + k.sum() + v.sum())
-    simple = sequences.documents is None and not masking.window and not masking.softcap and dropout is None
+        return empty + (q.sum() + k.sum() + v.sum() + (0 if sinks is None else sinks.sum()))
+    simple = sequences.documents is None and not masking.window and not masking.softcap and dropout is sinks is None
     if context.ring.size == 1 and simple:
         options: dict[str, Any] = {"is_causal": masking.causal, "scale": masking.scale}
         if q.shape[1] != k.shape[1]:
@@ -80,7 +97,7 @@ def _over_ring(
         with private.plain_calls():
             return F.scaled_dot_product_attention(q, k, v, **options)
     runs = tuple(sequences.layout.of_ring_rank(ring_rank) for ring_rank in range(context.ring.size))
-    return ring_attention(q, k, v, context.ring, runs, masking, sequences.documents, dropout)
+    return ring_attention(q, k, v, context.ring, runs, masking, sequences.documents, dropout, sinks)
 
 
 def masking_of(

@@ -16,7 +16,14 @@ T = torch.Tensor
 
 
 def attend_to_cache(
-    module: ContextAttention, q: T, k: T, v: T, masking: Masking, cache: CachedSequence, documents: T | None
+    module: ContextAttention,
+    q: T,
+    k: T,
+    v: T,
+    masking: Masking,
+    cache: CachedSequence,
+    documents: T | None,
+    sinks: T | None = None,
 ) -> T:
     """Attention of the last tokens of a sequence to all of it.
 
@@ -39,7 +46,7 @@ def attend_to_cache(
     if documents is not None or not _all_visible(positions, start, stop, masking):
         mask = _mask(positions, start, stop, masking, documents, q.device)
     scoring = Scoring(mask, False, masking.scale, masking.softcap)
-    return attend_to_shards(q, k, v, module.context.group, scoring)
+    return attend_to_shards(q, k, v, module.context.group, scoring, sinks)
 
 
 def _all_visible(keys: tuple[range, ...], start: int, stop: int, masking: Masking) -> bool:

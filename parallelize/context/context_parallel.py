@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -15,12 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize import _torch_private as private
 from parallelize.applied.local_config import LocalConfig
 from parallelize.applied.other_wrappers import refuse_wrappers
-from parallelize.applied.records import cut_of, facts_of, mark_applied, resolution_of
+from parallelize.applied.records import cut_of, facts_of, mark_applied, record_of, resolution_of
+from parallelize.applied.step_results import expected
 from parallelize.applied.transaction import Transaction
 from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on, check_replicas
 from parallelize.context.cached_calls import CachedCall, logits_on_every_rank
 from parallelize.context.forward_state import Context, ContextAttention, attention_of, context_of
+from parallelize.context.full_masks import config_with_masks, register_masks
+from parallelize.context.gathered_modules import GATHERED, check_masks, check_overlap, install_gathered
 from parallelize.context.inputs import ContextInputs, is_registered
 from parallelize.context.stock_attention import NAME, forward_over_context, refuse_unplanned, register
 from parallelize.errors import MeshError, ModelError, Problem
@@ -33,6 +37,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
 from parallelize.tensor.attention_calls import AttentionCalls
 from parallelize.tensor.refused_outputs import refuse_attentions
+from parallelize.tensor.region import Region
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 
 
@@ -89,6 +94,9 @@ def apply_context(module: nn.Module, mesh: DeviceMesh, decide: Callable[[], Reso
         check_context(resolved)
         if context_of(module) is not None:
             raise ModelError(Problem("already-parallelized", f"{type(module).__name__} is on cp", fix="apply it once"))
+        named = dict(module.named_modules())
+        check_masks(dict(resolved.attention), named)
+        check_overlap(dict(resolved.attention), named)
         refuse_early_dropout(module)
         inputs = ContextInputs(module, resolved.plan)
     with Transaction(module):
@@ -137,27 +145,41 @@ def _install(module: nn.Module, context: Context, inputs: ContextInputs) -> None
     registered = is_registered(module)
     if registered:
         register()
+        register_masks()
     cut = cut_of(module)
     named = dict(module.named_modules())  # in a pipeline, modules of other stages exist in name only
     present = {name: inner for name, inner in named.items() if cut is None or cut.present(name)}
     attention = {fqn: kind for fqn, kind in context.attention.items() if fqn in present}
+    record = record_of(module)
+    region = None if record is None else expected(record.region, Region)
     for fqn, kind in attention.items():
         planned = ContextAttention(context, fqn, kind)
         present[fqn].register_forward_hook(_FirstCallCheck())
         mark_applied(present[fqn], attention=planned)
-        if not registered:
+        if kind == GATHERED:
+            planned.region = region
+            install_gathered(present[fqn], planned)
+        elif not registered:
             planned.stock = present[fqn].__dict__.get("forward")
             present[fqn].__dict__["forward"] = MethodType(forward_over_context, present[fqn])
     if registered:
-        for inner in present.values():
-            if hasattr(inner.__dict__.get("config"), "_attn_implementation"):
-                inner.config = LocalConfig(inner.config, {"_attn_implementation": NAME})
+        _set_implementation(context, attention, present)
     mark_applied(module, context=context)
     if registered:
         module.register_forward_pre_hook(refuse_attentions, with_kwargs=True)
     call = _RootForward(inputs, module.__dict__.get("forward"), set(attention), cut is not None)
     mark_applied(module, context_call=call)
     module.__dict__["forward"] = MethodType(_with_signature(type(module).forward), module)
+
+
+def _set_implementation(context: Context, attention: dict[str, str], present: dict[str, nn.Module]) -> None:
+    """Configs that name the attention over cp, and no mask; gathered modules keep theirs, and get masks of the full sequence."""
+    inside = {id(m) for fqn, kind in attention.items() if kind == GATHERED for m in present[fqn].modules()}
+    for inner in present.values():
+        config = inner.__dict__.get("config")
+        if hasattr(config, "_attn_implementation") and id(inner) not in inside:
+            over_ranks = LocalConfig(config, {"_attn_implementation": NAME})
+            inner.__dict__["config"] = config_with_masks(config, context) if context.makes_masks else over_ranks
 
 
 def _with_signature(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,7 +239,7 @@ def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         if context.checked:
             return call.run(context, self, args, kwargs, cached)
-        with AttentionCalls(refuse_unplanned):
+        with AttentionCalls(partial(refuse_unplanned, context)):
             return call.run(context, self, args, kwargs, cached)
     finally:
         context.checked = context.attended >= call.present

@@ -20,6 +20,7 @@ from parallelize.context.cache_shards import CachedSequence, shard_cache
 from parallelize.context.sequence_shards import Run, SequenceLayout
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import replay_cache
+from parallelize.tensor.region import Region
 
 T = torch.Tensor
 
@@ -32,11 +33,17 @@ class ForwardSequences:
         layout: which tokens each rank stores.
         documents: [B or 1, S], the document of each token, -1 - d for padding; None for one document without padding.
         cached: the cache of new tokens that every rank computes; None if each rank computes its part.
+        padding: [B, S], 0 for padding, as the model was called; None without padding.
+        positions: [1 or B, S], those of packed documents; None without.
+        is_gathered: whether a gathered module runs, on all tokens.
     """
 
     layout: SequenceLayout
     documents: T | None = None
     cached: CachedSequence | None = None
+    padding: T | None = None
+    positions: T | None = None
+    is_gathered: bool = False
 
 
 class Context:
@@ -46,7 +53,7 @@ class Context:
         group: all ranks of cp.
         ring: the ranks that store other tokens of the same heads.
         ulysses: the ranks that exchange heads.
-        attention: fqn -> "causal" or "bidirectional".
+        attention: fqn -> "causal", "bidirectional" or "gathered".
         length: tokens of the last forward's sequences.
         attended: modules whose attention was computed over cp at least once.
         checked: whether the checks of the first forward have passed.
@@ -96,7 +103,22 @@ class Context:
 
     @property
     def is_causal(self) -> bool:
-        return "causal" in self.attention.values()
+        """Whether no attention is bidirectional: a token depends on those before it."""
+        return "bidirectional" not in self.attention.values()
+
+    @property
+    def has_gathered(self) -> bool:
+        return "gathered" in self.attention.values()
+
+    @property
+    def makes_masks(self) -> bool:
+        """Whether masks of the full sequence are made: no attention runs over the ranks, which takes none."""
+        return set(self.attention.values()) == {"gathered"}
+
+    @property
+    def runs_gathered(self) -> bool:
+        """Whether the forward that runs is inside of a gathered module."""
+        return self._running is not None and self._running.is_gathered
 
     def layout_of(self, full: int) -> SequenceLayout:
         """The layout of sequences of `full` tokens."""
@@ -106,18 +128,28 @@ class Context:
         """This rank's positions in the last forward's sequences."""
         return self.layout_of(self.length).of_rank(self.group.rank)
 
-    def local_positions(self) -> tuple[int, tuple[Run, ...]]:
-        """(tokens of the full sequence, this rank's positions) of the forward that runs, or is recomputed.
+    def local_positions(self) -> tuple[int, tuple[Run, ...]] | None:
+        """(tokens of the full sequence, this rank's positions) of the forward that runs, or is recomputed; None in a gathered module.
 
         Raises: as `current`.
         """
-        layout = self.current().layout
-        return layout.full, layout.of_rank(self.group.rank)
+        sequences = self.current()
+        layout = sequences.layout
+        return None if sequences.is_gathered else (layout.full, layout.of_rank(self.group.rank))
 
-    def begin(self, full: int, documents: T | None, cache: CachedSequence | None = None, splits: bool = True) -> None:
+    def begin(
+        self,
+        full: int,
+        documents: T | None,
+        cache: CachedSequence | None = None,
+        splits: bool = True,
+        padding: T | None = None,
+        positions: T | None = None,
+    ) -> None:
         """A forward starts, with sequences of `full` tokens.
 
         Args:
+            documents, padding, positions: as in `ForwardSequences`.
             cache: where it stores keys and values.
             splits: whether each rank computes a part of the tokens; else all ranks compute those that the cache has not.
         """
@@ -126,7 +158,7 @@ class Context:
         if cache is not None:
             cache.begin(full - cache.full, layout if splits else None)
         self.cache = cache
-        self._running = ForwardSequences(layout, documents, None if splits else cache)
+        self._running = ForwardSequences(layout, documents, None if splits else cache, padding, positions)
 
     def end(self) -> None:
         """The forward has ended, or failed."""
@@ -193,13 +225,16 @@ class ContextAttention:
 
     Attributes:
         kind: "causal" or "bidirectional".
-        stock: the forward on the instance before, if its calls of attention are intercepted by a function mode.
+        stock: the forward on the instance before, if its calls of attention are intercepted by a function mode, or if the module is
+            gathered.
+        region: of a gathered module, the sequence-parallel region that it is in, or None.
     """
 
     context: Context
     fqn: str
     kind: str
     stock: Any = None
+    region: Region | None = None
 
 
 def attention_of(module: nn.Module) -> ContextAttention | None:

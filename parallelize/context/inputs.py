@@ -19,6 +19,7 @@ from parallelize import _torch_private as private
 from parallelize.context.cache_shards import cache_refused
 from parallelize.context.cached_calls import KEEP, CachedCall, cached_call, check_mask
 from parallelize.context.forward_state import Context
+from parallelize.context.full_masks import mask_of_model
 from parallelize.context.sequence_shards import SequenceLayout
 from parallelize.errors import ModelError, Problem, ShapeError
 from parallelize.models.wrapped_models import forward_signature, stock_model
@@ -92,6 +93,8 @@ class ContextInputs:
             for name, value in call.items():
                 call[name] = value if name in _CACHES else local_tokens(value, layout, rank)
             extra = {name: local_tokens(value, layout, rank) for name, value in extra.items()}
+        if context.has_gathered and _MASK in self.signature.parameters:
+            call[_MASK] = mask_of_model(context, call, layout.full)
         if extra:
             call[var_keyword] = extra
         self._set_cache(call, cached, context)
@@ -112,7 +115,10 @@ class ContextInputs:
         mask, positions = call.get(_MASK), call.get(self.positions)
         packed = positions if self.packs and mask is None and (cached is None or cached.cache is None) else None
         if cached is None:
-            context.begin(full, documents_of(packed, mask))
+            documents = documents_of(packed, mask)
+            padding, packed = (mask, None) if mask is not None else (None, packed)
+            marked = documents is not None
+            context.begin(full, documents, padding=padding if marked else None, positions=packed if marked else None)
         else:
             check_mask(mask, full)
             context.begin(full, documents_of(packed, mask), cached.cache, cached.splits)

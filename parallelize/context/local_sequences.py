@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import Any
 
 import torch
@@ -10,10 +9,9 @@ from torch import nn
 
 from parallelize import _torch_private as private
 from parallelize.context.forward_state import Context, context_of
+from parallelize.context.gathered_tokens import gather_tokens
 from parallelize.context.inputs import next_tokens, select_tokens
-from parallelize.context.sequence_shards import SequenceLayout
 from parallelize.errors import ModelError, Problem, ShapeError
-from parallelize.ops import collectives as ops
 
 T = torch.Tensor
 
@@ -58,21 +56,10 @@ def gather_sequence(model: Any, x: T, dim: int = 1, full: int | None = None) -> 
         what = "the length of the sequence is not known: no forward has run"
         raise ModelError(Problem("outside-context", what, fix="gather_sequence(..., full=S)"))
     layout, dim, rank = context.layout_of(full), dim % x.ndim, context.group.rank
-    counts = [layout.num_tokens(other) for other in range(layout.size)]
-    if x.shape[dim] != counts[rank]:
-        what = f"{x.shape[dim]} tokens in dim {dim}, and this rank has {counts[rank]} of {full}"
+    if x.shape[dim] != layout.num_tokens(rank):
+        what = f"{x.shape[dim]} tokens in dim {dim}, and this rank has {layout.num_tokens(rank)} of {full}"
         raise ShapeError(Problem("wrong-rows", what, fix="pass `full`, or another dim"))
-    padded = max(counts)
-    gathered = ops.gather(ops.pad_to(x, dim, padded), context.group, dim, padded * layout.size, "replicate")
-    return gathered.index_select(dim, torch.tensor(_padded_order(layout, counts, padded), device=x.device))
-
-
-def _padded_order(layout: SequenceLayout, counts: list[int], padded: int) -> list[int]:
-    """For each position of the sequence, its index among all ranks' tokens, each rank's padded to `padded`."""
-    starts = [sum(counts[:rank]) for rank in range(len(counts))]
-    return [
-        index + (padded * (rank := bisect_right(starts, index) - 1) - starts[rank]) for index in layout.gathered_order()
-    ]
+    return gather_tokens(x, context.group, layout, dim, "replicate")
 
 
 def local_targets(context: Context, full: int, targets: Any) -> Any:

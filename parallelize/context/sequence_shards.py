@@ -59,6 +59,21 @@ class SequenceLayout:
         """The number of tokens of a rank of cp."""
         return count(self.of_rank(rank))
 
+    def gathered_runs(self, padded: int) -> tuple[Run, ...]:
+        """For the sequence in order, runs of indices in the concatenation of all ranks' tokens, each rank's padded to `padded`."""
+        parts: list[tuple[int, Run]] = []
+        for rank in range(self.size):
+            index = rank * padded
+            for start, stop in self.of_rank(rank):
+                parts.append((start, (index, index + stop - start)))
+                index += stop - start
+        runs: list[Run] = []
+        for _, (start, stop) in sorted(parts):
+            if runs and runs[-1][1] == start:
+                start = runs.pop()[0]
+            runs.append((start, stop))
+        return tuple(runs)
+
     def gathered_order(self) -> tuple[int, ...]:
         """For each position of the sequence, its index in the concatenation of all ranks' tokens."""
         index = [0] * self.full

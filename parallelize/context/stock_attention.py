@@ -6,12 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from parallelize.applied.records import applied
 from parallelize.applied.step_results import expected
 from parallelize.context.attention import attend, masking_of
-from parallelize.context.forward_state import ContextAttention, attention_of
+from parallelize.context.forward_state import Context, ContextAttention, attention_of
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.attention.weight_dropout import WeightDropout
 from parallelize.randomness.dropout.call_sites import ModuleDropout
@@ -19,7 +20,7 @@ from parallelize.tensor.attention_calls import AttentionCalls
 
 T = torch.Tensor
 NAME = "parallelize_context"  # of this attention in the registry of `transformers`
-_CHANGES_ATTENTION = ("s_aux", "position_bias", "head_mask", "cache", "cu_seq_lens_q", "block_table")
+_CHANGES_ATTENTION = ("position_bias", "head_mask", "cache", "cu_seq_lens_q", "block_table")
 
 
 def register() -> None:
@@ -40,9 +41,10 @@ def interface(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: T | None = None,
     **others: Any,
 ) -> tuple[T, None]:
-    """Attention as `transformers` calls it: [B, H, s, D] in, [B, s, H, E] out.
+    """Attention as `transformers` calls it: [B, H, s, D] in, [B, s, H, E] out; s_aux [H] are attention sinks.
 
     Raises: ModelError `unplanned-attention`, `given-mask`, `attention-dropout`, `attention-argument`.
     """
@@ -56,7 +58,7 @@ def interface(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     masking = masking_of(planned, query, causal=causal, window=sliding_window, scale=scaling, softcap=softcap)
     drops = _dropout_of(module, planned, query, key, dropout)
-    return attend(planned, query, key, value, masking, drops).transpose(1, 2).contiguous(), None
+    return attend(planned, query, key, value, masking, drops, s_aux).transpose(1, 2).contiguous(), None
 
 
 def forward_over_context(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +92,10 @@ def _sdpa(
     return attend(planned, query, key, value, masking, _dropout_of(module, planned, query, key, dropout_p))
 
 
-def refuse_unplanned(*_: Any, **__: Any) -> T:
+def refuse_unplanned(context: Context, *args: Any, **kwargs: Any) -> T:
     """Attention in a module that the plan does not name, which would see local tokens only. Raises: ModelError."""
+    if context.runs_gathered:
+        return F.scaled_dot_product_attention(*args, **kwargs)
     fix = "name its module under `attention:` in the plan"
     raise ModelError(Problem("unplanned-attention", "attention runs in a module that no rule names", fix=fix))
 

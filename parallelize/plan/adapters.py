@@ -133,7 +133,7 @@ def renamed(plan: Plan, rename: Callable[[str], str]) -> Plan:
         ties=tuple(replace(tie, members=each(tie.members)) for tie in plan.ties),
         zero_units=each(plan.zero_units),
         recompute_units=each(plan.recompute_units),
-        attention=tuple((rename(pattern), kind) for pattern, kind in plan.attention),
+        attention=tuple(replace(rule, pattern=rename(rule.pattern)) for rule in plan.attention),
         regions=tuple(
             replace(region, layers=rename(region.layers), leave=region.leave and rename(region.leave))
             for region in plan.regions

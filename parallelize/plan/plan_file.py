@@ -20,6 +20,7 @@ from parallelize.plan.schema import (
     ALLOWED,
     ATTENTION,
     SCHEMA_VERSION,
+    AttentionRule,
     Case,
     Cuts,
     Plan,
@@ -261,8 +262,10 @@ def _units(reader: Reader, top: dict[str, yaml.Node], key: str) -> tuple[str, ..
     return units
 
 
-def _attention(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[tuple[str, str]]:
-    for pattern, key_node, node in reader.mapping(top["attention"], "attention") if "attention" in top else ():
+def _attention(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[AttentionRule]:
+    """`attention:`: `pattern: kind`, `pattern?: kind`, and `pattern with child: kind` for the modules that have such a child."""
+    for key, key_node, node in reader.mapping(top["attention"], "attention") if "attention" in top else ():
+        optional, (pattern, _, child) = "?" in key, key.replace("?", "").partition(" with ")
         kind = reader.text(node, f"the attention of {pattern}")
         if kind is not None and kind not in ATTENTION:
             reader.wrong(
@@ -270,7 +273,9 @@ def _attention(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[tuple[str,
             )
         try:
             check_pattern(pattern, reader.where(key_node))
-            yield pattern, kind or ATTENTION[0]
+            if child:
+                check_pattern(child, reader.where(key_node))
+            yield AttentionRule(pattern, kind or ATTENTION[0], child, optional)
         except PlanError as error:
             reader.problems.extend(error.problems)
 

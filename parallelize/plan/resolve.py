@@ -161,7 +161,7 @@ def _for_base_model(plan: Plan, model: ModelFacts, prefix: str = "") -> Plan:
         ties=tuple(tie for tie in ties if len(tie.members) > 1),
         zero_units=tuple(filter(is_inside, plan.zero_units)),
         recompute_units=tuple(filter(is_inside, plan.recompute_units)),
-        attention=tuple(item for item in plan.attention if is_inside(item[0])),
+        attention=tuple(item for item in plan.attention if is_inside(item.pattern)),
         rules=tuple(map(_of_base, (rule for rule in plan.rules if is_inside(rule.pattern) or rule.pattern == _ALL))),
         local=tuple(item for item in plan.local if is_inside(item.pattern)),
         local_inputs=tuple(item for item in plan.local_inputs if is_inside(item.pattern)),

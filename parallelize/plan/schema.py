@@ -14,8 +14,28 @@ from parallelize.plan.options import ROW_OPTIONS, STANDARD, Options, options_of
 from parallelize.styles.style import StyleText
 
 SCHEMA_VERSION = 1
-ATTENTION = ("causal", "bidirectional")
+ATTENTION = ("causal", "bidirectional", "gathered")  # the last: not by attention alone, see `AttentionRule`
 ALLOWED = ("reads-child-parameters",)  # what `allow:` may name: checks whose mistakes the first forward finds
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """A pattern of modules that mix tokens, for `cp`.
+
+    Attributes:
+        kind: of `ATTENTION`: "causal" and "bidirectional" attention runs over the ranks; around a "gathered" module the full sequence is
+            gathered, each rank runs the module on all of it, and its own tokens of the output are selected.
+        child: only modules with this child, where modules of one name are of several kinds; "" for all.
+        optional: the pattern may match nothing.
+    """
+
+    pattern: str
+    kind: str
+    child: str = ""
+    optional: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.pattern} with {self.child}" if self.child else self.pattern
 
 
 @dataclass(frozen=True)
@@ -219,7 +239,7 @@ class Plan:
         ties: of parameters that are different objects.
         zero_units: patterns of FSDP units.
         recompute_units: patterns of the modules that `recompute` runs again in backward.
-        attention: (pattern, one of `ATTENTION`).
+        attention: which modules mix tokens, and how.
         positions: the argument for positions in the full sequence, or "none".
         positions_from: the mask from which the model counts positions where none are passed.
         packing: "positions": a document begins where positions start again; or "none".
@@ -245,7 +265,7 @@ class Plan:
     ties: tuple[Tie, ...] = ()
     zero_units: tuple[str, ...] = ()
     recompute_units: tuple[str, ...] = ()
-    attention: tuple[tuple[str, str], ...] = ()
+    attention: tuple[AttentionRule, ...] = ()
     positions: str = "position_ids"
     positions_from: str = ""
     packing: str = "positions"
@@ -295,7 +315,7 @@ class Plan:
         modes = self.options.over(STANDARD)
         facts |= {name: str(getattr(modes, name)) for name in (*ROW_OPTIONS, "overlap")}
         facts |= {f"style {item.fqn}": item.text for item in self.kept}
-        facts |= {f"attention {pattern}": kind for pattern, kind in self.attention}
+        facts |= {f"attention {rule}": rule.kind for rule in self.attention}
         facts["positions"] = f"{self.positions} {self.positions_from} {self.packing}"
         return facts
 

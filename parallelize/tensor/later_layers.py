@@ -128,13 +128,13 @@ def _rows(record: PlanRecord, facts: ModelFacts, names: list[str]) -> TensorRows
     parameters = {
         name: row for name, row in rows.parameters.items() if row.fqn.rpartition(".")[0] in new and not row.plain
     }
-    return replace(rows, modules=modules, parameters=parameters, region=None, attributes={})
+    return replace(rows, modules=modules, parameters=parameters, regions=(), attributes={})
 
 
 def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, rows: TensorRows, names: list[str]) -> None:
     resolved, over_all_axes = (_replaced(each, facts, rows) for each in (record.resolved, resolution_so_far(model)))
     before = {name: model.get_parameter(name) for name in rows.parameters}
-    new = replace(resolved, modules=rows.modules, parameters=rows.parameters, region=None, attributes={})
+    new = replace(resolved, modules=rows.modules, parameters=rows.parameters, regions=(), attributes={})
     Sharder(0, None, None).shard(model, new, partial(axis_of_layout, tp=record.tp, folded=record.folded))
     give_new_parameters([(parameter, model.get_parameter(name)) for name, parameter in before.items()])
     part = replace(facts, modules={name: facts.modules[name] for name in names})

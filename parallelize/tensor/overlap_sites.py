@@ -48,8 +48,14 @@ _COLUMN_OPS = {Conversion.GATHER_SEQUENCE: "all_gather_linear", Conversion.COPY:
 
 
 def planned_call_sites(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[PlannedCallSite]:
-    """The call sites of a plan on a model. Nothing is changed."""
+    """The call sites of a plan on a model. Nothing is changed.
+
+    There is none in a module that is gathered over `cp`, which computes other tokens than the collective's.
+    """
+    gathered = [fqn for fqn, kind in resolved.attention.items() if kind == "gathered"]
     for fqn, row in resolved.modules.items():
+        if any(fqn == outer or fqn.startswith(f"{outer}.") for outer in gathered):
+            continue
         contract = row.contract
         requested = contract.overlap or resolved.plan.options.overlap
         if requested == "off" or contract.defers_logits or is_adapted(fqn):

@@ -8,6 +8,8 @@ graphs still exist.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ class Region:
         self._inside: _Pass | None = None
         self._last: _Pass | None = None
         self._interrupted = False
+        self._select: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._with_graph: weakref.WeakSet[_Pass] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: dict) -> Region:
@@ -107,8 +110,19 @@ class Region:
             return ops.copy(x, self.group)
         return ops.gather(x, self.group, dim, self._gathered_size(entered, x, dim), "partial")
 
+    @contextmanager
+    def selecting(self, select: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """A context in which blocks compute other tokens too: `select` returns the region's tokens of their partial outputs."""
+        self._select = select
+        try:
+            yield
+        finally:
+            self._select = None
+
     def scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's shard of the sum of a block's partial outputs."""
+        if self._select is not None:
+            x = self._select(x)
         if not self.scatters():
             return ops.reduce_owned(x, self.group)
         return ops.reduce_scatter(x, self.group, dim, padded=True)

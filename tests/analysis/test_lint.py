@@ -62,6 +62,14 @@ def test_experts_that_are_padded_are_a_warning():
     assert not is_padded("tp=2")
 
 
+@pytest.mark.sweep
+def test_modules_whose_work_cp_does_not_divide_are_a_warning():
+    """`lint` names them, and `explain` says it with its assumptions."""
+    (warning,) = [x.problem for x in lint(tiny("lfm2_moe"), None, "cp=2") if x.problem.slug == "gathered-over-cp"]
+    assert "model.layers.*.conv (2 modules)" in warning.what
+    assert "gathered-over-cp" not in slugs(lint(tiny("lfm2_moe"), None, "tp=2"), "warning")
+
+
 @pytest.mark.variants(every=3)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma3"])
 def test_one_key_value_head_is_correct(family):

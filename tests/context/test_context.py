@@ -43,14 +43,9 @@ def check(model, sizes, limit=1e-12, length=LENGTH, inputs=None, batch=2, **opti
 
 @pytest.mark.variants(every=5)
 @pytest.mark.parametrize("ulysses", [1, 2])
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name, ulysses):
     check(family(name), {"cp": 2}, ulysses=ulysses)
-
-
-def test_attention_sinks_are_refused_over_cp():
-    with pytest.raises(ParallelizeError, match=r"attention-argument: .* passes s_aux"):
-        check(family("gpt_oss"), {"cp": 2})
 
 
 @pytest.mark.variants(every=3)
@@ -292,7 +287,6 @@ def test_models_and_plans_that_are_refused():
     refused(llama, "bad-ulysses", ulysses=3)
     refused(family("bert"), "labels-over-cp", call=lambda parallel: parallel.module(input_ids=IDS, labels=IDS))
     refused(family("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "rotary")
-    refused(family("deepseek_v32"), "no-attention")  # an indexer needs the mask of all tokens
     refused(Own(), "no-attention", plan=own_plan(PLAN.replace("attention: {blocks.*: causal}", "")))
     refused(Own(), "unmatched-attention", plan=own_plan(PLAN.replace("{blocks.*:", "{block.*:")))
     refused(Own(), "no-positions", plan=own_plan(PLAN.replace("indices", "position_ids")))

@@ -15,7 +15,7 @@ from tests.support.threads import run_ranks
 from tests.vocabulary.generation.generation_jobs import SAMPLED, lively_model, ours, prompts, stock
 
 transformers = pytest.importorskip("transformers")
-WITHOUT_CP = {"bert", "gpt_oss", "deepseek_v32", "glm_moe_dsa"}
+WITHOUT_CP = {"bert"}
 DECODERS = [name for name in FAMILIES if name not in WITHOUT_CP]
 HOW: dict[str, dict[str, Any]] = {
     "greedy": {},

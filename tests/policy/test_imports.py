@@ -94,6 +94,7 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
     "checkpoint.hub.hf_conversions": {"transformers": OPTIONAL},
     "checkpoint.tools.model_class": {"transformers": OPTIONAL},
     "context.cached_calls": {"transformers": OPTIONAL},
+    "context.full_masks": {"transformers": OPTIONAL},
     "context.stock_attention": {"transformers": OPTIONAL},
     "launch.commands": {
         "launch.environment.head_node": COMMAND,

@@ -102,6 +102,19 @@ def test_every_stack_in_stages(family, mesh):
     assert result.ok, result.difference or result
 
 
+RECURRENT = ["mamba", "mamba2", "falcon_mamba", "bamba", "recurrent_gemma", "rwkv", "lfm2"]
+OWN_ATTENTION = ["gptj", "codegen", "gpt_neo", "bloom", "mpt", "falcon", "falcon-alibi"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mesh", ["cp=2", "cp=2,tp=2"])
+@pytest.mark.parametrize("family", RECURRENT + OWN_ATTENTION)
+def test_gathered_modules_over_cp(family, mesh):
+    """Each rank runs recurrences, and attention that is written as matmuls or with biases, on the full sequence."""
+    result = on_mesh(family, mesh)
+    assert result.ok, result.difference or result
+
+
 @pytest.mark.parametrize(
     ("family", "tp", "named"),
     [

@@ -45,6 +45,7 @@ def ring_attention(
     masking: Masking,
     documents: T | None = None,
     dropout: WeightDropout | None = None,
+    sinks: T | None = None,
 ) -> T:
     """Attention over a sequence that is sharded over a group.
 
@@ -54,11 +55,12 @@ def ring_attention(
         runs: the positions of each rank of the group, ascending.
         documents: see the module docstring.
         dropout: which attention weights are dropped; None: none. Both passes draw the masks of their tiles, 5 ns a weight on a core.
+        sinks: [H], for each head the score of one more key that every query attends to, whose value is zero; None: none.
 
     Cost: P - 1 messages of a rank's keys and values forward; the same, and P - 1 of their gradients in float32, backward.
     """
     flat = [number for rank_runs in runs for number in (len(rank_runs), *(edge for run in rank_runs for edge in run))]
-    return _RingAttention.apply(q, k, v, documents, flat, masking, dropout, group.key)
+    return _RingAttention.apply(q, k, v, sinks, documents, flat, masking, dropout, group.key)
 
 
 class _RingAttention(Function):
@@ -68,6 +70,7 @@ class _RingAttention(Function):
         q: T,
         k: T,
         v: T,
+        sinks: T | None,
         documents: T | None,
         runs: list[int],
         masking: Masking,
@@ -79,16 +82,35 @@ class _RingAttention(Function):
         out, lse = replay_cache.run_collective(
             "ring_attention", torch.ops.parallelize.ring_attention, q, k, v, documents, *options
         )
-        ctx.save_for_backward(q, k, v, documents, out, lse)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, sinks, documents, out, lse)
         ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: T):
         refuse_double_backward()
-        q, k, v, documents, out, lse = ctx.saved_tensors
+        q, k, v, sinks, documents, out, lse = ctx.saved_tensors
         grads = torch.ops.parallelize.ring_attention_backward(grad, q, k, v, documents, out, lse, *ctx.options)
-        return (*grads, None, None, None, None, None)
+        of_sinks = None
+        if sinks is not None:  # the score's gradient is p (grad value - delta), as of every key, and this value is zero
+            weights = (_of_heads(sinks, lse) - lse).exp_()
+            of_sinks = (weights * (grad * out).sum(-1, dtype=lse.dtype)).sum((0, 2)).neg_().to(sinks.dtype)
+        return (*grads, of_sinks, None, None, None, None, None)
+
+
+def with_sinks(out: T, lse: T, sinks: T) -> tuple[T, T]:
+    """(output, log-sums) of attention to one more key for each head, with a score of its own and the value zero.
+
+    Shapes: out [B, H, s, E], lse [B, H, s], sinks [H]. Backward from the results is that of attention without it.
+    """
+    total = torch.logaddexp(lse, _of_heads(sinks, lse))
+    return out * (lse - total).exp_().to(out.dtype).unsqueeze(-1), total
+
+
+def _of_heads(sinks: T, lse: T) -> T:
+    return sinks.to(lse.dtype).view(1, -1, 1)
 
 
 @define(

@@ -18,7 +18,7 @@ from parallelize.ops.attention import kernels
 T = torch.Tensor
 
 
-def attend_to_shards(q: T, k: T, v: T, group: Group, scoring: kernels.Scoring) -> T:
+def attend_to_shards(q: T, k: T, v: T, group: Group, scoring: kernels.Scoring, sinks: T | None = None) -> T:
     """Attention to the keys of all ranks.
 
     Shapes: q [B, H, m, D], the same on every rank; k [B, K, n, D] and v [B, K, n, E], of this rank, n 0 or more; returns
@@ -26,6 +26,7 @@ def attend_to_shards(q: T, k: T, v: T, group: Group, scoring: kernels.Scoring) -
 
     Args:
         scoring: its mask is that of the m queries and the local keys, [B or 1, 1, rows, n].
+        sinks: [H], the scores of one more key for each head, of value zero; None: none.
 
     Cost: one all-gather of B x H x m x (E + 2) numbers of float32 a rank (E + 1 of float64), whatever the number of keys.
     """
@@ -33,7 +34,8 @@ def attend_to_shards(q: T, k: T, v: T, group: Group, scoring: kernels.Scoring) -
     key_heads = k.shape[1]
     rows = q.reshape(batch, key_heads, -1, q.shape[3])  # the queries that share a key head are rows of one matmul
     out, lse = _local(rows, k, v, _of_rows(scoring, num_queries))
-    combined = _combined(group.all_gather(_packed(out, lse)), out.dtype, lse.dtype)
+    of_rows = None if sinks is None else sinks.to(lse.dtype).repeat_interleave(num_queries).view(1, key_heads, -1)
+    combined = _combined(group.all_gather(_packed(out, lse)), out.dtype, lse.dtype, of_rows)
     return combined.to(q.dtype).view(batch, heads, num_queries, v.shape[3])
 
 
@@ -65,11 +67,13 @@ def _packed(out: T, lse: T) -> T:
     return torch.cat([out, lse.contiguous().unsqueeze(-1).view(out.dtype)], -1)
 
 
-def _combined(packed: T, dtype: torch.dtype, lse_dtype: torch.dtype) -> T:
-    """[ranks, ..., E + 1 or 2] -> [..., E]."""
+def _combined(packed: T, dtype: torch.dtype, lse_dtype: torch.dtype, sinks: T | None) -> T:
+    """[ranks, ..., E + 1 or 2] -> [..., E]. sinks: of each row, or None."""
     width = packed.shape[-1] - lse_dtype.itemsize // dtype.itemsize
     out, lse = packed[..., :width], packed[..., width:].contiguous().view(lse_dtype).squeeze(-1)
-    highest = lse.amax(0)
-    weights = (lse - highest.masked_fill(highest == -torch.inf, 0.0)).exp()
-    weights = weights / weights.sum(0).clamp_min(torch.finfo(lse_dtype).tiny)
+    highest = lse.amax(0) if sinks is None else torch.maximum(lse.amax(0), sinks)
+    highest = highest.masked_fill(highest == -torch.inf, 0.0)
+    weights = (lse - highest).exp()
+    total = weights.sum(0) if sinks is None else weights.sum(0) + (sinks - highest).exp()
+    weights = weights / total.clamp_min(torch.finfo(lse_dtype).tiny)
     return (out * weights.to(dtype).unsqueeze(-1)).sum(0)

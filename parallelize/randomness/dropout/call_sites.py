@@ -138,7 +138,8 @@ class DropoutSites:
                 layout = ActivationLayout("full")
         position = forward.position
         batch = (position.batch_offset, position.batch_size)
-        local = None if self.sequences is None else LocalTokens(*self.sequences.local_positions())
+        positions = None if self.sequences is None else self.sequences.local_positions()
+        local = None if positions is None else LocalTokens(*positions)
         return mask(shape, layout.global_index(shape, batch, forward.tokens.get(call_site), device, local), key, p)
 
     # -- layouts of activations -----------------------------------------------------------------------------------

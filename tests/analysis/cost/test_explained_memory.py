@@ -97,6 +97,13 @@ def test_over_cp(two_processes, options):
     check(two_processes, "llama", {"cp": 2}, options, length=64)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize("family", ["deepseek_v32", "lfm2_moe"])
+def test_modules_that_are_gathered_over_cp(two_processes, family, options):
+    check(two_processes, family, {"cp": 2}, options, length=64)
+
+
 @pytest.mark.variants(every=4)
 @pytest.mark.parametrize("options", [{"zero": 0}, {"zero": 2, "recompute": "full"}], ids=str)
 @pytest.mark.parametrize("to_one_rank", [True, False])

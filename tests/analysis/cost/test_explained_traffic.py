@@ -21,7 +21,7 @@ def check(pool, family, sizes, options, *, batch=2, length=9, model=None):
             assert sent == predicted, (pp_rank, {key: (sent.get(key), predicted.get(key)) for key in keys})
 
 
-MODES = [(plan, sp) for plan in FAMILIES for sp in (False, True) if not sp or load_plan(plan).region]
+MODES = [(plan, sp) for plan in FAMILIES for sp in (False, True) if not sp or load_plan(plan).regions]
 
 
 @pytest.mark.variants(every=12)
@@ -101,6 +101,18 @@ def test_the_whole_mesh(eight_processes):
 def test_over_cp(two_processes, four_processes, sizes, options):
     pool = two_processes if sizes == {"cp": 2} else four_processes
     check(pool, "llama", sizes, options, length=16)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", ["deepseek_v32", "lfm2_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [({"cp": 2}, {}), ({"cp": 2, "tp": 2}, {"sequence_parallel": True, "ep": 2, "recompute": "full"})],
+    ids=str,
+)
+def test_modules_that_are_gathered_over_cp(two_processes, four_processes, family, sizes, options):
+    pool = two_processes if sizes == {"cp": 2} else four_processes
+    check(pool, family, sizes, options, length=16)
 
 
 @pytest.mark.variants(every=6)

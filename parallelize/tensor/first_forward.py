@@ -366,7 +366,7 @@ class _Follower(TorchFunctionMode):
     def _refuse_draw(self, name: str) -> None:
         module, place = type(self.modules[-1]).__name__, _place(_model_code(sys._getframe(2)))
         what = f"{name} in {module} ({place}) draws random numbers by which ranks would choose different experts"
-        fix = "a jitter or noise of 0 in the config, a router that draws none in training, or a mesh without tp"
+        fix = "install_dropout(model, seed) after the plan (parallelize_model does it), a jitter or noise of 0 in the config, or a mesh without tp"
         raise ModelError(Problem("router-draws", what, fix=fix))
 
     def _refuse(self, call: Call, caller: FrameType, shard: ShardDim, kind: str) -> None:

@@ -98,6 +98,10 @@ MESHES = [
     ({"pp": 2, "dp": 2}, {"zero": 2, "recompute": "full", **ONE}),
     ({"pp": 2, "tp": 2}, {"sequence_parallel": True, "ep": 2, **ONE}),
     ({"pp": 2, "cp": 2}, ONE),
+    ({"dp": 4, "cp": 2}, {}),
+    ({"pp": 2, "dp": 4}, {"ep": 2, **ONE}),
+    ({"pp": 2, "dp": 2, "cp": 2}, ONE),
+    ({"pp": 2, "dp": 4, "cp": 2}, {"ep": 4, **ONE}),
 ]
 
 

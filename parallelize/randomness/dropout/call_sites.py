@@ -32,7 +32,7 @@ from parallelize.randomness.dropout.global_index import (
     first_row,
     no_global_mask,
 )
-from parallelize.randomness.dropout.masks import attention, drop, mask
+from parallelize.randomness.dropout.masks import attention, drop, mask, uniform_numbers
 from parallelize.randomness.dropout.position import Clock
 
 
@@ -122,15 +122,25 @@ class DropoutSites:
         first = first_row(query.shape[:1], position.batch_offset, position.batch_size)
         return WeightDropout(stream, p, first, layout.rank * heads, layout.size * heads)
 
+    def uniform(self, x: torch.Tensor, call_site: str) -> torch.Tensor:
+        """Numbers in (0, 1) for each element of an activation, in float64."""
+        with private.plain_calls():
+            return uniform_numbers(x.shape, *self._place(x.shape, x.device, call_site, self._of_activation))
+
     def _mask(
         self, shape: torch.Size, device: torch.device, p: float, call_site: str, layout_of: Callable
     ) -> torch.Tensor:
+        global_index, key = self._place(shape, device, call_site, layout_of)
+        if p >= 1.0:
+            return torch.zeros(shape, dtype=torch.bool, device=device)
+        return mask(shape, global_index, key, p)
+
+    def _place(self, shape: torch.Size, device: torch.device, call_site: str, layout_of: Callable) -> Any:
+        """(global index of the elements of an activation, key of the call)."""
         key, forward = self.clock.call(call_site)
         layout = self.layouts.get(call_site)
         if layout is None:
             layout = self.layouts[call_site] = layout_of(shape, call_site)
-        if p >= 1.0:
-            return torch.zeros(shape, dtype=torch.bool, device=device)
         if layout.kind == "sequence" and private.backward_id() == -1:
             assert self.region is not None
             forward.tokens[call_site] = self.region.inside  # that of an encoder is another one than that of its decoder
@@ -140,7 +150,7 @@ class DropoutSites:
         batch = (position.batch_offset, position.batch_size)
         positions = None if self.sequences is None else self.sequences.local_positions()
         local = None if positions is None else LocalTokens(*positions)
-        return mask(shape, layout.global_index(shape, batch, forward.tokens.get(call_site), device, local), key, p)
+        return layout.global_index(shape, batch, forward.tokens.get(call_site), device, local), key
 
     # -- layouts of activations -----------------------------------------------------------------------------------
 

@@ -34,11 +34,12 @@ from parallelize.randomness.dropout.call_sites import (
 )
 from parallelize.randomness.dropout.global_index import ActivationLayout, columns_of, no_global_mask
 from parallelize.randomness.dropout.position import Clock
+from parallelize.randomness.dropout.router_noise import noisy_forward, routers_that_draw
 from parallelize.styles.contract import Conversion
 
 
 def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = None) -> Clock:
-    """Make `nn.Dropout`, `F.dropout` and attention dropout of a model draw one global mask on any mesh.
+    """Make `nn.Dropout`, `F.dropout` and attention dropout of a model draw one global mask on any mesh, and its routers one noise.
 
     Call it after `parallelize_module`, or on an unsharded model in one process: both draw the same mask. Each forward of
     `module` in training counts as a step, unless `clock.move(Position(...))` sets the position in training. Data ranks draw
@@ -72,6 +73,10 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
         elif drops_by_function(inner.__class__):
             mark_applied(inner, dropout=ModuleDropout(sites, fqn, inner.__dict__.get("forward"), rates_of(inner)))
             inner.__dict__["forward"] = MethodType(scoped_forward, inner)
+    for fqn, router in routers_that_draw(module):
+        if applied(router).dropout is None:  # else its class drops too
+            mark_applied(router, dropout=ModuleDropout(sites, fqn, router.__dict__.get("forward")))
+            router.__dict__["forward"] = MethodType(noisy_forward, router)
     if record is not None and sites.size > 1:
         sites.layouts |= _before_adapters(module, record)
         for fqn, columns in _layout_changes(record):
@@ -165,8 +170,8 @@ def _before_adapters(module: nn.Module, record: PlanRecord) -> dict[str, Activat
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether the model has any dropout at a rate above zero that a global mask can replace."""
-    return any(_drops_by_itself(inner) for inner in module.modules())
+    """Whether the model has any dropout at a rate above zero that a global mask can replace, or routers that draw noise."""
+    return any(_drops_by_itself(inner) for inner in module.modules()) or any(routers_that_draw(module))
 
 
 def modules_that_drop(module: nn.Module) -> dict[str, nn.Module]:

@@ -60,14 +60,29 @@ def plan_later_layers(model: nn.Module) -> None:
 
 def _later_layers(record: PlanRecord, facts: ModelFacts) -> Iterator[str]:
     """Names of modules with parameters of their own that no plan has sharded, where a rule names them."""
-    inside = tuple(f"{name}." for name in adapted_layers(facts))
+    inside = tuple(f"{name}." for name in (*adapted_layers(facts), *_wrappers(record, facts)))
     for name, module in facts.objects.items():
         own = [parameter for parameter in module._parameters.values() if parameter is not None]
-        is_new = bool(own) and not any(isinstance(parameter, DTensor) for parameter in own)
+        is_new = bool(own) and not any(isinstance(parameter, DTensor) for parameter in module.parameters())
         is_adapter = name.startswith(inside) or is_adapter_parameter(f"{name}.")
         has_rule = name in record.resolved.modules or _is_named(record, name)
         if is_new and has_rule and not is_adapter and installed(module) is None:
             yield name
+
+
+def _wrappers(record: PlanRecord, facts: ModelFacts) -> Iterator[str]:
+    """Modules that were put around planned ones: `block.inner`, where `block.up` is `block.inner.up` now.
+
+    What is new in them is beside the planned layers and replaces none, whatever its name.
+    """
+    planned = record.resolved.modules
+    for name, module in facts.objects.items():
+        if name in planned or installed(module) is None:
+            continue
+        parts = name.split(".")
+        for index in range(len(parts)):
+            if ".".join((*parts[:index], *parts[index + 1 :])) in planned:
+                yield ".".join(parts[:index])
 
 
 def _is_named(record: PlanRecord, name: str) -> bool:

@@ -364,6 +364,7 @@ def test_large_models_are_explained_in_little_memory(tmp_path, model, mesh, more
     assert json.loads((tmp_path / "out.json").read_text())["num_parameters"] > 8e9
 
 
+@pytest.mark.sweep
 def test_offloaded_state_is_not_on_the_device():
     """Float32 copies of bfloat16 weights stay, as they are no state."""
     options = dict(sequence=16, batch=2, zero=1, dtype="bfloat16")

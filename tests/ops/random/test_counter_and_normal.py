@@ -82,6 +82,7 @@ def test_neighbors_share_nothing(other):
         assert float(spread.abs().max()) < 5.5  # of 64 x 64 pairs
 
 
+@pytest.mark.sweep
 def test_a_changed_index_bit_changes_half_of_the_bits():
     index = indices()
     for bit in range(40):

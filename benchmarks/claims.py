@@ -130,6 +130,18 @@ CLAIMS = (
     ),
     Claim(
         STEP,
+        "`all_gather_linear`, time over the same messages and matmuls that do not wait for each other: forward / forward and backward",
+        "collective_matmul_1gbit",
+        _matmul("all_gather_linear", lambda row: row["chunked/unbound"]),
+    ),
+    Claim(
+        STEP,
+        "`linear_reduce_scatter`, the same: forward / forward and backward",
+        "collective_matmul_1gbit",
+        _matmul("linear_reduce_scatter", lambda row: row["chunked/unbound"]),
+    ),
+    Claim(
+        STEP,
         "training step of a Llama-like model at 1 Gbit/s, PyTorch's TP + SP over ours: hidden 256 / 512",
         "llama_step_1gbit",
         _each("stock/auto"),
@@ -151,6 +163,18 @@ CLAIMS = (
         "the same, ours over computing and sending that do not wait for each other: hidden 256 / 512",
         "microbatch_step_1gbit",
         _each("paired/unbound"),
+    ),
+    Claim(
+        STEP,
+        "the same by PyTorch's dict of styles, hidden 512: PyTorch's TP + SP over ours / by hand over ours",
+        "microbatch_step_dict_1gbit",
+        lambda result: [result["results"][0][key] for key in ("stock/paired", "hand/paired")],
+    ),
+    Claim(
+        STEP,
+        "the same by a plan on four ranks, two on each core, hidden 256: PyTorch's TP + SP over ours / by hand over ours",
+        "microbatch_step_4_1gbit",
+        lambda result: [result["results"][0][key] for key in ("stock/paired", "hand/paired")],
     ),
     Claim(
         STEP,
@@ -342,6 +366,13 @@ CLAIMS = (
         _seconds(
             "explain llama-3-8b, 64 ranks", "explain llama-3-70b, 1,024 ranks", "explain llama-3.1-405b, 16,384 ranks"
         ),
+        "s",
+    ),
+    Claim(
+        CHECKS,
+        "the same of Qwen3 235B / DeepSeek V3 on 1,024 ranks, experts over 64 of them",
+        "predictions",
+        _seconds("explain qwen3-235b-a22b, 1,024 ranks, ep=64", "explain deepseek-v3, 1,024 ranks, ep=64"),
         "s",
     ),
     Claim(CHECKS, "`verify` of a small Llama on tp 8", "predictions", _seconds("verify llama, tp=8, three modes"), "s"),

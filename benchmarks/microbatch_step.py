@@ -60,10 +60,11 @@ class Steps:
 
     def unbound(self, compute: Step, step: Step) -> Step:
         """The compute beside the bytes of a step that do not depend on it."""
-        num_bytes = _sent_by(step) or 0
+        num_bytes = torch.tensor(_sent_by(step) or 0)
+        dist.all_reduce(num_bytes, dist.ReduceOp.MAX)  # an interface counts what was sent again, too
         group = Group(self.mesh.get_group("tp"))
         peers = [rank for rank in range(group.size) if rank != group.rank]
-        messages = round(num_bytes / _MESSAGE / len(peers))
+        messages = round(int(num_bytes) / _MESSAGE / len(peers))
         sent, received = torch.zeros(_MESSAGE // 4), {peer: torch.empty(_MESSAGE // 4) for peer in peers}
 
         def run() -> float:

@@ -52,7 +52,7 @@ from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.comm.input_check import InputCheck
 from parallelize.context.context_parallel import apply_context, check_context, on_context
 from parallelize.data.prepared_by_accelerate import guard_accelerate
-from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError, Problem
+from parallelize.errors import MeshError, ModelError, PlanError, Problem
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options, wrong_folding
@@ -61,29 +61,17 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.quantization.other_quantizers import refuse_other_quantizers
 from parallelize.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
-from parallelize.styles.contract import Conversion
-from parallelize.tensor.beside_experts import wrong_beside
-from parallelize.tensor.channel_norm import check_channel_norm, divided_statistics
-from parallelize.tensor.child_reads import foreign_readers
-from parallelize.tensor.embedding import check_embedding
-from parallelize.tensor.gated_norm import check_gated_norm
 from parallelize.tensor.installer import Installer
 from parallelize.tensor.later_adapters import plan_later_adapters
 from parallelize.tensor.later_resizing import serve_resizing
-from parallelize.tensor.multihead_attention import check_multihead
+from parallelize.tensor.module_checks import problems_of_modules
 from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
-from parallelize.tensor.peft_prompts import unserved_prefixes
-from parallelize.tensor.planned_forward import argument_of
-from parallelize.tensor.rms_norm import check_rms_norm
-from parallelize.tensor.split_experts import check_experts
 from parallelize.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 from parallelize.tensor.torch_styles.module_style import ModuleStyle
 from parallelize.tensor.torch_styles.shard_misuse import misused_shards, refuse_training_of_unclaimed
 from parallelize.tensor.torch_styles.watched_forwards import watch_first_forwards
-from parallelize.tensor.ulysses_attention import check_ulysses
 from parallelize.vocabulary.generation.transformers_generate import install_generation
-from parallelize.vocabulary.loss.fuse_loss import wrong_heads
 from parallelize.watchdog.watching import name_in_watch
 from parallelize.zero.other_optimizers import watch_optimizers
 from parallelize.zero.replicas import compare_weights
@@ -327,51 +315,12 @@ def _refuse_twice(module: nn.Module) -> None:
         )
 
 
-_COMPUTE_CHECKS = {
-    "embedding": check_embedding,
-    "rms_norm": check_rms_norm,
-    "channel_norm": check_channel_norm,
-    "gated_norm": check_gated_norm,
-    "ulysses": check_ulysses,
-    "multihead": check_multihead,
-    "experts": check_experts,
-    "whole experts": check_experts,
-}
-
-
 def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
-    """What can only be seen on the module itself: still before anything is changed."""
-    problems = [*wrong_heads(resolved, model), *unserved_prefixes(resolved, model), *wrong_beside(resolved, model)]
-    problems += divided_statistics(resolved, model)
-    for fqn, row in resolved.modules.items():
-        module = model.objects[fqn]
-        try:
-            if (check := _COMPUTE_CHECKS.get(row.contract.compute)) is not None:
-                check(module, fqn)
-            if row.contract.enter is not Conversion.NONE:
-                argument_of(module, row.contract.argument)
-        except ParallelizeError as error:
-            problems += [
-                Problem(p.slug, f"{fqn}: {p.what}", p.where or row.rule.where, p.rows, p.fix) for p in error.problems
-            ]
-    for fqn, parameter_row in resolved.parameters.items():
-        if not parameter_row.plain:
-            problems += _wrong_with_parameter(fqn, model.root.get_parameter(fqn))
-    if resolved.plan.unclaimed != "leave":
-        problems += foreign_readers(resolved, model)
-    problems += dict.fromkeys(misused_shards(resolved, model))  # those of all layers read alike
+    """What can only be seen on the modules themselves. Raises: ModelError."""
+    misused = dict.fromkeys(misused_shards(resolved, model))  # those of all layers read alike
+    problems = [*problems_of_modules(resolved, model), *misused]
     if problems:
         raise ModelError(*problems[:20])
-
-
-def _wrong_with_parameter(name: str, parameter: Any) -> Iterator[Problem]:
-    if isinstance(parameter, DTensor):
-        yield Problem("already-parallelized", f"parameter {name} is a DTensor", fix="apply one plan, once, to all")
-    if parameter.grad is not None:
-        yield Problem("gradient-present", f"parameter {name} has a gradient", fix="call zero_grad() first")
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        fix = "register it after parallelize_module: it then gets the DTensor gradient"
-        yield Problem("hook-on-parameter", f"parameter {name} has a hook, which would be lost", fix=fix)
 
 
 def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storage) -> None:

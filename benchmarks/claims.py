@@ -166,6 +166,12 @@ CLAIMS = (
     ),
     Claim(
         STEP,
+        "the same of two layers, hidden 1,024: PyTorch's TP + SP over ours / ours over what does not wait",
+        "microbatch_step_1024_1gbit",
+        lambda result: [result["results"][0][key] for key in ("stock/paired", "paired/unbound")],
+    ),
+    Claim(
+        STEP,
         "the same by PyTorch's dict of styles, hidden 512: PyTorch's TP + SP over ours / by hand over ours",
         "microbatch_step_dict_1gbit",
         lambda result: [result["results"][0][key] for key in ("stock/paired", "hand/paired")],

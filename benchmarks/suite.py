@@ -84,6 +84,14 @@ RUNS = (
         "1gbit",
     ),
     Run(
+        "microbatch_step_1024_1gbit",
+        "microbatch_step",
+        "--hidden 64 --layers 2 --rounds 3",
+        "--hidden 1024 --layers 2",
+        2,
+        "1gbit",
+    ),
+    Run(
         "microbatch_step_10gbit",
         "microbatch_step",
         "--hidden 64 --layers 2 --rounds 3 --rate 1e10",

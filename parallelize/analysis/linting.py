@@ -391,8 +391,9 @@ def _not_reduced(forwards: _Forwards) -> Iterator[Problem]:
         name, owner = generic(row.fqn), row.fqn.rpartition(".")[0]
         if row.layout.dim is not None or row.partial or name in reported or not row.fact.requires_grad:
             continue
-        if owner in resolved.modules and resolved.modules[owner].contract.adds_bias_after_sum:
-            continue  # its bias is added after the sum
+        contract = resolved.modules[owner].contract if owner in resolved.modules else None
+        if contract is not None and (contract.adds_bias_after_sum or contract.enter is Conversion.LEAVE_REGION):
+            continue  # its bias is added after the sum; it computes with all tokens on every rank
         pair = forwards.pair(owner)
         if pair is None or not _sees_a_part(*pair):
             continue

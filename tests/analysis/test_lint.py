@@ -52,6 +52,11 @@ def test_correct_plans_give_no_errors(family, tp):
     assert set(slugs(findings, "warning")) <= {"uneven-shards"}
 
 
+def test_parameters_of_modules_that_get_the_full_sequence_are_reduced_already():
+    """Of the mixers of Jamba, which run on all tokens inside of the sequence-parallel region."""
+    assert not slugs(lint(tiny("jamba"), None, "tp=2"))
+
+
 @pytest.mark.sweep
 def test_experts_that_are_padded_are_a_warning():
     def is_padded(mesh, **options):

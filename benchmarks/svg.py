@@ -68,8 +68,9 @@ def lanes(path: Path, title: str, rows: Sequence[tuple[str, Sequence[tuple[float
         for start, stop, label, kind in spans:
             x, span_width = left + start * scale, max(1.0, (stop - start) * scale)
             color = COLORS[kinds.index(kind) % len(COLORS)]
+            edge = ' stroke="white"' if span_width > 4 else ""  # which would hide a narrow span
             body.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{span_width:.1f}" height="{row_height - 8}" fill="{color}" stroke="white"/>'
+                f'<rect x="{x:.1f}" y="{y}" width="{span_width:.1f}" height="{row_height - 8}" fill="{color}"{edge}/>'
             )
             if span_width > 8 * len(label):
                 body.append(

@@ -8,6 +8,7 @@ from torch import nn
 
 from parallelize import derive_plan, parallelize_module, verify
 from parallelize.errors import ModelError
+from parallelize.plan.pattern import matches
 from tests.derivation import own_models as models
 from tests.support.refused import refused, small_mesh
 
@@ -118,6 +119,11 @@ def test_the_file_of_a_plan(name):
 
 def rules_of(derived):
     return {rule.pattern: str(rule.style) for rule in derived.plan.rules}
+
+
+def style_at(derived, name):
+    """The style of the first rule that matches the module."""
+    return next(str(rule.style) for rule in derived.plan.rules if matches(rule.pattern, name))
 
 
 @pytest.mark.sweep
@@ -324,10 +330,16 @@ def test_the_file_of_a_model_type(model_type):
 def test_an_encoder_and_a_decoder():
     derived = derive_plan("t5")
     rules = rules_of(derived)
-    for side, names in (("encoder", ("SelfAttention",)), ("decoder", ("SelfAttention", "EncDecAttention"))):
-        for name in names:
-            block = f"{side}.block.*.layer.*.{name}"
-            assert (rules[f"{block}.{{q,k,v}}"], rules[f"{block}.o"]) == ("colwise(heads)", "rowwise(heads)")
-        table = f"{side}.block.*.layer.*.SelfAttention.relative_attention_bias.weight"
-        assert rules[table] == "shard(1, unit=heads*1)"
+    for side in ("encoder", "decoder"):
+        block = f"{side}.block.*.layer.*.SelfAttention"
+        assert (rules[f"{block}.{{q,k,v}}"], rules[f"{block}.o"]) == ("colwise(heads)", "rowwise(heads)")
+        assert rules[f"{block}.relative_attention_bias.weight"] == "shard(1, unit=heads*1)"
+    for layer in range(
+        3
+    ):  # keys and values come from the encoder, whose length is another inside a sequence-parallel region
+        cross = f"decoder.block.{layer}.layer.1.EncDecAttention"
+        assert {style_at(derived, f"{cross}.{part}").partition(", ")[0].rstrip(")") for part in "qkv"} == {
+            "colwise(heads"
+        }
+        assert style_at(derived, f"{cross}.o") == "rowwise(heads)"
     assert derived.proof.ok and derived.share > 0.99

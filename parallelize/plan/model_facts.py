@@ -152,7 +152,13 @@ def _module_facts(name: str, module: Any) -> ModuleFacts:
         return ModuleFacts(name, "linear", class_name, shapes, packs=packs, block=module.form.block)
     if (inner := inner_experts(module)) is not None:
         return ModuleFacts(name, inner.kind, class_name, shapes, {}, inner.num_experts, inner.shapes)
-    return ModuleFacts(name, _kind(module, shapes), class_name, shapes)
+    return ModuleFacts(name, _kind(module, shapes), class_name, shapes, num_experts=_stacked_count(shapes))
+
+
+def _stacked_count(shapes: dict[str, tuple[int, ...]]) -> int:
+    """The number of matrices in each parameter, if all are stacks of as many; else 0."""
+    counts = {shape[0] if len(shape) == 3 else 0 for shape in shapes.values()}
+    return counts.pop() if len(counts) == 1 else 0
 
 
 EXPERT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")

@@ -138,15 +138,14 @@ def _experts(style: StyleText, module: ModuleFacts, context: StyleContext) -> Co
 
 def _dense_experts(module: ModuleFacts, context: StyleContext) -> Contract:
     """Every expert gets every token, scaled before: [experts x tokens, hidden], with weights [experts, in, out], gate before up."""
-    if context.sends_tokens:
-        what = (
-            f"{module.fqn} sends every token to every expert, so that no rank would have fewer rows with whole experts"
-        )
-        raise ModelError(Problem("experts-not-divisible", what, fix="ep=1, etp=1: each expert is split over tp"))
     shapes = [module.shapes.get(name, ()) for name in _DENSE]
     if module.shapes.keys() != _DENSE.keys() or [len(shape) for shape in shapes] != [3, 3]:
         what = f"{module.fqn} does not have gate_up_proj [experts, hidden, 2 x inner] and down_proj [experts, inner, hidden]"
         raise ModelError(Problem("experts-not-splittable", what, rows=(("parameters", _shapes(module)),)))
+    if context.sends_tokens:
+        split = {name: replace(use, by_expert=True) for name, use in _DENSE.items()}
+        whole = dict.fromkeys(_DENSE, Use(0, by_expert=True))
+        return _sends_tokens(whole if context.etp == 1 else split, context, "scaled experts")
     enter = Conversion.GATHER_SEQUENCE if context.sequence_parallel else Conversion.COPY
     leave = Conversion.SCATTER_SEQUENCE if context.sequence_parallel else Conversion.REDUCE
     return Contract("experts", enter, leave, sequence_dim=0, uses=dict(_DENSE), compute="dense experts")
@@ -161,9 +160,13 @@ def _divided_experts(module: ModuleFacts, context: StyleContext) -> Contract:
     Each rank sends its own tokens. Where all ranks of `tp` have the same tokens, each takes a part of them.
     """
     uses = _whole_experts(module) if context.etp == 1 else _split_divided_experts(module)
+    return _sends_tokens(uses, context, "whole experts")
+
+
+def _sends_tokens(uses: dict[str, Use], context: StyleContext, compute: str) -> Contract:
     enter, leave = (Conversion.NONE, Conversion.NONE) if context.sequence_parallel else _BY_TOKENS
     local = {"num_experts": "down_proj"}
-    return Contract("experts", enter, leave, sequence_dim=0, uses=uses, compute="whole experts", local_attributes=local)
+    return Contract("experts", enter, leave, sequence_dim=0, uses=uses, compute=compute, local_attributes=local)
 
 
 _BY_TOKENS = (Conversion.SPLIT_TOKENS, Conversion.GATHER_TOKENS)

@@ -158,7 +158,7 @@ class Contract:
             shard for a head shard), "deferred_head" (the loss runs its matmul), "lookup" (an embedding's own forward),
             "experts" (tokens, choices and their weights are converted, and each rank computes a shard of every expert), "dense
             experts" (as "experts", called with all tokens once for each expert), "whole experts" (tokens are sent to the ranks that
-            have their experts, and their results back).
+            have their experts, and their results back), "scaled experts" (the same, called as "dense experts").
         inputs: arguments of which each rank takes the parts of its heads.
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
@@ -249,7 +249,7 @@ class Contract:
     @property
     def computes_experts(self) -> bool:
         """Whether it contains the experts of a mixture."""
-        return self.compute in ("experts", "dense experts", "whole experts")
+        return self.compute in ("experts", "dense experts") or self.sends_tokens
 
     @property
     def splits_experts(self) -> bool:
@@ -259,7 +259,7 @@ class Contract:
     @property
     def sends_tokens(self) -> bool:
         """Whether tokens go to the ranks that have their experts, and the results back."""
-        return self.compute == "whole experts"
+        return self.compute in ("whole experts", "scaled experts")
 
     @property
     def exchanges_heads(self) -> bool:

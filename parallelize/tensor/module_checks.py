@@ -20,6 +20,7 @@ from parallelize.tensor.multihead_attention import check_multihead
 from parallelize.tensor.peft_prompts import unserved_prefixes
 from parallelize.tensor.planned_forward import argument_of
 from parallelize.tensor.rms_norm import check_rms_norm
+from parallelize.tensor.scaled_experts import check_scaled_experts
 from parallelize.tensor.split_experts import check_experts
 from parallelize.tensor.ulysses_attention import check_ulysses
 from parallelize.vocabulary.loss.fuse_loss import wrong_heads
@@ -33,6 +34,7 @@ _COMPUTE_CHECKS = {
     "multihead": check_multihead,
     "experts": check_experts,
     "whole experts": check_experts,
+    "scaled experts": check_scaled_experts,
 }
 
 

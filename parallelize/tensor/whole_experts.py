@@ -67,17 +67,25 @@ class ExpertRanks:
 
 def whole_experts(form: ExpertForm, ranks: ExpertRanks) -> Callable:
     """A forward with the arguments and results of the stock one."""
+    run = outputs_of_tokens(form, ranks)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> T:
-        inputs = form.inputs(self, args, kwargs)
-        same, run = ranks.same_tokens, partial(_exchanged, self, form, ranks)
-        if same is None:
-            return form.result(self, run(*inputs), args, kwargs)
-        parts = (ops.split(x, same, 0) for x in inputs)
-        out = ops.gather(run(*parts), same, 0, len(inputs[0]), gradient="replicate")
-        return form.result(self, out, args, kwargs)
+        return form.result(self, run(self, *form.inputs(self, args, kwargs)), args, kwargs)
 
     return forward
+
+
+def outputs_of_tokens(form: ExpertForm, ranks: ExpertRanks) -> Callable[[Any, T, T, T], T]:
+    """A function of the module, tokens [N, hidden], choices [N, k] and weights [N, k] of this rank: their outputs [N, hidden]."""
+    same = ranks.same_tokens
+
+    def run(module: Any, *inputs: T) -> T:
+        if same is None:
+            return _exchanged(module, form, ranks, *inputs)
+        out = _exchanged(module, form, ranks, *(ops.split(x, same, 0) for x in inputs))
+        return ops.gather(out, same, 0, len(inputs[0]), gradient="replicate")
+
+    return run
 
 
 def _exchanged(self: Any, form: ExpertForm, ranks: ExpertRanks, tokens: T, choices: T, weights: T) -> T:

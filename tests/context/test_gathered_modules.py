@@ -43,8 +43,6 @@ MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
 @pytest.mark.parametrize(("sizes", "options"), MESHES, ids=str)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_every_mixture(name, sizes, options):
-    if name == "llama4_text" and "ep" in options:
-        pytest.skip("its experts get every token")
     check(family(name), sizes, **options)
 
 

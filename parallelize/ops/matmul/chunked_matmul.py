@@ -282,9 +282,9 @@ def matmul_all_reduce(total: MatmulSum, group: Group, steps: int, meanwhile: Seq
     Returns: [.., N].
     """
     table = MatmulSum([(flat(left), right) for left, right in total.pairs])
-    out, rank = table.empty(table.shape), group.rank
+    out, rank = table.empty(total.shape), group.rank  # returned itself, no view of it: a model may add to it in place
     layout = row_chunks_of(table.shape, 0, group.size, max(1, steps))
-    rows = out.unsqueeze(0)
+    rows = flat(out).unsqueeze(0)
     parts = _Contributions(table, 0, group, layout, rows)
     local_chunks = [take(rows, box) for box in layout.chunks(rank)]
     summed: list[Step] = []
@@ -318,7 +318,7 @@ def matmul_all_reduce(total: MatmulSum, group: Group, steps: int, meanwhile: Seq
     if not steps:
         parts.guard.run_all(meanwhile)
     parts.guard.check()
-    return out.view(total.shape)
+    return out
 
 
 def _split_evenly(works: Sequence[Thunk], number: int) -> Iterator[Sequence[Thunk]]:

@@ -68,6 +68,24 @@ def test_parts_that_need_no_gradient(op):
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("overlap", ["off", "chunked"])
+@pytest.mark.parametrize("op", OPS)
+def test_a_model_may_add_to_a_result_in_place(op, overlap):
+    """As Llama 4 adds its experts to the shared one: the result is no view, of which autograd refuses this."""
+
+    def body(rank: int) -> None:
+        for shape in ((6, 4), (2, 3, 4)):
+            linear = ReferenceLinear(op, shape, 0)
+            leaves = linear.leaves()
+            (out,) = linear.call(leaves, overlap=overlap)
+            out.add_(1.0).backward(linear.local_output(linear.grads[0]))
+            expected = linear.local_input(linear.expected_grads[0]), linear.local_weight(linear.expected_grads[1])
+            for leaf, gradient in zip(leaves, expected, strict=False):
+                assert (leaf.grad - gradient).abs().max() < 1e-12
+
+    run_ranks(2, body)
+
+
 def test_unused_outputs():
     def body(rank: int) -> None:
         for op in ("all_gather_linear", "column_linear"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import nn
 
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
+from parallelize.randomness.dropout.install import install_dropout
+from parallelize.randomness.dropout.position import Position
+from parallelize.randomness.dropout.router_noise import routers_that_draw
 from parallelize.verification.batch import IGNORED
 from parallelize.verification.compare import ReferenceValues
 from parallelize.verification.configuration import Configuration, Mode, name_of
@@ -26,7 +30,7 @@ LEARNING_RATE = 0.1
 
 def reference_step(configuration: Configuration) -> ReferenceValues:
     """Run the step. Raises: ModelError `reference-failed`, `not-finite`, `nothing-trains`."""
-    model = copy.deepcopy(configuration.model)
+    model, _ = _unsharded(configuration)
     inputs, targets = configuration.batch_part(0, 1)
     input_gradients = InputGradients(model)
     what = f"{name_of(configuration.request.model)} fails unsharded"
@@ -54,6 +58,18 @@ def reference_step(configuration: Configuration) -> ReferenceValues:
     )
 
 
+def _unsharded(configuration: Configuration) -> tuple[nn.Module, Callable[[int, int], AbstractContextManager[Any]]]:
+    """A copy of the model; and a context for its forward on part `index` of `count` of the batch.
+
+    Routers that draw noise draw that of the ranks, which is a function of the position of a row in the batch.
+    """
+    model = copy.deepcopy(configuration.model)
+    if not model.training or not any(routers_that_draw(model)):
+        return model, lambda index, count: nullcontext()
+    clock, rows = install_dropout(model), configuration.rows
+    return model, lambda index, count: clock.at(Position(0, index * rows // count, rows // count))
+
+
 def _check_finite(tensors: dict[str, T]) -> None:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
@@ -67,7 +83,7 @@ def check_repeats(configuration: Configuration, reference: ReferenceValues, boun
     inputs, targets = configuration.batch_part(0, 1)
     what = f"{name_of(configuration.request.model)} fails unsharded, the second time"
     with blaming("reference-failed", what), computing_in(configuration.dtype):
-        output = copy.deepcopy(configuration.model)(**inputs)
+        output = _unsharded(configuration)[0](**inputs)
         loss = stock_loss(configuration, output, targets) / loss_divisor(configuration)
     pairs = [(loss, reference.loss), *zip(all_tensors(output), reference.outputs, strict=False)]
     if any(error_of(actual, expected) > bound for actual, expected in pairs):
@@ -82,11 +98,11 @@ def is_a_sum(configuration: Configuration, reference: ReferenceValues, bound: fl
     count = configuration.request.data_ranks * configuration.request.num_microbatches
     if count == 1 or not configuration.can_split:
         return True
-    model, losses = copy.deepcopy(configuration.model), []
+    (model, part_at), losses = _unsharded(configuration), []
     for index in range(count):
         inputs, targets = configuration.batch_part(index, count)
         what = f"{name_of(configuration.request.model)} fails unsharded on some rows"
-        with blaming("reference-failed", what), computing_in(configuration.dtype):
+        with blaming("reference-failed", what), computing_in(configuration.dtype), part_at(index, count):
             losses.append(stock_loss(configuration, model(**inputs), targets) / loss_divisor(configuration))
     return error_of(torch.stack(losses).sum(0), reference.loss) <= bound
 
@@ -121,12 +137,12 @@ def stock_loss(configuration: Configuration, output: Any, targets: Any) -> T:
 
 def trace_reference(configuration: Configuration, mode: Mode) -> ModuleTrace:
     """Trace the unsharded model on the same parts of the batch that the forwards of the ranks get."""
-    model = copy.deepcopy(configuration.model)
+    model, part_at = _unsharded(configuration)
     tracer = ModuleTracer(model)
     count = configuration.request.data_ranks * mode.microbatches
     for index in range(count):
         inputs, targets = configuration.batch_part(index, count)
-        with computing_in(configuration.dtype), tracer.microbatch(index):
+        with computing_in(configuration.dtype), tracer.microbatch(index), part_at(index, count):
             (stock_loss(configuration, model(**inputs), targets) / loss_divisor(configuration)).backward()
     parameters = model.named_parameters(remove_duplicate=False)
     tracer.trace.gradients = {name: p.grad.clone() for name, p in parameters if p.grad is not None}

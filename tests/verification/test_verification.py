@@ -93,6 +93,16 @@ def test_meshes_of_several_axes_are_equal(model, mesh, options):
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2", "cp=2"])
+@pytest.mark.parametrize("model", ["phimoe", "mixtral"])
+def test_routers_that_draw_noise_draw_that_of_the_ranks(model, mesh):
+    """Of both batches, with one microbatch and two."""
+    overrides = {"router_jitter_noise": 0.3}
+    result = verify(model, mesh=mesh, overrides=overrides)
+    assert result.ok, f"\n{result}"
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize(("dtype", "slack"), [("float32", 5), ("bfloat16", 3)])
 def test_bounds_of_other_dtypes(dtype, slack):
     result = verify("phi3", mesh="tp=4", dtype=dtype, sequence_parallel=True)

@@ -123,7 +123,8 @@ def record(
     first, later = segments_of(actions[:half], marks), segments_of(actions[half:], marks)
     regular = is_regular(actions[half:], marks)
     most = routing.most_rows, routing.most_choices
-    return MicrobatchTrace(first, later, boundaries.sizes, representatives, regular, *most, routers)
+    none = frozenset(name for name, p in model.named_parameters() if p.requires_grad and p.grad is None)
+    return MicrobatchTrace(first, later, boundaries.sizes, representatives, regular, *most, routers, none)
 
 
 def _apply(model: nn.Module, mesh: DeviceMesh, full: ResolvedPlan, options: Options, classes: LayerClasses) -> None:

@@ -112,10 +112,6 @@ def test_over_cp(two_processes, four_processes, sizes, options):
 )
 def test_modules_that_are_gathered_over_cp(two_processes, four_processes, family, sizes, options):
     pool = two_processes if sizes == {"cp": 2} else four_processes
-    if family == "deepseek_v32" and "tp" in sizes:
-        pytest.skip(
-            "its indexer gets no gradient, and is counted in the pending reductions: docs/check-before-launch.md"
-        )
     check(pool, family, sizes, options, length=16)
 
 

@@ -23,6 +23,7 @@ from parallelize.applied.data_assignments import follow_data_assignments
 from parallelize.applied.early_optimizers import refuse_early_optimizers
 from parallelize.applied.gradient_guard import NOT_REDUCED, guard_gradients
 from parallelize.applied.gradient_inputs import refuse_gradient_inputs
+from parallelize.applied.many_objects import without_cycles
 from parallelize.applied.meta_buffers import guard_buffers
 from parallelize.applied.module_moves import guard_moves
 from parallelize.applied.offloaded_models import refuse_offloaded
@@ -181,7 +182,7 @@ def apply_plan(
     if storage.check_replicated is not False and tp_mesh(mesh).size() > 1:
         names = _full_on_each_rank(module, agreed.plan, storage.compares)
         compare_weights(module, mesh, Group(tp_mesh(mesh).get_group()), "tp", names)
-    with Transaction(module):
+    with without_cycles(), Transaction(module):
         if agreed.resolved.plan.kept:
             _apply_kept(module, mesh, agreed.resolved, storage)
             refuse_training_of_unclaimed(agreed.plan, agreed.model)
@@ -220,7 +221,7 @@ def _agree_on_plan(
 ) -> _Agreed:
     """Resolve and check the plan, and compare what it depends on over ranks; or raise the same error on every rank."""
     tp = tp_mesh(mesh)
-    with agree_on(mesh, timeout_s) as facts:
+    with agree_on(mesh, timeout_s) as facts, without_cycles():
         facts |= storage.facts()
         refuse_other_quantizers(module)
         resolved = decide()

@@ -6,9 +6,7 @@ Only commands that need torch import it: a plan file alone is checked without.
 from __future__ import annotations
 
 import argparse
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -264,21 +262,10 @@ def _explain_setting(options: argparse.Namespace, plan: str | None, mesh: str, a
 # -- fit ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without Python's garbage collection, a tenth of a search's time. What it leaves for later is small: shapes, no tensors."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _fit(options: argparse.Namespace) -> int:
     from parallelize.analysis.cost.machine import load_machine
     from parallelize.analysis.fit import fit
+    from parallelize.applied.many_objects import without_cycles
 
     model = options.model or options.model_argument
     if model is None:
@@ -287,7 +274,7 @@ def _fit(options: argparse.Namespace) -> int:
         if getattr(options, name) < 1:
             what = f"--{name.replace('_', '-')} {getattr(options, name)}"
             raise PlanError(Problem("bad-option", what, fix="give 1 or more"))
-    with _no_collection(), Progress("fitting", shows_progress(options), unit="meshes") as progress:
+    with without_cycles(), Progress("fitting", shows_progress(options), unit="meshes") as progress:
         fitted = fit(
             _subject(model, options.plan, options.set),
             options.gpus,

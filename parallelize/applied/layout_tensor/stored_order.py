@@ -25,7 +25,10 @@ def store(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     parts = [full[pair.full] for pair in layout.slices(rank)]
     if not parts:
         parts = [full.narrow(layout.dim, 0, 0)]
-    local = torch.cat(parts, layout.dim).clone(memory_format=torch.contiguous_format)
+    if len(parts) == 1:
+        local = parts[0].clone(memory_format=torch.contiguous_format)
+    else:
+        local = torch.cat(parts, layout.dim).contiguous()
     if layout.is_canonical or local.shape[layout.dim] == layout.stored_local_size:
         return local
     return pad_to(local, layout.dim, layout.stored_local_size)

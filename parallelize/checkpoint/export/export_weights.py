@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.applied.many_objects import without_cycles
 from parallelize.checkpoint.export.changed_tensors import Digests, changed_names, digests_of
 from parallelize.checkpoint.export.exchange import Receivers
 from parallelize.checkpoint.export.iteration import BucketIterator
 from parallelize.checkpoint.export.local_values import LocalValues, Values, view_of
-from parallelize.checkpoint.export.many_objects import without_cycles
 from parallelize.checkpoint.export.remembered_exporters import planned_before, remember
 from parallelize.checkpoint.export.rounds import Rounds
 from parallelize.checkpoint.export.weight_buckets import (

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.applied.many_objects import without_cycles
 from parallelize.applied.stored_slices import named_once
 from parallelize.checkpoint.format.boxes import (
     Box,
@@ -142,7 +143,7 @@ class _Load:
         loaded, error = None, None
         staged: list[tuple[LocalTensor, T]] = []
         try:
-            with HubFolder(folder, allow_pickle=allow_pickle) as hub:
+            with without_cycles(), HubFolder(folder, allow_pickle=allow_pickle) as hub:
                 allow_missing = allow_missing and not self.meta_model.was_meta
                 stock = StockNames(self.module, tensors)
                 sources = find_sources(

@@ -87,13 +87,12 @@ def _divided(column: str, block: str) -> Problem:
 def _blocks(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[_Block]:
     if resolved.mesh.ranks("tp") == 1:
         return
-    columns, rows = linears_of(resolved, model)
-    for fqn in dict.fromkeys(layer_name(name).rpartition(".")[0] for name in columns):
+    columns, rows = map(_by_parent, linears_of(resolved, model))
+    for fqn, children in columns.items():
         block = model.objects.get(fqn)
         if block is None or "forward" in block.__dict__:
             continue
-        names = frozenset(_children_of(fqn, columns))
-        summed = frozenset(_children_of(fqn, rows))
+        names, summed = frozenset(children), frozenset(rows.get(fqn, ()))
         elementwise = frozenset(key for key, child in block.named_children() if type(child) in _ELEMENTWISE)
         if names and summed:
             cls: Any = type(block)
@@ -113,9 +112,13 @@ def _in_order(block: nn.Module, columns: frozenset[str], rows: frozenset[str]) -
     return ShardReads(frozenset(readers))
 
 
-def _children_of(parent: str, names: list[str]) -> Iterator[str]:
-    layers = map(layer_name, names)
-    yield from (name.rpartition(".")[2] for name in layers if name.rpartition(".")[0] == parent)
+def _by_parent(names: list[str]) -> dict[str, list[str]]:
+    """Names of modules -> the last parts of the names of linears in them."""
+    children: dict[str, list[str]] = {}
+    for name in map(layer_name, names):
+        parent, _, key = name.rpartition(".")
+        children.setdefault(parent, []).append(key)
+    return children
 
 
 def linears_of(resolved: ResolvedPlan, model: ModelFacts) -> tuple[list[str], list[str]]:
@@ -145,14 +148,23 @@ def _is_packed(resolved: ResolvedPlan, column: str) -> bool:
 
 def _readers(resolved: ResolvedPlan, model: ModelFacts, block: _Block) -> list[str]:
     """The parameters that read the shards of a block and that are full on each rank."""
-    readers = [block.child(name) for name in block.reads.readers]
     styled = {item.fqn for item in resolved.plan.kept}
     names = []
-    for name, row in resolved.parameters.items():
-        inside = any(name == reader or name.startswith(reader + ".") for reader in readers)
-        if inside and row.layout.dim is None and not row.partial and name.rpartition(".")[0] not in styled:
+    for name in _parameters_in(block, model):
+        row = resolved.parameters.get(name)  # None under the second name of a tied parameter
+        if row and row.layout.dim is None and not row.partial and name.rpartition(".")[0] not in styled:
             names.append(name)
     return names
+
+
+def _parameters_in(block: _Block, model: ModelFacts) -> Iterator[str]:
+    """The names of those that the block, or a module that it calls, reads shards with."""
+    for name in map(block.child, sorted(block.reads.readers)):
+        reader = model.objects.get(name)
+        if reader is None:
+            yield name
+        else:
+            yield from (key for key, _ in reader.named_parameters(prefix=name, remove_duplicate=False))
 
 
 def _unclear(resolved: ResolvedPlan, model: ModelFacts, block: _Block) -> list[str]:

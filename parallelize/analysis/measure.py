@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from parallelize.analysis.cost.machine import Machine
 from parallelize.analysis.cost.memory import RankMemory, memory_of
@@ -11,6 +12,7 @@ from parallelize.analysis.cost.timing import StepTime, stage_time, step_time
 from parallelize.analysis.cost.training_step import RankStep
 from parallelize.analysis.subject import Subject
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
+from parallelize.tensor.scaled_experts import num_choices, scaled_experts_of
 
 
 def measure(
@@ -41,7 +43,8 @@ def measure_time(
 
 
 def model_flops(subject: Subject, setting: Setting) -> float:
-    """Operations for one step's tokens: three times those of the unsharded model's forward matmuls, without recompute.
+    """Operations for one step's tokens: three times those of the unsharded model's forward matmuls, without recompute, and of
+    experts those that tokens chose.
 
     Source: PaLM, arXiv:2204.02311, app. B (here causal attention counts half, as fused kernels compute it).
     """
@@ -61,7 +64,16 @@ def model_flops(subject: Subject, setting: Setting) -> float:
     )
     step = subject.rank_step(unsharded, unsharded.pipeline(), 0)
     forward = sum(segment.flops for segment in step.segments(0, later=True).forward)
-    return 3.0 * forward * setting.batch * setting.size(*SAMPLE_AXES)
+    return 3.0 * (forward - _of_unchosen(subject, setting)) * setting.batch * setting.size(*SAMPLE_AXES)
+
+
+def _of_unchosen(subject: Subject, setting: Setting) -> float:
+    """Operations of one sequence's forward on rows of zeros: of experts that a token did not choose, where a stock block calls all."""
+    model, total = subject.model(setting.weights_dtype), 0.0
+    for experts in scaled_experts_of(model):
+        unchosen = 1 - num_choices(model, experts.fqn) / experts.num_experts
+        total += 2.0 * setting.sequence * unchosen * sum(map(prod, experts.shapes.values()))
+    return total
 
 
 def _analyzed_ranks(size: int) -> list[int]:

@@ -56,7 +56,7 @@ from parallelize.tensor.refused_outputs import refuse_attentions, refuse_hidden_
 from parallelize.tensor.region import EvenShards, Region
 from parallelize.tensor.rms_norm import sharded_rms_norm
 from parallelize.tensor.row_linear import OverlappedRowLinear
-from parallelize.tensor.scaled_experts import scaled_experts
+from parallelize.tensor.scaled_experts import num_choices, scaled_experts
 from parallelize.tensor.scan import scan_forward
 from parallelize.tensor.shared_conversion import SharedConversion
 from parallelize.tensor.shared_input import SharedInput
@@ -200,8 +200,7 @@ class Installer:
         if (contract.splits_experts or contract.sends_tokens) and not self.model.modules[row.fqn].stacked:
             allow_any_width(module, planned, [self._parameter(row.fqn, slot.key).layout for slot in planned.slots])
         if contract.compute == "scaled experts":
-            block = self.model.objects.get(row.fqn.rpartition(".")[0])
-            return scaled_experts(module, self._expert_ranks(row), getattr(block, "top_k", 1))
+            return scaled_experts(module, self._expert_ranks(row), num_choices(self.model, row.fqn))
         if contract.sends_tokens:
             return whole_experts(form_of(module), self._expert_ranks(row))
         if contract.traits.wraps:

@@ -11,7 +11,7 @@ So a token is sent to the ranks of the experts that it chose, where the stock fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch import nn
 
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import replay_cache
+from parallelize.plan.model_facts import ModelFacts
+from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.expert_forms import Inputs, StackedExperts, input_names
 from parallelize.tensor.planned_forward import Conversion, on_local_parameters
 from parallelize.tensor.whole_experts import ExpertRanks, outputs_of_tokens
@@ -40,14 +42,29 @@ def check_scaled_experts(module: nn.Module, fqn: str) -> None:
     raise ModelError(Problem("wrong-experts-call", what, fix="ep=1, etp=1: each expert is split over tp"))
 
 
-def scaled_experts(module: nn.Module, ranks: ExpertRanks, num_choices: int) -> Callable:
-    """A forward with the argument and result of the stock one. num_choices: of a token, for analysis without values."""
+def scaled_experts_of(model: ModelFacts) -> Iterator[ModuleFacts]:
+    """The modules of experts that are called with every token, scaled: known by their two stacks of weights and their one input."""
+    for fqn, facts in model.modules.items():
+        if facts.kind == "other" and facts.shapes.keys() == _STACKS and len(input_names(model.objects[fqn])) == 1:
+            yield facts
+
+
+_STACKS = {"gate_up_proj", "down_proj"}
+
+
+def num_choices(model: ModelFacts, fqn: str) -> int:
+    """How many experts a token chooses: an attribute of the block that calls them."""
+    return int(getattr(model.objects.get(fqn.rpartition(".")[0]), "top_k", 1))
+
+
+def scaled_experts(module: nn.Module, ranks: ExpertRanks, choices_per_token: int) -> Callable:
+    """A forward with the argument and result of the stock one. choices_per_token: for analysis without values."""
     run = outputs_of_tokens(_AsManyRows(module), ranks)
 
     def forward(self: Any, rows: T) -> T:
         num_tokens = len(rows) // ranks.num_experts
         # a replay sends the same rows, even where a near tie of the router falls otherwise
-        chosen = replay_cache.remembered("chosen rows", lambda: _chosen(rows, num_tokens * num_choices))
+        chosen = replay_cache.remembered("chosen rows", lambda: _chosen(rows, num_tokens * choices_per_token))
         choices = (chosen // max(num_tokens, 1))[:, None]
         out = run(self, rows.index_select(0, chosen), choices, rows.new_ones(len(chosen), 1))
         return out.new_zeros(rows.shape).index_copy(0, chosen, out)

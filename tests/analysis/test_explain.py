@@ -18,10 +18,12 @@ from parallelize.analysis.cost.memory import memory_of
 from parallelize.analysis.cost.setting import Setting
 from parallelize.analysis.explain import explain, explain_subject
 from parallelize.analysis.fit import fit, meshes
+from parallelize.analysis.measure import model_flops
 from parallelize.analysis.subject import Subject
 from parallelize.errors import MeshError, ModelError, ParallelizeError, PlanError
 from parallelize.mesh import MeshSpec
-from parallelize.models.model_source import read_model
+from parallelize.models.model_source import ModelSource, read_model
+from tests.support.models import tiny_model
 
 SMALL = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, vocab_size=131)
 FAMILIES = {
@@ -92,6 +94,20 @@ def test_flops_by_hand():
     layer = 2 * s * (h * h + 2 * h * kv + h * h + 3 * h * f) + 2 * 2 * s * s * h * 0.5
     assert flops["model.layers.3"] == layer
     assert flops["lm_head"] == 2 * s * h * v
+
+
+@pytest.mark.parametrize("mesh", [MeshSpec(dp=2), MeshSpec(tp=2)], ids=str)
+def test_model_flops_of_llama_4_are_those_of_chosen_experts(mesh):
+    """Its stock forward multiplies every token by all experts. Three more experts add their columns of two routers."""
+    setting = Setting(mesh, batch=2, sequence=16).complete()
+    few, more = (
+        model_flops(
+            Subject(ModelSource("llama4", lambda _, n=n: tiny_model("llama4_text", num_local_experts=n))), setting
+        )
+        for n in (3, 6)
+    )
+    tokens, hidden = 2 * mesh.ranks("dp") * 16, 48
+    assert more - few == pytest.approx(3 * 2 * tokens * hidden * 3 * 2)
 
 
 @pytest.mark.sweep

@@ -17,12 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
-from parallelize.applied.records import PlanRecord, record_of
+from parallelize.applied.records import PlanRecord, record_of, resolution_of
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import Chunk, Interval, packed
 from parallelize.ops import collectives as ops
-from parallelize.plan.adapters import PREFIX_ENCODER, layer_name
+from parallelize.plan.adapters import layer_name
+from parallelize.plan.learned_prompts import PREFIX_ENCODER
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 
@@ -131,7 +132,10 @@ def local_prefixes(peft_model: Any, prompt: Any) -> Any:
 def _remembered(planned: nn.Module, record: PlanRecord, num_heads: int) -> Heads:
     by_count = _found.setdefault(planned, {})
     if num_heads not in by_count:
-        by_count[num_heads] = heads_of_layers(record.resolved, dict(planned.named_modules()), num_heads)
+        resolved = (
+            resolution_of(planned) or record.resolved
+        )  # of all pipeline stages: PEFT makes prefixes of all layers
+        by_count[num_heads] = heads_of_layers(resolved, dict(planned.named_modules()), num_heads)
     return by_count[num_heads]
 
 

@@ -82,12 +82,12 @@ def for_adapters(plan: Plan, model: ModelFacts) -> Plan:
     adapted, copied = adapted_layers(model), copied_layers(model)
     rules = _Rules(model, adapted, copied)
     if not adapted and not copied:
-        return replace(plan, rules=(*plan.rules, *rules.of_prompts()))
+        return replace(plan, rules=(*plan.rules, *rules.of_prompts(plan)))
     made = tuple(new for rule in plan.rules for new in rules.of(rule))
     if problems := [*rules.problems, *rules.unplanned()]:
         raise PlanError(*problems)
     ties = tuple(replace(tie, members=tuple(map(rules.parameter, tie.members))) for tie in plan.ties)
-    return replace(plan, rules=(*made, *rules.of_prompts()), ties=ties)
+    return replace(plan, rules=(*made, *rules.of_prompts(plan)), ties=ties)
 
 
 def refuse_over_axes(model: ModelFacts, mesh: MeshSpec) -> None:
@@ -289,9 +289,10 @@ class _Rules:
             return f"{owner}.{BASE}.{key}"
         return f"{owner}.{ORIGINAL}.{key}" if owner in self.copied else name
 
-    def of_prompts(self) -> Iterator[Rule]:
-        """Learned prompts are full on every rank, outside of the model that PEFT wraps."""
-        names = [name for name in self.model.modules if name.partition(".")[0] == PROMPTS]
+    def of_prompts(self, plan: Plan) -> Iterator[Rule]:
+        """Learned prompts are full on every rank, outside of the model that PEFT wraps. plan: may have their rules already."""
+        known = {rule.pattern for rule in plan.rules}
+        names = [name for name in self.model.modules if name.partition(".")[0] == PROMPTS and name not in known]
         full = StyleText("replicate")
         yield from (Rule(name, full, "PEFT") for name in names if self.model.modules[name].shapes)
 

@@ -124,6 +124,7 @@ class MicrobatchTrace:
         expert_rows, expert_choices: the most rows that a call of experts over `ep` receives, with those of the rank itself, and
             the most choices that it computes for them.
         routers: units with a router of which the load-balancing loss reads sums -> the number of its experts.
+        skips: units whose output later stages use (`skips:` of a plan) -> what travels of it.
     """
 
     first: MicrobatchSegments
@@ -134,3 +135,4 @@ class MicrobatchTrace:
     expert_rows: int = 0
     expert_choices: int = 0
     routers: Mapping[str, int] = field(default_factory=dict)
+    skips: Mapping[str, StageBoundary] = field(default_factory=dict)

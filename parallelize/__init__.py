@@ -110,6 +110,7 @@ if TYPE_CHECKING:
     from parallelize.plan.schema import Cuts as Cuts
     from parallelize.plan.schema import Plan as Plan
     from parallelize.plan.schema import Tie as Tie
+    from parallelize.quantization.import_quantized import import_quantized as import_quantized
     from parallelize.quantization.quantize import dequantize as dequantize
     from parallelize.quantization.quantize import quantize as quantize
     from parallelize.quantization.quantized_linear import QuantizedLinear as QuantizedLinear

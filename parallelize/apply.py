@@ -67,6 +67,7 @@ from parallelize.tensor.later_adapters import plan_later_adapters
 from parallelize.tensor.later_resizing import serve_resizing
 from parallelize.tensor.module_checks import problems_of_modules
 from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
+from parallelize.tensor.peft_prompts import unserved_prefixes
 from parallelize.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 from parallelize.tensor.torch_styles.module_style import ModuleStyle
@@ -235,7 +236,7 @@ def _agree_on_plan(
             _refuse_ulysses_twice(resolved)
         local_model = part_of(module, resolved.facts)
         local_plan = resolved.restricted(local_model)
-        _check_modules(local_plan, local_model)
+        _check_modules(local_plan, local_model, [*unserved_prefixes(resolved, resolved.facts)])
         refuse_wrapped(module)
         refuse_offloaded(module)
         if resolved.tp_size > 1:
@@ -316,10 +317,10 @@ def _refuse_twice(module: nn.Module) -> None:
         )
 
 
-def _check_modules(resolved: ResolvedPlan, model: ModelFacts) -> None:
-    """What can only be seen on the modules themselves. Raises: ModelError."""
+def _check_modules(resolved: ResolvedPlan, model: ModelFacts, others: list[Problem]) -> None:
+    """What can only be seen on the modules themselves. others: problems of the full model. Raises: ModelError."""
     misused = dict.fromkeys(misused_shards(resolved, model))  # those of all layers read alike
-    problems = [*problems_of_modules(resolved, model), *misused]
+    problems = [*others, *problems_of_modules(resolved, model), *misused]
     if problems:
         raise ModelError(*problems[:20])
 

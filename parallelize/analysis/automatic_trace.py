@@ -25,7 +25,7 @@ from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.models.example_inputs import inputs_of
 from parallelize.models.meta_copy import meta_copy, without_hooks
 from parallelize.models.model_source import source_of
-from parallelize.plan.adapters import makes_prefixes
+from parallelize.plan.learned_prompts import makes_prefixes
 from parallelize.plan.resolved import ResolvedPlan
 
 log = logging.getLogger("parallelize")

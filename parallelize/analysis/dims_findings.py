@@ -10,7 +10,7 @@ from torch import nn
 from parallelize.analysis.record.attention_model import forwards_on_meta
 from parallelize.dims.plan_trace import trace_plan
 from parallelize.errors import Problem
-from parallelize.plan.adapters import makes_prefixes
+from parallelize.plan.learned_prompts import makes_prefixes
 from parallelize.plan.resolved import ResolvedPlan
 
 

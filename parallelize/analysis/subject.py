@@ -6,6 +6,7 @@ set of modes. Meshes that differ only in other axes share the recording.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import gcd
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from parallelize.analysis.cost.matrix_steps import MatrixSteps, matrix_parameters, matrix_steps
+from parallelize.analysis.cost.matrix_steps import MatrixSteps, depends_on, matrix_parameters, matrix_steps
 from parallelize.analysis.cost.setting import Setting, check_setting
 from parallelize.analysis.cost.training_step import RankStep
 from parallelize.analysis.record.fake_world import fake_mesh
@@ -56,7 +57,7 @@ class Subject:
     _traces: dict[tuple, MicrobatchTrace] = field(default_factory=dict)
     _resolved: dict[tuple, ResolvedPlan] = field(default_factory=dict)
     _shards: dict[tuple, list[ParameterShard]] = field(default_factory=dict)
-    _matrices: dict[tuple, MatrixSteps] = field(default_factory=dict)
+    _matrices: dict[Hashable, MatrixSteps] = field(default_factory=dict)
 
     def model(self, weights_dtype: str) -> ModelFacts:
         """Names and shapes."""
@@ -222,11 +223,11 @@ class Subject:
 
     def matrix_steps(self, setting: Setting, pp_rank: int) -> MatrixSteps:
         """What Muon sends on one pp rank; nothing of another optimizer."""
-        resolved = self.resolved(setting)
-        key = (id(resolved), pp_rank, setting.optimizer, setting.gradient_bytes)
+        resolved, shards = self.resolved(setting), self.shards(setting, pp_rank)
+        key = depends_on(resolved, setting, shards)  # which settings of other schedules, microbatches, recompute share
         if key not in self._matrices:
             root = self.model(setting.weights_dtype).root
-            self._matrices[key] = matrix_steps(root, resolved, setting, self.shards(setting, pp_rank))
+            self._matrices[key] = matrix_steps(root, resolved, setting, shards)
         return self._matrices[key]
 
 

@@ -10,6 +10,9 @@ from typing import Any
 
 from torch import nn
 
+_BESIDE_TOKENS = ("PREFIX_TUNING", "CARTRIDGE")
+"""Kinds of learned prompts that are keys and values, not embeddings before those of the tokens."""
+
 
 def stock_model(module: nn.Module) -> nn.Module:
     """The model inside PEFT's wrappers; the module itself where there are none."""
@@ -19,6 +22,14 @@ def stock_model(module: nn.Module) -> nn.Module:
             break
         module = inner
     return module
+
+
+def num_prompt_logits(module: nn.Module) -> int:
+    """The number of positions before those of the tokens, of which PEFT's model returns logits too: that of its learned prompts."""
+    if not hasattr(module, "prompt_encoder"):
+        return 0
+    config: Any = module.active_peft_config
+    return 0 if config.peft_type in _BESIDE_TOKENS else int(config.num_virtual_tokens)
 
 
 def forward_signature(module: nn.Module) -> inspect.Signature:

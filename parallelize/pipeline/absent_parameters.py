@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from parallelize.applied.records import Cut
+from parallelize.plan.learned_prompts import prompt_encoders
 
 
 class AbsentParameters:
-    """Those of the modules themselves that are units of other stages; not of modules inside of them.
+    """Those of the modules themselves that are units of other stages; not of modules inside of them, but for learned prompts.
 
     Args:
         module: the root, after `cut_pipeline`.
@@ -27,8 +28,9 @@ class AbsentParameters:
     def __init__(self, module: nn.Module, cut: Cut):
         self.parameters: list[tuple[nn.Module, str, tuple[int, ...], torch.dtype]] = []
         facts = cut.facts
-        for unit in cut.stages.units:
-            if unit not in facts.aliases or cut.stages.stage_of_unit(unit) in cut.local_stages:
+        embeddings = (f"{name}.embedding" for name in prompt_encoders(facts))  # PEFT asks for its device
+        for unit in (*cut.stages.units, *embeddings):
+            if unit not in facts.aliases or cut.present(unit):
                 continue
             for key, shape in facts.modules[facts.aliases[unit]].shapes.items():
                 dtype = getattr(torch, facts.parameters[facts.owners[f"{unit}.{key}"]].dtype)

@@ -26,7 +26,7 @@ from parallelize.pipeline.microbatch_inputs import (
     split_batch,
 )
 from parallelize.pipeline.step_check import StepCheck
-from parallelize.pipeline.step_targets import refuse_unshifted, token_loss, token_targets
+from parallelize.pipeline.step_targets import beside_prompts, refuse_unshifted, token_loss, token_targets
 from parallelize.vocabulary.loss.losses import valid_tokens
 from parallelize.zero.router_loss import router_loss_of
 
@@ -144,6 +144,7 @@ class BatchReader:
             targets = token_targets(self.module, targets, labels)
             if self._may_be_unshifted:
                 refuse_unshifted(self.module, args, kwargs, targets)
+            targets = beside_prompts(self.module, (args, kwargs), targets)
         if self.context is None or targets is None:
             return targets
         return local_targets(self.context, length_of(self.module, args, kwargs), targets)

@@ -18,6 +18,7 @@ from parallelize.applied.records import Cut, StageMark, cut_of, mark_applied, ma
 from parallelize.comm.groups import Group, mesh_spec
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.errors import MeshError, ModelError, Problem
+from parallelize.pipeline.stage_prompts import serve_prompts
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
@@ -91,6 +92,7 @@ def cut_to_stages(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -
         if cut.stages.stage_of_unit(unit) not in local_stages:
             _empty(module, unit)
     mark_applied(module, cut=cut, resolved=resolved)
+    serve_prompts()
     share_router_loss(module)
     for parameter in module.parameters():
         mark_parameter(parameter, stage=StageMark(group))

@@ -277,7 +277,10 @@ class Pipeline:
     def _run(
         self, microbatches: list[MicrobatchInputs], loss_of: Callable[[Any, Any], T] | None, forward_only: bool = False
     ) -> StepRun:
-        mode = (torch.is_grad_enabled(), self.module.training)
+        adapters = str(
+            getattr(self.module, "active_adapter", None)
+        )  # which of them train decides which gradients are sent
+        mode = (torch.is_grad_enabled(), self.module.training, adapters)
         signature = microbatches[0].signature(mode)
         if self.group.size > 1 and not self.check.compares and signature not in self._compared:
             # once for inputs of these shapes; other data ranks may have other shapes

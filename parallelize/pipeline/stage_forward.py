@@ -24,6 +24,7 @@ from parallelize.comm.handshake import digest
 from parallelize.errors import ModelError, Problem
 from parallelize.pipeline.absent_parameters import AbsentParameters
 from parallelize.pipeline.payload import Nested, StageHeader
+from parallelize.plan.learned_prompts import prompt_encoders
 from parallelize.tensor.region import Region
 from parallelize.zero.router_loss import receive_router_sums, router_sums_to_send
 
@@ -151,6 +152,8 @@ class StageRunner:
     def call(self, index: int, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """The intercepted call of the unit with this index."""
         now = self.current
+        if now is None and self._may_run_alone(self.units[index]):
+            return private.call_module(module, args, kwargs)
         if now is None:
             raise ModelError(
                 Problem(
@@ -181,12 +184,17 @@ class StageRunner:
             now.outputs[unit] = Nested.of(out)[0]
         return out
 
+    def _may_run_alone(self, unit: str) -> bool:
+        """Whether a unit needs no other stage: PEFT computes learned prompts to save them."""
+        return unit in prompt_encoders(self.cut.facts) and self.cut.present(unit)
+
     def _absent_output(self, index: int, now: _RunningForward) -> Any:
         """What the call of an absent unit returns: its true output where it is sent along, else NaN."""
         unit = self.units[index]
         if now.entered:
             raise self._order(index, f"is called after {self.units[now.first]}")
         if unit in now.content["skips"]:
+            torch.set_grad_enabled(now.grad)  # for what is computed from it; all else before the first unit is constant
             return now.content["skips"][unit]
         assert now.header is not None
         if unit not in now.header.outputs:

@@ -15,6 +15,7 @@ from torch import nn
 from parallelize import _torch_private as private
 from parallelize.context.inputs import IGNORED, next_tokens
 from parallelize.errors import ModelError, Problem
+from parallelize.models.wrapped_models import num_prompt_logits
 from parallelize.vocabulary.loss.losses import cross_entropy
 
 T = torch.Tensor
@@ -58,7 +59,22 @@ def _of_labels(module: nn.Module, labels: Any) -> Any:
         form = list(labels.shape) if isinstance(labels, T) else type(labels).__name__
         what = f"labels {form} of a {type(module).__name__} are no ids [batch, sequence] of a language model"
         raise ModelError(Problem("unclear-labels", what, fix="targets= and a `loss` that reads them"))
-    return next_tokens(labels)
+    return next_tokens(_with_prompts(module, labels))  # the last prompt predicts the first token
+
+
+def beside_prompts(module: nn.Module, inputs: Any, targets: Any) -> Any:
+    """The targets of a model whose learned prompts stand before the tokens, and have none: as PEFT extends labels.
+
+    Args:
+        inputs: of the step. targets: token ids [batch, sequence] for the tokens of an input alone; others are as they should be.
+    """
+    return targets if _ids_like(targets, inputs) is None else _with_prompts(module, targets)
+
+
+def _with_prompts(module: nn.Module, targets: T) -> T:
+    """Targets, or labels, with none for the learned prompts before the tokens."""
+    count = num_prompt_logits(module)
+    return torch.cat([targets.new_full((targets.shape[0], count), IGNORED), targets], dim=1) if count else targets
 
 
 def refuse_unshifted(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], targets: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from parallelize.errors import PlanError, Problem
 from parallelize.mesh import MeshSpec
+from parallelize.plan.learned_prompts import PROMPTS, unserved_over_stages
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import alternatives, generic, is_default, matches
 from parallelize.plan.schema import Plan, Rule
@@ -22,12 +23,9 @@ from parallelize.styles.style import StyleText
 
 BASE, ORIGINAL, COPIES = "base_layer", "original_module", "modules_to_save"
 
-PREFIX_ENCODER = "PrefixEncoder"
-"""The class of PEFT that makes keys and values of prefix tuning."""
-
 _PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B", "ia3_l")
 _WITHOUT_PARAMETERS = ("lora_dropout",)
-_PROMPTS, _TOKENS = "prompt_encoder", ".token_adapter"
+_TOKENS = ".token_adapter"
 _VARIANTS = ("DoraLinearVariant", "ALoraLinearVariant", "QALoraLinearVariant")
 
 
@@ -49,12 +47,7 @@ def is_adapted(name: str) -> bool:
 
 def is_adapter_parameter(name: str) -> bool:
     """Whether a parameter was added by PEFT, rather than being one of the stock model."""
-    return not {*_PARTS, COPIES, _PROMPTS}.isdisjoint(name.split("."))
-
-
-def makes_prefixes(model: ModelFacts) -> bool:
-    """Whether PEFT computes keys and values that stand before those of each layer (prefix tuning)."""
-    return any(facts.class_name == PREFIX_ENCODER for facts in model.modules.values())
+    return not {*_PARTS, COPIES, PROMPTS}.isdisjoint(name.split("."))
 
 
 def layer_name(name: str) -> str:
@@ -89,12 +82,12 @@ def for_adapters(plan: Plan, model: ModelFacts) -> Plan:
     adapted, copied = adapted_layers(model), copied_layers(model)
     rules = _Rules(model, adapted, copied)
     if not adapted and not copied:
-        return replace(plan, rules=(*plan.rules, *rules.of_prompts()))
+        return replace(plan, rules=(*plan.rules, *rules.of_prompts(plan)))
     made = tuple(new for rule in plan.rules for new in rules.of(rule))
     if problems := [*rules.problems, *rules.unplanned()]:
         raise PlanError(*problems)
     ties = tuple(replace(tie, members=tuple(map(rules.parameter, tie.members))) for tie in plan.ties)
-    return replace(plan, rules=(*made, *rules.of_prompts()), ties=ties)
+    return replace(plan, rules=(*made, *rules.of_prompts(plan)), ties=ties)
 
 
 def refuse_over_axes(model: ModelFacts, mesh: MeshSpec) -> None:
@@ -102,11 +95,7 @@ def refuse_over_axes(model: ModelFacts, mesh: MeshSpec) -> None:
 
     Raises: PlanError `unplanned-adapter`.
     """
-    problems = []
-    prompts = next((name for name in model.modules if name.partition(".")[0] == _PROMPTS), "")
-    if prompts and mesh.ranks("pp") > 1:
-        what = f"{prompts} makes prompts that PEFT's forward puts before the embeddings, and no pipeline stage runs that forward"
-        problems.append(Problem("unplanned-adapter", what, fix="a mesh without pp; or LoRA, which every mesh serves"))
+    problems = [*unserved_over_stages(model)] if mesh.ranks("pp") > 1 else []
     tokens = next((name for name in model.modules if name.endswith(_TOKENS)), "")
     if tokens and mesh.ranks("tp") > 1:
         what = (
@@ -300,9 +289,10 @@ class _Rules:
             return f"{owner}.{BASE}.{key}"
         return f"{owner}.{ORIGINAL}.{key}" if owner in self.copied else name
 
-    def of_prompts(self) -> Iterator[Rule]:
-        """Learned prompts are full on every rank, outside of the model that PEFT wraps."""
-        names = [name for name in self.model.modules if name.partition(".")[0] == _PROMPTS]
+    def of_prompts(self, plan: Plan) -> Iterator[Rule]:
+        """Learned prompts are full on every rank, outside of the model that PEFT wraps. plan: may have their rules already."""
+        known = {rule.pattern for rule in plan.rules}
+        names = [name for name in self.model.modules if name.partition(".")[0] == PROMPTS and name not in known]
         full = StyleText("replicate")
         yield from (Rule(name, full, "PEFT") for name in names if self.model.modules[name].shapes)
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from parallelize.errors import ModelError, Problem
 
-_BITS = {"nf4": 4, "int8": 8}
+_WORDS = ("nf4", "int8")
+_BITS = {"nf4": 4, "fp4": 4, "int8": 8}
 _TEXT = re.compile(r"\s*(\w+)\s*(?:\(\s*(?:block\s*=\s*)?(\d+)\s*\))?\s*\Z")
-_SCALE_BYTES = 2
+_SCALE_BYTES = {"bfloat16": 2, "float32": 4}
 LEAST_BLOCK = 8
 BLOCK = 64
 """Elements that share a scale, where the user names no number. Source: Dettmers et al., QLoRA, 2023, section 3."""
@@ -20,15 +21,20 @@ class BlockFormat:
     """Codes of 4 or 8 bits, and a scale for each block of consecutive elements of a row of the weight.
 
     Attributes:
-        word: "nf4" (the 16 quantiles of a normal distribution) or "int8" (127 steps on each side of zero).
+        word: "nf4" (the 16 quantiles of a normal distribution) or "int8" (127 steps on each side of zero). Of weights that another
+            library has quantized also "fp4" (8 magnitudes and a sign).
         block: elements that share a scale: a power of two, 8 or more.
+        scales: the dtype of the scales, "bfloat16" or, of weights that another library has quantized, "float32".
     """
 
     word: str
     block: int = BLOCK
+    scales: str = "bfloat16"
 
     def __str__(self) -> str:
-        return self.word if self.block == BLOCK else f"{self.word}(block={self.block})"
+        options = [f"block={self.block}"] if self.block != BLOCK else []
+        options += [f"scales={self.scales}"] if self.scales != "bfloat16" else []
+        return f"{self.word}({', '.join(options)})" if options else self.word
 
     @property
     def codes_per_byte(self) -> int:
@@ -38,12 +44,12 @@ class BlockFormat:
     @property
     def scale_packs(self) -> int:
         """Elements that one byte of scales stands for."""
-        return self.block // _SCALE_BYTES
+        return self.block // _SCALE_BYTES[self.scales]
 
     @property
     def bytes_per_element(self) -> float:
         """Bytes of codes and scales for each element of the weight."""
-        return 1 / self.codes_per_byte + _SCALE_BYTES / self.block
+        return 1 / self.codes_per_byte + 1 / self.scale_packs
 
 
 def block_format(text: object) -> BlockFormat:
@@ -55,8 +61,8 @@ def block_format(text: object) -> BlockFormat:
         return text
     parsed = _TEXT.match(text) if isinstance(text, str) else None
     word, block = (parsed[1], int(parsed[2] or BLOCK)) if parsed is not None else ("", BLOCK)
-    if word not in _BITS or block < LEAST_BLOCK or block & (block - 1):
+    if word not in _WORDS or block < LEAST_BLOCK or block & (block - 1):
         what = f"{text!r} is no format of quantized weights"
-        fix = f"{' or '.join(_BITS)}, with blocks of {BLOCK} elements; or another power of two: nf4(block=32)"
+        fix = f"{' or '.join(_WORDS)}, with blocks of {BLOCK} elements; or another power of two: nf4(block=32)"
         raise ModelError(Problem("unknown-format", what, fix=fix))
     return BlockFormat(word, block)

@@ -90,7 +90,7 @@ class LayoutMaker:
                 ("module", f"{name}: {width} input features over axis tp (size {self.tp_size})"),
                 ("split at", f"element {bound}: {bound} % {block} = {bound % block}"),
             ),
-            f"a smaller block: quantize(model, 'nf4(block=32)'); tp size {sizes}; or leave {name} out of `modules`",
+            f"a smaller block: quantize(model, 'nf4(block=32)'), import_quantized(model, block=32); tp size {sizes}; or leave {name} out of `modules`",
         )
 
     def _of_experts(self, fact: ParameterFacts, use: Use, dim: int, rule: Rule) -> tuple[Layout | None, Problem | None]:

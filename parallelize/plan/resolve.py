@@ -15,6 +15,7 @@ from parallelize.errors import PlanError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.adapters import for_adapters, peft_prefix, refuse_over_axes, renamed
 from parallelize.plan.attention_kinds import attention_kinds
+from parallelize.plan.learned_prompts import PROMPTS
 from parallelize.plan.mixed_rows import check_batch_parts
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options
@@ -135,7 +136,8 @@ def for_model(plan: Plan, model: ModelFacts) -> Plan:
     plan = plan.for_config(partial(dotted, model.config))
     plan = _for_base_model(plan, model, prefix)
     if prefix and plan.unclaimed != "leave":
-        plan = renamed(plan, lambda name: name if name.startswith(prefix) else prefix + name)
+        outside = (prefix, f"{PROMPTS}.")
+        plan = renamed(plan, lambda name: name if name.startswith(outside) else prefix + name)
     return for_adapters(plan, model)
 
 

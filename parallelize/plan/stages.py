@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
 from parallelize.errors import PlanError, Problem, did_you_mean, short_list
+from parallelize.plan.learned_prompts import prompt_encoders, with_prompts
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import matches
 from parallelize.plan.schema import Cuts, Plan
@@ -33,12 +34,14 @@ class Stages:
         starts: index of the first unit of each stage.
         num_first: number of units before the layers.
         cuts: the section of the plan that this was made from.
+        aliases: names outside of all units, of modules that are in one by another name, to that name.
     """
 
     units: tuple[str, ...]
     starts: tuple[int, ...]
     num_first: int
     cuts: Cuts
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_stages(self) -> int:
@@ -68,7 +71,10 @@ class Stages:
         """The unit that contains a module or parameter, or None."""
         positions = self._positions
         containing = [positions[name] for name in _containing(fqn) if name in positions]
-        return self.units[min(containing)] if containing else None
+        if not containing:
+            alias = next((self.aliases[name] for name in _containing(fqn) if name in self.aliases), None)
+            return None if alias is None else self.unit_of(alias)
+        return self.units[min(containing)]
 
     @cached_property
     def _positions(self) -> dict[str, int]:
@@ -114,7 +120,7 @@ def cut_stages(
         cuts = cuts_of(plan, model)
         units, num_first = _units(cuts, model)
         starts = _balanced(units, num_first, cuts, model, num_stages, costs)
-    stages = Stages(units, starts, num_first, cuts)
+    stages = _with_aliases(Stages(units, starts, num_first, cuts), model)
     problems = [*_check_every(cuts, model), *_check_skips(cuts, units), *_check_reused(stages, model)]
     unowned = [
         fact.fqn for fact in model.parameters.values() if all(stages.stage_of(name) is None for name in fact.names)
@@ -130,6 +136,16 @@ def cut_stages(
     return stages
 
 
+def _with_aliases(stages: Stages, model: ModelFacts) -> Stages:
+    """PEFT's model refers to the embedding by a second name, for one."""
+    others = ((name, first) for name, first in model.aliases.items() if name != first)
+    aliases = {}
+    for name, first in others:
+        if stages.unit_of(name) is None and stages.unit_of(first) is not None:
+            aliases[name] = first
+    return replace(stages, aliases=aliases)
+
+
 def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:
     """The plan's section `pipeline:`, completed from the order of the model; without one, the longest list of modules."""
     cuts = plan.cuts if plan is not None else None
@@ -142,15 +158,12 @@ def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:
         lists = {name.rpartition(".")[0] for name in model.modules if name.rpartition(".")[2].isdigit()}
         fix = did_you_mean(cuts.layers, lists) if lists else "name the list of layers"
         raise PlanError(Problem("no-layers", f"{cuts.layers!r} contains no layers in this model", cuts.where, fix=fix))
-    if cuts.first or cuts.last or cuts.layers == "":
-        return cuts
-    before, after = _around(cuts.layers, model)
-    every = set(cuts.every)
-    return replace(
-        cuts,
-        first=tuple(name for name in before if name not in every),
-        last=tuple(name for name in after if name not in every),
-    )
+    if not cuts.first and not cuts.last and cuts.layers:
+        before, after = _around(cuts.layers, model)
+        every = set(cuts.every)
+        first, last = (tuple(name for name in names if name not in every) for names in (before, after))
+        cuts = replace(cuts, first=first, last=last)
+    return with_prompts(cuts, model, _children(cuts.layers, model)[-1])
 
 
 def _longest_list(model: ModelFacts) -> str:
@@ -289,8 +302,12 @@ def _assigned(
     if problems:
         raise PlanError(*dict.fromkeys(problems))
     cuts = plan.cuts if plan is not None and plan.cuts is not None else Cuts("")
-    starts = tuple(accumulate((len(stage) for stage in assignment[:-1]), initial=0))
-    return replace(cuts, first=(), last=()), tuple(names), 0, starts
+    prompts = [name for name in prompt_encoders(model) if name not in names]
+    lengths = [len(stage) for stage in assignment]
+    lengths[0] += len(prompts)
+    starts = tuple(accumulate(lengths[:-1], initial=0))
+    cuts = with_prompts(replace(cuts, first=(), last=()), model, names[-1])
+    return replace(cuts, first=()), (*prompts, *names), 0, starts
 
 
 def _check_every(cuts: Cuts, model: ModelFacts) -> list[Problem]:

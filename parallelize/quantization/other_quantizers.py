@@ -32,6 +32,10 @@ _CLASSES = (
     "Int8Params",
     "AffineQuantizedTensor",
     "NF4Tensor",
+    "Int4Tensor",
+    "Int8Tensor",
+    "IntxUnpackedToInt8Tensor",
+    "Float8Tensor",
     "QuantLinear",
 )
 
@@ -43,25 +47,29 @@ def refuse_other_quantizers(model: nn.Module) -> None:
     """
     layers: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        for kind in _foreign_classes(module):
+        for kind in (*_loaded_by(module), *foreign_classes(module)):
             layers.setdefault(kind, []).append(generic(name))
     if not layers:
         return
     kind, names = next(iter(layers.items()))
     what = f"weights of {len(names)} modules are quantized by another library ({kind})"
     rows = (("modules", short_list([name or "the model" for name in dict.fromkeys(names)], 6)),)
-    fix = "load the model without its quantization_config, and quantize(model, 'nf4') or 'int8' before the plan"
+    fix = (
+        "import_quantized(model) before the plan and before adapters, for weights of bitsandbytes and torchao; or load the model without "
+        "its quantization_config, and quantize(model, 'nf4') or 'int8'"
+    )
     raise ModelError(Problem("other-quantizer", what, rows=rows, fix=fix))
 
 
-def _foreign_classes(module: nn.Module) -> Iterator[str]:
-    """The class of a module, or of one of its own parameters and buffers, if it is of a library that quantizes.
-
-    Or what `transformers` says of a model that one of its quantizers has loaded.
-    """
+def _loaded_by(module: nn.Module) -> Iterator[str]:
+    """What `transformers` says of a model that one of its quantizers has loaded."""
     if vars(module).get("is_quantized"):
         method: Any = vars(module).get("quantization_method", "unknown")
         yield f"quantization_config of transformers: {getattr(method, 'value', method)}"
+
+
+def foreign_classes(module: nn.Module) -> Iterator[str]:
+    """The class of a module, or of one of its own parameters and buffers, if it is of a library that quantizes."""
     for item in (module, *module._parameters.values(), *module._buffers.values()):
         for kind in type(item).__mro__:
             if kind.__module__.partition(".")[0] in _PACKAGES or kind.__name__ in _CLASSES:

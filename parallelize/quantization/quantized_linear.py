@@ -42,7 +42,8 @@ class QuantizedLinear(nn.Linear):
         packs: parameter name to the elements of a row of the weight that one of its elements stands for.
         stock_class: of the module that it was: `nn.Linear`, or the Conv1D of `transformers`.
 
-    Shapes: weight_codes uint8 [out, in / codes_per_byte], weight_scales uint8 [out, 2 in / block]: the bytes of bfloat16.
+    Shapes: weight_codes uint8 [out, in / codes_per_byte], weight_scales uint8 [out, in / scale_packs]: the bytes of bfloat16,
+        2 in / block, or of float32.
     """
 
     form: BlockFormat

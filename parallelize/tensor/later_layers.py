@@ -91,12 +91,10 @@ def _is_named(record: PlanRecord, name: str) -> bool:
 
 
 def _refuse(model: nn.Module, record: PlanRecord, facts: ModelFacts, names: list[str]) -> None:
+    data = applied(model).data
     reasons = {
         "the model is cut into pipeline stages": cut_of(model) is not None,
-        "data axes were applied, whose gradients and optimizer shards are those of the layers before": applied(
-            model
-        ).data
-        is not None,
+        "its parameters are sharded over data axes (ZeRO 3)": data is not None and data.zero == 3,
         "collectives of its linears overlap with their matmuls": record.resolved.options.overlap != "off",
         "experts are of the plan's ranks": any(facts.modules[name].kind == "experts" for name in names),
     }

@@ -17,7 +17,6 @@ from parallelize.tensor.child_reads import foreign_readers
 from parallelize.tensor.embedding import check_embedding
 from parallelize.tensor.gated_norm import check_gated_norm
 from parallelize.tensor.multihead_attention import check_multihead
-from parallelize.tensor.peft_prompts import unserved_prefixes
 from parallelize.tensor.planned_forward import argument_of
 from parallelize.tensor.rms_norm import check_rms_norm
 from parallelize.tensor.scaled_experts import check_scaled_experts
@@ -41,7 +40,6 @@ _COMPUTE_CHECKS = {
 def problems_of_modules(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Problem]:
     """Problems of the modules and parameters that a plan changes. resolved, model: of the part that is on this rank."""
     yield from wrong_heads(resolved, model)
-    yield from unserved_prefixes(resolved, model)
     yield from wrong_beside(resolved, model)
     yield from divided_statistics(resolved, model)
     for fqn, row in resolved.modules.items():

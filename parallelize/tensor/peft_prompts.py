@@ -17,16 +17,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
-from parallelize.applied.records import PlanRecord, record_of
-from parallelize.comm.groups import Group
+from parallelize.applied.records import PlanRecord, record_of, resolution_of
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import Chunk, Interval, packed
+from parallelize.models.wrapped_models import num_prompt_logits
 from parallelize.ops import collectives as ops
-from parallelize.plan.adapters import PREFIX_ENCODER, layer_name
+from parallelize.plan.adapters import layer_name
+from parallelize.plan.learned_prompts import PREFIX_ENCODER
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 
-T = torch.Tensor
 Heads = dict[int, tuple[Interval, ...]]
 """Number of a layer -> for each rank of `tp`, the key/value heads of its attention there."""
 _agreed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -71,8 +71,12 @@ def heads_of_layers(resolved: ResolvedPlan, objects: Mapping[str, Any], num_head
 
 @contextmanager
 def readable_prompts(peft_model: Any) -> Iterator[None]:
-    """Within the block, PEFT reads the prompts of the active adapter as plain tensors, the same on all ranks of `tp`."""
+    """Within the block, PEFT reads the prompts of the active adapter as plain tensors, the same on all ranks of `tp`.
+
+    Gradients of keys and values are summed where they are made, on the first pipeline stage.
+    """
     encoder = peft_model.prompt_encoder[peft_model.active_adapter]
+    summing = _sum_gradients(encoder, _planned(peft_model)) if num_prompt_logits(peft_model) == 0 else None
     if (base := _planned_base(peft_model)) is not None:
         _take_from_first_rank(encoder, base)
     table = encoder.embedding
@@ -84,6 +88,22 @@ def readable_prompts(peft_model: Any) -> Iterator[None]:
     finally:
         if shown:
             table.__dict__.pop("weight", None)
+        if summing is not None:
+            summing.remove()
+
+
+def _planned(peft_model: Any) -> nn.Module | None:
+    """The model that was planned: PEFT's, or its base model."""
+    return next((m for m in (peft_model, peft_model.get_base_model()) if record_of(m) is not None), None)
+
+
+def _sum_gradients(encoder: nn.Module, planned: nn.Module | None) -> Any:
+    """A hook by which the gradients of what the encoder returns are summed over ranks; None on one rank."""
+    record = record_of(planned) if planned is not None else None
+    if record is None or record.group.size == 1:
+        return None
+    group = record.group
+    return encoder.register_forward_hook(lambda module, args, output: ops.copy_to_read(output, group))
 
 
 def _planned_base(peft_model: Any) -> nn.Module | None:
@@ -111,39 +131,29 @@ def local_prefixes(peft_model: Any, prompt: Any) -> Any:
 
     Raises: ModelError `unplanned-adapter`.
     """
-    planned = next((m for m in (peft_model, peft_model.get_base_model()) if record_of(m) is not None), None)
+    planned = _planned(peft_model)
     record = record_of(planned) if planned is not None else None
-    if record is None or record.group.size == 1 or isinstance(prompt, torch.Tensor):
+    if planned is None or record is None or record.group.size == 1 or isinstance(prompt, torch.Tensor):
         return prompt
-    assert planned is not None
     layers = list(getattr(prompt, "layers", ()))
     num_heads = layers[0].keys.shape[1] if layers else 0
     heads = _remembered(planned, record, num_heads)
     if reason := _missing(heads, len(layers)) if layers else f"they are a {type(prompt).__name__}":
         raise ModelError(_problem(f"prefix tuning makes keys and values of all {num_heads} heads, and {reason}"))
-    values = [x for layer in layers for x in (layer.keys, layer.values)]
-    for number, (layer, pair) in enumerate(zip(layers, _pairs(_summed(values, record.group)), strict=True)):
+    for number, layer in enumerate(layers):
         start, stop = heads[number][record.group.rank]
-        layer.keys, layer.values = (x[:, start:stop] for x in pair)
+        layer.keys, layer.values = layer.keys[:, start:stop], layer.values[:, start:stop]
     return prompt
 
 
 def _remembered(planned: nn.Module, record: PlanRecord, num_heads: int) -> Heads:
     by_count = _found.setdefault(planned, {})
     if num_heads not in by_count:
-        by_count[num_heads] = heads_of_layers(record.resolved, dict(planned.named_modules()), num_heads)
+        resolved = (
+            resolution_of(planned) or record.resolved
+        )  # of all pipeline stages: PEFT makes prefixes of all layers
+        by_count[num_heads] = heads_of_layers(resolved, dict(planned.named_modules()), num_heads)
     return by_count[num_heads]
-
-
-def _summed(values: list[T], group: Group) -> list[T]:
-    """The same values, whose gradients are summed over ranks together."""
-    together = ops.copy_to_read(torch.cat([x.reshape(-1) for x in values]), group)
-    parts = together.split([x.numel() for x in values])
-    return [part.view(x.shape) for part, x in zip(parts, values, strict=True)]
-
-
-def _pairs(values: list[T]) -> Iterator[tuple[T, T]]:
-    return zip(values[::2], values[1::2], strict=True)
 
 
 def _missing(heads: Heads, num_layers: int) -> str:

@@ -1,4 +1,4 @@
-"""Parameters that train only since data axes were applied, under ZeRO 0 to 2: what was unfrozen, and what was added.
+"""Parameters that train only since data axes were applied, under ZeRO 0 to 2: what was unfrozen, added, or replaced.
 
 Both are taken in before a forward, before a step of several backwards, and before an optimizer is built. Ranks of the data axes must
 do so together: they compare the names. Values of added parameters are those of the first rank, as ranks may not be seeded alike.
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from parallelize.applied.gradient_guard import guard_gradients
 from parallelize.applied.later_changes import when_changed
 from parallelize.applied.records import applied, cut_of, record_of, resolution_so_far
+from parallelize.applied.sharding import rows_by_name
 from parallelize.comm.groups import Group, axis_group, in_groups
 from parallelize.comm.handshake import compare_facts
 from parallelize.errors import ModelError, Problem
@@ -114,17 +115,37 @@ class LaterParameters:
             self._reducer.manage(thawed)
 
     def _added(self, module: nn.Module) -> list[tuple[ReducedParameter, DataRanks]]:
-        """Parameters under names that the model did not have. What replaced another one is refused by its gradient."""
+        """Parameters under names that the model did not have, or that have replaced another one."""
         record, ids = record_of(module), {id(shard.param) for shard in self._shards}
+        known = self._known - {shard.name for shard in self._replaced(module)}
         over_tp = record is not None and record.group.size > 1
         ranks_of = DataRanksOf(self._mesh, self._zero, record)
         return [
             (parameter, ranks)
             for parameter, ranks in reduced_parameters(module, resolution_so_far(module), ranks_of)
             if id(parameter.param) not in ids
-            and parameter.name not in self._known
+            and parameter.name not in known
             and (isinstance(parameter.param, DTensor) or not over_tp)  # others are of no plan
         ]
+
+    def _replaced(self, module: nn.Module) -> list[OptimizerShard]:
+        """Shards of parameters that the model does not have any more."""
+        current = {id(parameter) for parameter in module.parameters()}
+        return [shard for shard in self._shards if id(shard.param) not in current]
+
+    def _drop(self, shards: list[OptimizerShard]) -> None:
+        """Raises: ModelError `added-parameter` of experts over `ep`: which ranks sum what replaced them is not known."""
+        record = record_of(self._module())  # type: ignore[arg-type]
+        rows = rows_by_name(record) if record is not None else {}
+        folded = [shard.name for shard in shards if shard.name in rows and rows[shard.name].axis == "ep"]
+        if folded:
+            what = f"{folded[0]} was replaced after the plan, and its experts are divided over data ranks"
+            raise ModelError(Problem("added-parameter", what, fix="change the model first, then apply the plan"))
+        ids = {id(shard.param) for shard in shards}
+        if self._reducer is not None:
+            self._reducer.drop(ids)
+        self._shards[:] = [shard for shard in self._shards if id(shard.param) not in ids]
+        self._casts.drop(ids)
 
     def _add(self, added: Sequence[tuple[ReducedParameter, DataRanks]]) -> None:
         module = self._module()
@@ -132,6 +153,7 @@ class LaterParameters:
             return
         self._agree([parameter.name for parameter, _ in added])
         self._refuse_dropout(module)
+        self._drop(self._replaced(module))
         for parameter, ranks in added:
             _from_first_rank(parameter.param, ranks)
         shards = [

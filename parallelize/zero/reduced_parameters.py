@@ -77,6 +77,10 @@ class RefusesCasts:
         """Buffers were made for these as they are now."""
         self.expected += [(shard.name, shard.param, shard.param.dtype, shard.param.device) for shard in shards]
 
+    def drop(self, ids: set[int]) -> None:
+        """These parameters are the model's no more. ids: theirs."""
+        self.expected = [item for item in self.expected if id(item[1]) not in ids]
+
     def __call__(self, module: nn.Module, args: Any) -> None:
         for name, parameter, dtype, device in self.expected:
             if parameter.dtype is not dtype or parameter.device != device:

@@ -111,9 +111,7 @@ class Reducer:
         self._known |= ids
         self.managed += managed
         self.buckets += self._make_buckets(managed)
-        self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
-        self._stages = sorted({bucket.stage for bucket in self.buckets})
-        self._by_stage = {stage: [b for b in self.buckets if b.stage == stage] for stage in self._stages}
+        self._index_buckets()
         if self._held:
             self._held |= set(self._stages)
             self._open |= set(self._stages)
@@ -123,6 +121,31 @@ class Reducer:
                 param.grad_dtype = None  # autograd then accepts a gradient that is wider than the parameter
             self._watch(param)
             param.register_post_accumulate_grad_hook(_call(weakref.WeakMethod(self._after)))
+
+    def _index_buckets(self) -> None:
+        self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
+        self._stages = sorted({bucket.stage for bucket in self.buckets})
+        self._by_stage = {stage: [b for b in self.buckets if b.stage == stage] for stage in self._stages}
+
+    def drop(self, ids: set[int]) -> None:
+        """Reduce the gradients of these parameters no more, which were replaced: between two steps, on all data ranks.
+
+        ids: of parameters. The others of their buckets get new ones.
+
+        Raises: ModelError `added-parameter` where these others have gradients, of which the new buckets would know nothing.
+        """
+        changed = [bucket for bucket in self.buckets if ids & {id(param) for param in bucket.params}]
+        others = {id(param): param for bucket in changed for param in bucket.params if id(param) not in ids}
+        if any(param.grad is not None for param in others.values()):
+            what = "a layer was replaced while parameters have gradients, which may be sums over data ranks already"
+            raise ModelError(Problem("added-parameter", what, fix="optimizer.zero_grad() first, then replace it"))
+        moved = [parameter for parameter in self.managed if id(parameter.param) in others]
+        self.managed = [parameter for parameter in self.managed if id(parameter.param) not in ids]
+        self.frozen = [parameter for parameter in self.frozen if id(parameter.param) not in ids]
+        self._known -= ids
+        self.buckets = [bucket for bucket in self.buckets if bucket not in changed]
+        self.buckets += self._make_buckets(moved)
+        self._index_buckets()
 
     def _watch(self, param: Any) -> None:
         """Call `_before` when a backward is about to add to `.grad`, but not for `torch.autograd.grad`."""
@@ -172,11 +195,14 @@ class Reducer:
 
     def _before(self, param_id: int, grad: Any) -> None:
         """A backward is about to add to `.grad`, which may be the result of a reduction."""
-        self._bucket_of[param_id].reopen()
+        if param_id in self._bucket_of:  # not dropped
+            self._bucket_of[param_id].reopen()
 
     def _after(self, param: Any) -> None:
         """A backward has added to `.grad`."""
-        bucket = self._bucket_of[id(param)]
+        bucket = self._bucket_of.get(id(param))
+        if bucket is None:  # dropped: it is of no model any more
+            return
         number = private.backward_id()
         if self._queued not in (None, number) and number != -1 and not self._in_step:
             self.reset()  # the previous backward has failed, and never came to its end

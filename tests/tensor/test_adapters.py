@@ -182,8 +182,6 @@ def refused(model, **options) -> str:
 def test_other_kinds_of_adapters_are_refused_by_name():
     import peft
 
-    from tests.support.models import tiny_model
-
     model = peft.get_peft_model(tiny_model("llama"), peft.LoHaConfig(target_modules=["q_proj"], r=2))
     error = refused(model)
     assert "unplanned-adapter" in error.slugs and "hada_w1_a" in str(error) and "loha" in str(error)
@@ -192,8 +190,6 @@ def test_other_kinds_of_adapters_are_refused_by_name():
 @pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}], ids=["tensor", "sequence"])
 def test_learned_prompts(options):
     import peft
-
-    from tests.support.models import tiny_model
 
     prompts = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16)
     model = peft.get_peft_model(tiny_model("llama", torch.float64), prompts).double()
@@ -216,8 +212,6 @@ def test_learned_prompts(options):
 def test_parts_that_are_no_plain_linears_are_refused():
     import peft
 
-    from tests.support.models import tiny_model
-
     ends = peft.LoraConfig(r=2, target_modules=["embed_tokens"], use_dora=True)
     assert "DoraEmbeddingVariant" in str(refused(peft.get_peft_model(tiny_model("llama"), ends)))
     blocks = peft.LoraConfig(
@@ -228,15 +222,13 @@ def test_parts_that_are_no_plain_linears_are_refused():
     assert "parameter weight" in str(refused(peft.get_peft_model(tiny_model("llama"), bare)))
 
 
-@pytest.mark.parametrize(("kind", "spec"), [("prompts", MeshSpec(pp=2)), ("tokens", MeshSpec(tp=2))])
-def test_what_an_axis_would_divide_is_refused(kind, spec):
+def test_what_an_axis_would_divide_is_refused():
     import peft
 
-    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     tokens = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 5])
-    model = peft.get_peft_model(tiny_model("llama"), prompts if kind == "prompts" else tokens)
-    with pytest.raises(PlanError, match="pipeline stage" if kind == "prompts" else "trainable_token_indices") as error:
-        resolve(None, describe(model), spec)
+    model = peft.get_peft_model(tiny_model("llama"), tokens)
+    with pytest.raises(PlanError, match="trainable_token_indices") as error:
+        resolve(None, describe(model), MeshSpec(tp=2))
     assert error.value.slugs == ("unplanned-adapter",)
 
 

@@ -6,7 +6,7 @@ stage stores; here those are the boxes of the resolved plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,15 @@ def matrix_steps(root: Any, resolved: ResolvedPlan, setting: Setting, shards: Se
     matrices = assign_owners(units, stored, _ITERATIONS)
     local = sum(trained[name].local_numel(trained[name].splits.optimizer) for name in names)
     return MatrixSteps(names, *_exchange(matrices, len(ranks), len(names), local, setting))
+
+
+def depends_on(resolved: ResolvedPlan, setting: Setting, shards: Sequence[ParameterShard]) -> Hashable:
+    """What `matrix_steps` of one model depends on; a constant where another optimizer steps."""
+    if setting.optimizer != OPTIMIZER:
+        return ()
+    rows = ((shard, resolved.parameters[resolved.facts.owners[shard.name]]) for shard in shards if shard.trained)
+    stored = tuple((shard.name, shard.splits.optimizer, row.axis, row.layout) for shard, row in rows)
+    return stored, setting.mesh, setting.expert_ranks, bool(setting.zero), setting.zero == 3, setting.gradient_bytes
 
 
 def matrix_parameters(

@@ -112,7 +112,14 @@ class RankStep:
         first = self.stages.bounds(stage)[0]
         unit = self.stages.units[first]
         boundary = self.trace.boundaries.get(self.trace.representatives.get(unit, unit), StageBoundary())
-        return StageBoundary((*boundary.tensors, *self._router_sums(self.stages.units[:first])))
+        return StageBoundary((*boundary.tensors, *self._skips(stage), *self._router_sums(self.stages.units[:first])))
+
+    def _skips(self, stage: int) -> Iterator[tuple[int, bool]]:
+        """Outputs of earlier stages that this one uses, or sends on."""
+        assert self.stages is not None
+        for source, target in self.stages.cuts.skips:
+            if self.stages.stage_of_unit(source) < stage <= self.stages.stage_of_unit(target):
+                yield from self.trace.skips.get(source, StageBoundary()).tensors
 
     def _router_sums(self, units: Sequence[str]) -> tuple[tuple[int, bool], ...]:
         """What units send along for the load-balancing loss: see `zero/router_sums.py`."""

@@ -37,7 +37,7 @@ from parallelize.pipeline.microbatch_inputs import split_batch
 from parallelize.pipeline.schedules import Action, build_schedule
 from parallelize.pipeline.stage_forward import SingleStageRunner, carried_arguments
 from parallelize.pipeline.step_runner import StepRun
-from parallelize.pipeline.step_targets import token_loss
+from parallelize.pipeline.step_targets import beside_prompts, token_loss
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
 from parallelize.plan.resolve import resolve
@@ -124,7 +124,8 @@ def record(
     regular = is_regular(actions[half:], marks)
     most = routing.most_rows, routing.most_choices
     none = frozenset(name for name, p in model.named_parameters() if p.requires_grad and p.grad is None)
-    return MicrobatchTrace(first, later, boundaries.sizes, representatives, regular, *most, routers, none)
+    sizes, skips = boundaries.sizes, boundaries.skips
+    return MicrobatchTrace(first, later, sizes, representatives, regular, *most, routers, none, skips)
 
 
 def _apply(model: nn.Module, mesh: DeviceMesh, full: ResolvedPlan, options: Options, classes: LayerClasses) -> None:
@@ -177,6 +178,7 @@ def _run(
     targets, context = inputs.pop("targets", None), context_of(model)
     if context is not None:
         targets = local_targets(context, length_of(model, (), inputs), targets)
+    targets = beside_prompts(model, inputs, targets)
     tensors = [leaf for leaf in private.tree_leaves((inputs, targets)) if isinstance(leaf, T)]
     tracer.ignore([*map(to_local, model.parameters()), *model.buffers(), *tensors])
     total = (batch.count or valid_tokens)(targets) if targets is not None else 1
@@ -230,13 +232,23 @@ class _RecordedRun(StepRun):
         if private.backward_id() != -1:  # recompute
             return args, kwargs
         arguments = {**dict(enumerate(args)), **kwargs}
-        key = next(key for key, value in arguments.items() if isinstance(value, T) and value.requires_grad)
+        tensors = {key: x for key, x in arguments.items() if isinstance(x, T) and x.is_floating_point()}
+        trained = (key for key, x in tensors.items() if x.requires_grad)
+        key = next(trained, next(iter(tensors)))  # of the first layer after a frozen embedding none does
         arguments[key] = self._entry_input = arguments[key].detach().requires_grad_()
         return tuple(arguments[index] for index in range(len(args))), {key: arguments[key] for key in kwargs}
 
     def _finish_forward(self, microbatch: int, inputs: list[T], output: Any, microbatch_inputs: Any) -> None:
         entry_input, self._entry_input = self._entry_input, None
         super()._finish_forward(microbatch, inputs if entry_input is None else [entry_input], output, microbatch_inputs)
+
+
+def _tensors_of(value: Any) -> list[T]:
+    return [leaf for leaf in private.tree_leaves(value) if isinstance(leaf, T)]
+
+
+def _sizes_of(value: Any) -> StageBoundary:
+    return StageBoundary(tuple((x.numel() * x.element_size(), x.requires_grad) for x in _tensors_of(value)))
 
 
 class _Boundaries:
@@ -248,6 +260,7 @@ class _Boundaries:
         self.carried: dict[
             int, str
         ] = {}  # storages of what travels, and of its gradients -> the unit that consumes them
+        self.skips: dict[str, StageBoundary] = {}
         self._handles: list[Any] = []
 
     def __enter__(self) -> None:
@@ -260,16 +273,19 @@ class _Boundaries:
                 hook = self._recorder(unit, previous, self.stages.cuts.carry)
                 self._handles.append(modules[unit].register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
                 previous = unit
+        for source, _ in self.stages.cuts.skips:
+            self._handles.append(modules[source].register_forward_hook(partial(self._record_output, source)))
+
+    def _record_output(self, unit: str, module: nn.Module, args: tuple, output: Any) -> None:
+        self.skips.setdefault(unit, _sizes_of(output))
 
     def _recorder(self, unit: str, previous: str, carry: Sequence[str]) -> Callable[[nn.Module, tuple, dict], None]:
         def record_inputs(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if private.backward_id() != -1:  # recompute
                 return
             carried = carried_arguments(module, {**dict(enumerate(args)), **kwargs}, carry)
-            tensors = [leaf for leaf in private.tree_leaves(carried) if isinstance(leaf, T)]
-            sizes = [(x.numel() * x.element_size(), x.requires_grad) for x in tensors]
-            self.sizes.setdefault(unit, StageBoundary(tuple(sizes)))
-            for x in tensors:
+            self.sizes.setdefault(unit, _sizes_of(carried))
+            for x in _tensors_of(carried):
                 self._carry(unit, x)
                 if x.requires_grad and previous:
                     x.register_hook(partial(self._carry, previous))

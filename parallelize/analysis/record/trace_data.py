@@ -125,6 +125,7 @@ class MicrobatchTrace:
             the most choices that it computes for them.
         routers: units with a router of which the load-balancing loss reads sums -> the number of its experts.
         without_gradient: parameters of the units that ran which train and got no gradient, such as those that only choose tokens.
+        skips: units whose output later stages use (`skips:` of a plan) -> what travels of it.
     """
 
     first: MicrobatchSegments
@@ -136,3 +137,4 @@ class MicrobatchTrace:
     expert_choices: int = 0
     routers: Mapping[str, int] = field(default_factory=dict)
     without_gradient: frozenset[str] = frozenset()
+    skips: Mapping[str, StageBoundary] = field(default_factory=dict)

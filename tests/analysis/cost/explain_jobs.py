@@ -104,13 +104,22 @@ class Trained:
         return self.spec.coordinates(dist.get_rank()).get(axis, 0)
 
 
+def built(family: str, adapter: Any = None, **model: Any) -> torch.nn.Module:
+    """A tiny model, with the adapter of PEFT that has this config."""
+    if adapter is None:
+        return tiny_model(family, **model)
+    import peft
+
+    return peft.get_peft_model(tiny_model(family, **model), adapter)
+
+
 def trained(
     family: str, sizes: dict[str, int], batch: int, length: int, options: dict[str, Any], model: dict[str, Any]
 ) -> Trained:
     mesh = build_mesh("cpu", **sizes)
     options = dict(options)
     optimizer_class = Muon if options.pop("optimizer", "") == "muon" else torch.optim.AdamW
-    parallel = parallelize_model(tiny_model(family, **model), mesh, **options)
+    parallel = parallelize_model(built(family, **model), mesh, **options)
     optimizer = parallel.optimizer(optimizer_class, lr=1e-3)
     coordinates = mesh_spec(mesh).coordinates(dist.get_rank())
     seed = 1 + sum(coordinates.get(axis, 0) * 7**n for n, axis in enumerate(SAMPLE_AXES))
@@ -183,7 +192,7 @@ def messages_to_one_rank(rank: int, *configuration: Any) -> Any:
 
 def source_of(family: str, model: dict[str, Any]) -> ModelSource:
     """The tiny model of the tests, as a source."""
-    return ModelSource(family, lambda _: tiny_model(family, **model))
+    return ModelSource(family, lambda _: built(family, **model))
 
 
 def _dense_axis(setting: Setting, axis: str, ranks: int) -> str:

@@ -56,6 +56,24 @@ def test_zero(two_processes, zero):
     check(two_processes, "llama", {"dp": 2}, {"zero": zero}, model={"num_hidden_layers": 4})
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("family", "sizes", "options"),
+    [
+        ("llama", {"dp": 2}, {"zero": 0}),
+        ("llama", {"dp": 2}, {"zero": 1}),
+        ("gpt2", {"dp": 2}, {"zero": 2}),
+        ("llama", {"dp": 2}, {"zero": 3}),
+        ("phi3", {"tp": 2}, {}),
+        ("mixtral", {"tp": 2}, {"ep": 2}),
+    ],
+    ids=str,
+)
+def test_the_state_of_muon(two_processes, family, sizes, options):
+    """A momentum for each element of a matrix that the rank stores, and AdamW's two moments for all others."""
+    check(two_processes, family, sizes, {**options, "optimizer": "muon"})
+
+
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipe_v"]
 
 

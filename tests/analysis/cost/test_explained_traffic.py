@@ -77,6 +77,21 @@ def test_a_pipeline(four_processes, schedule, family):
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["prompt", "prefix", "lora"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_adapters_of_a_pipeline(four_processes, kind, schedule):
+    peft = pytest.importorskip("peft")
+    adapter = {
+        "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "lora": peft.LoraConfig(target_modules=["q_proj", "down_proj"]),
+    }[kind]
+    options = {"schedule": schedule, "num_microbatches": 4, "zero": 0}
+    model = {"num_hidden_layers": 4, "adapter": adapter}
+    check(four_processes, "llama", {"pp": 2, "tp": 2}, options, batch=4, model=model)
+
+
+@pytest.mark.sweep
 def test_the_whole_mesh(eight_processes):
     options = {"zero": 2, "num_microbatches": 4, "sequence_parallel": True, "loss_parallel": True, "recompute": "full"}
     model = {"num_hidden_layers": 5, "tie_word_embeddings": True}

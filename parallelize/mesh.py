@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ SAMPLE_AXES = ("dp_replicate", "dp", "dp_shard")  # ranks along these axes get d
 DATA_AXES = (*SAMPLE_AXES, "cp")  # ranks along these get different tokens: along cp, of the same samples
 FOLDED_AXES = ("dp", "dp_shard", "cp", "tp")  # whose ranks experts are divided over; slowest first
 EXPERT_AXES = ("edp", "ep")  # of the folded mesh: copies of all experts, and the ranks of a copy: ep x etp of them
+MOST_RANKS = 1 << 20  # groups are listed rank by rank, and the largest clusters have some 200,000 accelerators
+
+_SIZE = re.compile(r"[0-9]{1,100}")
 
 
 @dataclass(frozen=True, init=False)
@@ -30,7 +34,7 @@ class MeshSpec:
         axes: (name, size) pairs.
         sizes: more axes, by keyword: `MeshSpec(dp=2, tp=4)`.
 
-    Raises: MeshError `bad-axis-size` for a size that is not a positive integer, `repeated-axis`.
+    Raises: MeshError `bad-axis-size` for a size that is not a positive integer, or more than MOST_RANKS ranks; `repeated-axis`.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -46,6 +50,9 @@ class MeshSpec:
         for name in names:
             if names.count(name) > 1:
                 raise MeshError(Problem("repeated-axis", f"axis {name} is named {names.count(name)} times"))
+        if math.prod(size for _, size in named) > MOST_RANKS:
+            what = f"the mesh {','.join(f'{name}={size}' for name, size in named)} has more than {MOST_RANKS:,} ranks"
+            raise MeshError(Problem("bad-axis-size", what, fix="correct the size of an axis"))
         object.__setattr__(self, "axes", tuple(named))
 
     @classmethod
@@ -54,7 +61,7 @@ class MeshSpec:
         axes = []
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, equals, size = part.partition("=")
-            if not equals or not size.strip().isdigit():
+            if not equals or not _SIZE.fullmatch(size.strip()):
                 raise MeshError(Problem("bad-mesh", f"cannot read {part!r} in {text!r}", fix="write `dp=2,tp=4`"))
             axes.append((name.strip(), int(size)))
         return cls(axes)
@@ -161,7 +168,13 @@ def possible_expert_ranks(spec: MeshSpec) -> list[int]:
     Each divides the ranks of dp x cp x tp, and is a multiple or a divisor of tp, so that no group of tp is cut unevenly.
     """
     ranks, tp = spec.ranks(*FOLDED_AXES), spec.ranks("tp")
-    return [n for n in range(1, ranks + 1) if ranks % n == 0 and (n % tp == 0 or tp % n == 0)]
+    return [n for n in _divisors(ranks) if n % tp == 0 or tp % n == 0]
+
+
+def _divisors(number: int) -> list[int]:
+    """In ascending order."""
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
 
 
 def folding_order(spec: MeshSpec) -> list[str]:

@@ -58,6 +58,10 @@ def test_agrees_with_a_device_mesh():
         (lambda: MeshSpec(tp=2).coordinates(2), "bad-rank"),
         (lambda: MeshSpec(tp=2, dp=2).rank(tp=1), "bad-coordinate"),
         (lambda: MeshSpec.parse("tp=x"), "bad-mesh"),
+        (lambda: MeshSpec.parse("tp=³"), "bad-mesh"),
+        (lambda: MeshSpec.parse("tp=" + "1" * 5000), "bad-mesh"),
+        (lambda: MeshSpec.parse("tp=99999999999999999999"), "bad-axis-size"),
+        (lambda: MeshSpec(dp=1 << 19, tp=4), "bad-axis-size"),
     ],
 )
 def test_mistakes(make, slug):
@@ -74,6 +78,7 @@ def test_experts_fold_over_the_ranks_of_a_pipeline_stage():
     spec = MeshSpec(pp=2, dp=2, cp=2, tp=2)
     assert str(folded(spec, 4)) == "pp=2,edp=2,ep=4"
     assert possible_expert_ranks(spec) == [1, 2, 4, 8]
+    assert possible_expert_ranks(MeshSpec(dp=6, tp=6)) == [1, 2, 3, 6, 12, 18, 36]
     for rank in range(spec.world_size):  # axes in the folding's order: ranks stay, and groups of ep are consecutive
         coordinates = folded_coordinates(spec, 4, spec.coordinates(rank))
         assert (coordinates["pp"], coordinates["edp"], coordinates["ep"]) == (rank // 8, rank % 8 // 4, rank % 4)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from parallelize.errors import ParallelizeError, PlanError, Problem
 from parallelize.mesh import MeshSpec
 from parallelize.plan.option_arguments import add_options, options_given
+from parallelize.plan.options import Options
 from parallelize.plan.plan_file import load_plan
 from parallelize.plan.schema import Plan
 from parallelize.terminal.console import (
@@ -206,13 +207,21 @@ def _lint_plan(name: str | None, options: argparse.Namespace) -> tuple[list[tupl
     except ParallelizeError as error:
         return [("error", problem) for problem in error.problems], None
     if options.model is None:
-        return [], plan
+        return [("error", problem) for problem in _wrong_on_mesh(plan, options)], plan
     from parallelize.analysis.cost.setting import Setting
     from parallelize.analysis.linting import findings
 
     subject = _subject(options.model, plan, options.set)
     setting = Setting(MeshSpec.parse(options.mesh or "tp=2"), **options_given(options))
     return [(finding.severity, finding.problem) for finding in findings(subject, setting, options.world_size)], plan
+
+
+def _wrong_on_mesh(plan: Plan | None, options: argparse.Namespace) -> list[Problem]:
+    """What needs no model: the options on the mesh that is given. Raises: MeshError `bad-mesh`; ModelError `bad-option`."""
+    if options.mesh is None:
+        return []
+    mesh, defaults = MeshSpec.parse(options.mesh), plan.options if plan is not None else None
+    return Options(**options_given(options)).complete(defaults).check_on(mesh)
 
 
 # -- explain ------------------------------------------------------------------------------------------------------

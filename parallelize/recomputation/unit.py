@@ -148,7 +148,7 @@ class RecomputeUnit:
         only_reads = getattr(module, "_can_checkpoint_with_cache", False)  # an attribute of layers of `transformers`
         if not caches or only_reads:
             return args, kwargs
-        filled = max(int(cache.get_seq_length(self.layer)) for cache in caches)
+        filled = max(_filled(cache, self.layer) for cache in caches)
         if filled:
             what = f"{type(module).__name__} is recomputed, and called with a cache of {filled} tokens"
             fix = "pass the full sequence at once, or set_recompute(module, False) for such a forward"
@@ -218,6 +218,15 @@ def _disable_cache(position: int, model: nn.Module, args: tuple, kwargs: dict) -
     if kwargs.get("use_cache"):
         log.warning("%s is recomputed: use_cache=False", type(model).__name__)
     return args, {**kwargs, "use_cache": False}
+
+
+def _filled(cache: Any, layer: int) -> int:
+    """Tokens that a layer has in a cache; of a state that has no length (a convolution, a recurrence), 1 where it is not new."""
+    layers = getattr(cache, "layers", ())
+    own = layers[layer] if layer < len(layers) else None
+    if own is None or hasattr(own, "get_seq_length"):
+        return int(cache.get_seq_length(layer))
+    return int(any(getattr(own, "has_previous_state", {}).values()))
 
 
 def _is_cache(value: Any) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelize.terminal.console import PROBLEM_FOUND, add_json, print_json
-from parallelize.watchdog.report_file import crash_file, read_states
+from parallelize.watchdog.report_file import bad_report, crash_file, read_states
 from parallelize.watchdog.verdict import State, call_text, judge, waiting_text
 
 _LAST_CALLS = 4
@@ -21,7 +21,14 @@ def add_commands(verbs: Any) -> None:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    states = with_left(read_states(options.folder))
+    states = read_states(options.folder)
+    try:
+        return _show(options, with_left(states))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise bad_report(options.folder, f"{type(error).__name__}: {error}") from error
+
+
+def _show(options: argparse.Namespace, states: dict[int, State]) -> int:
     size = next(iter(states.values()))["size"]
     verdict = judge(states, size, absent_of(states))
     crashes = crashes_in(options.folder, size)
@@ -38,10 +45,8 @@ def _diagnose(options: argparse.Namespace) -> int:
             }
         )
         return PROBLEM_FOUND
-    print(verdict)
-    print()
-    for rank in range(size):
-        print("\n".join(rank_lines(rank, states.get(rank), crashes.get(rank, ""))))
+    lines = [line for rank in range(size) for line in rank_lines(rank, states.get(rank), crashes.get(rank, ""))]
+    print("\n".join([str(verdict), "", *lines]))
     return PROBLEM_FOUND
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from parallelize.errors import ParallelizeError, Problem
+from parallelize.mesh import MOST_RANKS
 from parallelize.watchdog.verdict import State
 
 _MOST_BYTES = 16 << 20
-_KEYS = {"rank", "size", "run", "time", "status"}
+_KEYS: dict[str, Any] = {"rank": int, "size": int, "run": str, "time": (int, float), "status": str}
 
 
 def write_state(folder: Path, state: State) -> Path:
@@ -52,13 +53,26 @@ def read_states(folder: Path) -> dict[int, State]:
     return {state["rank"]: state for state in states if state["run"] == newest}
 
 
+def bad_report(path: Path, why: object) -> ParallelizeError:
+    return ParallelizeError(Problem("bad-report", f"not a report of a rank: {why}", str(path)))
+
+
 def _read(path: Path) -> Any:
     try:
+        if not path.is_file():  # a pipe would wait for a writer
+            raise ValueError("no regular file")
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"larger than {_MOST_BYTES} bytes")
         state = json.loads(path.read_text())
-        if not isinstance(state, dict) or not set(state) >= _KEYS:
-            raise ValueError("it lacks " + ", ".join(sorted(_KEYS - set(state if isinstance(state, dict) else ()))))
+        if not isinstance(state, dict) or not set(state) >= set(_KEYS):
+            raise ValueError(
+                "it lacks " + ", ".join(sorted(set(_KEYS) - set(state if isinstance(state, dict) else ())))
+            )
+        for key, kind in _KEYS.items():
+            if not isinstance(state[key], kind) or isinstance(state[key], bool):
+                raise ValueError(f"its {key} is {json.dumps(state[key])[:40]}")
+        if not 0 <= state["rank"] < state["size"] <= MOST_RANKS:
+            raise ValueError(f"rank {state['rank']} of {state['size']}")
     except (ValueError, RecursionError) as error:
-        raise ParallelizeError(Problem("bad-report", f"not a report of a rank: {error}", str(path))) from error
+        raise bad_report(path, error) from error
     return state

@@ -186,6 +186,21 @@ def test_a_view_that_takes_local_heads_for_a_longer_sequence(tmp_path):
     assert not slugs(lint(Reader, path, "tp=2"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "slug"),
+    [
+        ("--mesh tp=4 --ep 3", "bad-ep"),
+        ("--mesh zz=2", "unknown-axis"),
+        ("--mesh pp=2 --zero 1", "no-data-axis"),
+        ("--mesh two", "bad-mesh"),
+    ],
+)
+def test_options_on_a_mesh_are_checked_without_a_model_too(arguments, slug, capsys):
+    assert main(["lint", "mixtral", *arguments.split()]) == 2
+    assert f"{slug}: " in capsys.readouterr().err
+    assert main(["lint", "mixtral", "--mesh", "dp=2,tp=2", "--ep", "4"]) == 0
+
+
 def test_the_command(tmp_path, capsys):
     assert main(["lint", "llama", "gpt2"]) == 0
     assert "no mistakes" in capsys.readouterr().out

@@ -609,6 +609,19 @@ def test_no_cache_is_made_and_none_is_appended_to():
     assert error.value.slugs == ("cache-in-recompute",)
 
 
+def test_a_cache_of_layers_whose_state_has_no_length():
+    """Convolutions and recurrences have a state in it, which is new or not; layers without attention have nothing."""
+    model, (ids, _) = tiny_model("lfm2_moe"), tiny_batch()
+    net = recompute(copy.deepcopy(model), plan="lfm2_moe")
+    assert (
+        net.model(input_ids=ids).past_key_values is not None
+    )  # the call inside makes a cache, as a pipeline stage does
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    with pytest.raises(ModelError, match="cache-in-recompute: Lfm2MoeDecoderLayer"):
+        net(input_ids=ids, past_key_values=cache)
+
+
 # -- the replay from inside --------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ FOLDED = {
     "zero 3": ({"dp": 2}, {"ep": 2, "zero": 3, "recompute": "selective"}),
     "sequences": ({"cp": 2}, {"ep": 2}),
     "stages": ({"pp": 2, "dp": 2}, {"ep": 2, "num_microbatches": 2}),
+    "recomputed stages": ({"pp": 2}, {"num_microbatches": 2, "recompute": "full"}),
     "tensors": ({"tp": 2}, {"ep": 2, "sequence_parallel": True, "loss_parallel": True, "recompute": "full"}),
 }
 TIED = ("lfm2_moe", "gemma4_text", "jetmoe", "ernie4_5_moe")

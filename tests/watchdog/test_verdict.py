@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -125,7 +126,7 @@ def test_nobody_is_blamed_where_all_have_called_the_same():
 def test_diagnose_merges_the_files_of_the_newest_run(tmp_path, capsys):
     write_state(tmp_path, waits(0, "g", call(4), [0, 1], absent={}))
     write_state(tmp_path, state(1, "runs", groups={"g": group([0, 1], 4, [call(3)])}))
-    write_state(tmp_path, state(2, "failed", run="older", time=0.5))
+    write_state(tmp_path, state(2, "failed", run="older", time=0.5, size=3))
     crash_file(tmp_path, 1).write_text("Fatal Python error: Segmentation fault\n")
     assert main(["diagnose", str(tmp_path)]) == 1
     text = capsys.readouterr().out
@@ -153,3 +154,29 @@ def test_a_folder_without_files_and_a_file_that_is_no_report(tmp_path):
         (tmp_path / "rank-0.json").write_text(content)
         with pytest.raises(ParallelizeError, match="bad-report"):
             read_states(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rank": "0"},
+        {"rank": 2},
+        {"size": 10**12},
+        {"size": True},
+        {"time": None},
+        {"groups": {"g": 1}},
+        {"groups": None},
+        {"stack": 3},
+    ],
+    ids=str,
+)
+def test_a_report_with_a_value_of_another_kind_is_refused(tmp_path, capsys, changes):
+    (tmp_path / "rank-0.json").write_text(json.dumps({**state(0, "runs"), "size": 2, **changes}))
+    assert main(["diagnose", str(tmp_path)]) == 2
+    assert "bad-report: not a report of a rank: " in capsys.readouterr().err
+
+
+def test_a_pipe_in_the_place_of_a_report_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "rank-0.json")
+    with pytest.raises(ParallelizeError, match=r"bad-report: .*no regular file"):
+        read_states(tmp_path)

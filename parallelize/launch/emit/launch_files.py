@@ -33,13 +33,25 @@ def slurm_script(job: Job) -> str:
         "",
         "set -uo pipefail",
         'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
-        f"srun --kill-on-bad-exit=1 --cpu-bind=cores --mem-bind=local {job.shell}",
-        "status=$?",
+        *_attempts(f"srun --kill-on-bad-exit=1 --cpu-bind=cores --mem-bind=local {job.shell}", job.restarts),
         'if [ "$status" -eq 75 ]; then',
         '  scontrol requeue "$SLURM_JOB_ID"',
         "fi",
         'exit "$status"',
     )
+
+
+def _attempts(srun: str, restarts: int) -> list[str]:
+    """`srun` once, or again in the same allocation: its tasks are ranks, which have no launcher of their own to start them again."""
+    if not restarts:
+        return [srun, "status=$?"]
+    return [
+        f"for attempt in $(seq 0 {restarts}); do",
+        f"  {srun}",
+        "  status=$?",
+        '  case "$status" in 0|2|3|75|130|138|143) break ;; esac  # done, a mistake, saved, a second signal',
+        "done",
+    ]
 
 
 def torchrun_script(job: Job) -> str:
@@ -120,7 +132,7 @@ def ray_script(job: Job) -> str:
     """A driver: one task on each node, which starts the ranks of that node. `ray job submit -- python FILE`."""
     bundle = {"CPU": job.ranks.ranks_per_node, **({"GPU": job.ranks.ranks_per_node} if job.gpus else {})}
     comments = "\n".join(f"# {line}" for line in job.remarks())
-    return f'''"""Starts `{job.shell}` on the nodes of a Ray cluster."""
+    return f'''"""Starts `parallelize run` on the nodes of a Ray cluster."""
 
 {comments}
 import os

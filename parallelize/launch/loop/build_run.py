@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.checkpoint.run.checkpointer import Checkpointer
+from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
 from parallelize.checkpoint.run.stopping import Stopping
+from parallelize.errors import DataError, ParallelizeError
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.loop.anomalies import AnomalyWatch
 from parallelize.launch.loop.process_memory import used_bytes
@@ -52,7 +54,7 @@ def build_run(config: RunConfig, around: Surroundings, stack: ExitStack) -> Trai
     stopping = Stopping(around.mesh, config.grace_s, config.timeout_s, extras=1)
     stack.callback(stopping.close)
     parallel, num_parameters, names = build_model(config, around)
-    data = data_of(config, names, around.mesh, around.device, dist.barrier)
+    data = data_of(config, names, around.mesh, around.device, _raise_together)
     optimizer = build_optimizer_of(config, parallel)
     schedule = build_schedule_of(config, optimizer)
     anomalies = AnomalyWatch(config.anomalies)
@@ -88,6 +90,15 @@ def build_run(config: RunConfig, around: Surroundings, stack: ExitStack) -> Trai
         around.tell,
         anomalies,
     )
+
+
+def _raise_together(error: ParallelizeError | None) -> None:
+    """Raise on every rank the error of the first that has one. A collective. Raises: DataError."""
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if error is None else problems_to_json(error))
+    for rank, problems in enumerate(errors):
+        if problems is not None:
+            raise DataError(*(problem_from_json(fields, rank) for fields in problems)) from error
 
 
 def build_model(config: RunConfig, around: Surroundings) -> tuple[ParallelModel, int, set[str] | None]:

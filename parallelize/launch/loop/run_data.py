@@ -85,9 +85,12 @@ def _is_map_style(rows: Any) -> bool:
     return hasattr(rows, "__getitem__") and hasattr(rows, "__len__") and not sources
 
 
-def data_of(config: RunConfig, names: set[str] | None, mesh: Any, device: str, wait: Callable[[], None]) -> RunData:
-    """The data of a run. names: as `RunData` takes them. wait: a barrier of all ranks."""
-    return RunData(_rows(config, wait), config.data, mesh, device, names)
+def data_of(config: RunConfig, names: set[str] | None, mesh: Any, device: str, agree: token_files.Agree) -> RunData:
+    """The data of a run. names: as `RunData` takes them. agree: as `token_files.cached_tokens` takes it.
+
+    Raises: DataError.
+    """
+    return RunData(_rows(config, agree), config.data, mesh, device, names)
 
 
 def argument_names(module: nn.Module) -> set[str] | None:
@@ -101,10 +104,16 @@ def argument_names(module: nn.Module) -> set[str] | None:
     return {*parameters, "targets", "labels"}
 
 
-def _rows(config: RunConfig, wait: Callable[[], None]) -> Any:
+def _rows(config: RunConfig, agree: token_files.Agree) -> Any:
     section = config.data
     if section.function:
         rows = object_of(section.function)(**section.args)
+        if not (_is_map_style(rows) or callable(rows) or hasattr(rows, "__iter__")):
+            what = f"{section.function} returns a {type(rows).__name__}"
+            fix = (
+                "texts, a map-style data set of rows, an iterable of rows, a function of the epoch, or a list of these"
+            )
+            raise DataError(Problem("no-data", what, fix=fix))
         if isinstance(rows, str):
             rows = [rows]
         if not (isinstance(rows, list) and rows and isinstance(rows[0], str)):
@@ -113,12 +122,12 @@ def _rows(config: RunConfig, wait: Callable[[], None]) -> Any:
     elif section.text and not section.tokenizer:
         tokens = token_files.bytes_of_files(section.text)
     else:
-        tokens = _from_cache(config, wait)
+        tokens = _from_cache(config, agree)
     ids, starts = tokens
     return PackedRows(ids, section.sequence, starts=starts)
 
 
-def _from_cache(config: RunConfig, wait: Callable[[], None]) -> token_files.Tokens:
+def _from_cache(config: RunConfig, agree: token_files.Agree) -> token_files.Tokens:
     section = config.data
     paths = [*section.text, *section.jsonl]
     folder = Path(section.cache or os.path.join(config.checkpoints.folder or ".", "tokens"))
@@ -129,4 +138,4 @@ def _from_cache(config: RunConfig, wait: Callable[[], None]) -> token_files.Toke
 
     digest = token_files.digest_of_sources(paths, section.tokenizer, section.field)
     writes = os.environ.get("LOCAL_RANK", "0") == "0"
-    return token_files.cached_tokens(folder, digest, documents, section.tokenizer, writes, wait)
+    return token_files.cached_tokens(folder, digest, documents, section.tokenizer, writes, agree)

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
-from parallelize.errors import DataError, Problem
+from parallelize.errors import DataError, ParallelizeError, Problem
 
 _CHUNK_TOKENS = 2**20
 Tokens = tuple[Any, torch.Tensor]
 """(ids [total], the position of each document's first token)."""
+Agree = Callable[[ParallelizeError | None], None]
+"""Called on every rank with its error; it raises the first one on all of them."""
 
 
 class JoinedTokens:
@@ -85,12 +87,20 @@ def texts_of_files(paths: Sequence[str]) -> Iterator[str]:
 
 
 def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
-    """Text to ids: those of a tokenizer's folder, or, without one, the bytes. Nothing is downloaded."""
+    """Text to ids: those of a tokenizer's folder, or, without one, the bytes. Nothing is downloaded.
+
+    Raises: DataError `no-tokenizer`.
+    """
     if not tokenizer:
         return lambda text: list(text.encode())
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    try:
+        loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    except Exception as error:  # of any kind, by the files that the folder has
+        what = f"{tokenizer} has none: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+        fix = "data.tokenizer: a folder of save_pretrained; without it, bytes are tokens"
+        raise DataError(Problem("no-tokenizer", what, fix=fix)) from error
     return lambda text: loaded(text)["input_ids"]
 
 
@@ -120,23 +130,37 @@ def cached_tokens(
     documents: Callable[[], Iterable[str]],
     tokenizer: str,
     writes: bool,
-    wait: Callable[[], None],
+    agree: Agree,
 ) -> Tokens:
     """Tokens from a file, which the ranks with `writes` make where it is missing. All ranks call it.
 
-    wait: called on every rank after the file is there.
+    agree: called on every rank when the file is there, or with the error for which it is not.
+
+    Raises: DataError `unreadable-data`, or what `documents` raises, as `agree` does on every rank.
     """
     path, starts_path = folder / f"tokens-{digest}.bin", folder / f"tokens-{digest}.starts"
+    failed: ParallelizeError | None = None
     if writes and not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        encode = encoder_of(tokenizer)
-        starts = _write_ids(path, (encode(document) for document in documents()))
-        _publish(starts_path, lambda file: file.write(bytes(torch.tensor(starts).view(torch.uint8).tolist())))
-        os.replace(path.with_suffix(f".{os.getpid()}"), path)
-    wait()
+        try:
+            _write_tokens(path, starts_path, documents, tokenizer)
+        except ParallelizeError as error:
+            failed = error
+        except Exception as error:  # of a file, a disk, a tokenizer: the other ranks wait for this one
+            what = f"{type(error).__name__}: {str(error)[:300]}"
+            failed = DataError(Problem("unreadable-data", what, fix="data: text files, or JSON lines, in UTF-8"))
+            failed.__cause__ = error
+    agree(failed)
     ids = torch.from_file(str(path), shared=False, size=os.path.getsize(path) // 4, dtype=torch.int32)
     count = os.path.getsize(starts_path) // 8
     return ids, torch.from_file(str(starts_path), shared=False, size=count, dtype=torch.int64)
+
+
+def _write_tokens(path: Path, starts_path: Path, documents: Callable[[], Iterable[str]], tokenizer: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    encode = encoder_of(tokenizer)
+    starts = _write_ids(path, (encode(document) for document in documents()))
+    _publish(starts_path, lambda file: file.write(bytes(torch.tensor(starts).view(torch.uint8).tolist())))
+    os.replace(path.with_suffix(f".{os.getpid()}"), path)
 
 
 def _write_ids(path: Path, documents: Iterable[list[int]]) -> list[int]:

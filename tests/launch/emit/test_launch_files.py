@@ -48,10 +48,36 @@ def test_slurm(tmp_path):
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", text, re.M))
     assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == ("4", "8", "8")
     assert options["distribution"] == "block:block" and options["signal"] == "USR1@230" and "requeue" in options
-    srun = shlex.split(next(line for line in text.splitlines() if line.startswith("srun")))
+    srun = shlex.split(next(line for line in text.splitlines() if line.strip().startswith("srun")))
     assert srun[-6:] == ["parallelize", "run", "runs/my run.yaml", "steps=10", "--restarts", "3"]
     assert "--mem-bind=local" in srun and '"$status" -eq 75' in text
     assert "# node 3: ranks 24-31 (pp=1 dp=2 tp=0 to pp=1 dp=3 tp=3)" in text
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("statuses", "starts", "requeued", "end"),
+    [
+        ("1 70 0", 3, False, 0),
+        ("1 1 1 1 1", 4, False, 1),
+        ("2", 1, False, 2),
+        ("137 75", 2, True, 75),
+        ("143", 1, False, 143),
+    ],
+)
+def test_slurm_starts_the_ranks_again_as_often_as_restarts_say(tmp_path, statuses, starts, requeued, end):
+    (tmp_path / "srun").write_text(
+        f"#!/bin/bash\necho >> {tmp_path}/starts\nset -- {statuses}\nshift $(($(wc -l < {tmp_path}/starts) - 1))\nexit $1\n"
+    )
+    (tmp_path / "scontrol").write_text(f"#!/bin/bash\ntouch {tmp_path}/requeued\n")
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "1"}
+    ended = subprocess.run(
+        ["bash"], input=emitted(tmp_path, "slurm"), text=True, env=environment, check=False, timeout=20
+    )
+    assert len((tmp_path / "starts").read_text().splitlines()) == starts
+    assert ((tmp_path / "requeued").exists(), ended.returncode) == (requeued, end)
 
 
 @pytest.mark.processes
@@ -95,6 +121,8 @@ def test_ray(tmp_path):
     }
     assert values["(NODES, RANKS_PER_NODE)"] == (4, 8) and values["BUNDLE"] == {"CPU": 8, "GPU": 8}
     assert values["COMMAND"][:3] == ["parallelize", "run", "runs/my run.yaml"]
+    odd = 'data.args={pattern: "\\N", quotes: """}'  # what a text of Python would read as its own
+    ast.parse(EMITTERS["ray"](job_of(config_of(tmp_path), [odd], 8, 0)))
 
 
 def test_a_mesh_that_does_not_fit_nodes_is_refused(tmp_path):

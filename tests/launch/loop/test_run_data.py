@@ -35,11 +35,32 @@ def test_lines_are_tokenized_once_and_found_again(tmp_path):
     config = RunConfig(data=DataSection(jsonl=(str(path),), cache=str(tmp_path / "cache"), sequence=2, global_batch=1))
     waits = []
     for _ in range(2):
-        data = data_of(config, None, None, "cpu", lambda: waits.append(1))
-        assert data.batches.num_samples == 2 and len(waits)
+        data = data_of(config, None, None, "cpu", waits.append)
+        assert data.batches.num_samples == 2 and waits[-1] is None
     assert len(list((tmp_path / "cache").iterdir())) == 2  # ids and starts, of one reading
     batch = data.next()
     assert batch["input_ids"].shape == (1, 2) and {"targets", "position_ids"} <= batch.keys()
+
+
+def raised_at_once(error):
+    if error is not None:
+        raise error
+
+
+def test_what_cannot_be_tokenized_is_agreed_on(tmp_path):
+    """The ranks that wait for the file get the error of the one that writes it."""
+
+    def unreadable():
+        yield (tmp_path / "latin.txt").read_text(encoding="utf-8")
+
+    (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
+    for documents, tokenizer, slug in (
+        (unreadable, "", "unreadable-data"),
+        (lambda: ["a"], str(tmp_path / "absent"), "no-tokenizer"),
+        (lambda: token_files.documents_of_lines([str(tmp_path / "latin.txt")], "text"), "", "unreadable-data"),
+    ):
+        with pytest.raises(DataError, match=f"{slug}: "):
+            token_files.cached_tokens(tmp_path / "cache", "x", documents, tokenizer, True, raised_at_once)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +78,7 @@ def test_files_without_tokens_are_refused(tmp_path):
     for read in (
         lambda: token_files.bytes_of_files(files(tmp_path, "")),
         lambda: token_files.tokenized([""], token_files.encoder_of("")),
-        lambda: token_files.cached_tokens(tmp_path, "x", lambda: [""], "", True, lambda: None),
+        lambda: token_files.cached_tokens(tmp_path, "x", lambda: [""], "", True, raised_at_once),
     ):
         with pytest.raises(DataError, match="empty-data"):
             read()
@@ -87,12 +108,22 @@ def test_batches_go_on_over_epochs_and_from_a_saved_position():
 
 def test_functions_give_texts_rows_or_a_stream():
     section = DataSection(function=f"{__name__}:rows", args={"count": 4}, global_batch=2)
-    assert len(data_of(RunConfig(data=section), None, None, "cpu", lambda: None).next()["input_ids"]) == 2
+    assert len(data_of(RunConfig(data=section), None, None, "cpu", raised_at_once).next()["input_ids"]) == 2
     iterated = RunData([lambda epoch: rows(4)], DataSection(global_batch=2), None, "cpu", None)
     assert iterated.next()["input_ids"].shape == (2, 2)
     empty = RunData(lambda epoch: [], DataSection(global_batch=2), None, "cpu", None)
     with pytest.raises(DataError, match="no-samples"):
         empty.next()
+
+
+def nothing():
+    return None
+
+
+def test_functions_that_give_no_data_are_refused():
+    config = RunConfig(data=DataSection(function=f"{__name__}:nothing", global_batch=2))
+    with pytest.raises(DataError, match=r"no-data: .*:nothing returns a NoneType"):
+        data_of(config, None, None, "cpu", raised_at_once)
 
 
 def test_names_that_are_not_there_are_refused():

@@ -29,7 +29,7 @@ _WIDTH = re.compile(
     r"size|dim|width|rank|channels|d_model|d_ff|d_kv|d_head|d_latents|inner|ffn|embd|hidden|features|units|planes"
 )
 _NO_WIDTH = re.compile(
-    r"token|vocab|position|length|layers|image|patch|kernel|stride|window|frame|sampl|mel|bins|fft|hop|groups|ctx|grid|steps|interval|chunk"
+    r"token|vocab|position|length|layers|image|patch|kernel|stride|window|frame|sampl(?!\w*channels)|mel|bins|fft|hop|groups|ctx|grid|steps|interval|chunk"
     r"|rate|index|scale|buckets|range|types|labels|crop|context|num_|max_|codebook_size|batch|block_size|sparse|memory|queue|topk|top_k"
 )
 _HEADS = (
@@ -44,6 +44,7 @@ _HEADS = (
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "encoder_hidden_size", "hidden_dim", "width")
 _HEAD_DIMS = ("head_dim", "d_kv", "kv_channels", "attention_head_dim", "attention_head_size", "global_head_dim")
+_LAYERS = ("num_hidden_layers", "depth")
 _STATE_HEADS = (
     ("num_heads", "head_dim", "expand"),
     ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
@@ -235,9 +236,7 @@ def _divide_counts(part: Any) -> None:
             setattr(part, name, type(value)(value[index] for index in chosen))
         elif name in ("depths", "layer_depths") and isinstance(value, (list, tuple)):
             setattr(part, name, type(value)(min(depth, 2) for depth in value))
-        elif (
-            type(value) is int and name.endswith(("experts", "expert_num")) and value > _MAX_HEADS and "per" not in name
-        ):
+        elif type(value) is int and name.endswith(("experts", "expert_num")) and value > _MAX_HEADS:
             setattr(part, name, _MAX_HEADS)
         elif name == "first_k_dense_replace" and type(value) is int:
             setattr(part, name, min(value, 1))
@@ -249,6 +248,18 @@ def _divide_counts(part: Any) -> None:
             setattr(part, name, min(value, _QUERIES))
         elif name == "num_kv_shared_layers" and type(value) is int:
             setattr(part, name, 0)
+    keep_layer_indexes(part)
+
+
+def keep_layer_indexes(part: Any) -> None:
+    """Lists that name layers by their index, such as those whose outputs the text reads too, name layers that there still are: of the
+    listed layers those that were kept, or else the last one."""
+    _, layers = _first(part, _LAYERS)
+    for name, value in list(vars(part).items()):
+        listed = isinstance(value, (list, tuple)) and value and all(type(index) is int for index in value)
+        if layers and listed and name.endswith("_indexes") and max(value) >= layers:
+            kept = [index for index in value if index < layers] or [layers - 1]
+            setattr(part, name, type(value)(kept))
 
 
 def _is_depth(name: str) -> bool:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from parallelize.derivation.divided_config import HEAD_WIDTH, divided
+from parallelize.derivation.divided_config import HEAD_WIDTH, divided, keep_layer_indexes
 from parallelize.verification.scale import scaled, without_dropout
 
 _RATIO = 3  # query heads for each key/value head
@@ -244,4 +244,5 @@ def _small(config: Any, real: Any, tp: int) -> Any:
             setattr(small, name, 2 * tp * max(1, value // vars(config).get("linear_num_key_heads", value)))
         elif name in ("mamba_n_heads", "num_heads", "mamba_num_heads", "time_step_rank") and value > _WIDE // 4:
             setattr(small, name, 4 * tp)
+    keep_layer_indexes(small)
     return _with_small_parts(small, real, tp)

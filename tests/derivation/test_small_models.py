@@ -61,6 +61,26 @@ def test_numbers_of_heads_that_four_ranks_divide(heads, kv_heads, expected):
     ) == expected and small.hidden_size == 8 * small.head_dim
 
 
+def test_few_experts_and_widths_of_channels():
+    transformers = pytest.importorskip("transformers")
+    assert divided(transformers.Glm4MoeConfig(n_routed_experts=128)).n_routed_experts == 8
+    vision = transformers.CONFIG_MAPPING["unlimited_ocr"]().vision_config
+    small = divided(vision)
+    assert vision.sam_config.downsample_channels[-1] == vision.encoder_config.hidden_size
+    assert small.sam_config.downsample_channels[-1] == small.encoder_config.hidden_size < 256
+
+
+def test_listed_layers_are_layers_that_there_are():
+    """Of 27 layers the outputs of three go into the text, by their indexes: mergers of layers that are no more would not run."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3VLConfig()
+    assert list(config.vision_config.deepstack_visual_indexes) == [8, 16, 24]
+    for small in (next(small_configs(config, 2)), divided(config)):
+        assert small.vision_config.depth == 3 and list(small.vision_config.deepstack_visual_indexes) == [2]
+    some = divided(transformers.Qwen3VLVisionConfig(deepstack_visual_indexes=[1, 8]))
+    assert list(some.deepstack_visual_indexes) == [1]
+
+
 class Boxes(nn.Module):
     main_input_name = "input_ids"
 

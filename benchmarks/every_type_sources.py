@@ -28,8 +28,9 @@ def _sparse_layers() -> dict[str, Any]:
 
 
 def _codes_of_images() -> dict[str, Any]:
-    """Tokens that stand for the codes of an image."""
-    return {"vocabulary_map": {"<image>": 4, **{f"IMGIMG{chr(65 + index)}Z": 10 + index for index in range(10)}}}
+    """Tokens that stand for the codes of an image: one for each code, in so small a vocabulary too."""
+    codes = {f"IMGIMG{chr(65 + index)}Z": 10 + index for index in range(10)}
+    return {"vocabulary_map": {"<image>": 4, **codes}, "vq_config": {"num_embeddings": len(codes)}}
 
 
 def _small_decoder() -> dict[str, Any]:

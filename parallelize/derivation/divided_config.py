@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from parallelize.derivation.small_images import shrink_images
@@ -20,7 +21,8 @@ _MAX_HEADS = 8
 _FEW_HEADS = 4
 _RATIO = 0.25  # of widths that no heads make up
 _MAX_LAYERS = 3
-_QUERIES = 7
+QUERY_COUNTS = ("num_queries", "latent_query_num")
+QUERIES = 7
 _BOXES = {"max_2d_position_embeddings", "dim_bbox"}
 _VOCABULARY = 131
 _POSITIONS = 512
@@ -29,7 +31,7 @@ _WIDTH = re.compile(
     r"size|dim|width|rank|channels|d_model|d_ff|d_kv|d_head|d_latents|inner|ffn|embd|hidden|features|units|planes"
 )
 _NO_WIDTH = re.compile(
-    r"token|vocab|position|length|layers|image|patch|kernel|stride|window|frame|sampl|mel|bins|fft|hop|groups|ctx|grid|steps|interval|chunk"
+    r"token|vocab|position|length|layers|image|patch|kernel|stride|window|frame|sampl(?!\w*channels)|mel|bins|fft|hop|groups|ctx|grid|steps|interval|chunk"
     r"|rate|index|scale|buckets|range|types|labels|crop|context|num_|max_|codebook_size|batch|block_size|sparse|memory|queue|topk|top_k"
 )
 _HEADS = (
@@ -44,6 +46,9 @@ _HEADS = (
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "encoder_hidden_size", "hidden_dim", "width")
 _HEAD_DIMS = ("head_dim", "d_kv", "kv_channels", "attention_head_dim", "attention_head_size", "global_head_dim")
+_OUTPUTS = ("out_hidden_size", "output_dim", "projection_dim")
+_TOKENS = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
+_LAYERS = ("num_hidden_layers", "depth")
 _STATE_HEADS = (
     ("num_heads", "head_dim", "expand"),
     ("mamba_n_heads", "mamba_d_head", "mamba_expand"),
@@ -83,9 +88,10 @@ def _match_outputs(config: Any, parts: list[Any]) -> None:
     """A tower's output takes the place of tokens, so that it has the width of the text, which default configs may not say."""
     text = getattr(config, "text_config", None)
     width = getattr(text, "hidden_size", None)
-    for part in parts:
-        if type(width) is int and part is not text and type(vars(part).get("out_hidden_size")) is int:
-            part.out_hidden_size = width
+    names = _OUTPUTS if any(type(vars(config).get(token)) is int for token in _TOKENS) else _OUTPUTS[:1]
+    for part, name in product(parts, names):
+        if type(width) is int and part is not text and type(vars(part).get(name)) is int:
+            setattr(part, name, width)
 
 
 def _parts(config: Any) -> Iterator[Any]:
@@ -235,9 +241,7 @@ def _divide_counts(part: Any) -> None:
             setattr(part, name, type(value)(value[index] for index in chosen))
         elif name in ("depths", "layer_depths") and isinstance(value, (list, tuple)):
             setattr(part, name, type(value)(min(depth, 2) for depth in value))
-        elif (
-            type(value) is int and name.endswith(("experts", "expert_num")) and value > _MAX_HEADS and "per" not in name
-        ):
+        elif type(value) is int and name.endswith(("experts", "expert_num")) and value > _MAX_HEADS:
             setattr(part, name, _MAX_HEADS)
         elif name == "first_k_dense_replace" and type(value) is int:
             setattr(part, name, min(value, 1))
@@ -245,10 +249,22 @@ def _divide_counts(part: Any) -> None:
             setattr(part, name, min(value, 2))
         elif name in ("n_group", "topk_group") and type(value) is int:
             setattr(part, name, 1)
-        elif name == "num_queries" and type(value) is int:
-            setattr(part, name, min(value, _QUERIES))
+        elif name in QUERY_COUNTS and type(value) is int:
+            setattr(part, name, min(value, QUERIES))
         elif name == "num_kv_shared_layers" and type(value) is int:
             setattr(part, name, 0)
+    keep_layer_indexes(part)
+
+
+def keep_layer_indexes(part: Any) -> None:
+    """Lists that name layers by their index, such as those whose outputs the text reads too, name layers that there still are: of the
+    listed layers those that were kept, or else the last one."""
+    _, layers = _first(part, _LAYERS)
+    for name, value in list(vars(part).items()):
+        listed = isinstance(value, (list, tuple)) and value and all(type(index) is int for index in value)
+        if layers and listed and name.endswith("_indexes") and max(value) >= layers:
+            kept = [index for index in value if index < layers] or [layers - 1]
+            setattr(part, name, type(value)(kept))
 
 
 def _is_depth(name: str) -> bool:

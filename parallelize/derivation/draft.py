@@ -91,9 +91,17 @@ class Drafting:
         return self.draft
 
     def _has_names(self, candidate: ShardableFactor) -> bool:
-        """Whether the counts of a factor are fields of the config: a number would be that of the small model."""
+        """Whether the counts of a factor are fields of the config: a number would be that of the small model.
+
+        The groups of a norm may be a number, as in code that always makes 32: another model's are compared with it where it is applied.
+        """
         counts = {self._count(candidate, part) for part in self._parts(candidate)}
-        return not self.fields or not self._has_units(candidate) or counts <= set(self.fields.values())
+        known = {*self.fields.values(), *(norm.num_groups for norm in self._group_norms(candidate))}
+        return not self.fields or not self._has_units(candidate) or counts <= known
+
+    def _group_norms(self, candidate: ShardableFactor) -> list[nn.GroupNorm]:
+        owners = (self.classes.modules[place.parameter.rpartition(".")[0]] for place in candidate.places)
+        return [owner for owner in owners if isinstance(owner, nn.GroupNorm)]
 
     def _has_units(self, candidate: ShardableFactor) -> bool:
         """Whether a size has a name: its units must not be split, or an attribute follows it."""
@@ -111,8 +119,7 @@ class Drafting:
     # -- linears ----------------------------------------------------------------------------------------------------------
 
     def _shard(self, candidate: ShardableFactor) -> None:
-        norms = (self.classes.modules[place.parameter.rpartition(".")[0]] for place in candidate.places)
-        self.unit = "groups" if any(isinstance(norm, nn.GroupNorm) for norm in norms) else "heads"
+        self.unit = "groups" if self._group_norms(candidate) else "heads"
         runs = self._runs(candidate)
         has_units = self._has_units(candidate)
         for place in candidate.places:

@@ -97,21 +97,31 @@ def provable(source: ModelSource, model: nn.Module, example: Mapping[str, Any] |
         return source
     inputs = dict(zip(_argument_names(model), example, strict=False)) if isinstance(example, tuple) else dict(example)
     with torch.no_grad():
-        shape = _shape_of_logits(model, model(**inputs))
-    targets = torch.zeros(1) if shape is None else torch.randint(0, shape[2], shape[:2])
+        logits = _logits(model, model(**inputs))
+    targets = torch.zeros(1) if logits is None else _possible_targets(logits)
     extras: dict[str, Any] = {"inputs": lambda batch, length: {**inputs, "targets": targets}}
-    if shape is None:
+    if logits is None:
         extras |= {"loss": projected, "count": lambda targets: 1}
     return replace(source, extras=extras)
 
 
-def _shape_of_logits(model: nn.Module, output: Any) -> torch.Size | None:
+def _logits(model: nn.Module, output: Any) -> torch.Tensor | None:
     """Of a language model: [batch, length, vocabulary]."""
     config: Any = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     logits, vocabulary = getattr(output, "logits", None), getattr(config, "vocab_size", None)
     is_language = isinstance(logits, torch.Tensor) and logits.ndim == 3 and logits.shape[-1] == vocabulary
-    return logits.shape if is_language and logits is not None else None
+    return logits if is_language and isinstance(logits, torch.Tensor) else None
+
+
+def _possible_targets(logits: torch.Tensor) -> torch.Tensor:
+    """Random tokens [batch, length], of those that the model does not rule out: some set logits of image tokens to the smallest number,
+    whose cross entropy is infinite."""
+    smallest = torch.finfo(logits.dtype).min / 2
+    possible = logits.amin((0, 1)).gt(smallest).nonzero()[:, 0]
+    if not len(possible):  # whatever it is, the proof says it
+        possible = torch.arange(logits.shape[2])
+    return possible[torch.randint(0, len(possible), logits.shape[:2])]
 
 
 def _argument_names(model: nn.Module) -> list[str]:

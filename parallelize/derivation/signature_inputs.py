@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from parallelize.derivation.sound_inputs import bins_of, spectrograms
-from parallelize.models.image_inputs import BATCH, LENGTH, image, rows_of_patches
+from parallelize.models.image_inputs import BATCH, LENGTH, image, patches_with_places, rows_of_patches
 
 T = torch.Tensor
 _MOST = 8
@@ -93,13 +93,8 @@ def _boxes(config: Any) -> list[T]:
 
 
 def _patches(config: Any) -> list[T]:
-    """[batch, patches, row and column of a patch with its pixels]: positions count from 1."""
-    width = getattr(getattr(config, "vision_config", None), "patch_embed_hidden_size", None)
-    if type(width) is not int:
-        return []
-    patches = torch.randn(BATCH, LENGTH, 2 + width)
-    patches[..., :2] = torch.arange(1, LENGTH + 1)[:, None]
-    return [patches]
+    patches = patches_with_places(config)
+    return [] if patches is None else [patches]
 
 
 def _queries(config: Any) -> list[T]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from parallelize.derivation.divided_config import HEAD_WIDTH, divided
+from parallelize.derivation.divided_config import HEAD_WIDTH, QUERIES, QUERY_COUNTS, divided, keep_layer_indexes
 from parallelize.verification.scale import scaled, without_dropout
 
 _RATIO = 3  # query heads for each key/value head
@@ -235,6 +235,8 @@ def _small(config: Any, real: Any, tp: int) -> Any:
             setattr(small, name, 8 * tp * 3)
         elif name == "embed_dim" and value > _WIDE:  # of a tower, whose `hidden_size` is that of its output
             setattr(small, name, (heads[1] or 4 * tp) * 16)
+        elif name in QUERY_COUNTS:
+            setattr(small, name, min(value, QUERIES))
         elif name == "rotary_dim" and hidden[1] and heads[1]:
             setattr(small, name, min(value, hidden[1] // heads[1] // 2 * 2))
         elif name == "image_size" and value > 64:
@@ -244,4 +246,5 @@ def _small(config: Any, real: Any, tp: int) -> Any:
             setattr(small, name, 2 * tp * max(1, value // vars(config).get("linear_num_key_heads", value)))
         elif name in ("mamba_n_heads", "num_heads", "mamba_num_heads", "time_step_rank") and value > _WIDE // 4:
             setattr(small, name, 4 * tp)
+    keep_layer_indexes(small)
     return _with_small_parts(small, real, tp)

@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import nn
 from parallelize.derivation.proof import Proof, provable, prove
 from parallelize.derivation.signature_inputs import inputs_by_signature
 from parallelize.derivation.small_config import small_configs
-from parallelize.derivation.sound_inputs import has_sounds, sounds_in_text
+from parallelize.derivation.sound_inputs import has_sounds, images_and_sounds_in_text, sounds_in_text
 from parallelize.dims.trace import record_forward
 from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.models.example_inputs import inputs_of
@@ -31,18 +33,29 @@ MAX_PARAMETERS = 200_000_000
 """A module of more parameters is not run on this machine: derive from a config, or from a function with smaller sizes."""
 
 
+class Reads(Enum):
+    """What a text has in the place of some tokens, of models that read more than texts: small configs are tried for the most first."""
+
+    ALL = "images and sound, or the one of them that the model reads"
+    EITHER = "sound, of models that read both"
+    TEXT = "nothing else, where no small config runs with more"
+
+
 def small_model(source: ModelSource, tp: int) -> tuple[ModelSource, nn.Module]:
     """A small version of the model: of a config with other sizes, the first that the model accepts, with inputs that it accepts."""
     if source.config is None:
         return source, _built(source)
     reason: Exception | None = None
     smaller = sorted(map(source.with_config, small_configs(source.config, tp)), key=_is_large)
-    for small, beside_text in [*((small, True) for small in smaller), *((small, False) for small in smaller)]:
+    for reads, small in product(Reads, smaller):
         try:
-            _check_elements(small.build("meta"))
+            on_meta = small.build("meta")
+            _check_elements(on_meta)
+            if reads is Reads.EITHER and not _reads_both(on_meta):
+                continue
             model = _built(small)
             check_subject(model)
-            return _with_inputs(small, model, beside_text), model
+            return _with_inputs(small, model, reads), model
         except Exception as error:  # a class may refuse the sizes with any error
             reason = reason or error
             log.debug("%s does not run with smaller sizes: %s", source.text, error)
@@ -59,14 +72,13 @@ def _is_large(source: ModelSource) -> bool:
         return True
 
 
-def _with_inputs(source: ModelSource, model: nn.Module, beside_text: bool = False) -> ModelSource:
+def _with_inputs(source: ModelSource, model: nn.Module, reads: Reads) -> ModelSource:
     """The source with inputs that the forward takes. Raises: what the forward raised for the first that were tried.
 
-    beside_text: of models that read them, images or sound in texts alone, for which another small config may do. Texts by themselves would
-        leave a tower whole.
+    reads: texts by themselves, for which another small config may do, would leave a tower whole.
     """
     reason: Exception | None = None
-    for make in _makers(source, model, beside_text):
+    for make in _makers(source, model, reads):
         try:
             inputs = make()
             record_forward(model, inputs)
@@ -81,16 +93,23 @@ def _with_inputs(source: ModelSource, model: nn.Module, beside_text: bool = Fals
     raise reason
 
 
-def _makers(source: ModelSource, model: nn.Module, beside_text: bool) -> Iterator[Callable[[], dict[str, Any]]]:
+def _makers(source: ModelSource, model: nn.Module, reads: Reads) -> Iterator[Callable[[], dict[str, Any]]]:
     """Functions that return inputs, those that reach the most of the model first."""
+    if _reads_both(model) and reads is Reads.ALL:
+        yield partial(images_and_sounds_in_text, model)
+        return
     if has_sounds(model):
         yield partial(sounds_in_text, model)
-    if has_sounds(model) and beside_text:
+    if has_sounds(model) and reads is not Reads.TEXT:
         return
     yield partial(inputs_of, source, model)
-    if not (beside_text and has_images(model)):
+    if reads is Reads.TEXT or not has_images(model):
         for inputs in inputs_by_signature(model):
             yield partial(dict, inputs)
+
+
+def _reads_both(model: nn.Module) -> bool:
+    return has_sounds(model) and has_images(model)
 
 
 def _copy_of(inputs: dict[str, Any], batch: int, length: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,9 @@ from torch import nn
 T = torch.Tensor
 BATCH, LENGTH = 2, 11
 _TOKENS = ("image_token_id", "image_token_index")
+_PLACES, _QUERIES = "image_embeds_position_mask", "latent_query_num"
+_TOKEN_ENDS = ("token_id", "token_index")
+_FUNCTION = "get_image_features"
 _GRID = 4  # patches of an image along each side, where they are passed as rows
 
 
@@ -38,12 +41,22 @@ def masking(model: nn.Module) -> dict[str, Any]:
 
 def has_images(model: nn.Module) -> bool:
     """Whether a model of `transformers` puts features of images in the place of tokens of a text."""
+    if _is_told_places(model):
+        return True
     takes_images = "pixel_values" in inspect.signature(model.forward).parameters
-    return takes_images and callable(getattr(model, "get_image_features", None)) and _image_token(model) is not None
+    return takes_images and features_function(model, _FUNCTION) is not None and _image_token(model) is not None
+
+
+def features_function(model: nn.Module, name: str) -> Callable[..., Any] | None:
+    """The function of a model, or of the model below its head, that returns the features of images or of sound."""
+    owners = (model, getattr(model, "base_model", None))
+    return next((function for owner in owners if callable(function := getattr(owner, name, None))), None)
 
 
 def images_in_text(model: nn.Module) -> dict[str, Any]:
     """One image in each text: the model itself says how many tokens it takes."""
+    if _is_told_places(model):
+        return _images_at_places(model)
     images, features = _accepted(model)
     token = _image_token(model) or 0
     ids = text_around(model.config, features, token)
@@ -57,9 +70,46 @@ def text_around(config: Any, features: Any, token: int) -> T:
     """Ids [batch, length], in which `token` stands as often as there are features for each text."""
     count = sum(_rows(tensor) for tensor in _tensors(features)) // BATCH
     text = getattr(config, "text_config", None) or config
-    ids = torch.randint(3, int(text.vocab_size) // 2, (BATCH, LENGTH + count))
+    plain = _plain_tokens(config, int(text.vocab_size) // 2)
+    ids = plain[torch.randint(0, len(plain), (BATCH, LENGTH + count))]
     ids[:, 2 : 2 + count] = token
     return ids
+
+
+def _is_told_places(model: nn.Module) -> bool:
+    """Whether an argument of the forward says which tokens of a text the queries of an image replace."""
+    counts_queries = type(getattr(model.config, _QUERIES, None)) is int
+    return counts_queries and _PLACES in inspect.signature(model.forward).parameters
+
+
+def _images_at_places(model: nn.Module) -> dict[str, Any]:
+    """One image in each text, as pixels or as patches with their places."""
+    config: Any = model.config
+    count = getattr(config, _QUERIES)
+    text = getattr(config, "text_config", None) or config
+    plain = _plain_tokens(config, int(text.vocab_size))
+    ids = plain[torch.randint(0, len(plain), (BATCH, LENGTH + count))]
+    places = torch.zeros_like(ids)
+    places[:, 1 : 1 + count] = 1
+    patches = patches_with_places(config)
+    images = {"pixel_values": image(config)} if patches is None else {"flattened_patches": patches}
+    return {"input_ids": ids, **images, _PLACES: places, "use_cache": False}
+
+
+def patches_with_places(config: Any) -> T | None:
+    """[batch, patches, row and column of a patch with its pixels]: they count from 1. None: the model reads other images."""
+    width = getattr(getattr(config, "vision_config", None), "patch_embed_hidden_size", None)
+    if type(width) is not int:
+        return None
+    patches = torch.randn(BATCH, LENGTH, 2 + width)
+    patches[..., :2] = torch.arange(1, LENGTH + 1)[:, None]
+    return patches
+
+
+def _plain_tokens(config: Any, most: int) -> T:
+    """Tokens below `most` that stand for nothing else."""
+    special = {value for name, value in vars(config).items() if name.endswith(_TOKEN_ENDS) and type(value) is int}
+    return torch.tensor([token for token in range(3, most) if token not in special])
 
 
 def _image_token(model: nn.Module) -> int | None:
@@ -70,26 +120,26 @@ def _image_token(model: nn.Module) -> int | None:
 @torch.no_grad()
 def _accepted(model: nn.Module) -> tuple[dict[str, Any], Any]:
     """The first form of images that the model takes, and their features. Raises: what the model raises for the first one."""
+    features_of: Any = features_function(model, _FUNCTION)
     reason: Exception | None = None
-    for images in _images(model):
+    for images in _images(model.config, inspect.signature(features_of).parameters):
         try:
-            return images, model.get_image_features(**images)  # type: ignore[operator]
+            return images, features_of(**images)
         except Exception as error:  # of code of any model
             reason = reason or error
     assert reason is not None
     raise reason
 
 
-def _images(model: nn.Module) -> Iterator[dict[str, Any]]:
+def _images(config: Any, names: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Images in the forms that models take: as pixels, or as rows of patches with a grid for each image."""
-    names = inspect.signature(model.get_image_features).parameters  # type: ignore[arg-type]
     if "image_grid_thw" in names:
-        rows = _rows_of(model.config)
+        rows = _rows_of(config)
         yield {"pixel_values": rows, "image_grid_thw": _grids()}
         side = math.isqrt(rows.shape[1] // 3)
         yield {"pixel_values": rows[:, : 3 * side**2].reshape(-1, 3, side, side), "image_grid_thw": _grids()}
         return
-    pixels = image(model.config)
+    pixels = image(config)
     sizes = {"image_sizes": torch.tensor([pixels.shape[2:]] * BATCH)} if "image_sizes" in names else {}
     yield {"pixel_values": pixels, **sizes}
     seen = torch.ones(BATCH, 1, *pixels.shape[2:], dtype=torch.bool)

@@ -209,8 +209,11 @@ class LayoutMaker:
         """The head width of the attention module that has the parameter, or that contains its linear, or of a group of channels; or None."""
         owner = fact.fqn.rpartition(".")[0]
         facts = self.model.modules.get(owner)
-        if facts is not None and facts.kind == "grouped":  # the channels of a group stay together
-            return fact.shape[0] // int(self.model.objects[owner].groups)
+        groups = {"grouped": "groups", "channel_norm": "num_groups"}.get(facts.kind, "") if facts is not None else ""
+        if (
+            count := getattr(self.model.objects[owner], groups, None) if groups else None
+        ):  # the channels of a group stay together
+            return fact.shape[0] // int(count)
         for name in filter(None, (owner, owner.rpartition(".")[0])):
             module = self.model.objects.get(self.model.aliases.get(name, name))
             for key in HEAD_WIDTHS:

@@ -31,9 +31,17 @@ class InFloat64(TorchFunctionMode):
             func = _grouped_matmul
         if any(arg is torch.float32 for arg in args):
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        if func is torch.full and _is_of_default_dtype(args, kwargs or {}):
+            kwargs = {**(kwargs or {}), "dtype": torch.float64}
         if kwargs and kwargs.get("dtype") is torch.float32:
             kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **(kwargs or {}))
+
+
+def _is_of_default_dtype(args: tuple, kwargs: dict) -> bool:
+    """Whether `torch.full` makes float32 of a number, such as the smallest one of the dtype of a mask, which float32 does not hold."""
+    value = args[1] if len(args) > 1 else kwargs.get("fill_value")
+    return isinstance(value, float) and kwargs.get("dtype") is None and kwargs.get("out") is None
 
 
 _GROUPED = ("grouped_mm", "_grouped_mm")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -149,3 +151,19 @@ def test_chunks_that_are_taken_for_one(monkeypatch):
     assert rules["transformer.h.*.mlp.up"] == "colwise" and not any("c_attn" in pattern for pattern in rules)
     assert derived.whole["transformer.h.0.attn.c_attn"] == "the proof failed with it sharded"
     assert derived.whole["transformer.h.0.attn.c_proj"] == "the proof failed with transformer.h.0.attn.c_attn sharded"
+
+
+class WithoutImageTokens(models.TinyGpt):
+    """Rules tokens out by the smallest number, as models do whose texts have tokens of images."""
+
+    def forward(self, ids):
+        logits = super().forward(ids)
+        logits[..., 3:] = torch.finfo(logits.dtype).min
+        return SimpleNamespace(logits=logits)
+
+
+def test_targets_are_tokens_that_the_model_does_not_rule_out():
+    model, inputs = WithoutImageTokens(), models.ids()
+    model.config = SimpleNamespace(vocab_size=model(**inputs).logits.shape[-1])
+    source = provable(source_of(model), model, inputs)
+    assert int(source.extras["inputs"](2, 11)["targets"].max()) <= 2

@@ -14,8 +14,8 @@ from parallelize.derivation.divided_config import divided
 from parallelize.derivation.signature_inputs import inputs_by_signature
 from parallelize.derivation.small_config import small_configs
 from parallelize.derivation.small_model import small_model
-from parallelize.derivation.sound_inputs import has_sounds, sounds_in_text
-from parallelize.models.image_inputs import images_in_text
+from parallelize.derivation.sound_inputs import has_sounds, images_and_sounds_in_text, sounds_in_text
+from parallelize.models.image_inputs import has_images, images_in_text
 from parallelize.models.model_source import source_of
 from parallelize.plan.parameter_layouts import dotted
 from tests.support.refused import WIDTH, Block
@@ -59,6 +59,26 @@ def test_numbers_of_heads_that_four_ranks_divide(heads, kv_heads, expected):
         small.num_attention_heads,
         small.num_key_value_heads,
     ) == expected and small.hidden_size == 8 * small.head_dim
+
+
+def test_few_experts_and_widths_of_channels():
+    transformers = pytest.importorskip("transformers")
+    assert divided(transformers.Glm4MoeConfig(n_routed_experts=128)).n_routed_experts == 8
+    vision = transformers.CONFIG_MAPPING["unlimited_ocr"]().vision_config
+    small = divided(vision)
+    assert vision.sam_config.downsample_channels[-1] == vision.encoder_config.hidden_size
+    assert small.sam_config.downsample_channels[-1] == small.encoder_config.hidden_size < 256
+
+
+def test_listed_layers_are_layers_that_there_are():
+    """Of 27 layers the outputs of three go into the text, by their indexes: mergers of layers that are no more would not run."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3VLConfig()
+    assert list(config.vision_config.deepstack_visual_indexes) == [8, 16, 24]
+    for small in (next(small_configs(config, 2)), divided(config)):
+        assert small.vision_config.depth == 3 and list(small.vision_config.deepstack_visual_indexes) == [2]
+    some = divided(transformers.Qwen3VLVisionConfig(deepstack_visual_indexes=[1, 8]))
+    assert list(some.deepstack_visual_indexes) == [1]
 
 
 class Boxes(nn.Module):
@@ -172,3 +192,69 @@ def test_sound_in_texts():
     model.config.num_mel_bins = 6
     with pytest.raises(TypeError, match="input_features_mask"):  # of the first form, without a mask
         sounds_in_text(model)
+
+
+class ToldPlaces(nn.Module):
+    """An argument says which tokens the queries of an image replace; images are patches, of which each has its row and column."""
+
+    def __init__(self):
+        super().__init__()
+        text, vision = SimpleNamespace(vocab_size=16), SimpleNamespace(patch_embed_hidden_size=5)
+        self.config = SimpleNamespace(text_config=text, vision_config=vision, latent_query_num=3)
+
+    def forward(self, input_ids, flattened_patches=None, image_embeds_position_mask=None, use_cache=None):
+        """Reads texts with images."""
+
+
+def test_images_at_places_of_a_text():
+    inputs = images_in_text(ToldPlaces())
+    places, patches = inputs["image_embeds_position_mask"], inputs["flattened_patches"]
+    assert places.shape == inputs["input_ids"].shape and places.sum(1).tolist() == [3, 3]
+    assert patches.shape[2] == 7 and int(patches[..., :2].min()) == 1 and has_images(ToldPlaces())
+
+
+@pytest.mark.sweep
+def test_a_small_model_that_is_told_places_runs_its_tower():
+    pytest.importorskip("transformers")
+    small, _ = small_model(source_of("kosmos-2.5"), 2)
+    assert "flattened_patches" in small.extras["inputs"](2, 11)
+
+
+class ReadsBoth(nn.Module):
+    """A head on a model whose functions return the features of images and of sound."""
+
+    def __init__(self):
+        super().__init__()
+        tokens = {"image_token_id": 31, "audio_token_id": 9}  # 9 is one that texts would have too
+        self.config = SimpleNamespace(vocab_size=32, image_size=8, num_mel_bins=5, **tokens)
+        self.base_model = nn.Module()
+        self.base_model.get_image_features = lambda pixel_values: pixel_values.flatten(2)
+        self.base_model.get_audio_features = self.sounds
+
+    @staticmethod
+    def sounds(input_features, feature_attention_mask=None):
+        """[batch, bins, frames], whose frames the mask counts."""
+        assert feature_attention_mask.shape[1] == input_features.shape[2] == 64
+        return input_features[:, :, ::16].mT
+
+    def forward(self, input_ids, pixel_values=None, input_features=None, mm_token_type_ids=None):
+        """Reads texts with images and sound."""
+
+
+def test_images_and_sound_in_one_text():
+    """By functions of the model below the head, which take a mask of frames."""
+    inputs = images_and_sounds_in_text(ReadsBoth())
+    ids, kinds = inputs["input_ids"], inputs["mm_token_type_ids"]
+    assert (ids == 31).sum() == 2 * 3 and (ids == 9).sum() == 2 * 4
+    assert torch.equal(kinds, ids.eq(31).long()) and inputs["feature_attention_mask"].shape == (2, 64)
+    assert {"pixel_values", "input_features"} < inputs.keys()
+
+
+@pytest.mark.sweep
+def test_a_small_model_of_texts_images_and_sound_runs_all():
+    """The first small config takes sound alone; another takes both."""
+    pytest.importorskip("transformers")
+    small, model = small_model(source_of("qwen3_omni_moe_thinker"), 2)
+    inputs = small.extras["inputs"](2, 11)
+    assert {"pixel_values", "input_features"} < inputs.keys()
+    assert model.config.audio_config.output_dim == model.config.text_config.hidden_size

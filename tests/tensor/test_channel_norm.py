@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,6 +114,18 @@ def test_groups_of_channels_are_not_cut():
         "**": "replicate",
     }
     assert derived.proof.ok and derived.plan.sizes["groups"].source == 4
+
+
+def test_groups_of_a_norm_may_be_a_number_of_its_code():
+    """No field of the config says it; a model whose norm has other groups is refused."""
+    model = ResidualBlock()
+    model.config = SimpleNamespace(model_type="", width=99)
+    derived = derive_plan(model, {"x": IMAGE, "time": torch.randn(3, 5)})
+    assert derived.proof.ok and derived.plan.sizes["groups"].source == 4
+    other = ResidualBlock()
+    other.norm2 = nn.GroupNorm(6, 24)
+    with refused(PlanError, "uneven-heads", "norm2", "4 wide"), small_mesh(tp=2) as mesh:
+        parallelize_module(other, mesh, derived.plan)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

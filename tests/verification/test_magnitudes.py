@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from parallelize.verification.precision import computing_in
 from parallelize.verification.scale import perturb
 
 
@@ -28,3 +29,15 @@ def test_a_gain_below_one_makes_all_matrices_smaller(initial):
         linear.weight.mul_(initial / linear.weight.std())
     perturb(linear, seed=0, gain=0.25)
     assert float(linear.weight.std()) == pytest.approx(0.25 * 1.2 / 8, rel=0.01)
+
+
+def test_the_smallest_number_of_a_mask_in_float64():
+    """`torch.full` would make float32 of it, which does not hold it: XGLM and Kosmos 2 make their masks so."""
+    smallest = torch.finfo(torch.float64).min
+    with computing_in(torch.float64):
+        masks = [torch.full((2, 2), smallest), torch.full((2, 2), fill_value=smallest), torch.full((2, 2), 1)]
+        named = torch.full((2,), 0.5, dtype=torch.bfloat16)
+    assert [mask.dtype for mask in masks] == [torch.float64, torch.float64, torch.int64]
+    assert named.dtype is torch.bfloat16
+    with pytest.raises(RuntimeError, match="overflow"):
+        torch.full((2, 2), smallest)

@@ -182,7 +182,8 @@ class Classes:
             linears = candidate.columns if is_output else candidate.rows
             if module not in linears:
                 linears.append(module)
-        return ""
+        both = next((name for name in candidate.columns if name in candidate.rows), "")
+        return f"the input and the output of {both} are added" if both else ""
 
     def _leads(self, factor: Factor, place: Place) -> bool:
         """Whether a shard of each part is a range: the factor is the first, or comes after a count of equal chunks."""

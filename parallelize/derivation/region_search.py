@@ -42,7 +42,11 @@ def find_regions(record: Record, model: nn.Module, styles: Mapping[str, str]) ->
     calls = {call.module: call for call in record.calls}
     modules = dict(model.named_modules())
     names = [
-        name for name, module in modules.items() if isinstance(module, nn.ModuleList) and _is_chain(name, module, calls)
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.ModuleList)
+        and _is_chain(name, module, calls)
+        and not any(f"{name}.{index}" in styles for index in range(len(module)))  # a linear converts its own input
     ]
     order = {name: index for index, name in enumerate(calls)}
     outer = sorted(_outermost(names), key=lambda name: order[f"{name}.0"])

@@ -75,6 +75,11 @@ def test_models_without_a_region(model):
     assert region_of(model()) is None
 
 
+def test_a_list_of_sharded_linears_is_no_region():
+    model = Layers(layer=lambda: nn.Linear(WIDTH, WIDTH))
+    assert region_of(model, {"layers.0": "colwise", "layers.1": "rowwise"}) is None
+
+
 class Parts(nn.Module):
     """A layer that is a list of its parts, as of T5."""
 

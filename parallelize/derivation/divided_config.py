@@ -67,6 +67,7 @@ def divided(config: Any, head_width: int = HEAD_WIDTH) -> Any:
     latent = {id(part): _latent_ratio(part) for part in parts}
     for part in parts:
         _divide_widths(part, widths)
+        _divide_groups(part, widths)
         _divide_counts(part)
         _divide_state_heads(part)
         _divide_latent(part, latent[id(part)])
@@ -219,6 +220,13 @@ def _divide_widths(part: Any, widths: _Widths) -> None:
             setattr(part, name, widths(value))
         elif isinstance(value, (list, tuple)) and value and all(type(item) is int for item in value):
             setattr(part, name, type(value)(widths(item) for item in value))
+
+
+def _divide_groups(part: Any, widths: _Widths) -> None:
+    """The width of a group of channels, so that each width has as many groups as before, which the same numbers of ranks divide."""
+    groups = vars(part).get("groups_width")
+    if type(groups) is int:
+        part.groups_width = max(2, round(groups * widths.ratio))
 
 
 def _divide_counts(part: Any) -> None:

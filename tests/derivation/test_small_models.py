@@ -61,6 +61,16 @@ def test_numbers_of_heads_that_four_ranks_divide(heads, kv_heads, expected):
     ) == expected and small.hidden_size == 8 * small.head_dim
 
 
+def test_groups_of_channels_stay_as_many():
+    """Of which four ranks divide each number, as of the real model."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.RegNetConfig(groups_width=16)
+    small = divided(config)
+    assert small.hidden_sizes != config.hidden_sizes
+    for real, few in zip(config.hidden_sizes, small.hidden_sizes, strict=True):
+        assert few // small.groups_width == real // config.groups_width and few % (4 * small.groups_width) == 0
+
+
 class Boxes(nn.Module):
     main_input_name = "input_ids"
 

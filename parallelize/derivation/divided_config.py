@@ -240,9 +240,9 @@ def _divide_counts(part: Any) -> None:
         if type(value) is int and _is_depth(name):
             setattr(part, name, min(value, len(chosen)))
         elif isinstance(value, (list, tuple)) and len(value) in counts:
-            setattr(part, name, type(value)(value[index] for index in chosen))
-        elif name in ("depths", "layer_depths") and isinstance(value, (list, tuple)):
-            setattr(part, name, type(value)(min(depth, 2) for depth in value))
+            setattr(part, name, type(value)(_at_most(name, value[index]) for index in chosen))
+        elif name in _DEPTHS and isinstance(value, (list, tuple)):
+            setattr(part, name, type(value)(_at_most(name, depth) for depth in value))
         elif (
             type(value) is int and name.endswith(("experts", "expert_num")) and value > _MAX_HEADS and "per" not in name
         ):
@@ -257,6 +257,14 @@ def _divide_counts(part: Any) -> None:
             setattr(part, name, min(value, _QUERIES))
         elif name == "num_kv_shared_layers" and type(value) is int:
             setattr(part, name, 0)
+
+
+_DEPTHS = ("depths", "layer_depths")
+
+
+def _at_most(name: str, value: Any) -> Any:
+    """Two layers in each stage, of fields that count them; other values as they are."""
+    return min(value, 2) if name in _DEPTHS else value
 
 
 def _is_depth(name: str) -> bool:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from parallelize.derivation.divided_config import HEAD_WIDTH, divided
+from parallelize.derivation.small_images import side_of
 from parallelize.verification.scale import scaled, without_dropout
 
 _RATIO = 3  # query heads for each key/value head
@@ -217,6 +218,7 @@ def _small(config: Any, real: Any, tp: int) -> Any:
         return vars(config).get(field), vars(small).get(field)
 
     heads, hidden = pair("num_attention_heads"), pair("hidden_size")
+    patch = vars(small).get("patch_size")
     for name, value in list(vars(small).items()):
         before = vars(config).get(name)
         if name in ("depth", "depths") and isinstance(value, (list, tuple)):
@@ -237,9 +239,8 @@ def _small(config: Any, real: Any, tp: int) -> Any:
             setattr(small, name, (heads[1] or 4 * tp) * 16)
         elif name == "rotary_dim" and hidden[1] and heads[1]:
             setattr(small, name, min(value, hidden[1] // heads[1] // 2 * 2))
-        elif name == "image_size" and value > 64:
-            patch = vars(small).get("patch_size")
-            setattr(small, name, 2 * patch if type(patch) is int and patch > 4 else 64)
+        elif name == "image_size" and value > (side := side_of(patch if type(patch) is int else 0, 2)):
+            setattr(small, name, side)
         elif name in ("linear_num_key_heads", "linear_num_value_heads") and value % (2 * tp):
             setattr(small, name, 2 * tp * max(1, value // vars(config).get("linear_num_key_heads", value)))
         elif name in ("mamba_n_heads", "num_heads", "mamba_num_heads", "time_step_rank") and value > _WIDE // 4:

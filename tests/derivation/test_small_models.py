@@ -71,6 +71,14 @@ def test_groups_of_channels_stay_as_many():
         assert few // small.groups_width == real // config.groups_width and few % (4 * small.groups_width) == 0
 
 
+def test_images_of_which_each_pixel_is_a_patch_are_smaller():
+    transformers = pytest.importorskip("transformers")
+    small = divided(transformers.Swin2SRConfig())
+    assert (small.image_size, small.depths) == (16, (2, 2, 2)) and len(small.num_heads) == 3
+    assert [divided(transformers.ViTConfig(patch_size=patch)).image_size for patch in (1, 2, 4, 16)] == [16, 64, 64, 64]
+    assert {config.image_size for config in small_configs(transformers.Swin2SRConfig(), 2)} <= {16, 64}
+
+
 class Boxes(nn.Module):
     main_input_name = "input_ids"
 

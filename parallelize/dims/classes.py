@@ -87,10 +87,11 @@ class Classes:
         self.modules = dict(model.named_modules())
         self.linears = {name: module for name, module in self.modules.items() if is_linear(module)}
         self.norms = _norms_over_heads(record, self.modules)
-        self.repeats = {factor for dim in record.repeats for factor in leaves(dim)}
         self.parts = _parts(record)
         self.blocked: dict[Factor, Blocked] = {}
         self._block()
+        # of what is expanded, a width of heads is needed in full: by a norm, whose result is expanded over it, or by attention
+        self.repeats = {factor for dim in record.repeats for factor in leaves(dim) if factor not in self.blocked}
 
     # -- what forbids sharding --------------------------------------------------------------------------------------------
 

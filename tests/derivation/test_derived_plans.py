@@ -153,6 +153,15 @@ def test_a_vision_transformer_with_a_class_token():
     assert derived.plan.regions and derived.share == pytest.approx(0.870, abs=1e-3)
 
 
+def test_queries_and_keys_that_are_normalized():
+    """The width of a head is no number of query heads for each key/value head, though a norm is expanded over it."""
+    derived = derived_from(models.CosineVision, models.patches)
+    assert (
+        rules_of(derived)["blocks.*.attn.qkv"] == "colwise(heads + heads + heads)"
+        and "sizes:\n  heads: 4\n" in derived.text
+    )
+
+
 def test_norms_that_a_condition_modulates():
     """The condition is sharded where a linear makes it, and each block sums over its shards."""
     derived = derived_from(models.Diffusion, models.noisy_tokens)

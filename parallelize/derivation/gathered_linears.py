@@ -13,6 +13,7 @@ from torch import nn
 from parallelize.dims.classes import Classes, output_dim
 from parallelize.dims.factors import leaves, size_of
 from parallelize.plan.pattern import generic
+from parallelize.tensor.child_reads import reads_of_children
 
 STYLE = "colwise(output=full)"
 ENOUGH = 0.5
@@ -57,6 +58,7 @@ def gathered_linears(
         if not any(parent in styles for parent in _with_parents(name))
         and is_in_layer(f"{name}.weight", model)
         and f"{name}.weight" not in partial
+        and not _is_read_by_parent(classes, name)
         and _is_alone(classes, name)
     }
 
@@ -65,6 +67,15 @@ def without_alike(gathered: Mapping[str, str], module: str) -> dict[str, str]:
     """Those that are not inside of a module that a failed proof names, in any layer."""
     block = generic(module)
     return {name: style for name, style in gathered.items() if not f"{generic(name)}.".startswith(f"{block}.")}
+
+
+def _is_read_by_parent(classes: Classes, name: str) -> bool:
+    """Whether the forward of the module above names a parameter of a linear, also in a branch that was not taken."""
+    parent, _, child = name.rpartition(".")
+    keys = {key for key, _ in classes.linears[name].named_parameters()}
+    return any(
+        read.child == child and read.parameter in keys for read in reads_of_children(type(classes.modules[parent]))
+    )
 
 
 def _with_parents(name: str) -> Iterator[str]:

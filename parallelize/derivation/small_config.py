@@ -96,13 +96,27 @@ def _with_more_heads(config: Any) -> Iterator[Any]:
             fields.get(name),
             next((fields[w] for w in _STAGE_WIDTHS if isinstance(fields.get(w), (list, tuple))), ()),
         )
-        if not isinstance(heads, (list, tuple)) or len(heads) != len(widths):
+        if not isinstance(heads, (list, tuple)):
+            continue
+        if type(fields.get("embed_dim")) is int:
+            yield _with_wider_stages(config, name, type(heads)(_MORE_HEADS * count for count in heads))
+        if len(heads) != len(widths):
             continue
         more = [_MORE_HEADS * count for count in heads]
         if all(width % count == 0 and width // count >= _NARROWEST for width, count in zip(widths, more, strict=True)):
             wider = copy.deepcopy(config)
             setattr(wider, name, type(heads)(more))
             yield wider
+
+
+def _with_wider_stages(config: Any, name: str, heads: Any) -> Any:
+    """The config with these heads, where one width is that of the first stage, from which the others follow."""
+    wider = copy.deepcopy(config)
+    setattr(wider, name, heads)
+    wider.embed_dim = _NARROWEST * heads[0]
+    if type(vars(config).get("hidden_size")) is int:
+        wider.hidden_size = config.hidden_size * wider.embed_dim // config.embed_dim
+    return wider
 
 
 def _versions(config: Any, tp: int) -> Iterator[Any]:

@@ -77,17 +77,19 @@ class OwnSoftmax(nn.Linear):
 
 
 class Layer(nn.Module):
-    """Of its linears `closing.up` alone can be gathered: others are never called, read elsewhere, tied, narrow or need all they return."""
+    """Of its linears `closing.up` alone can be gathered: others are never called, read elsewhere, also in a branch that is not taken, tied,
+    narrow or need all they return."""
 
     def __init__(self):
         super().__init__()
         self.closing, self.own, self.unused = Closing(), OwnSoftmax(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.read, self.narrow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
         self.tied, self.twin = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.twin.weight = self.tied.weight
+        self.twin.weight, self.seldom = self.tied.weight, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         x = self.closing(x) + self.own(x) + self.read(x) + x @ self.read.weight + self.narrow(x).mean(-1, keepdim=True)
+        x = self.seldom(x).softmax(-1) if x.ndim == 3 else self.seldom.weight
         return self.twin(self.tied(x).softmax(-1)).softmax(-1)
 
 

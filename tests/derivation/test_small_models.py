@@ -71,6 +71,15 @@ def test_groups_of_channels_stay_as_many():
         assert few // small.groups_width == real // config.groups_width and few % (4 * small.groups_width) == 0
 
 
+@pytest.mark.parametrize("name", ["Swinv2", "Swin2SR"])
+def test_heads_of_stages_whose_widths_follow_from_one(name):
+    transformers = pytest.importorskip("transformers")
+    small = next(small_configs(getattr(transformers, f"{name}Config")(), 2))
+    assert all(heads % 4 == 0 for heads in small.num_heads) and small.embed_dim == 4 * small.num_heads[0]
+    with torch.device("meta"):
+        getattr(transformers, f"{name}Model")(small)
+
+
 def test_images_of_which_each_pixel_is_a_patch_are_smaller():
     transformers = pytest.importorskip("transformers")
     small = divided(transformers.Swin2SRConfig())

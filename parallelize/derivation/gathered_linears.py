@@ -7,6 +7,7 @@ needs all of the output costs a collective of its own. So pairs come first, and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
+from typing import Any
 
 from torch import nn
 
@@ -73,9 +74,8 @@ def _is_read_by_parent(classes: Classes, name: str) -> bool:
     """Whether the forward of the module above names a parameter of a linear, also in a branch that was not taken."""
     parent, _, child = name.rpartition(".")
     keys = {key for key, _ in classes.linears[name].named_parameters()}
-    return any(
-        read.child == child and read.parameter in keys for read in reads_of_children(type(classes.modules[parent]))
-    )
+    cls: Any = type(classes.modules[parent])
+    return any(read.child == child and read.parameter in keys for read in reads_of_children(cls))
 
 
 def _with_parents(name: str) -> Iterator[str]:

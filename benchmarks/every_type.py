@@ -31,6 +31,7 @@ from benchmarks.every_type_sources import source_of_type
 from benchmarks.every_type_table import OUT_OF_MEMORY, with_table
 from benchmarks.record import RESULTS, read_record, write_record
 from parallelize import derive_plan
+from parallelize.derivation.gathered_linears import is_in_layer
 from parallelize.derivation.proof import Proof, provable, prove
 from parallelize.derivation.small_model import small_model
 from parallelize.errors import ParallelizeError, PlanError
@@ -181,7 +182,7 @@ def _shares(source: ModelSource, plan: Plan) -> Row:
     except PlanError:
         model = _small(source, _MORE * TP[0])[1]
         rows = resolve(plan, describe(model), MeshSpec.parse("tp=2")).parameters.values()
-    sizes = [(_elements(row), row.layout.dim is not None, _is_in_layer(row.fqn, model)) for row in rows]
+    sizes = [(_elements(row), row.layout.dim is not None, is_in_layer(row.fqn, model)) for row in rows]
     layers = [(size, sharded) for size, sharded, inside in sizes if inside]
     return {
         "all": sum(size for size, sharded, _ in sizes if sharded) / max(1, sum(size for size, _, _ in sizes)),
@@ -191,13 +192,6 @@ def _shares(source: ModelSource, plan: Plan) -> Row:
 
 def _elements(row: Any) -> int:
     return torch.Size(row.fact.shape).numel()
-
-
-def _is_in_layer(fqn: str, model: nn.Module) -> bool:
-    """Whether a parameter is in an item of a list, other than a list of tables."""
-    owner = fqn.rpartition(".")[0]
-    is_table = owner.rpartition(".")[2].isdigit() and isinstance(model.get_submodule(owner), nn.Embedding)
-    return not is_table and any(segment.isdigit() for segment in fqn.split("."))
 
 
 def _reason(error: ParallelizeError) -> str:

@@ -12,6 +12,14 @@ import torch
 from torch import nn
 
 from parallelize.derivation.draft import Draft, Drafting, leaves_something
+from parallelize.derivation.gathered_linears import (
+    ENOUGH,
+    STYLE,
+    gathered_linears,
+    is_sharded,
+    layer_share,
+    without_alike,
+)
 from parallelize.derivation.plan_text import Heading, Sections, plan_text
 from parallelize.derivation.proof import Proof, provable, prove
 from parallelize.derivation.region_search import ProposedRegion, find_regions
@@ -116,49 +124,96 @@ class _Derivation:
 
     def run(self, verified: bool) -> Derived:
         if not verified:
-            return self._derived(self._draft(_LOGITS[0]), None)
+            return self._unproven()
         for _ in range(MAX_ROUNDS):
             draft = self._draft(_LOGITS[0])
+            if not draft.styles:
+                break
             proof = self._prove(draft)
             if proof.ok:
-                return self._with_region(draft, proof)
+                return self._finished(draft, proof)
             if ALLOWED[0] in proof.slugs and not self.allow:
                 self.allow = ALLOWED[0]
                 continue
             without = self._draft("")
+            if not without.styles:
+                break
             inner = self._prove(without)
             if inner.ok:  # so that the vocabulary's shards were wrong
                 return self._with_full_logits(without, inner)
             self._ban(inner)
-        raise ModelError(_nothing(self.source, self.classes.choose(without=self.banned)))
+        self.choice = self.classes.choose(without=self.banned)
+        alone = self._with_gathered(Draft(whole={whole.module: whole.reason for whole in self.choice.whole}))
+        if alone is None:
+            raise ModelError(_nothing(self.source, self.choice))
+        return alone
+
+    def _finished(self, draft: Draft, proof: Proof) -> Derived:
+        """The proven draft with regions, or, where its pairs shard little of the layers, with gathered linears."""
+        if self._shards_enough(draft):
+            return self._derived(*self._with_region(draft, proof))
+        return self._with_gathered(draft) or self._derived(*self._with_region(draft, proof))
+
+    def _shards_enough(self, draft: Draft) -> bool:
+        return layer_share(self.model, draft.styles) >= ENOUGH
+
+    def _with_gathered(self, draft: Draft) -> Derived | None:
+        """The draft with gathered linears, in regions if enough is sharded there too; None: no such draft is proven."""
+        gathered = gathered_linears(self.classes, self.model, draft.styles, self.choice.partial)
+        for _ in range(MAX_ROUNDS):
+            if not gathered:
+                break
+            wider = self._restyled(draft, gathered)
+            proof = self._prove(wider)
+            if proof.ok:
+                in_regions = self._with_region(wider, proof)
+                return self._derived(*(in_regions if self._shards_enough(in_regions[0]) else (wider, proof)))
+            fewer = without_alike(gathered, proof.module)
+            gathered = fewer if fewer != gathered else {}
+        return None
+
+    def _unproven(self) -> Derived:
+        draft = self._draft(_LOGITS[0])
+        if not self._shards_enough(draft):
+            gathered = gathered_linears(self.classes, self.model, draft.styles, self.choice.partial)
+            draft = self._restyled(draft, gathered)
+        if not draft.styles:
+            raise ModelError(_nothing(self.source, self.choice))
+        return self._derived(draft, None)
 
     def _with_full_logits(self, without: Draft, inner: Proof) -> Derived:
         draft = self._draft("full")
         proof = self._prove(draft)
-        return self._with_region(draft, proof) if proof.ok else self._with_region(without, inner)
+        return self._finished(draft, proof) if proof.ok else self._finished(without, inner)
 
-    def _with_region(self, draft: Draft, proof: Proof) -> Derived:
+    def _with_region(self, draft: Draft, proof: Proof) -> tuple[Draft, Proof]:
         """The draft with its sequence-parallel regions, or with the last of them alone, if that is proven too."""
-        regions = find_regions(self.record, self.model, draft.styles)
+        pairs = {name: style for name, style in draft.styles.items() if name not in draft.gathered}
+        regions = find_regions(self.record, self.model, pairs)
         for chosen in [regions, *([regions[-1:]] if len(regions) > 1 else [])] if regions else []:
             wider = self._widened(draft, chosen)
             again = self._prove(wider)
             if again.ok:
-                return self._derived(wider, again)
-        return self._derived(draft, proof)
+                return wider, again
+        return draft, proof
 
     def _widened(self, draft: Draft, regions: list[ProposedRegion]) -> Draft:
-        styles = {**draft.styles, **{name: style for region in regions for name, style in region.styles.items()}}
-        wider = replace(draft, styles=styles, regions=[region.section for region in regions])
-        wider.default = "replicate" if leaves_something(self.model, wider.styles) else ""
+        styles = {name: style for region in regions for name, style in region.styles.items()}
+        return replace(self._restyled(draft, styles), regions=[region.section for region in regions])
+
+    def _restyled(self, draft: Draft, styles: Mapping[str, str]) -> Draft:
+        """The draft with these styles too. Of linears of no pair, it knows which are gathered now, and which are whole."""
+        alone = {**draft.whole, **draft.gathered}
+        styles = {**draft.styles, **styles}
+        gathered = {name: reason for name, reason in alone.items() if styles.get(name) == STYLE}
+        whole = {name: reason for name, reason in alone.items() if name not in gathered}
+        wider = replace(draft, styles=styles, gathered=gathered, whole=whole)
+        wider.default = "replicate" if leaves_something(self.model, styles) else ""
         return wider
 
     def _draft(self, logits: str) -> Draft:
         self.choice = self.classes.choose(without=self.banned)
-        draft = Drafting(self.model, self.classes, self.choice, self.fields, logits, self.banned, self.tp).run()
-        if not draft.styles:
-            raise ModelError(_nothing(self.source, self.choice))
-        return draft
+        return Drafting(self.model, self.classes, self.choice, self.fields, logits, self.banned, self.tp).run()
 
     def _prove(self, draft: Draft) -> Proof:
         self.tell(f"proving it on {self.tp} ranks: {len(draft.styles)} modules are sharded")
@@ -245,14 +300,14 @@ def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None
         regions=draft.regions,
         allow=allow,
         default=draft.default,
+        gathered=draft.gathered,
     )
     return plan_text(Heading(about, model_type, "" if model_type else type(model).__name__, base), sections, names)
 
 
 def _share(model: nn.Module, draft: Draft) -> float:
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    styles = {name: draft.styles.get(name, draft.styles.get(name.rpartition(".")[0], "replicate")) for name in elements}
-    sharded = sum(size for name, size in elements.items() if not styles[name].startswith(("replicate", "sequence")))
+    sharded = sum(size for name, size in elements.items() if is_sharded(name, draft.styles))
     return sharded / max(1, sum(elements.values()))
 
 

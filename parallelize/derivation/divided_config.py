@@ -72,6 +72,7 @@ def divided(config: Any, head_width: int = HEAD_WIDTH) -> Any:
     latent = {id(part): _latent_ratio(part) for part in parts}
     for part in parts:
         _divide_widths(part, widths)
+        _divide_groups(part, widths)
         _divide_counts(part)
         _divide_state_heads(part)
         _divide_latent(part, latent[id(part)])
@@ -227,6 +228,13 @@ def _divide_widths(part: Any, widths: _Widths) -> None:
             setattr(part, name, type(value)(widths(item) for item in value))
 
 
+def _divide_groups(part: Any, widths: _Widths) -> None:
+    """The width of a group of channels, so that each width has as many groups as before, which the same numbers of ranks divide."""
+    groups = vars(part).get("groups_width")
+    if type(groups) is int:
+        part.groups_width = max(2, round(groups * widths.ratio))
+
+
 def _divide_counts(part: Any) -> None:
     """Few layers, of each kind one, and short tables of positions."""
     counts = {
@@ -238,10 +246,12 @@ def _divide_counts(part: Any) -> None:
         if type(value) is int and _is_depth(name):
             setattr(part, name, min(value, len(chosen)))
         elif isinstance(value, (list, tuple)) and len(value) in counts:
-            setattr(part, name, type(value)(value[index] for index in chosen))
-        elif name in ("depths", "layer_depths") and isinstance(value, (list, tuple)):
-            setattr(part, name, type(value)(min(depth, 2) for depth in value))
-        elif type(value) is int and name.endswith(("experts", "expert_num")) and value > _MAX_HEADS:
+            setattr(part, name, type(value)(_at_most(name, value[index]) for index in chosen))
+        elif name in _DEPTHS and isinstance(value, (list, tuple)):
+            setattr(part, name, type(value)(_at_most(name, depth) for depth in value))
+        elif (
+            type(value) is int and name.endswith(("experts", "expert_num")) and value > _MAX_HEADS and "per" not in name
+        ):
             setattr(part, name, _MAX_HEADS)
         elif name == "first_k_dense_replace" and type(value) is int:
             setattr(part, name, min(value, 1))
@@ -265,6 +275,14 @@ def keep_layer_indexes(part: Any) -> None:
         if layers and listed and name.endswith("_indexes") and max(value) >= layers:
             kept = [index for index in value if index < layers] or [layers - 1]
             setattr(part, name, type(value)(kept))
+
+
+_DEPTHS = ("depths", "layer_depths")
+
+
+def _at_most(name: str, value: Any) -> Any:
+    """Two layers in each stage, of fields that count them; other values as they are."""
+    return min(value, 2) if name in _DEPTHS else value
 
 
 def _is_depth(name: str) -> bool:

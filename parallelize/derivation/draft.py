@@ -28,6 +28,7 @@ class Draft:
         whole: why linears are not sharded, by name.
         default: the style of all other modules with parameters; empty: there are none.
         regions: the sections for sequence parallelism.
+        gathered: of linears whose output is gathered, why no pair takes them.
     """
 
     default: str = "replicate"
@@ -36,6 +37,7 @@ class Draft:
     sizes: dict[str, str | int] = field(default_factory=dict)
     local: dict[str, dict[str, str]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
+    gathered: dict[str, str] = field(default_factory=dict)
 
 
 class Drafting:

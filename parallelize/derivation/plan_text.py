@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallelize.derivation.patterns import nested, pattern_rules
 from parallelize.plan.pattern import generic
@@ -32,7 +32,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Sections:
-    """The content of a plan file, by names of modules. `whole`: why linears are not sharded."""
+    """The content of a plan file, by names of modules. `whole`: why linears are not sharded. `gathered`: or not in a pair."""
 
     styles: Mapping[str, str]
     sizes: Mapping[str, str | int]
@@ -42,6 +42,7 @@ class Sections:
     regions: Sequence[Mapping[str, str]] = ()
     allow: str = ""
     default: str = "replicate"
+    gathered: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_text(heading: Heading, sections: Sections, names: Sequence[str]) -> str:
@@ -86,7 +87,8 @@ def _rules(sections: Sections, names: Sequence[str]) -> list[str]:
         else:
             lines.append(f"  {_key(pattern)}:")
             lines += [f"    {_key(inner)}: {text}" for inner, text in style.items()]
-    lines += [f"  # whole: {', '.join(patterns)}: {reason}" for reason, patterns in _reasons(sections.whole).items()]
+    for word, reasons in (("gathered", sections.gathered), ("whole", sections.whole)):
+        lines += [f"  # {word}: {', '.join(patterns)}: {reason}" for reason, patterns in _reasons(reasons).items()]
     if sections.default:
         lines.append(f'  "**": {sections.default}')
     return lines

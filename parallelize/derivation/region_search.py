@@ -42,10 +42,20 @@ def find_regions(record: Record, model: nn.Module, styles: Mapping[str, str]) ->
     calls = {call.module: call for call in record.calls}
     modules = dict(model.named_modules())
     names = [
-        name for name, module in modules.items() if isinstance(module, nn.ModuleList) and _is_chain(name, module, calls)
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.ModuleList)
+        and _is_chain(name, module, calls)
+        and not any(f"{name}.{index}" in styles for index in range(len(module)))  # a linear converts its own input
     ]
     order = {name: index for index, name in enumerate(calls)}
-    return [_proposed(name, modules, calls, styles) for name in sorted(names, key=lambda name: order[f"{name}.0"])]
+    outer = sorted(_outermost(names), key=lambda name: order[f"{name}.0"])
+    return [_proposed(name, modules, calls, styles) for name in outer]
+
+
+def _outermost(lists: list[str]) -> list[str]:
+    """The lists that are not inside of another one: a layer of T5 is a list of its parts, which are a chain as well."""
+    return [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
 
 
 def _proposed(

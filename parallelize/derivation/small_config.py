@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from parallelize.derivation.divided_config import HEAD_WIDTH, QUERIES, QUERY_COUNTS, divided, keep_layer_indexes
+from parallelize.derivation.small_images import side_of
 from parallelize.verification.scale import scaled, without_dropout
 
 _RATIO = 3  # query heads for each key/value head
@@ -95,13 +96,27 @@ def _with_more_heads(config: Any) -> Iterator[Any]:
             fields.get(name),
             next((fields[w] for w in _STAGE_WIDTHS if isinstance(fields.get(w), (list, tuple))), ()),
         )
-        if not isinstance(heads, (list, tuple)) or len(heads) != len(widths):
+        if not isinstance(heads, (list, tuple)):
+            continue
+        if type(fields.get("embed_dim")) is int:
+            yield _with_wider_stages(config, name, type(heads)(_MORE_HEADS * count for count in heads))
+        if len(heads) != len(widths):
             continue
         more = [_MORE_HEADS * count for count in heads]
         if all(width % count == 0 and width // count >= _NARROWEST for width, count in zip(widths, more, strict=True)):
             wider = copy.deepcopy(config)
             setattr(wider, name, type(heads)(more))
             yield wider
+
+
+def _with_wider_stages(config: Any, name: str, heads: Any) -> Any:
+    """The config with these heads, where one width is that of the first stage, from which the others follow."""
+    wider = copy.deepcopy(config)
+    setattr(wider, name, heads)
+    wider.embed_dim = _NARROWEST * heads[0]
+    if type(vars(config).get("hidden_size")) is int:
+        wider.hidden_size = config.hidden_size * wider.embed_dim // config.embed_dim
+    return wider
 
 
 def _versions(config: Any, tp: int) -> Iterator[Any]:
@@ -217,6 +232,7 @@ def _small(config: Any, real: Any, tp: int) -> Any:
         return vars(config).get(field), vars(small).get(field)
 
     heads, hidden = pair("num_attention_heads"), pair("hidden_size")
+    patch = vars(small).get("patch_size")
     for name, value in list(vars(small).items()):
         before = vars(config).get(name)
         if name in ("depth", "depths") and isinstance(value, (list, tuple)):
@@ -239,9 +255,8 @@ def _small(config: Any, real: Any, tp: int) -> Any:
             setattr(small, name, min(value, QUERIES))
         elif name == "rotary_dim" and hidden[1] and heads[1]:
             setattr(small, name, min(value, hidden[1] // heads[1] // 2 * 2))
-        elif name == "image_size" and value > 64:
-            patch = vars(small).get("patch_size")
-            setattr(small, name, 2 * patch if type(patch) is int and patch > 4 else 64)
+        elif name == "image_size" and value > (side := side_of(patch if type(patch) is int else 0, 2)):
+            setattr(small, name, side)
         elif name in ("linear_num_key_heads", "linear_num_value_heads") and value % (2 * tp):
             setattr(small, name, 2 * tp * max(1, value // vars(config).get("linear_num_key_heads", value)))
         elif name in ("mamba_n_heads", "num_heads", "mamba_num_heads", "time_step_rank") and value > _WIDE // 4:

@@ -8,12 +8,19 @@ PATCHES = 4
 """Patches along each side of an image."""
 
 _SMALL = 64  # pixels along each side of an image of a convolutional model
+_FEW = 16  # of a model of which each pixel is a patch
+
+
+def side_of(patch: int, patches: int) -> int:
+    """The pixels along each side of a small image of so many patches of this size; 0: of a model without patches."""
+    return patches * patch if patch > 4 else _FEW if patch == 1 else _SMALL
 
 
 def shrink_images(parts: list[Any]) -> None:
     """Change the sizes of images in a config and its parts, given as a list."""
-    patch = next((size for part in parts if (size := _patch(part)) > 4), 0)
-    side = PATCHES * patch if patch else _SMALL
+    sizes = [_patch(part) for part in parts]
+    patch = next((size for size in sizes if size > 4), max(sizes, default=0))
+    side = side_of(patch, PATCHES)
     for part in parts:
         for name in ("image_size", "img_size", "input_size"):
             value = vars(part).get(name)

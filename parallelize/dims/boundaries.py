@@ -38,6 +38,7 @@ class Boundary:
     leave: Conversion = Conversion.NONE
     argument: str = ""
     sequence_dim: int = 1
+    feature_dim: int = -1
     inputs: tuple[InputShard, ...] = ()
 
     @classmethod
@@ -46,7 +47,14 @@ class Boundary:
             return cls(
                 Conversion.GATHER_SEQUENCE, Conversion.SCATTER_SEQUENCE, contract.argument, contract.sequence_dim
             )
-        return cls(contract.enter, contract.leave, contract.argument, contract.sequence_dim, contract.inputs)
+        return cls(
+            contract.enter,
+            contract.leave,
+            contract.argument,
+            contract.sequence_dim,
+            contract.feature_dim,
+            contract.inputs,
+        )
 
 
 @dataclass(frozen=True)
@@ -74,25 +82,26 @@ class Boundaries:
         if boundary is None or boundary.leave is Conversion.NONE:
             return None
         if isinstance(output, tuple):
-            return (self._converted(output[0], boundary.leave, boundary.sequence_dim), *output[1:]) if output else None
-        return self._converted(output, boundary.leave, boundary.sequence_dim)
+            return (self._converted(output[0], boundary.leave, boundary), *output[1:]) if output else None
+        return self._converted(output, boundary.leave, boundary)
 
     # -- one tensor -------------------------------------------------------------------------------------------------------
 
     def _entered(self, name: str, boundary: Boundary, x: Any) -> Any:
         if isinstance(x, T) and x.ndim and boundary.enter is Conversion.SPLIT_LAST:
             self.record.split_inputs[name] = self.record.dims(x)[-1]
-        out = self._converted(x, boundary.enter, boundary.sequence_dim)
+        out = self._converted(x, boundary.enter, boundary)
         if isinstance(out, T) and boundary.enter in _SUMS_GRADIENT:
             self.record.sum_gradient(out)
         return out
 
-    def _converted(self, x: Any, conversion: Conversion, sequence_dim: int) -> Any:
+    def _converted(self, x: Any, conversion: Conversion, boundary: Boundary) -> Any:
         if not isinstance(x, T) or not x.ndim:
             return x
-        dims = list(self.record.dims(x))
+        dims, sequence_dim = list(self.record.dims(x)), boundary.sequence_dim
         if conversion in _LAST_DIM:
-            dims[-1] = new_dim(x.shape[-1])
+            feature_dim = boundary.feature_dim if conversion is Conversion.GATHER_LAST else -1
+            dims[feature_dim] = new_dim(x.shape[feature_dim])
         elif conversion in (*_TO_FULL_TOKENS, *_TO_TOKEN_SHARDS) and sequence_dim < x.ndim:
             change = self._to_full if conversion in _TO_FULL_TOKENS else self._to_shards
             dims[sequence_dim] = change(dims[sequence_dim], sequence_dim)

@@ -87,10 +87,11 @@ class Classes:
         self.modules = dict(model.named_modules())
         self.linears = {name: module for name, module in self.modules.items() if is_linear(module)}
         self.norms = _norms_over_heads(record, self.modules)
-        self.repeats = {factor for dim in record.repeats for factor in leaves(dim)}
         self.parts = _parts(record)
         self.blocked: dict[Factor, Blocked] = {}
         self._block()
+        # of what is expanded, a width of heads is needed in full: by a norm, whose result is expanded over it, or by attention
+        self.repeats = {factor for dim in record.repeats for factor in leaves(dim) if factor not in self.blocked}
 
     # -- what forbids sharding --------------------------------------------------------------------------------------------
 
@@ -182,7 +183,8 @@ class Classes:
             linears = candidate.columns if is_output else candidate.rows
             if module not in linears:
                 linears.append(module)
-        return ""
+        both = next((name for name in candidate.columns if name in candidate.rows), "")
+        return f"the input and the output of {both} are added" if both else ""
 
     def _leads(self, factor: Factor, place: Place) -> bool:
         """Whether a shard of each part is a range: the factor is the first, or comes after a count of equal chunks."""

@@ -28,6 +28,7 @@ def _colwise(style: StyleText, module: ModuleFacts, context: StyleContext) -> Co
         Conversion.COPY if style.options.get("input") == "full" else _shared_input(context),
         leave,
         sequence_dim=_sequence_dim(style.options.get("input")),
+        feature_dim=_feature_dim(module),
         uses={name: bias if name == "bias" else use for name in module.shapes},
         compute="deferred_head" if deferred else "stock",
         local_attributes=_widths(module, out_dim),
@@ -237,6 +238,11 @@ def _sequence_dim(option: str | None) -> int:
     return 0 if option == "tokens" else 1
 
 
+def _feature_dim(module: ModuleFacts) -> int:
+    """The last dim; of a convolution, whose weight is [out, in, *kernel], that of the channels."""
+    return 1 - len(module.shapes["weight"]) if module.kind == "convolution" else -1
+
+
 def _linear_dims(style: StyleText, module: ModuleFacts) -> tuple[int, int]:
     """(output dim, input dim) of the stored weight."""
     if module.kind == "conv1d":
@@ -249,15 +255,21 @@ def _linear_dims(style: StyleText, module: ModuleFacts) -> tuple[int, int]:
 
 
 def _check_channels(style: StyleText, module: ModuleFacts) -> None:
-    """Channels are dim 1, and nothing splits or gathers them at a boundary."""
-    if options := sorted(style.options.keys() & {"input", "output", "overlap"}):
+    """Channels are dim 1, and nothing splits them at a boundary."""
+    gathers = style.options.get("output") in ("shard", "full")
+    if options := sorted(style.options.keys() & {"input", "overlap", *([] if gathers else ["output"])}):
         what = f"`{style.word}` of {module.fqn}, a {module.class_name}, takes no option {', '.join(options)}"
-        fix = "a column convolution whose result goes to a row convolution, or `replicate`"
+        fix = (
+            "a column convolution whose result goes to a row convolution or is gathered (`output=full`), or `replicate`"
+        )
         raise ModelError(Problem("wrong-module-for-style", what, fix=fix))
 
 
 def _widths(module: ModuleFacts, out_dim: int) -> dict[str, str]:
-    """Conv1D views its output to the width `nf`, so this attribute is set to the local width of the weight."""
+    """Conv1D views its output to the width `nf`, and forwards of convolutions that are not PyTorch's may read `out_channels`: these are set
+    to the local width of the weight."""
+    if module.kind == "convolution" and module.class_name not in ("Conv1d", "Conv2d", "Conv3d"):
+        return {"out_channels": "weight"}
     return {"nf": "weight"} if module.kind == "conv1d" else {}
 
 

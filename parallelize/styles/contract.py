@@ -25,7 +25,7 @@ class Conversion(Enum):
     SCATTER_SEQUENCE = "scatter_sequence"  # Partial -> Shard(sequence)
     ENTER_REGION = "enter_region"  # Replicate -> Shard(sequence)
     LEAVE_REGION = "leave_region"  # Shard(sequence) -> Replicate; gradient Replicate
-    GATHER_LAST = "gather_last"  # Shard(-1) -> Replicate; gradient Replicate
+    GATHER_LAST = "gather_last"  # Shard(-1), or of channels, -> Replicate; gradient Replicate
     SPLIT_LAST = "split_last"  # Replicate -> Shard(-1)
     SPLIT_TOKENS = "split_tokens"  # Replicate -> Shard(tokens)
     GATHER_TOKENS = "gather_tokens"  # Shard(tokens) -> Replicate; gradient Replicate
@@ -149,6 +149,7 @@ class Contract:
         argument: name of the input that `enter` converts; empty means the first.
         max_inputs: the most positional inputs of a call; 0 means any number.
         sequence_dim: the dim that sequence conversions work on.
+        feature_dim: the dim of the output's features: the last one, or that of the channels of a convolution.
         uses: parameter name to its use; a parameter that is not named is replicated.
         compute: what runs between the conversions: "stock" (the module's own forward), or a word that `apply` knows:
             "rowwise" (the bias is added once, after the reduction), "embedding" (ids outside the local shard give
@@ -177,6 +178,7 @@ class Contract:
     argument: str = ""
     max_inputs: int = 0
     sequence_dim: int = 1
+    feature_dim: int = -1
     uses: dict[str, Use] = field(default_factory=dict)
     compute: str = "stock"
     inputs: tuple[InputShard, ...] = ()

@@ -94,13 +94,19 @@ def _reads_in(model: ModelFacts, fqn: str) -> Iterator[tuple[ChildRead, str]]:
 
 @lru_cache(maxsize=4096)
 def _read_by(cls: Any, method: str) -> tuple[str, ...]:
-    """What a method of a child that is called in place of its forward reads of the child itself."""
+    """What a method of a child that is called in place of its forward reads of the child itself, or lets PyTorch's forward read."""
     function = _function(inspect.getattr_static(cls, method, None))
     if method == "forward" or function is None or function.__module__.partition(".")[0] == "torch":
         return ()
     tree = parsed(function)
-    own = [own_attribute(node, receiver(tree)) for node in ast.walk(tree)] if tree is not None else ()
+    if tree is None:
+        return ()
+    own = [own_attribute(node, receiver(tree)) for node in ast.walk(tree)]
+    own += _READ_BY_TORCH if any(_of_super(node) == "forward" for node in ast.walk(tree)) else ()
     return tuple(dict.fromkeys(filter(None, own)))
+
+
+_READ_BY_TORCH = ("weight", "bias")
 
 
 def children_read(resolved: ResolvedPlan, model: ModelFacts, fqn: str) -> tuple[str, ...]:

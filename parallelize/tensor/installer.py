@@ -292,7 +292,11 @@ class Installer:
             Conversion.LEAVE_REGION: lambda: self.region.interrupt,
             Conversion.ENTER_REGION: lambda: self.region.go_on,
             Conversion.GATHER_LAST: lambda: partial(
-                ops.gather, group=group, dim=-1, full=self._width(row), gradient="replicate"
+                ops.gather,
+                group=group,
+                dim=row.contract.feature_dim,
+                full=self._width(row),
+                gradient="replicate",
             ),
             Conversion.SPLIT_LAST: lambda: partial(ops.split, group=group, dim=-1),
         }

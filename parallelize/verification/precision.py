@@ -22,7 +22,8 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class InFloat64(TorchFunctionMode):
-    """Replaces float32 by float64 in every call that names it, on the thread that enters this mode."""
+    """Replaces float32 by float64 in every call that names it, or that makes a tensor of numbers without a dtype, on the thread that enters
+    this mode."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.Tensor.float:
@@ -31,17 +32,26 @@ class InFloat64(TorchFunctionMode):
             func = _grouped_matmul
         if any(arg is torch.float32 for arg in args):
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        if func is torch.full and _is_of_default_dtype(args, kwargs or {}):
-            kwargs = {**(kwargs or {}), "dtype": torch.float64}
         if kwargs and kwargs.get("dtype") is torch.float32:
             kwargs = {**kwargs, "dtype": torch.float64}
+        elif _makes_default(getattr(func, "__name__", ""), args, kwargs or {}):
+            kwargs = {**(kwargs or {}), "dtype": torch.float64}
         return func(*args, **(kwargs or {}))
 
 
-def _is_of_default_dtype(args: tuple, kwargs: dict) -> bool:
-    """Whether `torch.full` makes float32 of a number, such as the smallest one of the dtype of a mask, which float32 does not hold."""
-    value = args[1] if len(args) > 1 else kwargs.get("fill_value")
-    return isinstance(value, float) and kwargs.get("dtype") is None and kwargs.get("out") is None
+_OF_FLOATS = ("zeros", "ones", "empty", "eye", "linspace")
+_OF_NUMBERS = ("full", "tensor", "arange", "scalar_tensor")
+
+
+def _makes_default(name: str, args: tuple, kwargs: dict) -> bool:
+    """Whether a call makes a tensor of the default dtype, float32: it names no dtype, and what is given are not whole numbers."""
+    if kwargs.get("dtype") is not None or torch.get_default_dtype() is not torch.float32:
+        return False
+    if any(isinstance(arg, torch.dtype) for arg in args) or kwargs.get("out") is not None:
+        return False
+    leaves = private.tree_leaves((args, kwargs)) if name in _OF_NUMBERS else ()
+    has_floats = any(type(leaf) is float for leaf in leaves) and not any(isinstance(x, torch.Tensor) for x in leaves)
+    return name in _OF_FLOATS or has_floats
 
 
 _GROUPED = ("grouped_mm", "_grouped_mm")

@@ -274,6 +274,30 @@ class Vision(nn.Module):
         return self.head(self.norm(x)[:, 0])
 
 
+class CosineAttention(PatchAttention):
+    """Queries and keys of norm 1, as of Swin v2: the norm is expanded over the width of a head."""
+
+    def forward(self, x: T) -> T:
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, -1))
+
+
+class CosineVision(nn.Module):
+    def __init__(self, width: int = 24):
+        super().__init__()
+        self.enter = nn.Linear(9, width)
+        self.blocks = nn.ModuleList([_PreNorm(CosineAttention(width, 4), Mlp(width, 56), width) for _ in range(2)])
+
+    def forward(self, patches: T) -> T:
+        x = self.enter(patches)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class ModulatedBlock(nn.Module):
     """Norms without weights whose shifts, scales and gates come from a condition."""
 

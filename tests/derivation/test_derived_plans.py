@@ -8,7 +8,6 @@ from torch import nn
 
 from parallelize import derive_plan, parallelize_module, verify
 from parallelize.errors import ModelError
-from parallelize.plan.pattern import matches
 from tests.derivation import own_models as models
 from tests.support.refused import refused, small_mesh
 
@@ -121,11 +120,6 @@ def rules_of(derived):
     return {rule.pattern: str(rule.style) for rule in derived.plan.rules}
 
 
-def style_at(derived, name):
-    """The style of the first rule that matches the module."""
-    return next(str(rule.style) for rule in derived.plan.rules if matches(rule.pattern, name))
-
-
 @pytest.mark.sweep
 def test_complex_rotary_factors_and_key_value_heads_that_are_repeated():
     derived = derived_from(models.ComplexRotary, models.ids)
@@ -157,6 +151,15 @@ def test_a_vision_transformer_with_a_class_token():
     assert rules["blocks.*.attn.qkv"] == "colwise(heads + heads + heads)" and rules["blocks.*.mlp.down"] == "rowwise"
     assert derived.whole == {"head": "an output of the model", "patches": "a norm over it in blocks.0.norm1"}
     assert derived.plan.regions and derived.share == pytest.approx(0.870, abs=1e-3)
+
+
+def test_queries_and_keys_that_are_normalized():
+    """The width of a head is no number of query heads for each key/value head, though a norm is expanded over it."""
+    derived = derived_from(models.CosineVision, models.patches)
+    assert (
+        rules_of(derived)["blocks.*.attn.qkv"] == "colwise(heads + heads + heads)"
+        and "sizes:\n  heads: 4\n" in derived.text
+    )
 
 
 def test_norms_that_a_condition_modulates():
@@ -334,12 +337,8 @@ def test_an_encoder_and_a_decoder():
         block = f"{side}.block.*.layer.*.SelfAttention"
         assert (rules[f"{block}.{{q,k,v}}"], rules[f"{block}.o"]) == ("colwise(heads)", "rowwise(heads)")
         assert rules[f"{block}.relative_attention_bias.weight"] == "shard(1, unit=heads*1)"
-    for layer in range(
-        3
-    ):  # keys and values come from the encoder, whose length is another inside a sequence-parallel region
-        cross = f"decoder.block.{layer}.layer.1.EncDecAttention"
-        assert {style_at(derived, f"{cross}.{part}").partition(", ")[0].rstrip(")") for part in "qkv"} == {
-            "colwise(heads"
-        }
-        assert style_at(derived, f"{cross}.o") == "rowwise(heads)"
+    cross = "decoder.block.*.layer.*.EncDecAttention"  # keys and values come from the encoder, whose output is full
+    assert rules[f"{cross}.{{k,v}}"] == "colwise(heads, input=full)" and rules[f"{cross}.o"] == "rowwise(heads)"
+    regions = [(region.layers, region.leave) for region in derived.plan.regions]
+    assert regions == [(f"{side}.block", f"{side}.final_layer_norm") for side in ("encoder", "decoder")]
     assert derived.proof.ok and derived.share > 0.99

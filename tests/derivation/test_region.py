@@ -75,6 +75,32 @@ def test_models_without_a_region(model):
     assert region_of(model()) is None
 
 
+def test_a_list_of_sharded_linears_is_no_region():
+    model = Layers(layer=lambda: nn.Linear(WIDTH, WIDTH))
+    assert region_of(model, {"layers.0": "colwise", "layers.1": "rowwise"}) is None
+
+
+class Parts(nn.Module):
+    """A layer that is a list of its parts, as of T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def test_of_lists_inside_of_one_another_the_outermost_is_taken():
+    model = Layers(layer=Parts)
+    styles = {"layers.0.parts.0.mlp.up": "colwise", "layers.0.parts.0.mlp.down": "rowwise"}
+    regions = find_regions(record_forward(model, (torch.randn(2, 7, 6),)), model, styles)
+    assert [region.section for region in regions] == [{"layers": "layers", "leave": "norm"}]
+    assert regions[0].styles["layers.0.parts.0.mlp"] == "gather"
+
+
 class CrossLayer(Layer):
     """A layer whose `mlp.other` works on what the encoder returned."""
 

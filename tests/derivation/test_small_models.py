@@ -81,6 +81,33 @@ def test_listed_layers_are_layers_that_there_are():
     assert list(some.deepstack_visual_indexes) == [1]
 
 
+def test_groups_of_channels_stay_as_many():
+    """Of which four ranks divide each number, as of the real model."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.RegNetConfig(groups_width=16)
+    small = divided(config)
+    assert small.hidden_sizes != config.hidden_sizes
+    for real, few in zip(config.hidden_sizes, small.hidden_sizes, strict=True):
+        assert few // small.groups_width == real // config.groups_width and few % (4 * small.groups_width) == 0
+
+
+@pytest.mark.parametrize("name", ["Swinv2", "Swin2SR"])
+def test_heads_of_stages_whose_widths_follow_from_one(name):
+    transformers = pytest.importorskip("transformers")
+    small = next(small_configs(getattr(transformers, f"{name}Config")(), 2))
+    assert all(heads % 4 == 0 for heads in small.num_heads) and small.embed_dim == 4 * small.num_heads[0]
+    with torch.device("meta"):
+        getattr(transformers, f"{name}Model")(small)
+
+
+def test_images_of_which_each_pixel_is_a_patch_are_smaller():
+    transformers = pytest.importorskip("transformers")
+    small = divided(transformers.Swin2SRConfig())
+    assert (small.image_size, small.depths) == (16, (2, 2, 2)) and len(small.num_heads) == 3
+    assert [divided(transformers.ViTConfig(patch_size=patch)).image_size for patch in (1, 2, 4, 16)] == [16, 64, 64, 64]
+    assert {config.image_size for config in small_configs(transformers.Swin2SRConfig(), 2)} <= {16, 64}
+
+
 class Boxes(nn.Module):
     main_input_name = "input_ids"
 

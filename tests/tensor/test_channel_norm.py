@@ -192,10 +192,11 @@ def test_statistics_of_unequal_parts_are_refused():
         parallelize_module(model, mesh, parse_plan(BOTTLENECK))
 
 
-def test_channels_are_not_gathered_at_a_boundary():
-    with refused(PlanError, "wrong-module-for-style", "expand", "output"), small_mesh(tp=2) as mesh:
+@pytest.mark.parametrize("option", ["output=vocabulary", "input=full"])
+def test_channels_are_not_split_at_a_boundary(option):
+    with refused(PlanError, "wrong-module-for-style", "expand", option.partition("=")[0]), small_mesh(tp=2) as mesh:
         parallelize_module(
             InvertedBottleneck(),
             mesh,
-            parse_plan(BOTTLENECK.replace("expand: colwise", "expand: colwise(output=full)")),
+            parse_plan(BOTTLENECK.replace("expand: colwise", f"expand: colwise({option})")),
         )

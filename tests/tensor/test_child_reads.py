@@ -114,6 +114,22 @@ class Twice(Block):
         return self.down(self.up(x).relu())
 
 
+class Norm(nn.LayerNorm):
+    def normed(self, x):
+        return super().forward(x)
+
+
+class ByChild(Block):
+    """By a method of the child that runs PyTorch's forward, as the positions of ProphetNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = Norm(WIDTH)
+
+    def forward(self, x):
+        return self.down(self.up(self.scale(x) + self.scale.normed(x + 1)).relu())
+
+
 FULL = "scale: replicate(gradient=full)"
 SHARDED = "scale.weight: shard(0)\n  scale.bias: replicate(gradient=full)"
 
@@ -156,7 +172,7 @@ def test_code_that_no_forward_reaches_and_descriptions_are_accepted(cls):
     assert outcome(cls, scale=FULL) == ("", "")
 
 
-@pytest.mark.parametrize("cls", [Reads, ByMethod, ByProperty, OfBase, Decorated, Untaken, Twice])
+@pytest.mark.parametrize("cls", [Reads, ByMethod, ByProperty, OfBase, Decorated, Untaken, Twice, ByChild])
 def test_full_parameters_of_children_are_read_as_local_tensors(cls):
     assert outcome(cls, scale=FULL) == ("", "")
 
@@ -178,6 +194,11 @@ def test_the_message_names_method_file_and_line(cls, method, owner):
     line = first + next(index for index, text in enumerate(lines) if "self.scale.weight" in text)
     assert slug == "reads-child-parameters" and "before" not in message
     assert f"{cls.__name__}.{method} (test_child_reads.py:{line}) reads self.scale.weight" in message
+
+
+def test_a_shard_is_refused_that_a_method_of_the_child_reads():
+    slug, message = outcome(ByChild)
+    assert slug == "reads-child-parameters" and "reads self.scale.weight" in message
 
 
 def test_a_plan_allows_a_line_that_never_runs():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from parallelize.derivation.shared_inputs import blocks_that_read_shards, partial_inside, with_argument
+from parallelize.derivation.shared_inputs import FULL_GRADIENT, blocks_that_read_shards, partial_inside, with_argument
 from parallelize.dims.classes import Choice, Classes, Place, ShardableFactor, is_depthwise, is_grouped, output_dim
 from parallelize.dims.factors import Factor, leaves, size_of
 from parallelize.plan.model_facts import describe
@@ -17,6 +17,7 @@ from parallelize.plan.pattern import generic
 from parallelize.tensor.gated_norm import check_gated_norm
 
 _CHANNEL_NORMS = (nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+_PROJECTIONS = ("colwise", "rowwise")
 _HEAD_FIELDS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads")
 
 
@@ -90,6 +91,7 @@ class Drafting:
             module = name.rpartition(".")[0]
             self.draft.styles.setdefault(module or name, "replicate(gradient=partial)")
         self._share_inputs()
+        self.draft.styles |= dict.fromkeys(self._beside_shards(), FULL_GRADIENT)
         self.draft.whole |= {
             whole.module: whole.reason for whole in self.choice.whole if whole.module not in self.draft.styles
         }
@@ -348,6 +350,19 @@ class Drafting:
         for block, style in blocks.items():
             self.draft.styles |= partial_inside(self.classes.record, block, self.classes.modules, self.draft.styles)
             self.draft.styles[block] = style
+
+    def _beside_shards(self) -> Iterator[str]:
+        """Modules with parameters of which a plan has to say that each rank has all of their gradient: they might work on features, and
+        stand beside linears that are sharded."""
+        styles = self.draft.styles
+        parents = [
+            {name.rpartition(".")[0] for name, style in styles.items() if style.startswith(word)}
+            for word in _PROJECTIONS
+        ]
+        for name, facts in describe(self.model).modules.items():
+            is_beside = all(name.rpartition(".")[0] in each for each in parents)
+            if name and is_beside and facts.shapes and facts.kind == "other" and name not in styles:
+                yield name
 
     # -- vocabulary -------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from parallelize.dims.record import HiddenCall, Record
 from parallelize.tensor.child_reads import reads_of_children
 
 _DRAWS = re.compile(r"dropout|bernoulli|rand|noise|jitter")
+FULL_GRADIENT = "replicate(gradient=full)"
 _IN_TRAINING = re.compile(r"self\.training")
 
 
@@ -67,7 +68,7 @@ def partial_inside(
     partial: dict[str, str] = {}
     for name in sorted(names):
         module = name.rpartition(".")[0]
-        if module in styles or name in styles or not module.startswith(f"{block}"):
+        if styles.get(module, FULL_GRADIENT) != FULL_GRADIENT or name in styles or not module.startswith(f"{block}"):
             continue
         if modules[module].get_parameter(name.rpartition(".")[2]).requires_grad:
             partial[name if module == block else module] = "replicate(gradient=partial)"

@@ -22,7 +22,6 @@ from parallelize.mesh import SAMPLE_AXES
 from parallelize.pipeline.parallel_model import ParallelModel
 from parallelize.plan.model_facts import describe
 from parallelize.plan.resolve import resolve
-from parallelize.randomness.dropout.router_noise import routers_that_draw
 from parallelize.tensor.overlap_sites import planned_call_sites
 from parallelize.training import parallelize_model
 from parallelize.verification.compare import Errors, ReferenceValues, compare_named
@@ -95,6 +94,7 @@ class _RankModel:
         """Run one step on a batch; for the last batch also clipping and the optimizer's step."""
         errors = Errors()
         self.optimizer.zero_grad()
+        self.applied.pipeline.steps_done = 0  # the step whose noise the unsharded routers drew
         self.tracer.restart()
         self.runner.counts.clear()
         self.recorder.outputs.clear()
@@ -194,10 +194,6 @@ def apply(
     if plan is not None:  # the model has the dtype to verify in already, whatever that of training is
         plan = replace(plan, options=replace(plan.options, dtype=None))
     applied_plan = configuration.request.plan if plan is None else plan
-    for fqn, router in routers_that_draw(model) if model.training else ():
-        what = f"{fqn}, a {type(router).__name__}, draws noise in training, and the unsharded model of this comparison draws another one"
-        fix = "a jitter or noise of 0 in the config; in a loop of your own, install_dropout(unsharded, seed) draws the same"
-        raise ModelError(Problem("router-draws", what, fix=fix))
     return parallelize_model(model, mesh, applied_plan, options, loss=loss, count=configuration.count, trace=False)
 
 

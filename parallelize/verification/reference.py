@@ -12,6 +12,9 @@ from torch import nn
 
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
+from parallelize.randomness.dropout.install import dropout_clock, install_dropout
+from parallelize.randomness.dropout.position import Position
+from parallelize.randomness.dropout.router_noise import routers_that_draw
 from parallelize.verification.batch import IGNORED
 from parallelize.verification.compare import ReferenceValues
 from parallelize.verification.configuration import Configuration, Mode, name_of
@@ -26,7 +29,7 @@ LEARNING_RATE = 0.1
 
 def reference_step(configuration: Configuration) -> ReferenceValues:
     """Run the step. Raises: ModelError `reference-failed`, `not-finite`, `nothing-trains`."""
-    model = copy.deepcopy(configuration.model)
+    model = unsharded_copy(configuration)
     inputs, targets = configuration.batch_part(0, 1)
     input_gradients = InputGradients(model)
     what = f"{name_of(configuration.request.model)} fails unsharded"
@@ -54,6 +57,22 @@ def reference_step(configuration: Configuration) -> ReferenceValues:
     )
 
 
+def unsharded_copy(configuration: Configuration) -> nn.Module:
+    """A copy of the model, whose routers draw in training what they draw on a mesh in its first step."""
+    model = copy.deepcopy(configuration.model)
+    if model.training and any(routers_that_draw(model)):
+        install_dropout(model)
+        _draw_as_in_part(model, 0, {})
+    return model
+
+
+def _draw_as_in_part(model: nn.Module, index: int, inputs: dict[str, Any]) -> None:
+    """Let routers draw the noise of one of equal parts of the first step's batch."""
+    if (clock := dropout_clock(model)) is not None:
+        rows = next((value.shape[0] for value in inputs.values() if isinstance(value, T) and value.ndim), 0)
+        clock.move(Position(0, index * rows))
+
+
 def _check_finite(tensors: dict[str, T]) -> None:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
@@ -67,7 +86,7 @@ def check_repeats(configuration: Configuration, reference: ReferenceValues, boun
     inputs, targets = configuration.batch_part(0, 1)
     what = f"{name_of(configuration.request.model)} fails unsharded, the second time"
     with blaming("reference-failed", what), computing_in(configuration.dtype):
-        output = copy.deepcopy(configuration.model)(**inputs)
+        output = unsharded_copy(configuration)(**inputs)
         loss = stock_loss(configuration, output, targets) / loss_divisor(configuration)
     pairs = [(loss, reference.loss), *zip(all_tensors(output), reference.outputs, strict=False)]
     if any(error_of(actual, expected) > bound for actual, expected in pairs):
@@ -82,9 +101,10 @@ def is_a_sum(configuration: Configuration, reference: ReferenceValues, bound: fl
     count = configuration.request.data_ranks * configuration.request.num_microbatches
     if count == 1 or not configuration.can_split:
         return True
-    model, losses = copy.deepcopy(configuration.model), []
+    model, losses = unsharded_copy(configuration), []
     for index in range(count):
         inputs, targets = configuration.batch_part(index, count)
+        _draw_as_in_part(model, index, inputs)
         what = f"{name_of(configuration.request.model)} fails unsharded on some rows"
         with blaming("reference-failed", what), computing_in(configuration.dtype):
             losses.append(stock_loss(configuration, model(**inputs), targets) / loss_divisor(configuration))
@@ -121,11 +141,12 @@ def stock_loss(configuration: Configuration, output: Any, targets: Any) -> T:
 
 def trace_reference(configuration: Configuration, mode: Mode) -> ModuleTrace:
     """Trace the unsharded model on the same parts of the batch that the forwards of the ranks get."""
-    model = copy.deepcopy(configuration.model)
+    model = unsharded_copy(configuration)
     tracer = ModuleTracer(model)
     count = configuration.request.data_ranks * mode.microbatches
     for index in range(count):
         inputs, targets = configuration.batch_part(index, count)
+        _draw_as_in_part(model, index, inputs)
         with computing_in(configuration.dtype), tracer.microbatch(index):
             (stock_loss(configuration, model(**inputs), targets) / loss_divisor(configuration)).backward()
     parameters = model.named_parameters(remove_duplicate=False)

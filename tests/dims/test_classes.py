@@ -234,6 +234,22 @@ def test_what_all_heads_share_has_its_gradient_in_part_in_a_block_that_converts_
     assert styles["attn.latent"] == styles["attn.norm"] == "replicate(gradient=partial)"
 
 
+class Doubled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_a_parameter_of_full_activations_beside_sharded_linears_is_said_to_be_full():
+    block = Block(input=Doubled())
+    block.register_forward_pre_hook(lambda block, args: (block.input(*args),))
+    styles = draft_of(block).styles
+    assert styles == {"up": "colwise", "down": "rowwise", "input": "replicate(gradient=full)"}
+
+
 class Repeated(nn.Module):
     """Key/value heads that are repeated by an expand, whose size is an attribute."""
 

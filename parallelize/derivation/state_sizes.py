@@ -80,7 +80,9 @@ def _divide_linear_heads(part: Any, tp: int) -> bool:
 
 
 def _width(part: Any, heads: str, width: str) -> int:
-    """Of all heads together: a multiple of the hidden size where the config says so."""
+    """Of all heads together: a multiple of the hidden size where the config says so, or the hidden size where it is a number of its own."""
+    if _field(part, _TOTALS):
+        return int(part.hidden_size)
     expand = _field(part, _EXPANDS, (int, float))
     if expand and type(vars(part).get("hidden_size")) is int:
         return int(vars(part)[expand] * part.hidden_size)

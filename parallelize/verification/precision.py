@@ -34,7 +34,10 @@ class InFloat64(TorchFunctionMode):
         if kwargs and kwargs.get("dtype") is torch.float32:
             kwargs = {**kwargs, "dtype": torch.float64}
         if func is torch.full and isinstance(args[-1], float) and not (kwargs or {}).get("dtype"):
-            kwargs = {**(kwargs or {}), "dtype": torch.float64}  # the smallest number of a dtype is too large for the default one
+            kwargs = {
+                **(kwargs or {}),
+                "dtype": torch.float64,
+            }  # the smallest number of a dtype is too large for the default one
         return func(*args, **(kwargs or {}))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallelize.derivation.counted_fields import counted_fields
 from parallelize.derivation.draft import Draft, Drafting, leaves_something
 from parallelize.derivation.gathered_linears import (
     ENOUGH,
@@ -30,8 +31,6 @@ from parallelize.dims.trace import record_forward
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.models.example_inputs import inputs_of
 from parallelize.models.model_source import ModelSource, source_of
-from parallelize.plan.model_facts import describe
-from parallelize.plan.parameter_layouts import dotted
 from parallelize.plan.pattern import generic
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import ALLOWED, Plan
@@ -118,7 +117,7 @@ class _Derivation:
     def __init__(self, source: ModelSource, model: nn.Module, record: Record, tp: int, tell: Callable[[str], None]):
         self.source, self.model, self.tp, self.tell = source, model, tp, tell
         self.record, self.classes = record, Classes(record, model)
-        self.fields = _fields(model)
+        self.fields = counted_fields(model)
         self.banned: set[str] = set()
         self.allow = ""
 
@@ -241,38 +240,6 @@ class _Derivation:
         self.banned |= suspects
 
 
-def _fields(model: nn.Module) -> dict[str, int]:
-    """The counts of a config, by the names by which a plan reads them: its fields, and the fields of its parts."""
-    fields = _counts(describe(model).config)
-    config = getattr(model, "config", None)
-    for name in getattr(config, "sub_configs", None) or {}:
-        fields |= {f"config.{name}.{key}": value for key, value in _counts(getattr(config, name, None)).items()}
-    return fields
-
-
-def _counts(config: Any) -> dict[str, int]:
-    """Whole numbers of a config, other than those that count or name something else than features and heads."""
-    if config is None:
-        return {}
-    numbers = {name: value for name, value in vars(config).items() if type(value) is int and value > 1}
-    numbers |= {f"{name}.{index}": value for name, index, value in _heads_of_stages(config) if value > 1}
-    return {
-        name: value for name, value in numbers.items() if not _NO_COUNT.search(name) and dotted(config, name) == value
-    }
-
-
-def _heads_of_stages(config: Any) -> Iterator[tuple[str, int, int]]:
-    """(field, index, value) of lists that give the number of heads of each stage."""
-    for name, values in vars(config).items():
-        if "head" in name and isinstance(values, (list, tuple)):
-            yield from ((name, index, value) for index, value in enumerate(values) if type(value) is int)
-
-
-_NO_COUNT = re.compile(
-    r"(num|in|image)_channels$|num_labels$|_ids?$|_index$|layers$|^depth|patch_size|kernel|stride|buckets|version"
-)
-
-
 def _name(source: ModelSource, model: nn.Module) -> str:
     return str(getattr(source.config, "model_type", "") or type(model).__name__)
 
@@ -290,7 +257,7 @@ def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None
     names = [name for name, _ in model.named_modules()] + [
         name for name, _ in model.named_parameters(remove_duplicate=False)
     ]
-    below = [name for name, size in draft.sizes.items() if name.startswith("kv_heads")]
+    below = [name for name in draft.sizes if name.startswith("kv_heads") or name in draft.below]
     sections = Sections(
         draft.styles,
         draft.sizes,

@@ -240,13 +240,14 @@ def _divide_counts(part: Any) -> None:
     counts = {
         value for name, value in vars(part).items() if type(value) is int and _is_depth(name) and value > _MAX_LAYERS
     }
-    kinds = vars(part).get("layer_types") or []
-    chosen = _layers(kinds)
+    chosen = first_of_each_kind(_kinds_of_layers(part, counts))
     for name, value in list(vars(part).items()):
         if type(value) is int and _is_depth(name):
             setattr(part, name, min(value, len(chosen)))
         elif isinstance(value, (list, tuple)) and len(value) in counts:
             setattr(part, name, type(value)(_at_most(name, value[index]) for index in chosen))
+        elif name.endswith("layer_ids") and isinstance(value, list) and counts:
+            setattr(part, name, [chosen.index(index) for index in value if index in chosen])
         elif name in _DEPTHS and isinstance(value, (list, tuple)):
             setattr(part, name, type(value)(_at_most(name, depth) for depth in value))
         elif (
@@ -285,6 +286,13 @@ def _at_most(name: str, value: Any) -> Any:
     return min(value, 2) if name in _DEPTHS else value
 
 
+def _kinds_of_layers(part: Any, counts: set[int]) -> list[str]:
+    """What each layer is, by name; empty where they are all of one kind."""
+    lists = {name: value for name, value in vars(part).items() if isinstance(value, list) and len(value) in counts}
+    named = [name for name, value in lists.items() if all(isinstance(kind, str) for kind in value)]
+    return lists[min(named, key=lambda name: name != "layer_types")] if named else []
+
+
 def _is_depth(name: str) -> bool:
     return (
         "kv_shared" not in name
@@ -293,7 +301,7 @@ def _is_depth(name: str) -> bool:
     )
 
 
-def _layers(kinds: list[str]) -> list[int]:
+def first_of_each_kind(kinds: list[Any]) -> list[int]:
     """The first layer of each kind, and others up to three."""
     chosen = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
     others = (index for index in range(_MAX_LAYERS) if index not in chosen)

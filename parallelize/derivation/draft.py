@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from parallelize.derivation.shared_inputs import FULL_GRADIENT, blocks_that_read_shards, partial_inside, with_argument
 from parallelize.dims.classes import Choice, Classes, Place, ShardableFactor, is_depthwise, is_grouped, output_dim
 from parallelize.dims.factors import Factor, leaves, size_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
+from parallelize.tensor.gated_norm import check_gated_norm
 
 _CHANNEL_NORMS = (nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+_PROJECTIONS = ("colwise", "rowwise")
 _HEAD_FIELDS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_key_value_heads")
 
 
@@ -26,6 +30,7 @@ class Draft:
         sizes: by name, the field of the config or the number.
         local: by module, the size of each attribute that becomes local.
         whole: why linears are not sharded, by name.
+        below: the sizes of which several ranks may store the same unit.
         default: the style of all other modules with parameters; empty: there are none.
         regions: the sections for sequence parallelism.
         gathered: of linears whose output is gathered, why no pair takes them.
@@ -38,6 +43,7 @@ class Draft:
     local: dict[str, dict[str, str]] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     gathered: dict[str, str] = field(default_factory=dict)
+    below: list[str] = field(default_factory=list)
 
 
 class Drafting:
@@ -86,6 +92,8 @@ class Drafting:
                 continue
             module = name.rpartition(".")[0]
             self.draft.styles.setdefault(module or name, "replicate(gradient=partial)")
+        self._share_inputs()
+        self.draft.styles |= dict.fromkeys(self._beside_shards(), FULL_GRADIENT)
         self.draft.whole |= {
             whole.module: whole.reason for whole in self.choice.whole if whole.module not in self.draft.styles
         }
@@ -133,12 +141,14 @@ class Drafting:
                 self.draft.styles[module] = f"shard(0{', unit=' if has_units else ', ' if units else ''}{units})"
             elif isinstance(owner, _CHANNEL_NORMS):
                 self.draft.styles[module] = _call("channel_norm", self._units(candidate, place, has_units))
-            elif module in self.classes.norms:
+            elif self._is_gated_norm(module):
+                self.draft.styles[module] = f"gated_norm({self._size_name(self._count(candidate, place.parts[0]))})"
+            elif module in self.classes.norms and self._needs_all(module, candidate.factor):
                 self.draft.styles[module] = f"rms_norm({self._size_name(self._count(candidate, place.parts[0]))})"
             elif is_grouped(owner):
                 self.draft.styles[module] = "shard(0)"
             elif linear is None:
-                size = f", unit={self._unit(candidate, place.parts[0])}" if has_units else ""
+                size = f", unit={self._units(candidate, place, has_units)}" if has_units else ""
                 self.draft.styles[place.parameter] = f"shard({place.dim}{size})"
             elif key == "weight" and place.dim == output_dim(linear):
                 self.draft.styles[module] = _call("colwise", self._units(candidate, place, has_units))
@@ -147,6 +157,7 @@ class Drafting:
             elif key == "weight":
                 units = self._size_name(self._count(candidate, place.parts[0])) if has_units else ""
                 self.draft.styles[module] = _call("rowwise", units)
+        self._note_groups(candidate, has_units)
         for (module, attribute), run in runs.items():
             self.draft.local.setdefault(module, {})[attribute] = self._local_size(candidate, run)
         for ratio in self.classes.record.ratios:  # a quotient stays what it is if both are divided
@@ -161,13 +172,32 @@ class Drafting:
         """The argument of `colwise`."""
         parts = self._chunks(candidate, place)
         if has_units:
-            return " + ".join(self._unit(candidate, part) for part in parts)
+            return self._sum_of_units(candidate, parts)
         return f"chunks={len(parts)}" if len(parts) > 1 else ""
+
+    def _sum_of_units(self, candidate: ShardableFactor, parts: Sequence[tuple[Factor, ...]]) -> str:
+        """The units of each part, with their widths where those differ."""
+        widths = [size_of(part) // self._count(candidate, part) for part in parts]
+        if len(set(widths)) == 1:
+            return " + ".join(self._unit(candidate, part) for part in parts)
+        counts = [self._size_name(self._count(candidate, part)) for part in parts]
+        return " + ".join(f"{count}*{self._width_name(width)}" for count, width in zip(counts, widths, strict=True))
+
+    def _width_name(self, width: int) -> str:
+        """The size that is a width of units; the number where a field of the config has none."""
+        if width == 1 or width not in self.fields.values():
+            return str(width)
+        name = next((name for name, source in self.draft.sizes.items() if self._value(source) == width), "")
+        source = str(self._source(width))
+        if not name:
+            name = source.rpartition(".")[2]
+            self.draft.sizes[name] = source
+        return name
 
     def _unit(self, candidate: ShardableFactor, part: tuple[Factor, ...]) -> str:
         """The size of a part, with the width of its units where a head has one feature, as of a gate."""
         name = self._size_name(self._count(candidate, part))
-        is_of_heads = name.startswith(("heads", "kv_heads"))
+        is_of_heads = "heads" in name
         return f"{name}*1" if is_of_heads and self._count(candidate, part) == size_of(part) else name
 
     def _chunks(self, candidate: ShardableFactor, place: Place) -> list[tuple[Factor, ...]]:
@@ -196,7 +226,7 @@ class Drafting:
         source = self._source(count)
         name = self.unit if isinstance(source, int) else _name_of_size(source)
         if name in self.draft.sizes:
-            name = f"{name}_{count}"
+            name = f"{name}_{count}" if isinstance(source, int) else source.rpartition(".")[2]
         self.draft.sizes[name] = source
         return name
 
@@ -220,7 +250,9 @@ class Drafting:
             if read.attribute.startswith("config.") and "config" not in vars(self.classes.modules[read.module]):
                 continue
             run = _run_of(leaves(read.dim), read.value)
-            if run is not None and (candidate.factor in run or self._is_ratio(candidate, run)):
+            if run is None:
+                continue
+            if candidate.factor in run or self._parts_of_sum(candidate, run) or self._is_ratio(candidate, run):
                 runs[read.module, read.attribute] = run
         return runs
 
@@ -232,9 +264,16 @@ class Drafting:
             if parent and isinstance(source, str) and type(vars(self.classes.modules[parent]).get(source)) is int:
                 self.draft.local.setdefault(parent, {})[source] = self._size_name(self._count(candidate, part))
 
+    def _parts_of_sum(self, candidate: ShardableFactor, run: tuple[Factor, ...]) -> tuple[tuple[Factor, ...], ...]:
+        """The parts that make up a dim, where each begins with this factor; else none."""
+        parts = self.classes.parts_of(list(run))
+        return parts if len(parts) > 1 and all(part and part[0] is candidate.factor for part in parts) else ()
+
     def _local_size(self, candidate: ShardableFactor, run: tuple[Factor, ...]) -> str:
         if candidate.factor in run:
             return self._size_name(self._count(candidate, run))
+        if parts := self._parts_of_sum(candidate, run):
+            return self._sum_of_units(candidate, parts)
         kv_heads = candidate.factor.size
         return f"{self._size_name(kv_heads * size_of(run))}/{self._size_name(kv_heads)}"
 
@@ -281,6 +320,58 @@ class Drafting:
                 heads = self._size_name(module.num_heads)
                 self.draft.styles[name] = f"multihead({heads})"
                 self.draft.styles[f"{name}.out_proj"] = f"rowwise({heads})"
+
+    # -- state-space mixers -----------------------------------------------------------------------------------------------
+
+    def _is_gated_norm(self, module: str) -> bool:
+        """Whether a module is the norm of a gated output by groups, which a style computes also where a group is on several ranks."""
+        if module not in self.classes.norms:
+            return False
+        with suppress(Exception):  # a norm of one input, or with arguments of other names
+            check_gated_norm(self.classes.modules[module], module)
+            return True
+        return False
+
+    def _needs_all(self, module: str, factor: Factor) -> bool:
+        """Whether an operation of a module needs all of a factor."""
+        return any(mix.module == module and factor in leaves(mix.dim) for mix in self.classes.record.mixes)
+
+    def _note_groups(self, candidate: ShardableFactor, has_units: bool) -> None:
+        """Whether a rank may have a part of the units that share one of a factor, as query heads do a key/value head: nothing mixes them."""
+        parts = self._parts(candidate)
+        counts = {self._count(candidate, part) for part in parts}
+        if not has_units or len(counts) == 1 or not {candidate.factor.size} <= counts & set(self.fields.values()):
+            return
+        repeats = {factor for part in parts for factor in part[1:] if factor in self.classes.repeats}
+        mixes = (mix for mix in self.classes.record.mixes if not self._is_gated_norm(mix.module))
+        packed = {
+            factor for part in parts for factor in part[1:] if factor in self.classes.parts
+        }  # q, k and v of a group
+        if not packed and not any(repeats & set(leaves(mix.dim)) for mix in mixes):
+            self.draft.below.append(self._size_name(candidate.factor.size))
+
+    def _share_inputs(self) -> None:
+        """Blocks that convert their input for all that is in them, and what is full in them."""
+        calls = {call.module: call for call in self.classes.record.calls}
+        sharded = [candidate for candidate in self.choice.candidates if candidate.linears <= self.draft.styles.keys()]
+        blocks = {each.block: with_argument("gather", calls[each.block]) for each in sharded if each.block}
+        blocks |= blocks_that_read_shards(self.classes.modules, self.draft.styles, calls)
+        for block, style in blocks.items():
+            self.draft.styles |= partial_inside(self.classes.record, block, self.classes.modules, self.draft.styles)
+            self.draft.styles[block] = style
+
+    def _beside_shards(self) -> Iterator[str]:
+        """Modules with parameters of which a plan has to say that each rank has all of their gradient: they might work on features, and
+        stand beside linears that are sharded."""
+        styles = self.draft.styles
+        parents = [
+            {name.rpartition(".")[0] for name, style in styles.items() if style.startswith(word)}
+            for word in _PROJECTIONS
+        ]
+        for name, facts in describe(self.model).modules.items():
+            is_beside = all(name.rpartition(".")[0] in each for each in parents)
+            if name and is_beside and facts.shapes and facts.kind == "other" and name not in styles:
+                yield name
 
     # -- vocabulary -------------------------------------------------------------------------------------------------------
 

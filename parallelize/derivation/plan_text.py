@@ -67,7 +67,7 @@ def plan_text(heading: Heading, sections: Sections, names: Sequence[str]) -> str
     lines += _rules(sections, names)
     lines += _local(sections, names)
     lines += (
-        [f"allow: {sections.allow}  # the forward that was recorded does not reach such a line"]
+        [f"allow: {sections.allow}  # such a line is not reached, or what it reads was proven"]
         if sections.allow
         else []
     )
@@ -113,5 +113,5 @@ def _local(sections: Sections, names: Sequence[str]) -> list[str]:
 
 
 def _key(pattern: str) -> str:
-    """Braces at the beginning of a key are a mapping of YAML."""
-    return f'"{pattern}"' if pattern.startswith(("{", "*")) else pattern
+    """Braces at the beginning of a key are a mapping of YAML, and digits alone are a number."""
+    return f'"{pattern}"' if pattern.startswith(("{", "*")) or pattern.isdigit() else pattern

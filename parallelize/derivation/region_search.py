@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from parallelize.derivation.shared_inputs import partial_inside, with_argument
 from parallelize.dims.classes import is_convolution
 from parallelize.dims.record import HiddenCall, Record
 
@@ -50,7 +51,7 @@ def find_regions(record: Record, model: nn.Module, styles: Mapping[str, str]) ->
     ]
     order = {name: index for index, name in enumerate(calls)}
     outer = sorted(_outermost(names), key=lambda name: order[f"{name}.0"])
-    return [_proposed(name, modules, calls, styles) for name in outer]
+    return [_proposed(name, record, modules, calls, styles) for name in outer]
 
 
 def _outermost(lists: list[str]) -> list[str]:
@@ -59,7 +60,11 @@ def _outermost(lists: list[str]) -> list[str]:
 
 
 def _proposed(
-    layers: str, modules: Mapping[str, nn.Module], calls: Mapping[str, HiddenCall], styles: Mapping[str, str]
+    layers: str,
+    record: Record,
+    modules: Mapping[str, nn.Module],
+    calls: Mapping[str, HiddenCall],
+    styles: Mapping[str, str],
 ) -> ProposedRegion:
     leave = _after(layers, modules, calls)
     own = {name: style for name, style in styles.items() if name.startswith(layers + ".")}
@@ -80,6 +85,8 @@ def _proposed(
         and not any(name == block or name.startswith(block + ".") for block in blocks)
     }
     other = {name: _of_tokens(styles[name]) for name in flat}
+    for block in blocks:
+        other |= partial_inside(record, block, modules, styles)
     other |= {name: _with(styles[name], "input=full") for name in full if styles[name].startswith("colwise")}
     return ProposedRegion(layers, leave, {**blocks, **by_token, **other})
 
@@ -116,7 +123,7 @@ def _with(style: str, option: str) -> str:
 
 def _gathering_blocks(layers: str, styles: Mapping[str, str], calls: Mapping[str, HiddenCall]) -> dict[str, str]:
     """`gather` for the modules in a layer that contain column linears and are called on hidden states."""
-    blocks: dict[str, str] = {}
+    blocks = {name: style for name, style in styles.items() if style.startswith(("scan", "gather"))}
     for name, style in styles.items():
         if not style.startswith("colwise"):
             continue
@@ -125,7 +132,5 @@ def _gathering_blocks(layers: str, styles: Mapping[str, str], calls: Mapping[str
             parent = parent.rpartition(".")[0]
         if parent.count(".") <= layers.count(".") + 1:  # a column linear of the layer itself gathers its own input
             continue
-        call = calls[parent]
-        position, key = call.argument
-        blocks[parent] = f"gather({key})" if position != 0 and key else "gather"
-    return blocks
+        blocks.setdefault(parent, with_argument("gather", calls[parent]))
+    return {name: style for name, style in blocks.items() if not any(name.startswith(f"{outer}.") for outer in blocks)}

@@ -12,12 +12,21 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from parallelize.derivation.divided_config import HEAD_WIDTH, QUERIES, QUERY_COUNTS, divided, keep_layer_indexes
+from parallelize.derivation.divided_config import (
+    HEAD_WIDTH,
+    QUERIES,
+    QUERY_COUNTS,
+    divided,
+    first_of_each_kind,
+    keep_layer_indexes,
+)
 from parallelize.derivation.small_images import side_of
+from parallelize.derivation.state_sizes import with_state_heads
 from parallelize.verification.scale import scaled, without_dropout
 
 _RATIO = 3  # query heads for each key/value head
 _MAX_LAYERS = 3
+_MAX_KINDS = 4  # of layers
 _MAX_DEPTH = 2  # layers of a stage
 _EXPERTS = 6
 _WIDE = 256  # widths above this are scaled
@@ -84,6 +93,8 @@ def small_configs(config: Any, tp: int) -> Iterator[Any]:
     for small in _versions(config, tp):
         with suppress(Exception):
             yield from _with_more_heads(small)
+        if (grouped := with_state_heads(small, tp)) is not None:
+            yield grouped
         yield small
 
 
@@ -189,9 +200,11 @@ def _fixed(config: Any, latent: bool) -> Any:
     if latent:  # rotary tables have the width of the part of a head that is rotated
         sizes["head_dim"] = _EXPERT_SIZES["qk_rope_head_dim"]
         sizes[mapped.get("num_key_value_heads", "num_key_value_heads")] = _SIZES["num_attention_heads"]
-    for name, value in list(values.items()):
-        if isinstance(value, list) and len(value) == layers:
-            values[name] = value[: _SIZES["num_hidden_layers"]]
+    per_layer = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == layers}
+    kinds = [value for value in per_layer.values() if all(isinstance(kind, str) for kind in value)]
+    chosen = first_of_each_kind(list(zip(*kinds, strict=True)))[:_MAX_KINDS]
+    values |= {name: [value[index] for index in chosen] for name, value in per_layer.items()}
+    sizes["num_hidden_layers"] = len(chosen)
     known = {*values, *vars(config)}
     small = type(config).from_dict(values | {name: value for name, value in sizes.items() if name in known})
     without_dropout(small)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import prod
 
 from torch import nn
 
 from parallelize.dims.factors import Dim, Factor, leaves, size_of
-from parallelize.dims.record import Mix, Record, Slice
+from parallelize.dims.parts import divide_into_parts
+from parallelize.dims.record import Record
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,19 @@ class Place:
 
 @dataclass(eq=False)
 class ShardableFactor:
-    """A factor that may be sharded, with all places in which parameters have it."""
+    """A factor that may be sharded, with all places in which parameters have it.
+
+    Attributes:
+        columns, rows: the linears that have it as an output dim, and those that sum over it.
+        block: the module that must convert its input once, because full activations that have a gradient meet the factor inside of it, as the
+            latents of all heads do; empty: there are none.
+    """
 
     factor: Factor
     places: list[Place]
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
+    block: str = ""
 
     @property
     def linears(self) -> set[str]:
@@ -87,7 +96,7 @@ class Classes:
         self.modules = dict(model.named_modules())
         self.linears = {name: module for name, module in self.modules.items() if is_linear(module)}
         self.norms = _norms_over_heads(record, self.modules)
-        self.parts = _parts(record)
+        self.parts = divide_into_parts(record)
         self.blocked: dict[Factor, Blocked] = {}
         self._block()
         # of what is expanded, a width of heads is needed in full: by a norm, whose result is expanded over it, or by attention
@@ -116,6 +125,18 @@ class Classes:
                 what = f"a matmul over it in {contraction.module or 'the model'}"
                 if self.counts(contraction.module, True):
                     self._forbid(contraction.dim, what, contraction.line, contraction.module)
+        self._block_parts()
+
+    def _block_parts(self) -> None:
+        """What needs all of a dim needs all of its parts."""
+        pending = [factor for factor in self.parts if factor in self.blocked]
+        while pending:
+            factor = pending.pop()
+            reason = self.blocked[factor]
+            for leaf in (leaf for part in self.parts[factor] for leaf in leaves(part)):
+                if leaf not in self.blocked:
+                    self.blocked[leaf] = reason
+                    pending += [leaf] if leaf in self.parts else []
 
     def _outside_of(self, dim: Dim, weight: Dim) -> Dim:
         """The factors of a dim that the weight of its norm does not have."""
@@ -150,11 +171,17 @@ class Classes:
         return sum(prod(map(size_of, self.record.parameters[name])) for name in parameters)
 
     def parts_of(self, dim: Dim) -> tuple[tuple[Factor, ...], ...]:
-        """The factors of a dim; where the forward splits it into parts, those of each part."""
+        """The factors of a dim; where the forward makes it of parts, or splits it, those of each part."""
         flat = leaves(dim)
         if len(flat) == 1 and flat[0] in self.parts:
-            return tuple(tuple(leaves(part)) for part in self.parts[flat[0]])
+            return tuple(inner for part in self.parts[flat[0]] for inner in self.parts_of(part))
         return (tuple(flat),)
+
+    def outer_parts_of(self, dim: Dim) -> tuple[tuple[Factor, ...], ...]:
+        """The same, where a part that is split again is one."""
+        flat = leaves(dim)
+        is_split = len(flat) == 1 and flat[0] in self.parts
+        return tuple(tuple(leaves(part)) for part in self.parts[flat[0]]) if is_split else (tuple(flat),)
 
     def _misplaced(self, candidate: ShardableFactor) -> str:
         """Why the places of a factor cannot be sharded; empty: they can. Notes its column and row linears."""
@@ -219,15 +246,26 @@ class Classes:
         return Choice(chosen, self.partial_of(factors, columns), self._whole(used, banned, beside_banned))
 
     def _read_beside(self, candidate: ShardableFactor) -> str:
-        """Whether an activation that has a gradient and not this factor meets one with it outside of a column linear."""
+        """Whether an activation that has a gradient and not this factor meets one with it outside of a column linear, and of a block whose
+        input is converted for all that is in it, which is noted."""
+        block = self._block_of(candidate)
         for use in self.record.uses:
             if use.operand is None or use.module in candidate.columns or use.module in self.norms:
                 continue
             if self.has(use.out, {candidate.factor}) and not self.has(use.operand, {candidate.factor}):
-                return (
-                    f"{use.operation} in {use.module or 'the model'} reads it beside a full tensor that has a gradient"
-                )
+                if not block or not f"{use.module}.".startswith(f"{block}."):
+                    where = use.module or "the model"
+                    return f"{use.operation} in {where} reads it beside a full tensor that has a gradient"
+                candidate.block = block
         return ""
+
+    def _block_of(self, candidate: ShardableFactor) -> str:
+        """The innermost module that contains all linears of a factor, if it is called on hidden states and is not a whole layer."""
+        names = [name.split(".") for name in candidate.linears]
+        common = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
+        block = ".".join(parts[0] for parts in common)
+        is_called = any(call.module == block for call in self.record.calls)
+        return block if is_called and not block.rpartition(".")[2].isdigit() else ""
 
     def partial_of(self, factors: set[Factor], columns: Set[str] = frozenset()) -> set[str]:
         """Parameters without a sharded factor whose results have one: each rank has a part of their gradient.
@@ -305,30 +343,3 @@ def is_grouped(module: nn.Module | None) -> bool:
 
 def output_dim(linear: nn.Module) -> int:
     return 1 if hasattr(linear, "nf") else 0
-
-
-def _parts(record: Record) -> dict[Factor, list[Dim]]:
-    """The dims into which a dim is split completely, in order. Other slices need all of it."""
-    slices: dict[Factor, dict[tuple[int, int], list[Slice]]] = defaultdict(dict)
-    for cut in record.slices:
-        flat = leaves(cut.dim)
-        if len(flat) == 1:
-            slices[flat[0]].setdefault((cut.start, cut.stop), []).append(cut)
-        else:
-            record.mixes += [_sliced(cut)]
-    parts: dict[Factor, list[Dim]] = {}
-    for factor, ranges in slices.items():
-        ordered = sorted(ranges)
-        ends = [0, *(stop for _, stop in ordered)]
-        if all(start == end for (start, _), end in zip(ordered, ends, strict=False)) and ends[-1] == factor.size:
-            for same in ranges.values():
-                for cut in same[1:]:
-                    record.tie(same[0].part, cut.part, "a slice")
-            parts[factor] = [ranges[key][0].part for key in ordered]
-        else:
-            record.mixes += [_sliced(cut) for same in ranges.values() for cut in same]
-    return parts
-
-
-def _sliced(cut: Slice) -> Mix:
-    return Mix(cut.dim, "a slice", cut.module, cut.line)

@@ -71,7 +71,7 @@ def _divisions(classes: Classes, dim: list[Factor]) -> list[Parts]:
     """The ways to see a dim as parts: its factors; and where the forward splits one of them, the parts of that within each of the
     factors before it."""
     flat = tuple(leaves(dim))
-    divisions = [classes.parts_of(dim)]
+    divisions = [classes.outer_parts_of(dim), classes.parts_of(dim)]
     for index, factor in enumerate(flat if len(flat) > 1 else ()):
         if factor in classes.parts:
             parts, after = classes.parts_of([factor]), flat[index + 1 :]

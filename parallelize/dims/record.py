@@ -46,7 +46,7 @@ class Contraction:
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """A range of a dim, which is a dim of its own."""
+    """A range of a dim, which is a dim of its own. `joined`: it was there before, and the dim was made of it by a concatenation."""
 
     dim: Dim
     start: int
@@ -54,6 +54,7 @@ class Slice:
     part: Dim
     module: str
     line: str = ""
+    joined: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -111,8 +111,11 @@ def cat_rule(record: Record, name: str, args: tuple, kwargs: dict, out: T) -> No
             a if index == dim else record.tie(a, b, name)
             for index, (a, b) in enumerate(zip(dims, record.dims(tensor), strict=True))
         ]
-    dims[dim] = new_dim(out.shape[dim])
-    record.mix([dims[dim], *(record.dims(tensor)[dim] for tensor in parts)], "a concatenation along it")
+    dims[dim], start, line = new_dim(out.shape[dim]), 0, line_of_model()
+    for tensor in parts:
+        stop = start + tensor.shape[dim]
+        record.slices.append(Slice(dims[dim], start, stop, record.dims(tensor)[dim], record.module, line, joined=True))
+        start = stop
     record.set(out, dims)
 
 

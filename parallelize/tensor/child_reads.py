@@ -21,7 +21,7 @@ from parallelize.plan.adapters import adapted_layers
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.tensor.syntax import own_attribute, parsed, receiver
+from parallelize.tensor.syntax import own_attribute, own_path, parsed, receiver
 
 SLUG = "reads-child-parameters"
 FIX = (
@@ -39,7 +39,7 @@ def reads_parameter(module: nn.Module, parameter: str, place: str) -> ModelError
 
 
 class ChildRead(NamedTuple):
-    """`self.child.parameter` in a method that a forward reaches. place: file and line."""
+    """`self.child.parameter` in a method that a forward reaches; `child` may be a path to an inner module. place: file and line."""
 
     child: str
     parameter: str
@@ -70,6 +70,9 @@ def foreign_readers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Probl
             continue
         for item, name in _reads_in(model, fqn):
             is_known = row is not None and f"{item.child}.{item.parameter}" in row.contract.uses
+            is_known |= (
+                "." in item.child
+            )  # a module that is not a child: refused in the first forward, if the line is reached
             if resolved.parameters[name].layout.dim is not None and not is_known:
                 read.setdefault(item, fqn)
     for item, fqn in read.items():
@@ -82,14 +85,24 @@ def _reads_in(model: ModelFacts, fqn: str) -> Iterator[tuple[ChildRead, str]]:
     """What a module's forward reads of its children, with the first name of each parameter."""
     module = model.objects[fqn]
     for item in reads_of_children(module.__class__):
-        owner = getattr(module, item.child, None)
-        if not isinstance(owner, nn.Module):
+        owner = _inner(module, item.child)
+        if owner is None:
             continue
         cls: Any = type(owner)
         for key in (item.parameter, *_read_by(cls, item.parameter)):
             name = ".".join(filter(None, (fqn, item.child, key)))
             if owner._parameters.get(key) is not None and name in model.owners:
                 yield item._replace(parameter=key), model.owners[name]
+
+
+def _inner(module: nn.Module, path: str) -> nn.Module | None:
+    """The module at a path; None: something else is there."""
+    for name in path.split("."):
+        inner = getattr(module, name, None)
+        if not isinstance(inner, nn.Module):
+            return None
+        module = inner
+    return module
 
 
 @lru_cache(maxsize=4096)
@@ -110,9 +123,11 @@ _READ_BY_TORCH = ("weight", "bias")
 
 
 def children_read(resolved: ResolvedPlan, model: ModelFacts, fqn: str) -> tuple[str, ...]:
-    """The children of a module that must show local tensors while its forward runs: it reads their full parameters."""
-    reads = [item.child for item, name in _reads_in(model, fqn) if not resolved.parameters[name].plain]
-    return tuple(dict.fromkeys(reads))
+    """The modules in a module that must show local tensors while its forward runs: it reads their parameters, which are full on each rank
+    where they are not those of children."""
+    reads = [(item.child, resolved.parameters[name]) for item, name in _reads_in(model, fqn)]
+    shown = [child for child, row in reads if not row.plain and ("." not in child or row.layout.dim is None)]
+    return tuple(dict.fromkeys(shown))
 
 
 @lru_cache(maxsize=4096)
@@ -158,7 +173,7 @@ def _reads(tree: ast.Module, method: str, function: Any) -> Iterator[ChildRead]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
             continue
-        child = own_attribute(node.value, own)
+        child = own_path(node.value, own)
         if child and not _is_harmless(node, parents[node]):
             place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno + node.lineno - 1}"
             yield ChildRead(child, node.attr, method, place)

@@ -263,10 +263,10 @@ def _stock(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def reading_children(children: tuple[str, ...]) -> Callable:
-    """A forward that reads parameters of these children, which are full on every rank: local tensors in their place."""
+    """A forward that reads parameters of these modules inside of it: local tensors in their place."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        modules = [getattr(self, child) for child in children]
+        modules = [self.get_submodule(child) for child in children]
         try:
             for module in modules:
                 planned = module._applied.planned

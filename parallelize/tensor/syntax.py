@@ -33,3 +33,11 @@ def own_attribute(node: ast.AST, receiver: str) -> str:
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == receiver:
         return node.attr
     return ""
+
+
+def own_path(node: ast.AST, receiver: str) -> str:
+    """`name` of `self.name`, and `name.inner` of `self.name.inner`; empty for any other expression."""
+    if name := own_attribute(node, receiver):
+        return name
+    outer = own_path(node.value, receiver) if isinstance(node, ast.Attribute) else ""
+    return f"{outer}.{node.attr}" if outer and isinstance(node, ast.Attribute) else ""

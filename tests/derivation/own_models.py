@@ -225,6 +225,41 @@ def learned_activation() -> nn.Module:
     return _Decoder([_PreNorm(SplitAttention(width, 4), ActivatedMlp(width, 72), width) for _ in range(2)], width)
 
 
+class StateMixer(nn.Module):
+    """Heads that carry a state along the sequence, with B and C for each group of two: a packed projection, whose second part is convolved by
+    the weight of a child and split again, a gate of low rank, and a number for each head."""
+
+    def __init__(self, width: int, groups: int, size: int = 6, state: int = 5):
+        super().__init__()
+        self.heads, self.groups, self.inner, self.state = 2 * groups, groups, 2 * groups * size, state
+        self.packed = self.inner + 2 * groups * state
+        self.in_proj = nn.Linear(width, self.packed + self.heads, bias=False)
+        self.conv = nn.Conv1d(self.packed, self.packed, 3, padding=2, groups=self.packed)
+        self.decay = nn.Parameter(torch.rand(self.heads))
+        self.gate_a, self.gate_b = nn.Linear(width, 4), nn.Linear(4, self.inner)
+        self.norm, self.out_proj = Rms(size), nn.Linear(self.inner, width)
+
+    def forward(self, hidden: T) -> T:
+        batch, length, _ = hidden.shape
+        packed, time = self.in_proj(hidden).split([self.packed, self.heads], dim=-1)
+        packed = packed.transpose(1, 2)
+        packed = F.conv1d(packed, self.conv.weight, self.conv.bias, padding=2, groups=packed.shape[1])[..., :length]
+        width = self.groups * self.state
+        x, b, c = F.silu(packed).transpose(1, 2).split([self.inner, width, width], dim=-1)
+        x = x.view(batch, length, self.heads, -1) * F.softplus(time)[..., None]
+        b, c = (t.view(batch, length, self.groups, -1).repeat_interleave(2, dim=2) for t in (b, c))
+        steps = torch.arange(length)
+        ages = (steps[:, None] - steps).clamp(min=0)[:, :, None] * F.softplus(self.decay)
+        seen = torch.einsum("blhn,bshn->blsh", c, b) * torch.exp(-ages) * torch.ones(length, length).tril()[..., None]
+        y = self.norm(torch.einsum("blsh,bshp->blhp", seen, x)).reshape(batch, length, -1)
+        return self.out_proj(y * F.silu(self.gate_b(self.gate_a(hidden))))
+
+
+def state_mixers() -> nn.Module:
+    width = 28
+    return _Decoder([_PreNorm(StateMixer(width, 4), Mlp(width, 72), width) for _ in range(2)], width)
+
+
 class LstmModel(nn.Module):
     def __init__(self, width: int = 24):
         super().__init__()

@@ -144,6 +144,112 @@ def test_packed_parts_of_unequal_sizes_and_grouped_heads():
     assert draft.local == {"": {"heads": "heads", "kv_heads": "heads_2"}}
 
 
+class Convolved(nn.Module):
+    """Queries, keys and values that are concatenated for one convolution, and split again. `between`: of the concatenation and its result."""
+
+    def __init__(self, between=lambda x: x.relu(), heads=4, size=3, width=5):
+        super().__init__()
+        self.between, self.size, self.width = between, size, width
+        self.q, self.k, self.v = (nn.Linear(WIDTH, heads * each) for each in (size, size, width))
+        self.sizes = [heads * size, heads * size, heads * width]
+        self.conv = nn.Conv1d(sum(self.sizes), sum(self.sizes), 3, padding=1, groups=sum(self.sizes))
+        self.out = nn.Linear(heads * width, WIDTH)
+
+    def forward(self, x):
+        x = torch.cat([self.q(x), self.k(x), self.v(x)], -1).transpose(1, 2)
+        q, k, v = self.between(self.conv(x).transpose(1, 2)).split(self.sizes, -1)
+        q, k = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (q, k))
+        v = v.unflatten(-1, (-1, self.width)).transpose(1, 2)
+        return self.out((q @ k.transpose(-2, -1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_parts_that_are_concatenated_and_split_again():
+    draft = draft_of(Convolved())
+    packed = "heads*3 + heads*3 + heads*5"
+    linears = dict.fromkeys("qkv", "colwise(heads)")
+    assert draft.styles == {**linears, "conv": f"shard(0, unit={packed})", "out": "rowwise(heads)"}
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (lambda x: x.softmax(-1), "softmax in the model"),
+        (lambda x: torch.cat([x[..., 2:], x[..., :2]], -1), "a concatenation along it in the model"),
+    ],
+    ids=["softmax", "other parts"],
+)
+def test_what_needs_all_of_a_concatenation_needs_all_of_its_parts(between, reason):
+    draft = draft_of(Convolved(between))
+    assert {draft.whole[name] for name in "qkv"} == {reason} and not draft.styles
+
+
+class SplitTwice(nn.Module):
+    """A gate and three parts, which are split after an operation on them together."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 + 8 + 12 + 4), nn.Linear(8, WIDTH)
+
+    def forward(self, x):
+        gate, others, time = self.up(x).split([8, 20, 4], -1)
+        x, b = others.relu().split([8, 12], -1)
+        x, b = x.unflatten(-1, (4, 2)), b.unflatten(-1, (4, 3))
+        x = x * b.sum(-1, keepdim=True) * time[..., None]
+        return self.down(x.flatten(2) * gate.sigmoid())
+
+
+def test_parts_of_parts():
+    draft = draft_of(SplitTwice())
+    assert draft.styles == {"up": "colwise(heads*2 + heads*2 + heads*3 + heads*1)", "down": "rowwise(heads)"}
+
+
+class Latents(nn.Module):
+    """Attention whose keys and values are made of one latent, with a part of the key that all heads have."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = LatentAttention()
+
+    def forward(self, x):
+        return x + self.attn(x)
+
+
+class LatentAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.latent, self.norm = nn.Linear(WIDTH, 4 * 5), nn.Linear(WIDTH, 8), nn.LayerNorm(6)
+        self.kv, self.out = nn.Linear(6, 4 * 7), nn.Linear(4 * 4, WIDTH)
+
+    def forward(self, x):
+        q = self.q(x).unflatten(-1, (4, 5)).transpose(1, 2)
+        latent, shared = self.latent(x).split([6, 2], -1)
+        k, v = self.kv(self.norm(latent)).unflatten(-1, (4, 7)).transpose(1, 2).split([3, 4], -1)
+        k = torch.cat([k, shared[:, None].expand(-1, 4, -1, -1)], -1)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_what_all_heads_share_has_its_gradient_in_part_in_a_block_that_converts_its_input():
+    styles = draft_of(Latents()).styles
+    assert styles["attn"] == "gather" and styles["attn.kv"] == "colwise(heads)"
+    assert styles["attn.latent"] == styles["attn.norm"] == "replicate(gradient=partial)"
+
+
+class Doubled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_a_parameter_of_full_activations_beside_sharded_linears_is_said_to_be_full():
+    block = Block(input=Doubled())
+    block.register_forward_pre_hook(lambda block, args: (block.input(*args),))
+    styles = draft_of(block).styles
+    assert styles == {"up": "colwise", "down": "rowwise", "input": "replicate(gradient=full)"}
+
+
 class Repeated(nn.Module):
     """Key/value heads that are repeated by an expand, whose size is an attribute."""
 

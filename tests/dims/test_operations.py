@@ -40,7 +40,7 @@ SHAPES = [
     (lambda x: x[..., ::2], (X,), "b t new", "h"),
     (lambda x: x[..., :6], (X,), "b t h", ""),
     (lambda x: F.glu(x, 2), (X,), "b t new", ""),
-    (lambda x, y: torch.cat([x, y], -1), (X, "B=2 T=5 H=7"), "b t new", "H h new"),
+    (lambda x, y: torch.cat([x, y], -1), (X, "B=2 T=5 H=7"), "b t new", ""),
     (lambda x, y: torch.stack([x, y], 1), (X, "B=2 T=5 H=6"), "b new t h", "new"),
     (lambda x: F.pad(x, (0, 0, 1, 0)), (X,), "b new h", "new t"),
     (

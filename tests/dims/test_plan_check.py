@@ -98,7 +98,7 @@ MIX = "schema_version: 1\ntensor_parallel: {up: colwise, down: rowwise}"
         (lambda x: x / x.amax(-1, keepdim=True), "amax"),
         (lambda x: x.flip(-1), "flip"),
         (lambda x: x.cumsum(-1), "cumsum"),
-        (lambda x: torch.cat((x[..., 10:], x[..., :10]), -1), "a concatenation"),
+        (lambda x: torch.cat((x[..., 5:], x[..., :10], x[..., :15], x[..., 10:]), -1)[..., :20], "a slice"),
     ],
 )
 def test_operations_over_sharded_features_are_named_with_their_line(operation, text):
@@ -106,6 +106,15 @@ def test_operations_over_sharded_features_are_named_with_their_line(operation, t
     assert {"mixed-features", "divided-features"} & {problem.slug for problem in problems}
     assert any(text in problem.what for problem in problems), [problem.what for problem in problems]
     assert any("test_plan_check.py:" in problem.what for problem in problems if problem.slug == "mixed-features")
+
+
+def test_parts_in_another_order_are_named_by_their_sizes():
+    halves_swapped = Mixes(lambda x: torch.cat((x[..., 10:], x[..., :10]), -1))
+    problems = problems_of(halves_swapped, parse_plan(MIX), {"x": torch.randn(2, 3, 12)})
+    assert {problem.slug for problem in problems} == {"divided-features"}
+    assert any("down.weight: the forward splits it into parts of [10, 10]" in problem.what for problem in problems)
+    by_parts = MIX.replace("colwise", "'colwise(chunks=2)'").replace("rowwise", "'rowwise(chunks=2)'")
+    assert not problems_of(halves_swapped, parse_plan(by_parts), {"x": torch.randn(2, 3, 12)})
 
 
 @pytest.mark.parametrize("operation", [F.gelu, lambda x: x * 2 + 1, lambda x: x.view(2, 3, 4, 5).flatten(2)])

@@ -106,6 +106,18 @@ class Hidden(Block):
         return super().forward(F.gelu(x) * getattr(self.scale, name))
 
 
+class OfInner(Block):
+    """Of a module that is not a child."""
+
+    def __init__(self):
+        super().__init__()
+        self.outer = nn.Module()
+        self.outer.scale = self.scale
+
+    def forward(self, x):
+        return super().forward(x * self.outer.scale.weight)
+
+
 class Twice(Block):
     """The child runs, and is read before and after."""
 
@@ -172,7 +184,7 @@ def test_code_that_no_forward_reaches_and_descriptions_are_accepted(cls):
     assert outcome(cls, scale=FULL) == ("", "")
 
 
-@pytest.mark.parametrize("cls", [Reads, ByMethod, ByProperty, OfBase, Decorated, Untaken, Twice, ByChild])
+@pytest.mark.parametrize("cls", [Reads, ByMethod, ByProperty, OfBase, Decorated, Untaken, Twice, ByChild, OfInner])
 def test_full_parameters_of_children_are_read_as_local_tensors(cls):
     assert outcome(cls, scale=FULL) == ("", "")
 

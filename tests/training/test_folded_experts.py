@@ -137,6 +137,4 @@ SPLIT = [
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_experts_that_are_split_too(family, axes, options):
     """Gradients, weights, and the norm, which counts each part of an expert once."""
-    if family == "gpt_oss" and "cp" in axes:
-        pytest.skip("its attention has sinks, which `cp` refuses")
     check(tiny_model(family, torch.float64), axes, options, length=8)

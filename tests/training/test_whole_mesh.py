@@ -108,8 +108,6 @@ FOLDED = [
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
 def test_experts_folded_over_data_axes(four_processes, family, axes, options):
     """Six experts on four ranks: one or two each."""
-    if family == "gpt_oss" and "cp" in axes:
-        pytest.skip("its attention has sinks, which `cp` refuses")
     four_processes.run(jobs.mesh_parity, family, axes, torch.float64, dict(options))
 
 

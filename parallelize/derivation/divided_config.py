@@ -251,7 +251,10 @@ def _divide_counts(part: Any) -> None:
         elif name in _DEPTHS and isinstance(value, (list, tuple)):
             setattr(part, name, type(value)(_at_most(name, depth) for depth in value))
         elif (
-            type(value) is int and name.endswith(("experts", "expert_num")) and value > _MAX_HEADS and "per" not in name
+            type(value) is int
+            and name.endswith(("experts", "expert_num"))
+            and value > _MAX_HEADS
+            and "_per_" not in name
         ):
             setattr(part, name, _MAX_HEADS)
         elif name == "first_k_dense_replace" and type(value) is int:

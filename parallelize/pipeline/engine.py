@@ -277,9 +277,8 @@ class Pipeline:
     def _run(
         self, microbatches: list[MicrobatchInputs], loss_of: Callable[[Any, Any], T] | None, forward_only: bool = False
     ) -> StepRun:
-        adapters = str(
-            getattr(self.module, "active_adapter", None)
-        )  # which of them train decides which gradients are sent
+        # which adapter is active decides what stages send, and of what a gradient is sent back
+        adapters = str(getattr(self.module, "active_adapter", None))
         mode = (torch.is_grad_enabled(), self.module.training, adapters)
         signature = microbatches[0].signature(mode)
         if self.group.size > 1 and not self.check.compares and signature not in self._compared:

@@ -88,6 +88,7 @@ def test_replaced_layers_are_trained_as_on_one_process(zero):
     torch.manual_seed(0)
     base = Block().double()
     base.head = nn.Linear(WIDTH, 3).double()
+    base.requires_grad_()  # `down` stays, in a new bucket
     copies = [copy.deepcopy(base) for _ in range(2)]
     adam = dict(lr=0.05, weight_decay=0.1)
 

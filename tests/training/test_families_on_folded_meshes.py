@@ -52,14 +52,15 @@ MESHES = [
 ]
 
 
-def trained(axes, options, dropout=0.0, dtype=None):
-    """(losses and norms of two steps, initial weights) of a Mixtral from a seed, of rank 0 and of all stages."""
-    sizes = {**COMMON, **MIXTURES["mixtral"][2], "num_hidden_layers": 2, "attention_dropout": dropout}
-    config = transformers.MixtralConfig(**sizes, use_cache=False)
+def trained(axes, options, family, dropout=0.0, dtype=None):
+    """(losses and norms of two steps, initial weights) of a mixture from a seed, of rank 0 and of all stages."""
+    config_class, model_class, sizes = MIXTURES[family]
+    sizes = {**COMMON, **sizes, "num_hidden_layers": 2, "attention_dropout": dropout}
+    config = getattr(transformers, config_class)(**sizes, use_cache=False)
 
     def body(rank):
         mesh = build_mesh("cpu", **axes)
-        model = build_on_meta(transformers.MixtralForCausalLM, config).train()
+        model = build_on_meta(getattr(transformers, model_class), config).train()
         more = {"dtype": dtype} if dtype else {}
         parallel = parallelize_model(model, mesh, initialize=3, dropout_seed=5, **more, **options)
         weights = {name: full_value(model, name, p).clone() for name, p in model.named_parameters()}
@@ -79,11 +80,16 @@ def trained(axes, options, dropout=0.0, dtype=None):
 
 @pytest.fixture(scope="module")
 def of_one_rank():
-    """(dropout, dtype) -> the run of one rank."""
+    """(family, dropout, dtype) -> the run of one rank."""
     return {case: trained({"tp": 1}, {}, *case) for case in CASES}
 
 
-CASES = [(0.2, None), (0.0, torch.bfloat16)]
+CASES = [
+    ("mixtral", 0.2, None),
+    ("mixtral", 0.0, torch.bfloat16),
+    ("deepseek_v3", 0.2, None),
+    ("gpt_oss", 0.0, torch.bfloat16),
+]
 
 
 @pytest.mark.sweep
@@ -94,4 +100,4 @@ def test_weights_dropout_and_losses_do_not_depend_on_the_mesh(of_one_rank, axes,
     numbers, weights = trained(axes, options, *case)
     expected, expected_weights = of_one_rank[case]
     assert all(torch.equal(value.to(expected_weights[name]), expected_weights[name]) for name, value in weights.items())
-    assert numbers == pytest.approx(expected, rel=2e-2 if case[1] else 5e-6)
+    assert numbers == pytest.approx(expected, rel=2e-2 if case[2] else 5e-6)

@@ -24,7 +24,13 @@ def _two_rotary_tables() -> dict[str, Any]:
 
 def _sparse_layers() -> dict[str, Any]:
     layers = {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]}
-    return {"text_config": {**layers, "head_dim": 32, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}}
+    encoder = {
+        "hidden_size": 896,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    }  # as wide as the tower that it reads
+    text = {**layers, "head_dim": 32, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+    return {"text_config": text, "vision_config": {"encoder_config": encoder}}
 
 
 def _codes_of_images() -> dict[str, Any]:

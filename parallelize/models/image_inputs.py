@@ -141,6 +141,10 @@ def _images(config: Any, names: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         return
     pixels = image(config)
     sizes = {"image_sizes": torch.tensor([pixels.shape[2:]] * BATCH)} if "image_sizes" in names else {}
+    for name in names:  # of another tower, such as `high_res_pixel_values`
+        tower = getattr(config, f"{name.removesuffix('pixel_values')}vision_config", None)
+        if name.endswith("_pixel_values") and tower is not None:
+            sizes[name] = image(tower)
     yield {"pixel_values": pixels, **sizes}
     seen = torch.ones(BATCH, 1, *pixels.shape[2:], dtype=torch.bool)
     for mask in ({}, {"pixel_attention_mask": seen}, {"pixel_attention_mask": seen[:, :, 0, 0]}):  # images of each text

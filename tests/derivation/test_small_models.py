@@ -221,6 +221,21 @@ def test_sound_in_texts():
         sounds_in_text(model)
 
 
+class TwoTowers(Tower):
+    """Another tower reads the same images in a size of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.config.high_res_vision_config = SimpleNamespace(image_size=12)
+
+    def get_image_features(self, pixel_values, high_res_pixel_values):
+        return self.project(pixel_values.mean(1).flatten(1))[:, None]
+
+
+def test_images_of_a_second_tower():
+    assert images_in_text(TwoTowers())["high_res_pixel_values"].shape == (2, 3, 12, 12)
+
+
 class ToldPlaces(nn.Module):
     """An argument says which tokens the queries of an image replace; images are patches, of which each has its row and column."""
 

@@ -172,4 +172,4 @@ def test_a_file_of_a_type_says_so():
 
 
 def test_a_check_that_is_turned_off_is_named():
-    assert "\nallow: reads-sequence  # the forward" in text_of(styles_of("embed"), allow="reads-sequence")
+    assert "\nallow: reads-sequence  # such a line" in text_of(styles_of("embed"), allow="reads-sequence")

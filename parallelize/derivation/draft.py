@@ -144,7 +144,8 @@ class Drafting:
             elif self._is_gated_norm(module):
                 self.draft.styles[module] = f"gated_norm({self._size_name(self._count(candidate, place.parts[0]))})"
             elif module in self.classes.norms and self._needs_all(module, candidate.factor):
-                self.draft.styles[module] = f"rms_norm({self._size_name(self._count(candidate, place.parts[0]))})"
+                units = self._size_name(self._count(candidate, place.parts[0])) if has_units else ""
+                self.draft.styles[module] = _call("rms_norm", units)
             elif is_grouped(owner):
                 self.draft.styles[module] = "shard(0)"
             elif linear is None:

@@ -30,7 +30,11 @@ _NARROWEST_LINEAR = 6
 def with_state_heads(config: Any, tp: int) -> Any:
     """The config with few heads that carry a state, whose counts no other field has; None where it has no such heads, or they do not fit."""
     small = copy.deepcopy(config)
-    changed = [divide(part, tp) for part in _parts(small) for divide in (_divide_groups, _divide_linear_heads)]
+    parts = list(_parts(small))
+    changed = []
+    for part in parts:
+        others = {value for other in parts if other is not part for value in counts(other).values()}
+        changed += [divide(part, tp, others) for divide in (_divide_groups, _divide_linear_heads)]
     return small if any(changed) else None
 
 
@@ -41,14 +45,14 @@ def _parts(config: Any) -> Iterator[Any]:
             yield from _parts(part)
 
 
-def _divide_groups(part: Any, tp: int) -> bool:
-    """Whether a config was changed."""
+def _divide_groups(part: Any, tp: int, others: set[int]) -> bool:
+    """Whether a config was changed. others: the counts of the other parts."""
     heads, width, groups, state, chunk = (_field(part, names) for names in (_HEADS, _WIDTHS, _GROUPS, _STATES, _CHUNKS))
     if not (heads and width and groups and state):
         return False
     total = _width(part, heads, width)
     own = {heads, width, groups, state}
-    taken = {value for name, value in counts(part).items() if name not in own}
+    taken = others | {value for name, value in counts(part).items() if name not in own}
     for count, ratio in product(range(tp, 16 * tp, tp), (2, 3, 4)):
         wide, rest = divmod(total, count * ratio)
         distinct = {count, count * ratio, wide, _STATE}
@@ -61,14 +65,14 @@ def _divide_groups(part: Any, tp: int) -> bool:
     return False
 
 
-def _divide_linear_heads(part: Any, tp: int) -> bool:
+def _divide_linear_heads(part: Any, tp: int, others: set[int]) -> bool:
     """Whether heads of linear attention were changed, in the ratio that they have."""
     heads = {name: value for name in _LINEAR_HEADS if type(value := vars(part).get(name)) is int}
     widths = [name for name in _LINEAR_WIDTHS if type(vars(part).get(name)) is int]
     if not heads or not widths:
         return False
     least = min(heads.values())
-    taken = {value for name, value in counts(part).items() if name not in (*heads, *widths)}
+    taken = others | {value for name, value in counts(part).items() if name not in (*heads, *widths)}
     for count in range(2 * tp, 16 * tp, tp):
         sizes = {name: count * (value // least) for name, value in heads.items()}
         if not taken & set(sizes.values()):

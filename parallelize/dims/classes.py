@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -95,7 +95,7 @@ class Classes:
         self.counts = counts or (lambda module, is_known: True)
         self.modules = dict(model.named_modules())
         self.linears = {name: module for name, module in self.modules.items() if is_linear(module)}
-        self.norms = _norms_over_heads(record, self.modules)
+        self.norms = _norms_over_features(record, self.modules)
         self.parts = divide_into_parts(record)
         self.blocked: dict[Factor, Blocked] = {}
         self._block()
@@ -265,7 +265,9 @@ class Classes:
         common = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
         block = ".".join(parts[0] for parts in common)
         is_called = any(call.module == block for call in self.record.calls)
-        return block if is_called and not block.rpartition(".")[2].isdigit() else ""
+        *outer, last = block.split(".")
+        is_layer = last.isdigit() and not any(part.isdigit() for part in outer)
+        return block if is_called and not is_layer else ""
 
     def partial_of(self, factors: set[Factor], columns: Set[str] = frozenset()) -> set[str]:
         """Parameters without a sharded factor whose results have one: each rank has a part of their gradient.
@@ -308,15 +310,17 @@ class Classes:
 _OF_NORMS = ("mean", "a norm over it", "sum")
 
 
-def _norms_over_heads(record: Record, modules: Mapping[str, nn.Module]) -> dict[str, Dim]:
-    """RMS norms over several heads, whose mean a style of their own sums over ranks: the dim of the weight, by module."""
+def _norms_over_features(record: Record, modules: Mapping[str, nn.Module]) -> dict[str, Dim]:
+    """RMS norms over several heads, or over features that no other norm has, as those of an MLP are and those of the residual are not: a style
+    of their own sums the mean over ranks. The dim of the weight, by module."""
     norms: dict[str, Dim] = {}
     for name, module in modules.items():
         own = dict(module.named_parameters())
         dims = record.parameters.get(f"{name}.weight")
-        if list(own) == ["weight"] and dims is not None and len(dims) == 1 and len(leaves(dims[0])) > 1:
+        if list(own) == ["weight"] and dims is not None and len(dims) == 1 and leaves(dims[0]):
             norms[name] = dims[0]
-    return norms
+    counts = Counter(factor for dim in norms.values() for factor in leaves(dim))
+    return {name: dim for name, dim in norms.items() if len(leaves(dim)) > 1 or counts[leaves(dim)[0]] == 1}
 
 
 def is_linear(module: nn.Module) -> bool:

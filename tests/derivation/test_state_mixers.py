@@ -75,6 +75,14 @@ def test_heads_of_linear_attention_keep_their_ratio():
     assert with_state_heads(read_model("llama").config, 2) is None
 
 
+def test_counts_of_other_parts_are_not_taken():
+    """A plan finds fields by their values: heads of a tower are not those of linear attention, nor their width."""
+    config = read_model("qwen3_5").config
+    config.vision_config.num_heads, config.vision_config.hidden_size = 8, 64
+    text = with_state_heads(config, 2).text_config
+    assert not {8, 64} & {text.linear_num_key_heads, text.linear_num_value_heads, text.linear_key_head_dim}
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("groups", [1, 2])
 def test_fewer_groups_than_ranks(groups):

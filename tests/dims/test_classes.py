@@ -204,14 +204,14 @@ def test_parts_of_parts():
 
 
 class Latents(nn.Module):
-    """Attention whose keys and values are made of one latent, with a part of the key that all heads have."""
+    """Attention whose keys and values are made of one latent, with a part of the key that all heads have; two of them in a layer."""
 
     def __init__(self):
         super().__init__()
-        self.attn = LatentAttention()
+        self.layers = nn.ModuleList([nn.ModuleList([LatentAttention(), LatentAttention()])])
 
     def forward(self, x):
-        return x + self.attn(x)
+        return x + self.layers[0][1](x + self.layers[0][0](x))
 
 
 class LatentAttention(nn.Module):
@@ -230,8 +230,9 @@ class LatentAttention(nn.Module):
 
 def test_what_all_heads_share_has_its_gradient_in_part_in_a_block_that_converts_its_input():
     styles = draft_of(Latents()).styles
-    assert styles["attn"] == "gather" and styles["attn.kv"] == "colwise(heads)"
-    assert styles["attn.latent"] == styles["attn.norm"] == "replicate(gradient=partial)"
+    for block in ("layers.0.0", "layers.0.1"):
+        assert styles[block] == "gather" and styles[f"{block}.kv"] == "colwise(heads)"
+        assert styles[f"{block}.latent"] == styles[f"{block}.norm"] == "replicate(gradient=partial)"
 
 
 class Doubled(nn.Module):
@@ -248,6 +249,23 @@ def test_a_parameter_of_full_activations_beside_sharded_linears_is_said_to_be_fu
     block.register_forward_pre_hook(lambda block, args: (block.input(*args),))
     styles = draft_of(block).styles
     assert styles == {"up": "colwise", "down": "rowwise", "input": "replicate(gradient=full)"}
+
+
+class Rms(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+def test_a_norm_of_the_features_between_two_linears():
+    """Its style takes the mean over ranks. A norm of what other norms have too, as the residual, is left alone."""
+    block = Block(lambda block, x: block.norm(x), norm=Rms(INNER))
+    assert draft_of(block).styles == {"up": "colwise", "norm": "rms_norm", "down": "rowwise"}
+    twice = Block(lambda block, x: block.second(block.norm(x)), norm=Rms(INNER), second=Rms(INNER))
+    assert whole_of(twice)["up"] == "mean in norm"
 
 
 class Repeated(nn.Module):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from parallelize.dims.classes import Classes
 from parallelize.dims.factors import Factor, leaves, size_of
+from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ParameterRow
 
@@ -55,11 +56,14 @@ def planned_shards(classes: Classes, resolved: ResolvedPlan) -> tuple[dict[str, 
         dim = row.layout.dim
         if dim is None or row.axis != "tp" or _is_full(row):
             continue
-        divisions = _divisions(classes, classes.record.parameters[name][dim])
+        factors = classes.record.parameters[name][dim]
+        divisions = _divisions(classes, factors)
         chunks = next(filter(None, (_chunks(parts, row) for parts in divisions)), None)
         cut = "" if chunks is None else _cut_unit(classes, chunks, row)
         if chunks is None:
-            misfits.append(Misfit(name, "divided-features", _of_parts(divisions[0], row), row))
+            misfits.append(
+                Misfit(name, "divided-features", _of_parts(divisions[0], row, _place_of_split(classes, factors)), row)
+            )
         elif cut:
             misfits.append(Misfit(name, "divided-units", cut, row))
         else:
@@ -126,9 +130,17 @@ def _divided(chunks: list[tuple[Factor, ...]], row: ParameterRow) -> Iterator[tu
         start = stop
 
 
-def _of_parts(parts: Parts, row: ParameterRow) -> str:
+def _place_of_split(classes: Classes, dim: list[Factor]) -> str:
+    """The line of the model's code that splits a dim; empty where it is not known."""
+    factors = set(leaves(dim))
+    cut = next((cut for cut in classes.record.slices if cut.line and factors & set(leaves(cut.dim))), None)
+    return f" in {generic(cut.module) or 'the model'} ({cut.line})" if cut is not None else ""
+
+
+def _of_parts(parts: Parts, row: ParameterRow, place: str) -> str:
+    """place: where the forward splits it."""
     planned = [chunk.size for chunk in row.layout.chunks] or [row.layout.shape[row.layout.dim or 0]]
     if len(parts) > 1:
         actual = [size_of(part) for part in parts]
-        return f"the forward splits it into parts of {actual}, and the plan shards chunks of {planned}"
+        return f"the forward splits it into parts of {actual}{place}, and the plan shards chunks of {planned}"
     return f"the plan shards chunks of {planned}, and the forward reads it as {[factor.size for factor in parts[0]]}"

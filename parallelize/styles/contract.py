@@ -264,6 +264,11 @@ class Contract:
         return self.compute in ("whole experts", "scaled experts")
 
     @property
+    def sends_chosen_rows(self) -> bool:
+        """As `sends_tokens`, of experts that their block calls with every token: only the rows of chosen experts are sent."""
+        return self.compute == "scaled experts"
+
+    @property
     def exchanges_heads(self) -> bool:
         """Whether its attention exchanges a sequence shard for a head shard over tp."""
         return self.compute == "ulysses"

@@ -199,7 +199,7 @@ class Installer:
             )
         if (contract.splits_experts or contract.sends_tokens) and not self.model.modules[row.fqn].stacked:
             allow_any_width(module, planned, [self._parameter(row.fqn, slot.key).layout for slot in planned.slots])
-        if contract.compute == "scaled experts":
+        if contract.sends_chosen_rows:
             return scaled_experts(module, self._expert_ranks(row), num_choices(self.model, row.fqn))
         if contract.sends_tokens:
             return whole_experts(form_of(module), self._expert_ranks(row))

@@ -363,7 +363,7 @@ class Drafting:
 
     def _beside_shards(self) -> Iterator[str]:
         """Modules with parameters of which a plan has to say that each rank has all of their gradient: they might work on features, and
-        stand beside linears that are sharded."""
+        stand beside linears that are sharded. Where some of their parameters are sharded by themselves, the others."""
         styles = self.draft.styles
         parents = [
             {name.rpartition(".")[0] for name, style in styles.items() if style.startswith(word)}
@@ -372,7 +372,9 @@ class Drafting:
         for name, facts in describe(self.model).modules.items():
             is_beside = all(name.rpartition(".")[0] in each for each in parents)
             if name and is_beside and facts.shapes and facts.kind == "other" and name not in styles:
-                yield name
+                own = [f"{name}.{key}" for key in facts.shapes]
+                others = [parameter for parameter in own if parameter not in styles]
+                yield from others if len(others) < len(own) else [name]
 
     # -- vocabulary -------------------------------------------------------------------------------------------------------
 

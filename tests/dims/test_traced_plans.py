@@ -4,6 +4,7 @@ not is right. The same operations run on ranks in tests/tensor/test_first_forwar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,7 +109,9 @@ def test_query_key_and_value_in_another_order(names, expected):
     text = "schema_version: 1\nsizes: {heads: 6, kv: 2}\ntensor_parallel: {qkv: colwise(heads + kv + kv), out: rowwise(heads)}"
     problems = traced(PackedByOrder(names), parse_plan(text), {"x": torch.randn(2, 5, 12)}).problems
     assert {problem.slug for problem in problems} == ({"divided-features"} if expected else set())
-    what = f"qkv.weight: the forward splits it into parts of {expected}, and the plan shards chunks of [24, 8, 8]"
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if ".split(widths, -1)" in text)
+    place = f"test_traced_plans.py:{line}"
+    what = f"qkv.weight: the forward splits it into parts of {expected} in the model ({place}), and the plan shards chunks of [24, 8, 8]"
     assert not expected or problems[0].what == what
 
 

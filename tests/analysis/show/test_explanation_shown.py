@@ -24,7 +24,7 @@ from parallelize.pipeline.schedules import build_schedule
 from parallelize.pipeline.timeline import simulate
 from tests.analysis.cost.explain_jobs import source_of
 
-pytestmark = pytest.mark.xdist_group("explanations")  # made once
+pytestmark = [pytest.mark.xdist_group("explanations"), pytest.mark.sweep]  # made once, in many seconds
 
 MESHES = {
     "one": ("dp=1", {}),

@@ -23,7 +23,7 @@ settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
 
 POOLS = ("two_processes", "four_processes", "eight_processes")
-_SPARSER = 3  # of the variants that `every` would leave in `make test`, one of so many, which keeps it within six minutes on two cores
+_SPARSER = 4  # of the variants that `every` would leave in `make test`, one of so many, which keeps it within six minutes on two cores
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers

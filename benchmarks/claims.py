@@ -202,6 +202,12 @@ CLAIMS = (
     ),
     Claim(
         STEP,
+        "one block of experts: ours over one by hand in plain functions, `ep` 2 / at `ep` 1 with few tokens over the stock block",
+        "experts_2_loopback",
+        lambda result: [result["block by us/by hand"], result["block at ep 1/stock"]],
+    ),
+    Claim(
+        STEP,
         "bytes of its all-to-alls over theirs, `ep` 4",
         "experts_4_loopback",
         lambda result: [result["bytes ours/transformers"]],

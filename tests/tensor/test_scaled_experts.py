@@ -34,3 +34,14 @@ def test_an_activation_that_is_not_zero_at_zero_is_refused():
     models = [tiny_model("llama4_text", hidden_act="sigmoid") for _ in range(2)]
     with pytest.raises(ModelError, match=r"wrong-experts-call: .*act_fn\(0\) = 0[\s\S]*ep=1"):
         run_ranks(2, lambda rank: parallelize_module(models[rank], build_mesh("cpu", tp=2), ep=2))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("options", [{"ep": 2}, {"ep": 2, "sequence_parallel": True}, {"etp": 2}], ids=str)
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_rank_without_rows(length, options):
+    """Of one token, or of equal ones, which all choose one expert: the other rank receives nothing, and its gradients are zeros."""
+    model, ids = tiny_model("llama4_text", torch.float64), torch.full((1, length), 5)
+    expected, results = gradients(model, ids, ids + 2, **options)
+    for actual in results:
+        assert worst(actual, expected)[0] <= 1e-12

@@ -35,7 +35,12 @@ from parallelize.comm.groups import Group
 from parallelize.comm.p2p import Exchange
 
 _MESSAGE = 1 << 21
-OURS = {"sync": {}, "chunked": {"overlap": "chunked"}, "paired": {"overlap": "auto", "overlap_microbatches": True}}
+OURS: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "chunked": {"overlap": "chunked"},
+    "paired": {"overlap": "auto", "overlap_microbatches": True},
+}
+AUTO = {"auto": {"overlap": "auto", "overlap_microbatches": "auto"}}
 Step = Callable[[], float]
 
 
@@ -52,7 +57,7 @@ class Steps:
 
     def all(self) -> dict[str, Step]:
         steps = {"stock": self.stock(), "hand": self.by_hand()}
-        steps |= {name: self.ours(name, self.mesh, keywords) for name, keywords in OURS.items()}
+        steps |= {name: self.ours(name, self.mesh, keywords) for name, keywords in self.options.ours.items()}
         silent = dist.new_group(list(range(dist.get_world_size())), backend="fake")
         mesh = DeviceMesh.from_group(silent, "cpu", mesh_dim_names=("tp",))
         compute = self.ours("compute", mesh, {"overlap": "chunked", "check_replicated": False})
@@ -117,6 +122,8 @@ class Steps:
             parallel.module.zero_grad()
             return float(parallel.step(self.ids, targets=self.targets))
 
+        while (trial := parallel.pipeline.pair_trial) is not None and trial.is_running:
+            run()
         return run
 
 
@@ -152,15 +159,15 @@ def measure(options: argparse.Namespace, hidden: int) -> dict[str, Any]:
     result: dict[str, Any] = {"hidden": hidden, "layers": options.layers, "ms": medians_ms(times), "flat": options.flat}
     result["dict"] = options.dict
     result |= {"length": options.length, "microbatches": options.microbatches, "ranks": dist.get_world_size()}
-    for name in OURS:
+    for name in options.ours:
         result[f"stock/{name}"] = ratio(times, "stock", name)
         result[f"hand/{name}"] = ratio(times, "hand", name)
     sent = _sent_by(steps["paired"])
     if sent is not None:
         wire_s = sent * 8 / options.rate
         result["wire ms"] = wire_s * 1e3
-        result |= {f"{name}/limit": _of_limit(times, name, wire_s) for name in OURS}
-        result |= {f"{name}/unbound": ratio(times, name, "unbound") for name in OURS}
+        result |= {f"{name}/limit": _of_limit(times, name, wire_s) for name in options.ours}
+        result |= {f"{name}/unbound": ratio(times, name, "unbound") for name in options.ours}
     return result
 
 
@@ -191,10 +198,12 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--flat", action="store_true", help="blocks without modules inside")
     parser.add_argument("--dict", action="store_true", help="ours by PyTorch's dict of styles instead of a plan")
+    parser.add_argument("--auto", action="store_true", help='also with overlap_microbatches="auto"')
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1e9, help="of the link, bits a second")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    options.ours = OURS | (AUTO if options.auto else {})
     join()
     results = []
     for hidden in options.hidden:

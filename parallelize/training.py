@@ -152,7 +152,7 @@ def parallelize_model(
         clock=clock,
         check_replicated=check_replicated,
         compare_every=complete.compare_every,
-        overlap_microbatches=complete.overlap_microbatches,
+        overlap_microbatches=complete.microbatch_overlap(spec),
     )
     name_in_watch(module)
     return ParallelModel(module, mesh, pipeline)

@@ -164,7 +164,8 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def overlap_report(module: nn.Module) -> str:
-    """A table of the call sites where collectives overlap with matmuls: the request, calls, overlapped calls, and reason.
+    """A table of the call sites where collectives overlap with matmuls: the request, calls, overlapped calls, and reason;
+    after it what `overlap_microbatches="auto"` has measured.
 
     Args:
         module: a model that `parallelize_module` returned.
@@ -172,9 +173,11 @@ def overlap_report(module: nn.Module) -> str:
     Returns: the table as text, of the calls on this rank; a sentence where nothing overlaps. No communication.
     Raises: ModelError `not-parallelized`.
     """
-    call_sites = require_record(module).overlap.call_sites
+    overlap = require_record(module).overlap
+    call_sites, last = overlap.call_sites, (overlap.microbatches,) if overlap.microbatches else ()
     if not call_sites:
-        return "no overlap: apply the plan with overlap=auto or chunked on more than one rank"
+        none = "no overlap of linears: apply the plan with overlap=auto or chunked on more than one rank"
+        return "\n".join((none, *last))
     totals: dict[tuple[str, ...], list[int]] = {}
     for call_site in call_sites:
         planned = call_site.planned
@@ -184,7 +187,7 @@ def overlap_report(module: nn.Module) -> str:
         (f"{name} (x{count})" if count > 1 else name, op, requested, f"{overlapped} of {calls}", reason)
         for (name, op, requested, reason), (count, calls, overlapped) in totals.items()
     ]
-    return "\n".join(table(("where", "op", "asked", "overlapped", "last choice"), rows))
+    return "\n".join((*table(("where", "op", "asked", "overlapped", "last choice"), rows), *last))
 
 
 def overlap_counts(module: nn.Module, reset: bool = False) -> dict[str, tuple[int, int]]:

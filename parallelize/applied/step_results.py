@@ -72,6 +72,8 @@ class CountedCallSite(Protocol):
 class OverlapOfModel(Protocol):
     """A `tensor.overlap_sites.Overlap`."""
 
+    microbatches: str
+
     @property
     def call_sites(self) -> Sequence[CountedCallSite]: ...
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -19,9 +21,8 @@ from parallelize.errors import ModelError, Problem
 from parallelize.mesh import DATA_AXES
 from parallelize.pipeline import failure
 from parallelize.pipeline.batch_reader import BatchReader
-from parallelize.pipeline.microbatch_inputs import (
-    MicrobatchInputs,
-)
+from parallelize.pipeline.microbatch_inputs import MicrobatchInputs
+from parallelize.pipeline.pair_trial import PairTrial
 from parallelize.pipeline.paired_actions import PairRunner, check_overlap_of_microbatches
 from parallelize.pipeline.replica_check import ReplicaCheck
 from parallelize.pipeline.schedules import Action, Schedule, build_schedule
@@ -36,6 +37,7 @@ from parallelize.randomness.dropout.position import Clock, Position
 from parallelize.recomputation.recompute import recomputed
 from parallelize.watchdog.watching import telling_of
 
+log = logging.getLogger("parallelize")
 T = torch.Tensor
 
 
@@ -66,6 +68,7 @@ class Pipeline:
         compare_every: with `check_replicated`, compare the parameters that ranks store alike in the first call, and in every
             N-th after it, see `ReplicaCheck`; 0: never.
         overlap_microbatches: run each forward beside the backward of the microbatch before it: see `Options`. On one stage.
+            "auto": as the first steps measure.
 
     Attributes:
         steps_done: number of successful steps. Dropout depends on it, so checkpoints store it.
@@ -94,7 +97,7 @@ class Pipeline:
         clock: Clock | None = None,
         check_replicated: bool = True,
         compare_every: int = 100,
-        overlap_microbatches: bool = False,
+        overlap_microbatches: bool | str = False,
     ):
         self.module, self.mesh, self.data, self.clock = module, mesh, data, clock
         self.steps_done = 0
@@ -131,6 +134,8 @@ class Pipeline:
         self._compared: set[tuple] = set()  # signatures of inputs that the pp ranks have compared
         self._spans: list[tuple[Action, float, float]] = []
         self.run_pair = PairRunner(self.device) if overlap_microbatches else None
+        measured = overlap_microbatches == "auto" and mesh.size() > 1
+        self.pair_trial = PairTrial(self._report_pairs) if measured else None
         self.record = False
 
     def _schedule(self, name: str, count: int, stages_per_rank: int | None) -> Schedule:
@@ -179,6 +184,7 @@ class Pipeline:
         Cost: activations and their gradients between neighboring stages, an all_reduce of 64 bytes and one of two scalars
             over the mesh, reductions of gradients over the data axes and over ties.
         """
+        began = time.perf_counter()
         run = self._loss_run(args, kwargs, targets, labels)
         with ExitStack() as stack:
             if self.pending_reductions is not None:
@@ -188,7 +194,7 @@ class Pipeline:
             if self.data is not None:
                 self.data.hold()
             self._execute(run)
-        failed, loss = self._outcome(run)
+        failed, loss = self._outcome(run, self.pair_trial)
         if self.data is not None:
             self.data.finish()
         if failed:
@@ -199,6 +205,8 @@ class Pipeline:
         if self.ties is not None:
             self.ties.reduce_gradients()
         self.steps_done += 1
+        if self.pair_trial is not None:
+            self.pair_trial.end_step(time.perf_counter() - began)
         return loss
 
     @torch.no_grad()
@@ -287,7 +295,8 @@ class Pipeline:
                 facts["inputs of the step"] = str(signature)
             self._compared.add(signature)
         steps: list[Any] = [step for step in self.actions if not forward_only or _is_forward(step)]
-        if self.run_pair is not None and not forward_only:
+        in_pairs = self.pair_trial is None or self.pair_trial.in_pairs
+        if self.run_pair is not None and in_pairs and not forward_only:
             steps = list(self.run_pair.steps(steps))
         split = self._splits and not forward_only and self._may_split()
         return StepRun(
@@ -358,17 +367,29 @@ class Pipeline:
             raise run.cause
         failure.raise_together(run.failure, self.world, run.cause)
 
-    def _outcome(self, run: StepRun) -> tuple[bool, T]:
-        """(whether any rank failed, the loss). One all_reduce of two scalars over the mesh."""
+    def _report_pairs(self, text: str) -> None:
+        record = record_of(self.module)
+        if record is not None:
+            record.overlap.microbatches = text
+        if dist.get_rank() == 0:
+            log.info(text)
+
+    def _outcome(self, run: StepRun, trial: PairTrial | None = None) -> tuple[bool, T]:
+        """(whether any rank failed, the loss). One all_reduce of two scalars over the mesh, and of a time during a trial."""
         loss = torch.stack(run.losses).sum() if run.losses else torch.zeros((), device=self.device)
         if self.mesh.size() == 1:
             return run.failure is not None, loss
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # failures, loss
+        trial = trial if trial is not None and trial.is_running else None
+        totals = torch.zeros(2 if trial is None else 3, dtype=torch.float64, device=self.device)  # failures, loss, time
         totals[0] = float(run.failure is not None)
         if self._counts_loss():
             totals[1] = loss
+        if trial is not None:
+            totals[2] = trial.own_s or 0.0
         with telling_of(run.cause):
             dist.all_reduce(totals, group=self.world)
+        if trial is not None:
+            trial.take(float(totals[2]) / self.mesh.size())
         return bool(totals[0] > 0) or self.check.differs(), totals[1]
 
     def _counts_loss(self) -> bool:

@@ -6,10 +6,20 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from parallelize.plan.options import DTYPES, NAMES, RECOMPUTE
+from parallelize.plan.options import AUTO, DTYPES, NAMES, RECOMPUTE
 from parallelize.styles.contract import OVERLAPS
 
 _BY_PLAN = " (default: the plan's, else {})"
+
+
+def _flag_or_auto(text: str) -> bool | str:
+    """Raises: ArgumentTypeError."""
+    values: dict[str, bool | str] = {"on": True, "true": True, "off": False, "false": False, AUTO: AUTO}
+    if text not in values:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of on, off and auto")
+    return values[text]
+
+
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "schedule": {"help": "of the pipeline" + _BY_PLAN.format("1f1b")},
     "num_microbatches": {"type": int, "metavar": "N", "help": "microbatches of a step (default: twice pp)"},
@@ -20,7 +30,13 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "loss_parallel": {"help": "logits stay shards of the vocabulary over tp"},
     "fuse_loss": {"help": "compute head and loss together, one chunk of tokens at a time"},
     "overlap": {"choices": OVERLAPS, "help": "collectives overlapped with matmuls" + _BY_PLAN.format("off")},
-    "overlap_microbatches": {"help": "a forward runs beside the backward of the microbatch before it"},
+    "overlap_microbatches": {
+        "nargs": "?",
+        "const": True,
+        "type": _flag_or_auto,
+        "metavar": "on|off|auto",
+        "help": "a forward runs beside the backward of the microbatch before it; auto: where the first steps are faster so",
+    },
     "ulysses": {"type": int, "metavar": "N", "help": "ranks of cp that exchange heads; the rest forms a ring"},
     "ep": {"type": int, "metavar": "N", "help": "ranks over which whole experts are divided, folded over dp x cp x tp"},
     "etp": {

@@ -21,7 +21,7 @@ class OptionKeywords(TypedDict, total=False):
     loss_parallel: bool | None
     fuse_loss: bool | None
     overlap: str | None
-    overlap_microbatches: bool | None
+    overlap_microbatches: bool | str | None
     ulysses: int | None
     ep: int | None
     etp: int | None

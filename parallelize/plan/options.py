@@ -36,7 +36,8 @@ class Options:
         overlap: "auto", "off", "chunked" or "symm_mem": collectives overlap with matmuls. "auto" measures link and matmuls
             once, at the first forward, and overlaps where that is faster; see `overlap_report`.
         overlap_microbatches: the forward of a microbatch runs beside the backward of the one before it: where one waits for a
-            message, the other computes. Not with pipeline stages, ZeRO 3 or recompute.
+            message, the other computes. Not with pipeline stages, ZeRO 3 or recompute. "auto": where it can, and where it is faster,
+            which the first steps measure.
         ulysses: ranks of `cp` that exchange heads, where the rest forms a ring: see `context_parallel`.
         ep: ranks over which whole experts of a mixture are divided, folded over dp x cp x tp: a divisor of their number that
             is a multiple or a divisor of tp. 1: each expert is split over `tp`.
@@ -61,7 +62,7 @@ class Options:
     loss_parallel: bool = _BY_PLAN
     fuse_loss: bool = _BY_PLAN
     overlap: str = _BY_PLAN
-    overlap_microbatches: bool = _BY_PLAN
+    overlap_microbatches: bool | str = _BY_PLAN
     ulysses: int = _BY_PLAN
     ep: int = _BY_PLAN
     etp: int = _BY_PLAN
@@ -110,6 +111,11 @@ class Options:
         pp = mesh.ranks("pp")
         return self.num_microbatches or (2 * pp if pp > 1 else 1)
 
+    def microbatch_overlap(self, mesh: MeshSpec) -> bool | str:
+        """`overlap_microbatches` of these complete options on a mesh: False where it is "auto" and nothing can overlap."""
+        impossible = self.overlap_microbatches == AUTO and any(_wrong_overlap_of_microbatches(self, mesh))
+        return False if impossible else self.overlap_microbatches
+
     def check_on(self, mesh: MeshSpec) -> list[Problem]:
         """What is wrong with these complete options on a mesh, of what needs no model."""
         return list(_wrong_on_mesh(self, mesh))
@@ -121,6 +127,9 @@ _COUNTS = ("num_microbatches", "stages_per_rank", "recompute_every", "ulysses", 
 ROW_OPTIONS = ("sequence_parallel", "loss_parallel", "fuse_loss", "ep", "etp")
 """Options that decide contracts and layouts over `tp`."""
 FLAGS = ("defer", "sequence_parallel", "loss_parallel", "fuse_loss", "overlap_microbatches")
+AUTO = "auto"
+AUTO_FLAGS = ("overlap_microbatches",)
+"""Flags that may be "auto", too."""
 NUMBERS = ("zero", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep", "etp", "compare_every")
 
 
@@ -155,10 +164,11 @@ def _wrong_values(options: Options) -> Iterator[Problem]:
     if options.schedule is not None and not isinstance(options.schedule, str):
         yield Problem("bad-option", f"schedule is {options.schedule!r}", fix="the name of a schedule, such as 1f1b")
     for name in FLAGS:
-        if getattr(options, name) not in (None, False, True):
-            yield Problem(
-                "bad-option", f"{name} is {getattr(options, name)!r}", fix="True, False, or None for the plan's"
-            )
+        automatic = (AUTO,) if name in AUTO_FLAGS else ()
+        if getattr(options, name) not in (None, False, True, *automatic):
+            choices = ", ".join(("True", "False", *map(repr, automatic)))
+            what = f"{name} is {getattr(options, name)!r}"
+            yield Problem("bad-option", what, fix=f"{choices}, or None for the plan's")
     yield from wrong_counts(options, _COUNTS)
     yield from wrong_counts(options, ("compare_every",), least=0)
 
@@ -198,7 +208,7 @@ def _wrong_on_mesh(options: Options, mesh: MeshSpec) -> Iterator[Problem]:
     if mesh.ranks("cp") % options.ulysses and mesh.ranks("cp") > 1:
         yield wrong_ulysses(options.ulysses, mesh.ranks("cp"))
     yield from wrong_folding(options, mesh)
-    if options.overlap_microbatches:
+    if options.overlap_microbatches is True:
         yield from _wrong_overlap_of_microbatches(options, mesh)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mean, near
-from parallelize.plan.options import FLAGS, NUMBERS, Options
+from parallelize.plan.options import AUTO_FLAGS, FLAGS, NUMBERS, Options
 from parallelize.plan.options import NAMES as OPTION_NAMES
 from parallelize.plan.pattern import check_pattern
 from parallelize.plan.schema import (
@@ -185,6 +185,8 @@ def _defaults(reader: Reader, top: dict[str, yaml.Node]) -> Options:
 
 def _option(reader: Reader, name: str, node: yaml.Node) -> Any:
     """The value of one option; None after reporting."""
+    if name in AUTO_FLAGS:
+        return reader.flag_or_auto(node, name)
     if name in FLAGS:
         return reader.flag(node, name)
     if name in NUMBERS:

@@ -8,7 +8,9 @@ Torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import yaml
 
@@ -18,6 +20,7 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
 MAX_SCALAR = 1000
 MAX_EVENTS = 20_000
+_FLAG: dict[str, Any] = {"true": True, "false": False}
 
 
 @dataclass
@@ -78,9 +81,17 @@ class Reader:
 
     def flag(self, node: yaml.Node, what: str) -> bool:
         """`true` or `false`; anything else is reported and False."""
-        if isinstance(node, yaml.ScalarNode) and node.value in ("true", "false") and node.style is None:
-            return node.value == "true"
-        self.wrong(node, "wrong-type", f"{what} must be true or false, this is {_shown(node)}")
+        return bool(self._one_word(node, what, _FLAG))
+
+    def flag_or_auto(self, node: yaml.Node, what: str) -> bool | str:
+        """`true`, `false` or `auto`; anything else is reported and False."""
+        return self._one_word(node, what, {**_FLAG, "auto": "auto"})
+
+    def _one_word(self, node: yaml.Node, what: str, words: Mapping[str, Any]) -> Any:
+        if isinstance(node, yaml.ScalarNode) and node.value in words and node.style is None:
+            return words[node.value]
+        *others, last = words
+        self.wrong(node, "wrong-type", f"{what} must be {', '.join(others)} or {last}, this is {_shown(node)}")
         return False
 
     def number(self, node: yaml.Node, what: str) -> int | None:

@@ -226,7 +226,13 @@ class CallSite:
 
 
 class Overlap:
-    """The call sites of one model, and the weight gradients that they may defer."""
+    """The call sites of one model, and the weight gradients that they may defer.
+
+    Attributes:
+        microbatches: what was measured of microbatches beside each other, or "".
+    """
+
+    microbatches = ""
 
     def __init__(self) -> None:
         self.call_sites: list[CallSite] = []

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from parallelize import build_mesh, parallelize_model
+from parallelize import build_mesh, overlap_report, parallelize_model
 from parallelize.errors import ParallelizeError
 from tests.pipeline.behavior_jobs import FailingBlock
 from tests.pipeline.pipeline_jobs import build, full_value, reference
@@ -43,6 +43,31 @@ def same_as_in_order(
         together = sum(spans[f"0F{n + 1}"][0] < spans[f"0B{n}"][0] < spans[f"0F{n + 1}"][1] for n in range(2))
     bits = all(torch.equal(grads[0][name], grad) for name, grad in grads[1].items())
     return {"losses": losses[0] == losses[1], "bits": bits, "error": worst(grads[1], grads[0])[0], "together": together}
+
+
+def measured(rank: int, faster: bool) -> dict[str, Any]:
+    """The choice of two ranks of which one, by itself, would choose the other order."""
+    model, mesh = tiny_model("llama", torch.float64), build_mesh("cpu", tp=2)
+    ids, labels = tiny_batch(batch=4, length=8)
+    chosen: dict[str, Any] = {"num_microbatches": 2, "sequence_parallel": True}
+    in_order = parallelize_model(copy.deepcopy(model), mesh, **chosen)
+    expected = float(in_order.step(ids, targets=labels))
+    parallel = parallelize_model(model, mesh, overlap_microbatches="auto", **chosen)
+    trial = parallel.pipeline.pair_trial
+    end_step, losses = trial.end_step, set()
+    gain = 3.0 if rank == 0 else -1.0  # of the faster order: the mean decides
+
+    def timed(own_s: float) -> None:
+        end_step(10.0 - gain if trial.in_pairs is faster else 10.0)
+
+    trial.end_step = timed
+    for _ in range(14):
+        losses.add(float(parallel.step(ids, targets=labels)))
+    return {
+        "in_pairs": trial.in_pairs,
+        "losses": losses == {expected},
+        "report": overlap_report(parallel.module).splitlines()[-1],
+    }
 
 
 def a_pair_fails(rank: int, at: int, backward: bool) -> dict[str, Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from parallelize import MeshError, parallelize_model
+from parallelize import MeshError, Options, parallelize_model
+from parallelize.mesh import MeshSpec
+from parallelize.pipeline.pair_trial import PairTrial
 from tests.pipeline import pair_jobs as jobs
 from tests.pipeline.pipeline_jobs import mesh_parity
 from tests.support.models import tiny_model
@@ -65,6 +69,39 @@ def test_forwards_run_beside_backwards_and_change_no_number(two_processes, famil
         assert result["together"] == 2
         assert result["error"] <= 1e-12
         assert (result["losses"] and result["bits"]) or "overlap" in options  # other chunks, other rounding
+
+
+def test_a_trial_takes_turns_and_keeps_the_faster():
+    for faster in (True, False):
+        reports: list[str] = []
+        trial = PairTrial(reports.append)
+        kinds = []
+        for step in range(20):
+            kinds.append(trial.in_pairs)
+            trial.take(trial.own_s or 0.0)
+            slow = 9.0 if step < 2 or step == 7 else 1.0  # the first ones, and one that something else disturbs
+            trial.end_step(slow * (1.0 if kinds[-1] is faster else 1.1))
+        assert kinds == [True, False] * 6 + [True] + [faster] * 7
+        assert not trial.is_running and len(reports) == 1
+        assert reports[0].endswith(f"{'in pairs' if faster else 'in order'} from now on")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("faster", [True, False], ids=["pairs", "order"])
+def test_ranks_choose_together_by_the_mean_of_their_times(two_processes, faster):
+    for result in two_processes.run(jobs.measured, faster):
+        assert result["in_pairs"] is faster
+        assert result["losses"]
+        assert result["report"].endswith(f"{'in pairs' if faster else 'in order'} from now on")
+
+
+def test_auto_is_in_order_where_nothing_can_overlap():
+    chosen = Options(overlap_microbatches="auto", num_microbatches=4)
+    assert chosen.complete().microbatch_overlap(MeshSpec(tp=2)) == "auto"
+    for axes, options in (({"pp": 2}, {}), ({"dp": 2}, {"zero": 3}), ({"tp": 2}, {"num_microbatches": 1})):
+        complete = replace(chosen, **options).complete()
+        assert not complete.check_on(MeshSpec(**axes))
+        assert complete.microbatch_overlap(MeshSpec(**axes)) is False
 
 
 @pytest.mark.processes

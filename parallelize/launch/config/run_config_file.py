@@ -19,7 +19,7 @@ from parallelize.errors import LaunchError, ModelError, ParallelizeError, PlanEr
 from parallelize.launch.config.run_config import SCHEMA_VERSION, RunConfig
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.plan.block_formats import block_format
-from parallelize.plan.options import FLAGS, NAMES, NUMBERS, Options
+from parallelize.plan.options import AUTO_FLAGS, FLAGS, NAMES, NUMBERS, Options
 from parallelize.plan.yaml_nodes import Reader, compose
 
 _REAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
@@ -181,6 +181,8 @@ def _options(reader: RunReader, node: yaml.Node) -> Options:
 
 
 def _option(reader: RunReader, name: str, node: yaml.Node) -> Any:
+    if name in AUTO_FLAGS:
+        return reader.flag_or_auto(node, name)
     if name in FLAGS:
         return reader.flag(node, name)
     if name in NUMBERS:

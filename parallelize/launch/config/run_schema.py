@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelize.launch.config.run_config import RunConfig
-from parallelize.plan.options import DTYPES, FLAGS, NAMES, NUMBERS, RECOMPUTE
+from parallelize.plan.options import AUTO, AUTO_FLAGS, DTYPES, FLAGS, NAMES, NUMBERS, RECOMPUTE
 from parallelize.styles.contract import OVERLAPS
 
 FILE = Path(__file__).parent / "run.schema.json"
@@ -63,7 +63,9 @@ def _options() -> dict[str, Any]:
     choices = {"overlap": OVERLAPS, "recompute": RECOMPUTE, "dtype": DTYPES, "reduce_dtype": DTYPES}
     properties: dict[str, Any] = {}
     for name in NAMES:
-        if name in FLAGS:
+        if name in AUTO_FLAGS:
+            properties[name] = {"enum": [True, False, AUTO]}
+        elif name in FLAGS:
             properties[name] = {"type": "boolean"}
         elif name in NUMBERS:
             properties[name] = {"type": "integer", "minimum": 0}

@@ -24,11 +24,8 @@ def _two_rotary_tables() -> dict[str, Any]:
 
 def _sparse_layers() -> dict[str, Any]:
     layers = {"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]}
-    encoder = {
-        "hidden_size": 896,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-    }  # as wide as the tower that it reads
+    # as wide as the tower that it reads
+    encoder = {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
     text = {**layers, "head_dim": 32, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
     return {"text_config": text, "vision_config": {"encoder_config": encoder}}
 
@@ -79,9 +76,8 @@ def _projector_of_sound() -> dict[str, Any]:
 
 FIELDS: dict[str, Callable[[], dict[str, Any]]] = {
     "lfm2_moe": _conv_layers,
-    "big_bird": lambda: {
-        "attention_type": "original_full"
-    },  # to which it changes in its forward where sequences are short
+    # to which it changes in its forward where sequences are short
+    "big_bird": lambda: {"attention_type": "original_full"},
     "bigbird_pegasus": lambda: {"attention_type": "original_full"},
     "cohere_compass_text": _with_rotary,
     "xmod": lambda: {"default_language": "en_XX"},

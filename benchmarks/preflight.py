@@ -4,9 +4,9 @@
     sudo python -m benchmarks.preflight --hosts 4 --ranks 16 --silent --rate 100mbit
 
 A host is a network namespace with a hostname of its own, behind a link of limited rate (see `slow_link`). Its ranks are
-forked from a process that has imported everything, with the variables of srun, so that the seconds are those of the preflight: from the start of
-all ranks to the end of the last one under `--dry-run`. A silent host starts no ranks. The roll call of many ranks has a connection to a
-TCP store for each of them, in threads of one process.
+forked from a process that has imported everything, with the variables of srun, so that the seconds are those of the preflight:
+from the start of all ranks to the end of the last one under `--dry-run`. A silent host starts no ranks. The roll call of many
+ranks has a connection to a TCP store for each of them, in threads of one process.
 
 Needs Linux, root, `ip`, `tc` and `unshare`.
 """

@@ -5,9 +5,10 @@
 Forms are a plan and PyTorch's dict, with tensor parallelism (tp) and with sequence parallelism too (tp_sp). Each round runs, for each
 form, some steps with a watch and as many without one, in an order that is shuffled; the steps in which the watch learns what follows what
 are not counted. Ratios are those of the lower quartiles of all steps, with a 95% interval by drawing the rounds again: of the processor
-time of the thread that trains on rank 0, with that of the turns of the watch's thread, which other load of the machine disturbs less; and of
-the time. The parts of the watch are timed by themselves too: a call at each collective, inside modules, in a loop, and a turn of the thread. Between the matmuls of a
-model, which fill the caches, calls take some times that.
+time of the thread that trains on rank 0, with that of the turns of the watch's thread, which other load of the machine disturbs
+less; and of
+the time. The parts of the watch are timed by themselves too: a call at each collective, inside modules, in a loop, and a turn of
+the thread. Between the matmuls of a model, which fill the caches, calls take some times that.
 """
 
 from __future__ import annotations

@@ -136,8 +136,8 @@ def parallelize_module(
         handshake_timeout_s: how long ranks wait for each other before the missing ones are named.
 
     Returns: the same module; its parameters are DTensors, its activations plain local tensors.
-    Raises: a backward, ModelError `unreduced-gradients`. This call, PlanError, ModelError (such as `early-optimizer`), MeshError, ShapeError before anything is changed;
-        HandshakeError where ranks differ. On every rank.
+    Raises: a backward, ModelError `unreduced-gradients`. This call, PlanError, ModelError (such as `early-optimizer`), MeshError,
+        ShapeError before anything is changed; HandshakeError where ranks differ. On every rank.
     Cost: one exchange of digests, and, unless src_data_rank is None, one broadcast over `tp` of every parameter's bytes.
     """
     mesh = device_mesh if device_mesh is not None else private.current_mesh()

@@ -102,8 +102,9 @@ def parallelize_model(
 
     Returns: the model with its step, optimizer and clipping.
     Raises: MeshError `unknown-axis`, `no-data-axis`; ModelError `unknown-option`, `bad-option`, `bad-zero-stage`,
-        `meta-without-values`, `wrong-order`, `other-data-parallel`, `early-optimizer`; HandshakeError `replicas-differ`; PlanError, and what
-        the called functions raise. Before anything is changed, where it can be known by then; the same on every rank.
+        `meta-without-values`, `wrong-order`, `other-data-parallel`, `early-optimizer`; HandshakeError `replicas-differ`;
+        PlanError, and what the called functions raise. Before anything is changed, where it can be known by then; the same on
+        every rank.
     Cost: of the call itself: an exchange of digests for each of the steps that decide something, with `check_replicated` a
         read of the parameters, the broadcast of `parallelize_module`, and of tied copies. Of a step: see `explain`.
     """

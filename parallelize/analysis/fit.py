@@ -269,9 +269,8 @@ def lower_bound_s(subject: Subject, setting: Setting, machine: Machine) -> float
     flops_per_s = machine.peak_flops[setting.dtype or setting.weights_dtype] * machine.matmul_efficiency
     flops = model_flops(subject, setting) * (4 / 3 if setting.recompute == "full" else 1.0)
     stages, count = setting.size("pp"), setting.step_microbatches
-    idle = {"1f1b": 1.0, "interleaved_1f1b": 0.5}.get(
-        setting.schedule, 0.0
-    )  # fraction of the stages that wait at both ends
+    # fraction of the stages that wait at both ends
+    idle = {"1f1b": 1.0, "interleaved_1f1b": 0.5}.get(setting.schedule, 0.0)
     return flops / (flops_per_s * setting.mesh.world_size) * (count + idle * (stages - 1)) / count
 
 

@@ -69,7 +69,8 @@ def lint(
         Findings, errors first; empty for a plan without mistakes.
 
     Raises:
-        MeshError: `bad-mesh`. ModelError: `unknown-option`, `bad-option`, or that the model cannot be read. All other mistakes are findings.
+        MeshError: `bad-mesh`. ModelError: `unknown-option`, `bad-option`, or that the model cannot be read. All other mistakes
+            are findings.
 
     Cost:
         No communication: one process, tensors without values.

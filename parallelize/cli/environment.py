@@ -52,9 +52,8 @@ def environment() -> dict[str, Any]:
     """Versions, hardware, torch's features and environment variables, as `env --json` prints them."""
     torch = _torch()
     packages = {name: _version(name) for name in PACKAGES}
-    packages["torch"] = torch.get(
-        "version", packages.get("torch")
-    )  # with its build (`+cu130`), which the package's version may lack
+    # with its build (`+cu130`), which the package's version may lack
+    packages["torch"] = torch.get("version", packages.get("torch"))
     return {
         "parallelize": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",

@@ -104,9 +104,8 @@ def _new_file(size: int) -> tuple[str, int]:
     except OSError:
         return "", -1
     try:
-        os.posix_fallocate(
-            descriptor, 0, shared_memory.file_bytes(size)
-        )  # else a full /dev/shm would kill a later writer
+        # else a full /dev/shm would kill a later writer
+        os.posix_fallocate(descriptor, 0, shared_memory.file_bytes(size))
     except OSError:
         os.close(descriptor)
         os.unlink(f"{_FOLDER}/{name}")

@@ -105,9 +105,8 @@ class IterableBatches:
             what = f"{num_workers} workers cannot divide the {len(self._parts)} sources that this rank reads"
             fix = f"use num_workers={len(self._parts)} or fewer, or split the data into more sources"
             raise DataError(Problem("too-many-workers", what, fix=fix))
-        named = options.keys() - (
-            {"in_order"} if options.get("in_order", True) else set()
-        )  # the order is that of the sources
+        # the order is that of the sources
+        named = options.keys() - ({"in_order"} if options.get("in_order", True) else set())
         refused = named & {
             "batch_size",
             "shuffle",

@@ -147,9 +147,8 @@ def _divide_heads(part: Any, widths: _Widths) -> None:
     if not heads or not hidden:
         return
     most = _MAX_HEADS if widths.head_width else _FEW_HEADS
-    fewer = (
-        heads if _BOXES & vars(part).keys() else _fewer(heads, kv_heads or heads, most)
-    )  # boxes make up the hidden size
+    # boxes make up the hidden size
+    fewer = heads if _BOXES & vars(part).keys() else _fewer(heads, kv_heads or heads, most)
     fewer_kv = _fewer_kv(heads, kv_heads or heads, fewer)
     for name, value in list(vars(part).items()):
         if type(value) is int and name.endswith(("heads", "n_head")) and "mamba" not in name and "linear" not in name:

@@ -345,9 +345,8 @@ class Drafting:
             return
         repeats = {factor for part in parts for factor in part[1:] if factor in self.classes.repeats}
         mixes = (mix for mix in self.classes.record.mixes if not self._is_gated_norm(mix.module))
-        packed = {
-            factor for part in parts for factor in part[1:] if factor in self.classes.parts
-        }  # q, k and v of a group
+        # q, k and v of a group
+        packed = {factor for part in parts for factor in part[1:] if factor in self.classes.parts}
         if not packed and not any(repeats & set(leaves(mix.dim)) for mix in mixes):
             self.draft.below.append(self._size_name(candidate.factor.size))
 
@@ -404,9 +403,8 @@ class Drafting:
         }
         for name, linear in self.classes.linears.items():
             is_head = linear.weight.ndim == 2 and linear.weight.shape[output_dim(linear)] == rows
-            if (
-                name not in self.draft.styles and is_head and id(linear.weight) not in full
-            ):  # a tie with a table that is not sharded
+            # a tie with a table that is not sharded
+            if name not in self.draft.styles and is_head and id(linear.weight) not in full:
                 self.draft.styles[name] = f"colwise(output={self.logits})"
 
     def _only_looked_up(self, dim: Any) -> bool:

@@ -119,9 +119,8 @@ class Boundaries:
         changed = _changed(dim, self.record.gathered_tokens, self.record.token_shards)
         if changed is not None:
             return changed
-        changed = [
-            Factor(factor.size) for factor in leaves(dim)
-        ]  # where the region begins, or of tensors that a block made
+        # where the region begins, or of tensors that a block made
+        changed = [Factor(factor.size) for factor in leaves(dim)]
         self.record.token_shards += [changed] if index else []  # dim 0 may be batch and tokens
         return changed
 

@@ -35,8 +35,8 @@ class ShardableFactor:
 
     Attributes:
         columns, rows: the linears that have it as an output dim, and those that sum over it.
-        block: the module that must convert its input once, because full activations that have a gradient meet the factor inside of it, as the
-            latents of all heads do; empty: there are none.
+        block: the module that must convert its input once, because full activations that have a gradient meet the factor inside
+            of it, as the latents of all heads do; empty: there are none.
     """
 
     factor: Factor
@@ -87,7 +87,8 @@ class Classes:
 
     Args:
         record: of a forward. model: that ran it.
-        counts: (module, whether there is a rule for the operation) -> whether an operation that needs all of a dim is counted. None: all are.
+        counts: (module, whether there is a rule for the operation) -> whether an operation that needs all of a dim is counted.
+            None: all are.
     """
 
     def __init__(self, record: Record, model: nn.Module, counts: Callable[[str, bool], bool] | None = None):

@@ -18,9 +18,8 @@ def _contract(record: Record, a: Dim, b: Dim, tensors: tuple[T, ...], name: str)
     names = [weight for tensor in tensors for weight in record.weights(tensor)]
     own = record.weight_of(record.module)
     if dim:
-        is_linear = any(
-            record.weights(tensor) == {own} for tensor in tensors
-        )  # its input may be made of parameters too
+        # its input may be made of parameters too
+        is_linear = any(record.weights(tensor) == {own} for tensor in tensors)
         weight = f"{record.module}.weight" if is_linear else names[0] if len(names) == 1 else ""
         record.contractions.append(Contraction(dim, weight, record.module, line_of_model()))
 

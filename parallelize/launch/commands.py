@@ -54,9 +54,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.schema:
         print(FILE)
         return FINE
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "6"
-    )  # the profiler says nothing of its own, as long as torch is not imported
+    # the profiler says nothing of its own, as long as torch is not imported
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     _check_arguments(options)
     config = read_run_config(options.config, options.overrides)
     if options.emit:

@@ -29,9 +29,8 @@ def config_of_file(path: Path, overrides: Mapping[str, Any]) -> Any:
     path = config_path(path)
     values = read_config(path)
     model_type = values["model_type"]
-    if (
-        model_type not in CONFIG_MAPPING
-    ):  # transformers would ask on the terminal whether to run the code of such a config
+    # transformers would ask on the terminal whether to run the code of such a config
+    if model_type not in CONFIG_MAPPING:
         what = f"transformers has no model type `{model_type}`"
         raise ModelError(Problem("unknown-model", what, str(path), fix=did_you_mean(model_type, CONFIG_MAPPING)))
     _check_values(values, CONFIG_MAPPING[model_type], str(path))

@@ -86,10 +86,8 @@ def _state_of_this_thread(device: torch.device) -> Callable[[], ExitStack]:
 
     def enter() -> ExitStack:
         stack = ExitStack()
-        for (
-            kind,
-            dtype,
-        ) in kinds.items():  # not by the context manager, whose end drops casts that the forward still uses
+        # not by the context manager, whose end drops casts that the forward still uses
+        for kind, dtype in kinds.items():
             torch.set_autocast_enabled(kind, True)
             torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_cache_enabled(caches)

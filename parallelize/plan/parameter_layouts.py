@@ -210,9 +210,8 @@ class LayoutMaker:
         owner = fact.fqn.rpartition(".")[0]
         facts = self.model.modules.get(owner)
         groups = {"grouped": "groups", "channel_norm": "num_groups"}.get(facts.kind, "") if facts is not None else ""
-        if (
-            count := getattr(self.model.objects[owner], groups, None) if groups else None
-        ):  # the channels of a group stay together
+        # the channels of a group stay together
+        if count := getattr(self.model.objects[owner], groups, None) if groups else None:
             return fact.shape[0] // int(count)
         for name in filter(None, (owner, owner.rpartition(".")[0])):
             module = self.model.objects.get(self.model.aliases.get(name, name))

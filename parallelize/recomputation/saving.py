@@ -242,9 +242,6 @@ def _kernel_with_replay(name: str) -> Callable[..., Any]:
 
 
 for _name in _LINEARS:
-    for _device in (
-        "CPU",
-        "CUDA",
-        "XPU",
-    ):  # these take precedence over the kernel for all devices in `ops/matmul/matmul_ops.py`
+    # these take precedence over the kernel for all devices in `ops/matmul/matmul_ops.py`
+    for _device in ("CPU", "CUDA", "XPU"):
         LIBRARY.impl(_name, _kernel_with_replay(_name), _device)

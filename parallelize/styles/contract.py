@@ -76,8 +76,8 @@ class Use:
             one, each expert is split along it over the ranks of `etp`.
         expert_dim: of `by_expert`: the dim along which experts follow each other. In dim 0 there may be `chunks` of them, of several
             rows each; in another dim each of `chunks` has one element of every expert.
-        widths: for each of `unit`, the width of its units, the name of a size or a number, or "", where chunks of several widths are packed;
-            empty: all units are equally wide.
+        widths: for each of `unit`, the width of its units, the name of a size or a number, or "", where chunks of several widths
+            are packed; empty: all units are equally wide.
     """
 
     dim: int | None = None
@@ -153,13 +153,13 @@ class Contract:
         uses: parameter name to its use; a parameter that is not named is replicated.
         compute: what runs between the conversions: "stock" (the module's own forward), or a word that `apply` knows:
             "rowwise" (the bias is added once, after the reduction), "embedding" (ids outside the local shard give
-            zeros), "channel_norm" (a batch or group norm of this rank's channels), "rms_norm" and "gated_norm" (the mean square is taken over all ranks that have a part of it), "scan" (a state-space
-            mixer, which reads shards of its children's parameters), "multihead" (the arithmetic of
-            `nn.MultiheadAttention` on this rank's heads), "ulysses" (its attention exchanges a sequence
-            shard for a head shard), "deferred_head" (the loss runs its matmul), "lookup" (an embedding's own forward),
-            "experts" (tokens, choices and their weights are converted, and each rank computes a shard of every expert), "dense
-            experts" (as "experts", called with all tokens once for each expert), "whole experts" (tokens are sent to the ranks that
-            have their experts, and their results back), "scaled experts" (the same, called as "dense experts").
+            zeros), "channel_norm" (a batch or group norm of this rank's channels), "rms_norm" and "gated_norm" (the mean square
+            is taken over all ranks that have a part of it), "scan" (a state-space mixer, which reads shards of its children's
+            parameters), "multihead" (the arithmetic of `nn.MultiheadAttention` on this rank's heads), "ulysses" (its attention
+            exchanges a sequence shard for a head shard), "deferred_head" (the loss runs its matmul), "lookup" (an embedding's own
+            forward), "experts" (tokens, choices and their weights are converted, and each rank computes a shard of every expert),
+            "dense experts" (as "experts", called with all tokens once for each expert), "whole experts" (tokens are sent to the
+            ranks that have their experts, and their results back), "scaled experts" (the same, called as "dense experts").
         inputs: arguments of which each rank takes the parts of its heads.
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.

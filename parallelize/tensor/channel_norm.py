@@ -74,10 +74,8 @@ def _batch_norm(start: int, stop: int, group: Group) -> Callable:
         if mean is None:
             return F.batch_norm(x, None, None, weight, bias, True, 0.0, self.eps)
         updates = self.training and self.track_running_stats
-        mean, var = (
-            mean[start:stop].clone(),
-            var[start:stop].clone(),
-        )  # backward saves them, and the buffers are written below
+        # backward saves them, and the buffers are written below
+        mean, var = mean[start:stop].clone(), var[start:stop].clone()
         out = F.batch_norm(x, mean, var, weight, bias, from_batch, _momentum(self, updates), self.eps)
         if updates:
             _exchange(self, mean, var, group)

@@ -70,9 +70,8 @@ def foreign_readers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Probl
             continue
         for item, name in _reads_in(model, fqn):
             is_known = row is not None and f"{item.child}.{item.parameter}" in row.contract.uses
-            is_known |= (
-                "." in item.child
-            )  # a module that is not a child: refused in the first forward, if the line is reached
+            # a module that is not a child: refused in the first forward, if the line is reached
+            is_known |= "." in item.child
             if resolved.parameters[name].layout.dim is not None and not is_known:
                 read.setdefault(item, fqn)
     for item, fqn in read.items():

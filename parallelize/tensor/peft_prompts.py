@@ -149,9 +149,8 @@ def local_prefixes(peft_model: Any, prompt: Any) -> Any:
 def _remembered(planned: nn.Module, record: PlanRecord, num_heads: int) -> Heads:
     by_count = _found.setdefault(planned, {})
     if num_heads not in by_count:
-        resolved = (
-            resolution_of(planned) or record.resolved
-        )  # of all pipeline stages: PEFT makes prefixes of all layers
+        # of all pipeline stages: PEFT makes prefixes of all layers
+        resolved = resolution_of(planned) or record.resolved
         by_count[num_heads] = heads_of_layers(resolved, dict(planned.named_modules()), num_heads)
     return by_count[num_heads]
 

@@ -53,9 +53,8 @@ class RecordedRoutes:
         """A forward of the model starts."""
         self._rows = rows = rows_of_call(module, args, kwargs)
         part = batch_part(module)
-        if (
-            part is None or part is not self._part
-        ):  # a step calls several forwards, each of its stages with all microbatches
+        # a step calls several forwards, each of its stages with all microbatches
+        if part is None or part is not self._part:
             self._batch, self._part = self.tokens, part
             self.tokens += (rows.batch if part is None else part.size) * rows.length
         self._first = self._batch + (0 if part is None else part.first) * rows.length

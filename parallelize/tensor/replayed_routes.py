@@ -176,9 +176,8 @@ def _checked(model: nn.Module, routes: Any) -> T:
         fqn, router = router_of(model, name)
         if (k := getattr(router, "top_k", by_layer.shape[2])) != by_layer.shape[2]:
             raise wrong_k(fqn, k, by_layer.shape[2])
-    for layer, (name, count) in enumerate(
-        layers.items()
-    ):  # those of other stages too, so that all ranks raise the error
+    # those of other stages too, so that all ranks raise the error
+    for layer, (name, count) in enumerate(layers.items()):
         _refuse_impossible(by_layer[:, layer], name, count)
     return by_layer
 

@@ -47,9 +47,8 @@ class ParallelSFTTrainer(ParallelTrainer):
         stock: Any = next(cls for cls in type(self).__mro__ if cls.__module__ == "transformers.trainer")
         trl: Any = self
         inputs = {**inputs, "use_cache": False}
-        if (
-            num_items_in_batch is None
-        ):  # TRL's evaluation names none: over cp the model would count the labels of all data ranks
+        # TRL's evaluation names none: over cp the model would count the labels of all data ranks
+        if num_items_in_batch is None:
             num_items_in_batch = trl._get_num_items_in_batch([inputs], self.args.device)
         loss, outputs = stock.compute_loss(self, model, inputs, True, num_items_in_batch)
         steps = trl.current_gradient_accumulation_steps if model.training else 1

@@ -87,8 +87,9 @@ def verify(
 
     Raises:
         ParallelizeError: for a plan, mesh, model or option with which no step can be run: `bad-backend`, `bad-mesh`,
-            `bad-dtype`, `bad-option`, `unknown-option`, `bad-seed`, `bad-gain`, `bad-inputs`, `factory-failed`, `reference-failed`, `not-deterministic`, `loss-no-sum`,
-            `ranks-timed-out`, ..., and whatever `parallelize_model` raises.
+            `bad-dtype`, `bad-option`, `unknown-option`, `bad-seed`, `bad-gain`, `bad-inputs`, `factory-failed`,
+            `reference-failed`, `not-deterministic`, `loss-no-sum`, `ranks-timed-out`, ..., and whatever `parallelize_model`
+            raises.
 
     Cost:
         The collectives of one to a few training steps for each mode. On threads they are copies in memory.

@@ -69,8 +69,8 @@ def watch(
         does nothing.
     Raises: ModelError `watch-open` where this process has an open watch. HandshakeError `collectives-differ` from a collective. Other
         ranks end with exit status 70, and the rank with the error with 1.
-    Cost: 2 us a collective, 20 us with cold caches; on gloo, 0.5 ms for each collective that no earlier step called at this point; two messages of
-        the store at most every 0.05 s.
+    Cost: 2 us a collective, 20 us with cold caches; on gloo, 0.5 ms for each collective that no earlier step called at this
+        point; two messages of the store at most every 0.05 s.
     """
     global _open
     if _open is not None:

@@ -244,9 +244,8 @@ class _RouterForward:
     def _add(self, logits: T, top_k: int) -> None:
         divided, sequence = self.rows.is_divided(len(logits)), self.rows.sequence
         weights = self._weights(len(logits), divided, logits.device)
-        if (
-            sequence.size > 1 and not divided
-        ):  # of attention that each rank runs in full, beside routers of shards: a part of each row
+        # of attention that each rank runs in full, beside routers of shards: a part of each row
+        if sequence.size > 1 and not divided:
             logits, divided = ops.copy(logits, sequence), True
             weights = (logits.new_ones(len(logits)) if weights is None else weights) / sequence.size
         self.sums = sums_of(logits, top_k, weights, divided) + self.sums

@@ -110,7 +110,8 @@ def shard_data(
     """Keep the data-parallel ranks of a mesh in step, in place, and return the model.
 
     Gradients are SUMS over the axes dp_replicate, dp (or dp_shard) and cp: divide the loss by the global count of tokens,
-    as `Pipeline.step` does, and as is done for the loss that a causal model of `transformers` computes from `labels`. State is sharded over dp (or dp_shard) and replicated over dp_replicate and cp.
+    as `Pipeline.step` does, and as is done for the loss that a causal model of `transformers` computes from `labels`. State is
+    sharded over dp (or dp_shard) and replicated over dp_replicate and cp.
 
     Args:
         module: plain, or after `parallelize_module`. Build the optimizer afterwards, with `build_optimizer`.
@@ -127,14 +128,15 @@ def shard_data(
         check_replicated: compare the parameters over the data axes, by digest. Those on meta have no values to compare.
 
     Returns: the same module.
-    Raises: MeshError `no-data-axis`; ModelError `bad-zero-stage`, `data-axes-taken`, `other-data-parallel`, `early-optimizer`, `mixes-rows`; for stage 3 also
-        ModelError `unmatched-unit`, `scalar-parameter`; HandshakeError `replicas-differ`, and `ranks-disagree` where ranks
-        were given other settings. On every rank; before anything is changed, but for `scalar-parameter`.
-    Cost: handshakes, and with `check_replicated` a read of the parameters and an all-gather of 40 bytes. A step sends, with P bytes of gradients and n ranks: stages 0 and 1, one all-reduce of P (and
-        stage 1 an all-gather of the parameters after the optimizer's step); stage 2, a reduce-scatter of P per backward, or
-        per step with `defer`, and the all-gather; stage 3, an all-gather of the parameters in forward and in backward, a
-        reduce-scatter of P, and per backward one all-reduce of a byte per parameter. Data ranks that run different units of
-        stage 3 raise HandshakeError `units-diverge`.
+    Raises: MeshError `no-data-axis`; ModelError `bad-zero-stage`, `data-axes-taken`, `other-data-parallel`, `early-optimizer`,
+        `mixes-rows`; for stage 3 also ModelError `unmatched-unit`, `scalar-parameter`; HandshakeError `replicas-differ`, and
+        `ranks-disagree` where ranks were given other settings. On every rank; before anything is changed, but for
+        `scalar-parameter`.
+    Cost: handshakes, and with `check_replicated` a read of the parameters and an all-gather of 40 bytes. A step sends, with P
+        bytes of gradients and n ranks: stages 0 and 1, one all-reduce of P (and stage 1 an all-gather of the parameters after the
+        optimizer's step); stage 2, a reduce-scatter of P per backward, or per step with `defer`, and the all-gather; stage 3, an
+        all-gather of the parameters in forward and in backward, a reduce-scatter of P, and per backward one all-reduce of a byte
+        per parameter. Data ranks that run different units of stage 3 raise HandshakeError `units-diverge`.
     Source: ZeRO, arXiv:1910.02054.
     """
     spec = mesh_spec(mesh)

@@ -470,11 +470,12 @@ def test_one_table_of_words_serves_both_directions():
     for word in (*TRANSFORMERS_WORDS, "colwise", "rowwise", "replicate", "embedding_colwise"):
         back = transformers_word(parse_style(word))
         assert back is not None and str(parse_style(back)) == str(parse_style(word))
+        # old spellings; the same style, by the option `ep`
         others = (
             "colwise_rep",
             "rowwise_rep",
             "ep_dispatch_experts",
-        )  # old spellings; the same style, by the option `ep`
+        )
         assert back == word or word in others
     assert transformers_word(parse_style("rms_norm")) is None
 

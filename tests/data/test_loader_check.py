@@ -73,9 +73,8 @@ def test_tracking_a_loader_of_another_sampler_is_refused():
     assert [batch.tolist() for batch in batches.track(DataLoader(DATA, batch_sampler=batches))] == list(
         GlobalBatches(16, 4)
     )
-    by_lists = DataLoader(
-        torch.arange(16), sampler=GlobalBatches(16, 4), batch_size=None
-    )  # which indexes with each list
+    # which indexes with each list
+    by_lists = DataLoader(torch.arange(16), sampler=GlobalBatches(16, 4), batch_size=None)
     assert len(list(by_lists.sampler.track(by_lists))) == 4
 
 

@@ -136,9 +136,8 @@ def mesh_parity(rank: int, family: str, axes: dict[str, int], dtype: torch.dtype
             assert actual.keys() == {n for n, _ in model.named_parameters() if expected[n].grad is not None}
             error, name = worst(actual, {n: expected[n].grad for n in actual})
             errors[f"gradient of {name}"] = error
-            parallel.step(
-                ids[local], targets=labels[local]
-            )  # a second time, added to gradients that are reduced already
+            # a second time, added to gradients that are reduced already
+            parallel.step(ids[local], targets=labels[local])
             twice = {n: full_value(model, n, p.grad) / 2 for n, p in model.named_parameters() if p.grad is not None}
             error, name = worst(twice, {n: expected[n].grad for n in twice})
             errors[f"gradient after two steps of {name}"] = error

@@ -216,9 +216,8 @@ def test_default_rules_that_claim_nothing_are_mistakes_unless_optional():
     assert slugs(TEXT + "  vision.**: replicate", Towers()) == ["unclaimed-parameter"]
     assert slugs(TEXT + "  '**.norm': replicate", Towers()) == ["bad-pattern"]
     untied = TEXT.replace("  head: colwise(output=full)\n", "")
-    assert slugs(untied + "  '**': replicate", Towers()) == [
-        "unplanned-tie"
-    ]  # no default for a part of a sharded table
+    # no default for a part of a sharded table
+    assert slugs(untied + "  '**': replicate", Towers()) == ["unplanned-tie"]
 
 
 def test_a_pattern_of_a_default_rule_may_have_alternatives_and_wildcards():

@@ -39,10 +39,11 @@ def test_split_evenly_is_best(costs, parts):
 
 def test_balanced_by_parameters_and_by_costs():
     facts = describe(model([4, 4, 4, 400]))
+    # the wide layer is in one stage with the modules after the layers
     assert cut_stages(None, facts, 2).bounds(0) == (
         0,
         4,
-    )  # the wide layer is in one stage with the modules after the layers
+    )
     costs = {"embed": 0, "layers.0": 9, "layers.*": 1, "norm": 0, "head": 0}
     assert cut_stages(None, facts, 2, costs=costs).bounds(0) == (0, 2)
     assert cut_stages(None, facts, 4).starts == (0, 2, 3, 4)

@@ -249,3 +249,15 @@ def test_every_class_has_a_name_of_its_own():
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(file)
     assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def test_comments_stand_before_what_they_explain():
+    """The formatter breaks a line for a comment at its end; `]  # why` says it where nobody reads it."""
+    closing = re.compile(r"^\s*[)\]}][^#'\"]*\s{2}# (?!type:|noqa|pragma|fmt:)")
+    late = [
+        f"{file}:{number}"
+        for file, path in PATHS.items()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if closing.match(line)
+    ]
+    assert not late

@@ -39,9 +39,8 @@ def test_weights_are_those_of_the_other_library(kind):
     assert model[0] is linear and type(linear) is QuantizedLinear and hook.id in linear._forward_hooks
     assert worst({"weight": linear.weight}, {"weight": weight})[0] < 1e-6
     stored = sum(p.numel() for name, p in linear.named_parameters() if name != "bias") / weight.numel()
-    assert stored <= (
-        0.5625 if "4" in kind and "int" not in kind else 1.07
-    )  # int8 of groups of 32: bfloat16 scales are exact
+    # int8 of groups of 32: bfloat16 scales are exact
+    assert stored <= (0.5625 if "4" in kind and "int" not in kind else 1.07)
 
 
 @pytest.mark.parametrize("kind", KINDS)

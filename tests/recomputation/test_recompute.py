@@ -613,9 +613,8 @@ def test_a_cache_of_layers_whose_state_has_no_length():
     """Convolutions and recurrences have a state in it, which is new or not; layers without attention have nothing."""
     model, (ids, _) = tiny_model("lfm2_moe"), tiny_batch()
     net = recompute(copy.deepcopy(model), plan="lfm2_moe")
-    assert (
-        net.model(input_ids=ids).past_key_values is not None
-    )  # the call inside makes a cache, as a pipeline stage does
+    # the call inside makes a cache, as a pipeline stage does
+    assert net.model(input_ids=ids).past_key_values is not None
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values
     with pytest.raises(ModelError, match="cache-in-recompute: Lfm2MoeDecoderLayer"):

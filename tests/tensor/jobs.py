@@ -467,9 +467,8 @@ def dict_details(rank: int) -> None:
     info = shard_info(model)["head.weight"]
     assert info.full_shape == (7, 5) and [pair.full[0] for pair in info.slices(1)] == [slice(4, 7)]
     assert worst(full_gradients(model), {"embed.weight": plain["embed"].weight.grad})[0] < 1e-12
-    assert tuple(model["embed"].weight.grad.to_local().shape) == (
-        (4, 5) if rank == 0 else (3, 5)
-    )  # a shard, not [V, H]
+    # a shard, not [V, H]
+    assert tuple(model["embed"].weight.grad.to_local().shape) == ((4, 5) if rank == 0 else (3, 5))
 
     model = copy.deepcopy(plain)  # a tie whose other end has no style would be misread
     model["head"].weight = model["embed"].weight

@@ -45,9 +45,8 @@ def error_of_embeddings(rank: int, folder: str, tp: int, options: dict[str, Any]
     config = AutoConfig.from_pretrained(folder)
     model = build_on_meta(lambda: AutoModel.from_config(config)).eval()
     parallelize_module(model, build_mesh("cpu", tp=tp), "bert", **options)
-    loaded = load_pretrained(
-        model, folder, allow_unexpected=True
-    )  # the file has a buffer of older releases: position_ids
+    # the file has a buffer of older releases: position_ids
+    loaded = load_pretrained(model, folder, allow_unexpected=True)
     error, _ = worst({"": embeddings(model, folder)}, {"": unsharded(folder)})
     size = (Path(folder) / "model.safetensors").stat().st_size
     return error, loaded.bytes_read / loaded.bytes_held, 1 - loaded.bytes_read / size

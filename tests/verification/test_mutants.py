@@ -59,9 +59,8 @@ def same_numbers(family: str, plan: Any, tp: int) -> bool:
     modes = {"sequence_parallel": bool(plan.regions)}
     sizes = {**OF_FAMILY.get(family, {}), **(WIDE[family] if tp == 4 else {})}
     reference = reference_run(tiny_model(family, torch.float64, **sizes), batches)
-    models = [
-        tiny_model(family, torch.float64, **sizes) for _ in range(tp)
-    ]  # built here, because threads share the generator that initializes them
+    # built here, because threads share the generator that initializes them
+    models = [tiny_model(family, torch.float64, **sizes) for _ in range(tp)]
     try:
         results = run_ranks(tp, lambda rank: planned_run(models[rank], tp, batches, plan=plan, **modes))
     except ParallelizeError:

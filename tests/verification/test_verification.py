@@ -253,10 +253,11 @@ def test_how_local_tensors_relate_to_the_full_one(parts, kind):
 
 def test_scaling_keeps_the_structure():
     config = scaled(read_model("llama-3-70b").config, tp=16)
+    # fewer key/value heads than tp ranks
     assert (config.num_attention_heads // config.num_key_value_heads, config.num_key_value_heads) == (
         8,
         8,
-    )  # fewer key/value heads than tp ranks
+    )
     assert config.vocab_size % 16 and config.intermediate_size % 16 == 0
     sizes = [config.hidden_size, config.intermediate_size, config.vocab_size, config.num_attention_heads]
     assert len(set(sizes)) == len(sizes)

@@ -98,9 +98,8 @@ def test_float64_parameters_with_narrower_compute_have_float64_copies(zero):
         stepped = trained(model, optimizer, 1)
         masters = [p for group in optimizer.param_groups for p in group["params"]]
         assert all(master.dtype == torch.float64 for master in masters)
-        for new, parameter in zip(
-            stepped, model.parameters(), strict=True
-        ):  # more digits than bfloat16 or float32 have
+        # more digits than bfloat16 or float32 have
+        for new, parameter in zip(stepped, model.parameters(), strict=True):
             assert not new.numel() or not torch.equal(new, new.float().double())
             assert parameter.dtype == torch.bfloat16
 

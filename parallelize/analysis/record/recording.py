@@ -257,9 +257,8 @@ class _Boundaries:
     def __init__(self, model: nn.Module, stages: Stages | None, tracer: Tracer):
         self.model, self.stages, self.tracer = model, stages, tracer
         self.sizes: dict[str, StageBoundary] = {}
-        self.carried: dict[
-            int, str
-        ] = {}  # storages of what travels, and of its gradients -> the unit that consumes them
+        # storages of what travels, and of its gradients -> the unit that consumes them
+        self.carried: dict[int, str] = {}
         self.skips: dict[str, StageBoundary] = {}
         self._handles: list[Any] = []
 

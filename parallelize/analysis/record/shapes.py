@@ -92,9 +92,8 @@ def forward_shapes(model: nn.Module, inputs: dict[str, Any], spec: MeshSpec | No
     with _hooks(model, enter, leave), forwards_on_meta(model), Tracer(Scopes(model), lambda _: LOSS, MeshAxes(spec, 0)):
         try:
             model(**{key: value for key, value in inputs.items() if key != "targets"})
-        except (
-            Exception
-        ) as error:  # a stock forward may raise anything on shards: lint reports the error, with its module
+        # a stock forward may raise anything on shards: lint reports the error, with its module
+        except Exception as error:
             shapes.error, shapes.failed_module = error, stack[-1] if stack else ""
     return shapes
 

@@ -1,8 +1,9 @@
 """The placement that a `LayoutDTensor` shows: the intervals of a layout.
 
 PyTorch rebuilds a `_StridedShard` from its dim and split factor where it distributes a tensor, so that
-`distribute_tensor(full, p.device_mesh, p.placements)` makes shards of its own, which `p.copy_()` and all operations convert. What computes one
-offset for each rank from a placement (PyTorch's `DTensor.from_local` after slicing, `zeros(placements=)`) has no answer here.
+`distribute_tensor(full, p.device_mesh, p.placements)` makes shards of its own, which `p.copy_()` and all operations convert. What
+computes one offset for each rank from a placement (PyTorch's `DTensor.from_local` after slicing, `zeros(placements=)`) has no
+answer here.
 """
 
 from __future__ import annotations

@@ -89,9 +89,8 @@ class Manifest:
                     saved.name: [
                         saved.dtype,
                         list(saved.shape),
-                        [
-                            (numbers[part.file], part.key, *part.box) for part in saved.slices
-                        ],  # tuples: not followed by gc
+                        # tuples: not followed by gc
+                        [(numbers[part.file], part.key, *part.box) for part in saved.slices],
                         saved.about,
                     ]
                     for saved in self.tensors.values()

@@ -69,9 +69,8 @@ def torchrun_script(job: Job) -> str:
         if several
         else ["--standalone"]
     )
-    nodes = (
-        f"1:{job.ranks.nodes}" if job.restarts and several else str(job.ranks.nodes)
-    )  # a restart takes the nodes that are left
+    # a restart takes the nodes that are left
+    nodes = f"1:{job.ranks.nodes}" if job.restarts and several else str(job.ranks.nodes)
     options = [f"--nnodes={nodes}", f"--nproc-per-node={job.ranks.ranks_per_node}", *rendezvous]
     options += [f"--max-restarts={job.restarts}", *numa]
     needs = [': "${HEAD:?the name of the first node}" "${NODE:?the number of this node, from 0}"'] if several else []

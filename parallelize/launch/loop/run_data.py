@@ -45,9 +45,8 @@ class RunData:
             batches = GlobalBatches(
                 len(rows), section.global_batch, seed=section.seed, shuffle=section.shuffle, mesh=mesh
             )
-            generator = torch.Generator().manual_seed(
-                section.seed
-            )  # of workers' seeds: none is drawn from the process's
+            # of workers' seeds: none is drawn from the process's
+            generator = torch.Generator().manual_seed(section.seed)
             options: dict[str, Any] = dict(num_workers=section.workers, collate_fn=collate_rows, generator=generator)
             self.batches: Any = batches
             self._epoch: Callable[[], Any] = lambda: batches.track(DataLoader(rows, batch_sampler=batches, **options))

@@ -3,7 +3,8 @@
     step s of P: send block (r - s) to r + 1 | attend from local queries to block (r - s), combine the outputs by log-sums
 
 Backward sends the blocks around once more. The sum of a block's gradients follows it from the first of the other ranks on, and
-the block's own rank, which it reaches after P - 1 messages, adds its part. A rank stores two blocks at any time. Every block is P times smaller than the sequence, and so is everything saved for
+the block's own rank, which it reaches after P - 1 messages, adds its part. A rank stores two blocks at any time. Every block is P
+times smaller than the sequence, and so is everything saved for
 backward: q, k, v, the output and one number per row.
 
 `runs` says which positions of the sequence each rank of the ring has (see `Context.layout_of`). In the op's arguments it is one

@@ -26,10 +26,8 @@ T = torch.Tensor
 Mask = Callable[[int, int], T]
 """(first row, last row + 1) of the tile -> which keys each row may attend to, [B or 1, 1, rows, keys]."""
 
-_BLOCK_ROWS, _BLOCK_KEYS = (
-    512,
-    512,
-)  # of one key head: 1 MiB of float32 scores; backward, which has two, takes half of the rows
+# of one key head: 1 MiB of float32 scores; backward, which has two, takes half of the rows
+_BLOCK_ROWS, _BLOCK_KEYS = 512, 512
 _LARGE = 1e15  # times values, still far from the largest float32
 _ACCELERATOR_BLOCK_BYTES = 128 * 2**20
 
@@ -141,9 +139,8 @@ def backward(rows: QueryRows, k: T, v: T, scoring: Scoring, into: tuple[T, T, T]
     dq = into[0].view(tile.heads, tile.group, *into[0].shape[2:])
     dk, dv = (grad.view(tile.heads, *grad.shape[2:]) for grad in into[1:])
     rounded = rows.lse.to(tile.dtype)
-    correction = (
-        (rounded - rows.lse).exp().to(tile.dtype)
-    )  # of weights, by which gradients of rows are multiplied instead
+    # of weights, by which gradients of rows are multiplied instead
+    correction = (rounded - rows.lse).exp().to(tile.dtype)
     lse, delta = tile.by_head(rounded), tile.by_head(rows.delta * correction)
     grads = tile.by_head(rows.grad * correction.unsqueeze(-1) * scoring.weight_scale)
     for part in tile.parts():

@@ -2,11 +2,12 @@
 
     x [sum(sent), ...] by destination -> [sum(received), ...] by source
 
-The reverse exchange is its adjoint. The op itself has no formula in autograd: it is called inside of the Functions of `transfers.py`, of which
-one starts it and another one waits, forward and backward.
+The reverse exchange is its adjoint. The op itself has no formula in autograd: it is called inside of the Functions of
+`transfers.py`, of which one starts it and another one waits, forward and backward.
 
-Under `LocalTensorMode` (`ops/simulation.py`) every rank has the same numbers, as with balanced routes: they are plain integers there. It has
-no rule for DTensors. The rows of a rank are as many as routers chose, and the full tensor, all rows by source or by destination, has
+Under `LocalTensorMode` (`ops/simulation.py`) every rank has the same numbers, as with balanced routes: they are plain integers
+there. It has no rule for DTensors. The rows of a rank are as many as routers chose, and the full tensor, all rows by source or by
+destination, has
 shards of which no placement says the sizes: a rule would have to give a layout that does not exist. PyTorch refuses such a call by name.
 """
 

@@ -6,8 +6,8 @@
     column_linear          no communication                      backward: all-reduce overlapped with the weight gradients
 
 On plain tensors they work on this rank's shards and take the group. On DTensors they are equivalent to `F.linear`, and take
-mesh and layout from their arguments. `overlap` is "auto" (`decide` returns the choice with its reason, from one calibration per group), "off",
-"chunked" (on any group), or "symm_mem" (PyTorch's symmetric-memory kernels, CUDA).
+mesh and layout from their arguments. `overlap` is "auto" (`decide` returns the choice with its reason, from one calibration per
+group), "off", "chunked" (on any group), or "symm_mem" (PyTorch's symmetric-memory kernels, CUDA).
 
 Collectives of one call, for P ranks, R rows in full, K input features and N output features:
 

@@ -169,8 +169,8 @@ def overlapped_linears(overlap: str = "auto", chunks: int | None = None) -> Over
     Raises: ShapeError `bad-overlap`. Inside: as the ops, and ModelError `deferred-dtensor` where a tensor is written to before what
         reads it is computed; in backward, where an autograd.Function, or a full backward hook of a module, has read a DTensor that
         was not computed yet.
-    Cost: that of the ops: as many collectives as PyTorch's styles, and one all-reduce for each such bias. A replicated input of a plain tensor (`DTensor.from_local`) that
-        k linears read is all-reduced k times in backward.
+    Cost: that of the ops: as many collectives as PyTorch's styles, and one all-reduce for each such bias. A replicated input of a
+        plain tensor (`DTensor.from_local`) that k linears read is all-reduced k times in backward.
 
     It holds for the thread that enters it. Where a forward is computed again in backward (`torch.utils.checkpoint`), enter it inside
     that forward: PyTorch leaves such modes while it runs a function of its own, and so backward. For the same reason linears inside

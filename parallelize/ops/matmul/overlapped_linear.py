@@ -148,9 +148,8 @@ class OverlappedLinear:
                 _check_rows(local, full, self.group)
             rows = prod(self.shape[:dim_index]) * full * prod(self.shape[dim_index + 1 : -1])
         inner, outs = self.features or (self.shape[-1], self.width)
-        if (
-            self.op == "column_linear"
-        ):  # what is sent is the input gradient, whose matmul has inputs and outputs swapped
+        # what is sent is the input gradient, whose matmul has inputs and outputs swapped
+        if self.op == "column_linear":
             inner, outs = outs, inner
         dtype, device = self.weights[0].dtype, self.x.device
         return (

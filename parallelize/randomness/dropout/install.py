@@ -52,8 +52,8 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
 
     Returns: the dropout clock. Its `state_dict()`, two numbers, belongs in a checkpoint.
     Raises: before anything is changed, ModelError `unplaceable-dropout` with all dropout that is not supported (`Dropout2d`,
-        `MultiheadAttention`, ...) or after a dict of style objects that shards the sequence, `already-installed`. During a forward, `unplaceable-dropout`, `dropout-outside-forward`,
-        `ambiguous-dropout`.
+        `MultiheadAttention`, ...) or after a dict of style objects that shards the sequence, `already-installed`. During a
+        forward, `unplaceable-dropout`, `dropout-outside-forward`, `ambiguous-dropout`.
     Cost: no communication. Attention with dropout computes explicit weights, [batch, heads, S, S] in memory; over `cp` it draws
         masks block by block, in both passes, and stores none.
     """

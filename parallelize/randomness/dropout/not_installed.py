@@ -1,7 +1,8 @@
 """Refuses to train a model whose dropout still draws from PyTorch's generator, while the model is sharded over `tp` or `cp`.
 
 Ranks that are seeded alike drop the same elements of different shards; ranks that are seeded apart drop different elements of
-the same activation, or, over `cp`, of attention to keys that other ranks have. Neither is the model of one process, and nothing else notices.
+the same activation, or, over `cp`, of attention to keys that other ranks have. Neither is the model of one process, and nothing
+else notices.
 """
 
 from __future__ import annotations

@@ -35,9 +35,8 @@ class Forward:
     """One forward of the model, or all forwards at one explicit position. It stays alive as long as their graphs."""
 
     position: Position
-    tokens: dict[str, int | None] = field(
-        default_factory=dict
-    )  # by call site, the full sequence length of a sequence shard
+    # by call site, the full sequence length of a sequence shard
+    tokens: dict[str, int | None] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)  # call site -> number of calls
 
 

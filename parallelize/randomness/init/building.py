@@ -52,9 +52,8 @@ _entered = _Entered()
 
 @contextmanager
 def _of_dtype(dtype: torch.dtype) -> Iterator[None]:
-    handle = register_module_parameter_registration_hook(
-        _convert
-    )  # of all threads; `_convert` looks for the one it is in
+    # of all threads; `_convert` looks for the one it is in
+    handle = register_module_parameter_registration_hook(_convert)
     _entered.dtypes.append(dtype)
     try:
         yield

@@ -84,8 +84,8 @@ def initialize(
         rebuild: as in `materialize`.
 
     Returns: the module.
-    Raises: before anything is written, ModelError `quantized-weights`, `unknown-initialiser` with every parameter whose distribution is not known;
-        `no-recipe`; `unrecordable-initialisation`; PlanError `unmatched-rule`.
+    Raises: before anything is written, ModelError `quantized-weights`, `unknown-initialiser` with every parameter whose
+        distribution is not known; `no-recipe`; `unrecordable-initialisation`; PlanError `unmatched-rule`.
     Cost: no communication. Memory: the local shards; one full tensor for `stock` and for parameters that are computed.
     """
     _refuse_codes(module)

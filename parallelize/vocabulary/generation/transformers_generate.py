@@ -28,9 +28,8 @@ def install_generation(module: nn.Module) -> None:
     """Wrap the `generate` of a planned model as described above. A model without one is not changed."""
     if callable(getattr(type(module), "generate", None)) and "generate" not in module.__dict__:
         module.__dict__["generate"] = MethodType(_generate, module)
-        if hasattr(
-            module, "_get_static_cache_init_shape"
-        ):  # it counts all heads; without it the first keys set the shape
+        # it counts all heads; without it the first keys set the shape
+        if hasattr(module, "_get_static_cache_init_shape"):
             module.__dict__["_get_static_cache_init_shape"] = _unknown_shape
         if hasattr(module, "_prepare_cache_for_generation"):
             module.__dict__["_prepare_cache_for_generation"] = MethodType(_prepare_cache, module)

@@ -187,9 +187,8 @@ def _marked(deferred: Deferred) -> DeferredLogits:
     deferred = deferred if torch.is_grad_enabled() else deferred.detached()
     with private.plain_functions():
         out = deferred.hidden.as_subclass(DeferredLogits)
-        hidden = out.as_subclass(
-            torch.Tensor
-        )  # computed from `out`, so that a backward of the loss runs the hooks of `out`
+        # computed from `out`, so that a backward of the loss runs the hooks of `out`
+        hidden = out.as_subclass(torch.Tensor)
     out.__dict__.update(_deferred=replace(deferred, hidden=hidden), _computed=None, vocabulary=deferred.head.vocabulary)
     return out
 

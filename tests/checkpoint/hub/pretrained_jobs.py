@@ -118,9 +118,8 @@ def load_and_save(rank: int, folder: str, axes: dict[str, int], options: dict[st
         full_value = full(parallel.module, name, parameter)
         problems += [] if torch.equal(full_value, expected[name].to(full_value.dtype)) else [name]
     again = load_pretrained(parallel, folder)
-    copies = (
-        2 if options.get("dtype") is not None and options["zero"] < 3 else 1
-    )  # float32 copies (master weights) are read too
+    # float32 copies (master weights) are read too
+    copies = 2 if options.get("dtype") is not None and options["zero"] < 3 else 1
     if again.bytes_read > 1.02 * again.bytes_held * copies:
         problems.append(f"{again.bytes_read} bytes read for {again.bytes_held}")
     if rank == 0:

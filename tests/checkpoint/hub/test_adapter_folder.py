@@ -61,9 +61,10 @@ def test_saved_alike(mesh, kind, family, tmp_path):
         weights, configs = ([tmp_path / of / file for of in ("planned", "stock")] for file in FILES)
         assert weights[0].read_bytes() == weights[1].read_bytes()
         written, stock = (json.loads(path.read_text()) for path in configs)
+        # PEFT writes sets in any order
         assert {k: sorted(v) if isinstance(v, list) else v for k, v in written.items()} == {
             k: sorted(v) if isinstance(v, list) else v for k, v in stock.items()
-        }  # PEFT writes sets in any order
+        }
 
 
 def test_loaded_before_and_after_the_plan(tmp_path):

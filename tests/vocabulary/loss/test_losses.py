@@ -40,9 +40,8 @@ def sharded(full: torch.Tensor, tp: int):
 @pytest.mark.parametrize(("tp", "vocab"), [(2, 11), (4, 10), (4, 3)])
 def test_equals_torch(tp, vocab, z_loss, smoothing, reduction):
     torch.manual_seed(0)
-    logits = (
-        torch.randn(3, 5, vocab, dtype=torch.float64) * 3 + 100
-    )  # a constant, to which only the true lse is not blind
+    # a constant, to which only the true lse is not blind
+    logits = torch.randn(3, 5, vocab, dtype=torch.float64) * 3 + 100
     targets = torch.randint(0, vocab, (3, 5))
     targets[1, :2] = -100
     full = logits.clone().requires_grad_()

@@ -140,12 +140,13 @@ def test_of_equal_logits_the_lowest_are_kept():
 
     candidates = run_ranks(4, body)
     assert all(ids == [[0, 1, 2, 3, 4]] * 2 for ids, _ in candidates)
+    # 8 of 12 reach 0.6
     assert [selected for _, selected in candidates] == [
         [0, 1, 2] * 2,
         [3, 4, 5] * 2,
         [6, 7] * 2,
         [],
-    ]  # 8 of 12 reach 0.6
+    ]
 
 
 def test_frequencies_are_those_of_softmax():

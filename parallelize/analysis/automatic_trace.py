@@ -23,6 +23,7 @@ from parallelize.applied.records import cut_of
 from parallelize.dims.plan_trace import PlanTrace, trace_plan
 from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.models.example_inputs import inputs_of
+from parallelize.models.float8_linears import as_plain_linears
 from parallelize.models.meta_copy import meta_copy, without_hooks
 from parallelize.models.model_source import source_of
 from parallelize.plan.learned_prompts import makes_prefixes
@@ -113,7 +114,7 @@ def trace_copy(
     Raises: ModelError `unknown-inputs`; TimeoutError; what the forward raises.
     """
     end = None if seconds is None else time.monotonic() + seconds
-    model = without_hooks(meta_copy(module)).train()
+    model = as_plain_linears(without_hooks(meta_copy(module))).train()
     if inputs is None:
         with torch.device("meta"):
             inputs = inputs_of(source_of(model), model)

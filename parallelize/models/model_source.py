@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from parallelize.errors import ModelError, Problem
+from parallelize.models.float8_linears import as_plain_linears
 from parallelize.models.known_sizes import KNOWN
 from parallelize.models.meta_copy import meta_copy
 from parallelize.models.model_dtype import in_dtype
@@ -65,7 +66,7 @@ class ModelSource:
                     model = self.make(self.config)
             finally:
                 torch.set_default_dtype(default_dtype)
-        return in_dtype(model, dtype).train()
+        return in_dtype(as_plain_linears(model), dtype).train()
 
     def inputs(self, model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
         """Keyword arguments of a training step, drawn from torch's generator. `targets` among them is for the loss.

@@ -15,6 +15,7 @@ from parallelize.tensor.beside_experts import wrong_beside
 from parallelize.tensor.channel_norm import check_channel_norm, divided_statistics
 from parallelize.tensor.child_reads import foreign_readers
 from parallelize.tensor.embedding import check_embedding
+from parallelize.tensor.float8_widths import wrong_float8_widths
 from parallelize.tensor.gated_norm import check_gated_norm
 from parallelize.tensor.multihead_attention import check_multihead
 from parallelize.tensor.planned_forward import argument_of
@@ -42,6 +43,7 @@ def problems_of_modules(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[P
     yield from wrong_heads(resolved, model)
     yield from wrong_beside(resolved, model)
     yield from divided_statistics(resolved, model)
+    yield from wrong_float8_widths(resolved, model)
     for fqn, row in resolved.modules.items():
         module = model.objects[fqn]
         try:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 from parallelize.applied.later_changes import when_changed
 from parallelize.applied.records import mark_applied
+from parallelize.models.float8_linears import is_float8_linear
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.styles.contract import Conversion
@@ -30,6 +31,8 @@ def watch_first_forwards(resolved: ResolvedPlan, model: ModelFacts) -> None:
     if not makers and not entries and not experts:
         return
     opaque = {name for name, row in resolved.modules.items() if row.contract.decides_inside}
+    # a linear in float8 scales by the largest value that this rank has
+    opaque |= {name for name in resolved.modules if is_float8_linear(model.objects[name])}
     opaque |= {model.aliases[item.fqn] for item in resolved.plan.kept if item.fqn in model.aliases and item.fqn}
     routing = frozenset(name.rpartition(".")[0] for name in experts)
     first = FirstForwards(makers, frozenset(opaque), routing, entries)

@@ -8,7 +8,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
 MAX_SCALAR = 1000
 MAX_EVENTS = 20_000
+_FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml takes a tenth of the time
 _FLAG: dict[str, Any] = {"true": True, "false": False}
 
 
@@ -123,22 +124,46 @@ def compose(text: str, source: str) -> yaml.Node:
     if len(text) > MAX_BYTES:
         raise PlanError(Problem("too-large", f"{len(text)} characters, at most {MAX_BYTES} are read", source))
     try:
-        _check_events(text, source)
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise PlanError(_syntax_problem(error, source, text)) from None
-    except ValueError as error:  # a character that YAML does not know
-        raise PlanError(Problem("bad-yaml", str(error), source)) from None
+        node = _composed(text, source, _FAST_LOADER)
+    except (yaml.YAMLError, ValueError):
+        node = _composed_slowly(text, source)
     if node is None:
         raise PlanError(Problem("empty-plan", "the file has no content", source))
     return node
 
 
-def _check_events(text: str, source: str) -> None:
+def _composed_slowly(text: str, source: str) -> yaml.Node | None:
+    """By PyYAML's own parser, whose messages about wrong YAML do not depend on libyaml. Raises: PlanError, as `compose`."""
+    try:
+        return _composed(text, source, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise PlanError(_syntax_problem(error, source, text)) from None
+    except ValueError as error:  # a character that YAML does not know
+        raise PlanError(Problem("bad-yaml", str(error), source)) from None
+
+
+def _composed(text: str, source: str, loader: Any) -> yaml.Node | None:
+    _check_events(text, source, loader)
+    root = yaml.compose(text, Loader=loader)
+    for node in _scalars(root):
+        node.style = node.style or None  # libyaml calls a bare scalar's style ""
+    return root
+
+
+def _scalars(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
+    if isinstance(node, yaml.ScalarNode):
+        yield node
+    elif isinstance(node, yaml.CollectionNode):
+        for item in node.value:
+            for child in item if isinstance(item, tuple) else (item,):
+                yield from _scalars(child)
+
+
+def _check_events(text: str, source: str, loader: Any) -> None:
     """Refuse what a plan never needs before nodes are built, so that alias bombs and deep nesting cost nothing."""
     depth = 0
     problems: list[Problem] = []
-    for count, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+    for count, event in enumerate(yaml.parse(text, Loader=loader)):
         mark = event.start_mark
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         if count > MAX_EVENTS:
@@ -155,7 +180,7 @@ def _check_events(text: str, source: str) -> None:
             problems.append(Problem("no-aliases", f"YAML anchor or alias {anchor!r}", where, fix=fix))
         if tag:
             problems.append(Problem("no-tags", f"YAML tag {tag!r}", where, fix="remove it"))
-        if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.style is None:
+        if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and not event.style:
             problems.append(Problem("no-aliases", "merge key `<<`", where, fix="write it out"))
     if problems:
         raise PlanError(*problems)

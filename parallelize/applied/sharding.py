@@ -220,18 +220,21 @@ class Sharder:
 
     def __init__(self, source: int | None, dtype: torch.dtype | None, device: torch.device | str | None):
         self.source, self.dtype, self.device = source, dtype, device
+        self._specs: dict[tuple[Any, ...], Any] = {}  # of DTensors that layers have alike
 
     def shard(self, module: nn.Module, resolved: ResolvedPlan, axis_of: Callable[[ParameterRow], DeviceMesh]) -> None:
         """axis_of: the axis of the mesh that a row's layout is over."""
+        modules = dict(module.named_modules(remove_duplicate=False))
         for row in resolved.parameters.values():
             if row.plain:
                 continue
-            new = self.parameter(module.get_parameter(row.fqn), row.layout, axis_of(row))
+            owner, _, key = row.fqn.rpartition(".")
+            new = self.parameter(modules[owner]._parameters[key], row.layout, axis_of(row))
             for name in row.fact.names:
                 owner, _, key = name.rpartition(".")
-                module.get_submodule(owner)._parameters[key] = new
+                modules[owner]._parameters[key] = new
 
-    def parameter(self, full: nn.Parameter, layout: Layout, axis: DeviceMesh) -> nn.Parameter:
+    def parameter(self, full: Any, layout: Layout, axis: DeviceMesh) -> nn.Parameter:
         """The DTensor parameter for a full one, with the same flags and attributes."""
         group = Group(axis.get_group())
         dtype = self.dtype if self.dtype is not None and full.is_floating_point() else full.dtype
@@ -241,10 +244,19 @@ class Sharder:
             data = data.to(axis.device_type).clone(memory_format=torch.contiguous_format)
             group.broadcast(data, self.source)
         local = store(data, layout, group.rank).to(device=device, dtype=dtype)
-        new = nn.Parameter(as_dtensor(local, layout, axis), requires_grad=full.requires_grad)
+        new = nn.Parameter(self._dtensor(local, layout, axis), requires_grad=full.requires_grad)
         new.__dict__.update(full.__dict__)
         mark_parameter(new, own=True, shared=shared_of(layout, group.rank))
         return new
+
+    def _dtensor(self, stored: torch.Tensor, layout: Layout, axis: DeviceMesh) -> DTensor:
+        """As `as_dtensor`, with one spec for all layers, since a spec is most of what that costs."""
+        key = (layout.shape, layout.dim, axis, stored.dtype)
+        if key not in self._specs:
+            first = as_dtensor(stored, layout, axis)
+            self._specs[key] = private.spec_of(first)
+            return first
+        return with_layout(private.wrap(stored, self._specs[key]), layout)
 
 
 def as_dtensor(stored: torch.Tensor, layout: Layout, tp: DeviceMesh) -> DTensor:

@@ -22,9 +22,10 @@ from parallelize.plan.rows import ParameterRow
 
 def install_state_hooks(module: nn.Module) -> None:
     """Make `load_state_dict` of a planned model, and of its submodules, take full tensors and DTensors of any layout."""
+    modules = dict(module.named_modules(remove_duplicate=False))
     for name, row in rows_by_name(require_record(module)).items():
         owner, _, key = name.rpartition(".")
-        submodule = module.get_submodule(owner)
+        submodule = modules[owner]
         has_hook = bool(applied(submodule).state_rows)
         mark_applied(submodule, state_rows={**applied(submodule).state_rows, key: row})
         if not has_hook:

@@ -87,7 +87,7 @@ def test_a_trial_takes_turns_and_keeps_the_faster():
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("faster", [True, False], ids=["pairs", "order"])
+@pytest.mark.parametrize("faster", [pytest.param(True, marks=pytest.mark.sweep), False], ids=["pairs", "order"])
 def test_ranks_choose_together_by_the_mean_of_their_times(two_processes, faster):
     for result in two_processes.run(jobs.measured, faster):
         assert result["in_pairs"] is faster

@@ -48,7 +48,7 @@ def on_ranks(model, ranks, ids, labels, **options):
     [
         ("llama", 2, {}),
         ("llama", 4, {"sequence_parallel": True, "loss_parallel": True}),
-        ("qwen2", 2, {"sequence_parallel": True}),  # with biases
+        pytest.param("qwen2", 2, {"sequence_parallel": True}, marks=pytest.mark.sweep, id="with biases"),
     ],
 )
 def test_ranks_compute_what_their_shards_are(family, ranks, options):
@@ -74,7 +74,7 @@ def _distance(a, b) -> float:
     return float(sum((a[name] - b[name]).square().sum() / b[name].square().sum() for name in b) / len(b)) ** 0.5
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.sweep)])
 def test_a_step_on_a_mesh_is_that_of_tensor_parallelism_alone(zero):
     model = in_float8(tiny_model("llama", torch.float64, **SIZES))
     ids, targets = tiny_batch(batch=2, length=8)

@@ -92,9 +92,11 @@ def test_adapters_of_the_sizes_of_shards_are_refused():
     """PEFT makes them where it is imported after the plan."""
     copies = [tiny_model("llama", torch.float64) for _ in range(2)]
     stock = getattr(peft_layers._get_in_out_features, "stock", peft_layers._get_in_out_features)
+    planned = threading.Barrier(2)  # applying the plan of the other rank would replace the function again
 
     def body(rank):
         model = parallelize_module(copies[rank], build_mesh("cpu", tp=2))
+        planned.wait(60)
         with LOCK:
             peft_layers._get_in_out_features = stock
             model = peft.get_peft_model(model, config("lora"))

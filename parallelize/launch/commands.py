@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from parallelize.errors import LaunchError, Problem
+from parallelize.launch.config.run_checks import Check
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.config.run_config_file import read_run_config
 from parallelize.launch.config.run_schema import FILE
@@ -58,12 +60,13 @@ def _run(options: argparse.Namespace) -> int:
         "KINETO_LOG_LEVEL", "6"
     )  # the profiler says nothing of its own, as long as torch is not imported
     _check_arguments(options)
-    config = read_run_config(options.config, options.overrides)
-    if options.emit:
+    launcher = None if options.emit else find_launcher(os.environ)
+    checks = _checks_of_names() if launcher is None or launcher.starts_ranks else ()  # of ranks, rank 0 has them
+    config = read_run_config(options.config, options.overrides, checks)
+    if launcher is None:
         job = job_of(config, options.overrides, options.ranks_per_node, options.restarts)
         print(EMITTERS[options.emit](job), end="")
         return FINE
-    launcher = find_launcher(os.environ)
     if launcher.starts_ranks:
         return _start(options, config, launcher)
     if SUPERVISOR not in os.environ:
@@ -74,6 +77,15 @@ def _run(options: argparse.Namespace) -> int:
     from parallelize.launch.run_rank import run_rank
 
     return run_rank(config, launcher, other_mesh=_may_change_mesh(options), dry_run=options.dry_run)
+
+
+def _checks_of_names() -> tuple[Check, ...]:
+    """Of names that torch and `transformers` know; none where a launch file is written on a machine without torch."""
+    if find_spec("torch") is None:
+        return ()
+    from parallelize.launch.name_checks import NAME_CHECKS
+
+    return NAME_CHECKS
 
 
 def _may_change_mesh(options: argparse.Namespace) -> bool:

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,8 +41,7 @@ from parallelize.launch.environment.launcher import Launcher
 from parallelize.launch.environment.torch_variables import set_torch_variables
 from parallelize.launch.loop.build_run import Surroundings, build_run, note_peaks, report_folder
 from parallelize.launch.loop.memory_report import is_out_of_memory, write_memory_report
-from parallelize.launch.loop.run_optimizer import optimizer_class
-from parallelize.launch.preflight.base_model import source_of_run
+from parallelize.launch.name_checks import check_names
 from parallelize.launch.preflight.mesh_choice import ChosenMesh, choose_mesh
 from parallelize.launch.preflight.placement import placement_warnings
 from parallelize.launch.preflight.prediction import Summary, machine_of, predict, subject_of
@@ -52,7 +50,7 @@ from parallelize.launch.preflight.rank_store import rank_store
 from parallelize.launch.preflight.roll_call import LIMIT_S, Facts, remarks, roll_call
 from parallelize.launch.preflight.timed_links import timed_links
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
-from parallelize.terminal.console import FINE, status_of
+from parallelize.terminal.console import ENVIRONMENT, FINE, status_of
 from parallelize.watchdog.watching import watch
 
 MISTAKES = (LaunchError, PlanError, MeshError, ModelError, ShapeError, DataError, GradientError)
@@ -167,7 +165,7 @@ def _choose(this: _Rank, facts: Facts, other_mesh: bool) -> ChosenMesh:
     """
     if this.rank == 0:
         try:
-            _check_names(this.config)
+            check_names(this.config)
             answer: dict[str, Any] = {"chosen": _choose_here(this, facts, other_mesh).as_data(), "problems": []}
         except ParallelizeError as error:
             answer = {"problems": problems_to_json(error)}
@@ -184,22 +182,6 @@ def _choose(this: _Rank, facts: Facts, other_mesh: bool) -> ChosenMesh:
     if summary := this.store.get("predicted"):
         this.predicted = Summary.from_json(summary)
     return ChosenMesh.from_data(answer["chosen"])
-
-
-def _check_names(config: RunConfig) -> None:
-    """Names in the file that need torch to be checked. Raises: ParallelizeError with all that are wrong."""
-    problems: list[Problem] = []
-    checks: list[Callable[[], Any]] = [
-        lambda: source_of_run(config.model),
-        lambda: optimizer_class(config.optimizer),
-    ]
-    for check in checks:
-        try:
-            check()
-        except ParallelizeError as error:
-            problems += error.problems
-    if problems:
-        raise LaunchError(*problems)
 
 
 def _choose_here(this: _Rank, facts: Facts, other_mesh: bool) -> ChosenMesh:
@@ -269,6 +251,10 @@ def _status_of(error: BaseException) -> int:
         return status_of(error.problems)
     if isinstance(error, CheckpointError) and not set(error.slugs) & PASSING:
         return status_of(error.problems)
+    if isinstance(error, ParallelizeError) and "missing-extra" in error.slugs:
+        return ENVIRONMENT
+    if isinstance(error, ImportError):
+        return ENVIRONMENT
     return PEER_LOST if any(text in str(error) for text in _OF_PEERS) else FAILED
 
 

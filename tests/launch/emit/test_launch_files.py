@@ -21,7 +21,7 @@ pytestmark = pytest.mark.torch_free
 
 
 def config_of(tmp_path, mesh="pp=2,dp=4,tp=4", device="cuda"):
-    text = f"model: llama\ndata: {{function: 'a:b', global_batch: 64}}\nmesh: {mesh}\ndevice: {device}\n"
+    text = f"model: llama\ndata: {{function: 'tests.launch.some_rows:rows', global_batch: 64}}\nmesh: {mesh}\ndevice: {device}\n"
     return parse_run_config(text + f"checkpoints: {{folder: {tmp_path}}}", "runs/my run.yaml")
 
 

@@ -18,7 +18,7 @@ from parallelize.launch.emit.launch_files import EMITTERS
 from parallelize.launch.environment.launcher import SUPERVISOR, Launcher, find_launcher
 from parallelize.launch.start.early_signals import EarlySignals
 from parallelize.launch.start.end_with_parent import end_with_parent
-from parallelize.terminal.console import FINE, say
+from parallelize.terminal.console import FINE, REQUEUE, say
 
 _ABOUT = """\
 Train a model by a recipe: model, data, mesh, plan, options, optimizer, checkpoints, metrics, in one YAML file. The same command
@@ -46,6 +46,13 @@ def add_commands(verbs: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help="end after the preflight")
     parser.add_argument("--emit", choices=sorted(EMITTERS), help="print a launch file for the mesh, and start nothing")
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="with --emit (default: 8)")
+    parser.add_argument(
+        "--requeue-status",
+        type=int,
+        default=REQUEUE,
+        metavar="N",
+        help=f"end a run that a signal has stopped with N (default: {REQUEUE}), where it starts the ranks",
+    )
     parser.add_argument("--schema", action="store_true", help="print where the JSON schema of CONFIG is")
     parser.set_defaults(run=_run)
 
@@ -68,7 +75,8 @@ def _run(options: argparse.Namespace) -> int:
         print(EMITTERS[options.emit](job), end="")
         return FINE
     if launcher.starts_ranks:
-        return _start(options, config, launcher)
+        status = _start(options, config, launcher)
+        return options.requeue_status if status == REQUEUE else status
     if SUPERVISOR not in os.environ:
         end_with_parent()
         EarlySignals()
@@ -102,6 +110,9 @@ def _check_arguments(options: argparse.Namespace) -> None:
         if value is not None and value < smallest:
             what = f"--{name.replace('_', '-')} {value}"
             raise LaunchError(Problem("bad-option", what, fix=f"give {smallest} or more"))
+    if not 1 <= options.requeue_status <= 255:
+        what = f"--requeue-status {options.requeue_status}"
+        raise LaunchError(Problem("bad-option", what, fix="give an exit status, 1 to 255"))
 
 
 def _start(options: argparse.Namespace, config: RunConfig, launcher: Launcher) -> int:

@@ -31,6 +31,7 @@ from parallelize.errors import (
     MeshError,
     ModelError,
     ParallelizeError,
+    PipelineError,
     PlanError,
     Problem,
     ShapeError,
@@ -50,7 +51,7 @@ from parallelize.launch.preflight.rank_store import rank_store
 from parallelize.launch.preflight.roll_call import LIMIT_S, Facts, remarks, roll_call
 from parallelize.launch.preflight.timed_links import timed_links
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
-from parallelize.terminal.console import ENVIRONMENT, FINE, status_of
+from parallelize.terminal.console import ENVIRONMENT, FINE, MISTAKE, status_of
 from parallelize.watchdog.watching import watch
 
 MISTAKES = (LaunchError, PlanError, MeshError, ModelError, ShapeError, DataError, GradientError)
@@ -251,11 +252,17 @@ def _status_of(error: BaseException) -> int:
         return status_of(error.problems)
     if isinstance(error, CheckpointError) and not set(error.slugs) & PASSING:
         return status_of(error.problems)
-    if isinstance(error, ParallelizeError) and "missing-extra" in error.slugs:
-        return ENVIRONMENT
-    if isinstance(error, ImportError):
+    if isinstance(error, PipelineError) and _is_of_a_mistake(error):
+        return MISTAKE
+    if isinstance(error, ImportError) or (isinstance(error, ParallelizeError) and "missing-extra" in error.slugs):
         return ENVIRONMENT
     return PEER_LOST if any(text in str(error) for text in _OF_PEERS) else FAILED
+
+
+def _is_of_a_mistake(error: PipelineError) -> bool:
+    """Whether a step has failed by a mistake, of this rank or of another one, whose error the rows have as text."""
+    names = tuple(f"{cls.__module__}.{cls.__name__}: " for cls in MISTAKES)
+    return any(text.startswith(names) for problem in error.problems for label, text in problem.rows if label == "error")
 
 
 def _is_first(this: _Rank, text: str) -> bool:

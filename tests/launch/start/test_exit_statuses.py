@@ -7,11 +7,20 @@ import re
 import signal
 import subprocess
 import sys
+from traceback import format_exception_only
 
 import pytest
 
 from parallelize.checkpoint.format.folders import Lock
-from parallelize.errors import CheckpointError, DataError, GradientError, ParallelizeError, PipelineError, Problem
+from parallelize.errors import (
+    CheckpointError,
+    DataError,
+    GradientError,
+    ParallelizeError,
+    PipelineError,
+    Problem,
+    ShapeError,
+)
 from parallelize.launch.config.run_config import AnomalySection
 from parallelize.launch.loop.anomalies import AnomalyWatch
 from parallelize.launch.run_rank import _status_of
@@ -49,6 +58,9 @@ def test_errors_have_statuses():
     assert _status_of(RuntimeError("Connection reset by peer")) == PEER_LOST
     assert status(ParallelizeError, "missing-extra") == 3 == _status_of(ImportError("no module of the user's"))
     assert status(CheckpointError, "not-a-folder") == 2 == status(DataError, "bad-row")
+    text = "".join(format_exception_only(ShapeError(Problem("id-out-of-range", "ids"))))
+    for what, ended in ((text, 2), ("ValueError: x", FAILED)):
+        assert _status_of(PipelineError(Problem("stage-failed", "x", rows=(("error", what),)))) == ended
     assert AnomalyWatch(AnomalySection()).judge(3, float("nan"), 1.0).action == "stop"
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from parallelize.errors import LaunchError, Problem
+from parallelize.launch.config.run_checks import Check
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.config.run_config_file import read_run_config
 from parallelize.launch.config.run_schema import FILE
@@ -16,7 +18,7 @@ from parallelize.launch.emit.launch_files import EMITTERS
 from parallelize.launch.environment.launcher import SUPERVISOR, Launcher, find_launcher
 from parallelize.launch.start.early_signals import EarlySignals
 from parallelize.launch.start.end_with_parent import end_with_parent
-from parallelize.terminal.console import FINE, say
+from parallelize.terminal.console import FINE, REQUEUE, say
 
 _ABOUT = """\
 Train a model by a recipe: model, data, mesh, plan, options, optimizer, checkpoints, metrics, in one YAML file. The same command
@@ -44,6 +46,13 @@ def add_commands(verbs: Any) -> None:
     parser.add_argument("--dry-run", action="store_true", help="end after the preflight")
     parser.add_argument("--emit", choices=sorted(EMITTERS), help="print a launch file for the mesh, and start nothing")
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="with --emit (default: 8)")
+    parser.add_argument(
+        "--requeue-status",
+        type=int,
+        default=REQUEUE,
+        metavar="N",
+        help=f"end a run that a signal has stopped with N (default: {REQUEUE}), where it starts the ranks",
+    )
     parser.add_argument("--schema", action="store_true", help="print where the JSON schema of CONFIG is")
     parser.set_defaults(run=_run)
 
@@ -57,14 +66,16 @@ def _run(options: argparse.Namespace) -> int:
     # the profiler says nothing of its own, as long as torch is not imported
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     _check_arguments(options)
-    config = read_run_config(options.config, options.overrides)
-    if options.emit:
+    launcher = None if options.emit else find_launcher(os.environ)
+    checks = _checks_of_names() if launcher is None or launcher.starts_ranks else ()  # of ranks, rank 0 has them
+    config = read_run_config(options.config, options.overrides, checks)
+    if launcher is None:
         job = job_of(config, options.overrides, options.ranks_per_node, options.restarts)
         print(EMITTERS[options.emit](job), end="")
         return FINE
-    launcher = find_launcher(os.environ)
     if launcher.starts_ranks:
-        return _start(options, config, launcher)
+        status = _start(options, config, launcher)
+        return options.requeue_status if status == REQUEUE else status
     if SUPERVISOR not in os.environ:
         end_with_parent()
         EarlySignals()
@@ -73,6 +84,15 @@ def _run(options: argparse.Namespace) -> int:
     from parallelize.launch.run_rank import run_rank
 
     return run_rank(config, launcher, other_mesh=_may_change_mesh(options), dry_run=options.dry_run)
+
+
+def _checks_of_names() -> tuple[Check, ...]:
+    """Of names that torch and `transformers` know; none where a launch file is written on a machine without torch."""
+    if find_spec("torch") is None:
+        return ()
+    from parallelize.launch.name_checks import NAME_CHECKS
+
+    return NAME_CHECKS
 
 
 def _may_change_mesh(options: argparse.Namespace) -> bool:
@@ -89,6 +109,9 @@ def _check_arguments(options: argparse.Namespace) -> None:
         if value is not None and value < smallest:
             what = f"--{name.replace('_', '-')} {value}"
             raise LaunchError(Problem("bad-option", what, fix=f"give {smallest} or more"))
+    if not 1 <= options.requeue_status <= 255:
+        what = f"--requeue-status {options.requeue_status}"
+        raise LaunchError(Problem("bad-option", what, fix="give an exit status, 1 to 255"))
 
 
 def _start(options: argparse.Namespace, config: RunConfig, launcher: Launcher) -> int:

@@ -24,11 +24,11 @@ def count_ranks(config: RunConfig, launcher: Launcher, requested: int | None) ->
         if rest:
             what = f"{config.mesh.world_size} ranks of the mesh {config.mesh} do not divide over {launcher.nodes} nodes"
             raise LaunchError(
-                Problem("uneven-nodes", what, config.source, fix="another mesh, or another number of nodes")
+                Problem("uneven-nodes", what, config.place("mesh"), fix="another mesh, or another number of nodes")
             )
-    if config.device == "cuda" and ranks > gpus:
+    if _on_gpus(config) and ranks > gpus:
         what = f"{ranks} ranks need {ranks} GPUs, and this machine has {gpus}"
-        raise LaunchError(Problem("no-gpu", what, config.source, fix="--ranks N, another mesh, or device: cpu"))
+        raise LaunchError(Problem("no-gpu", what, config.place("mesh"), fix="--ranks N, another mesh, or device: cpu"))
     return ranks
 
 

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +31,7 @@ from parallelize.errors import (
     MeshError,
     ModelError,
     ParallelizeError,
+    PipelineError,
     PlanError,
     Problem,
     ShapeError,
@@ -42,8 +42,7 @@ from parallelize.launch.environment.launcher import Launcher
 from parallelize.launch.environment.torch_variables import set_torch_variables
 from parallelize.launch.loop.build_run import Surroundings, build_run, note_peaks, report_folder
 from parallelize.launch.loop.memory_report import is_out_of_memory, write_memory_report
-from parallelize.launch.loop.run_optimizer import optimizer_class
-from parallelize.launch.preflight.base_model import source_of_run
+from parallelize.launch.name_checks import check_names
 from parallelize.launch.preflight.mesh_choice import ChosenMesh, choose_mesh
 from parallelize.launch.preflight.placement import placement_warnings
 from parallelize.launch.preflight.prediction import Summary, machine_of, predict, subject_of
@@ -52,7 +51,7 @@ from parallelize.launch.preflight.rank_store import rank_store
 from parallelize.launch.preflight.roll_call import LIMIT_S, Facts, remarks, roll_call
 from parallelize.launch.preflight.timed_links import timed_links
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
-from parallelize.terminal.console import FINE, status_of
+from parallelize.terminal.console import ENVIRONMENT, FINE, MISTAKE, status_of
 from parallelize.watchdog.watching import watch
 
 MISTAKES = (LaunchError, PlanError, MeshError, ModelError, ShapeError, DataError, GradientError)
@@ -167,7 +166,7 @@ def _choose(this: _Rank, facts: Facts, other_mesh: bool) -> ChosenMesh:
     """
     if this.rank == 0:
         try:
-            _check_names(this.config)
+            check_names(this.config)
             answer: dict[str, Any] = {"chosen": _choose_here(this, facts, other_mesh).as_data(), "problems": []}
         except ParallelizeError as error:
             answer = {"problems": problems_to_json(error)}
@@ -184,22 +183,6 @@ def _choose(this: _Rank, facts: Facts, other_mesh: bool) -> ChosenMesh:
     if summary := this.store.get("predicted"):
         this.predicted = Summary.from_json(summary)
     return ChosenMesh.from_data(answer["chosen"])
-
-
-def _check_names(config: RunConfig) -> None:
-    """Names in the file that need torch to be checked. Raises: ParallelizeError with all that are wrong."""
-    problems: list[Problem] = []
-    checks: list[Callable[[], Any]] = [
-        lambda: source_of_run(config.model),
-        lambda: optimizer_class(config.optimizer),
-    ]
-    for check in checks:
-        try:
-            check()
-        except ParallelizeError as error:
-            problems += error.problems
-    if problems:
-        raise LaunchError(*problems)
 
 
 def _choose_here(this: _Rank, facts: Facts, other_mesh: bool) -> ChosenMesh:
@@ -269,7 +252,17 @@ def _status_of(error: BaseException) -> int:
         return status_of(error.problems)
     if isinstance(error, CheckpointError) and not set(error.slugs) & PASSING:
         return status_of(error.problems)
+    if isinstance(error, PipelineError) and _is_of_a_mistake(error):
+        return MISTAKE
+    if isinstance(error, ImportError) or (isinstance(error, ParallelizeError) and "missing-extra" in error.slugs):
+        return ENVIRONMENT
     return PEER_LOST if any(text in str(error) for text in _OF_PEERS) else FAILED
+
+
+def _is_of_a_mistake(error: PipelineError) -> bool:
+    """Whether a step has failed by a mistake, of this rank or of another one, whose error the rows have as text."""
+    names = tuple(f"{cls.__module__}.{cls.__name__}: " for cls in MISTAKES)
+    return any(text.startswith(names) for problem in error.problems for label, text in problem.rows if label == "error")
 
 
 def _is_first(this: _Rank, text: str) -> bool:

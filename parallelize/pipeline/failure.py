@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize.errors import PipelineError, Problem
+from parallelize.errors import PipelineError, Problem, ShapeError
+from parallelize.ops.vocabulary.vocabulary_shard import check_ids
 
 _PHASES = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
 
@@ -38,9 +39,26 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, root: nn.Module, stage: int, microbatch: int, kind: str) -> Failure:
-        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        named = _named(error)
+        text = "".join(traceback.format_exception_only(type(named), named)).strip()
         module = _module_of(error, root)
         return cls(dist.get_rank(), stage, microbatch, _PHASES[kind], module, text, time.time())
+
+
+def _named(error: BaseException) -> BaseException:
+    """`id-out-of-range` for torch's IndexError of an embedding, as tables over `tp` raise it; else the error itself."""
+    trace = error.__traceback__ if isinstance(error, IndexError) else None
+    while trace is not None:
+        values = trace.tb_frame.f_locals
+        rows = getattr(values.get("self"), "num_embeddings", None)
+        for ids in values.values():
+            if isinstance(rows, int) and isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32):
+                try:
+                    check_ids(ids, rows, "ids")
+                except ShapeError as named:
+                    return named
+        trace = trace.tb_next
+    return error
 
 
 def _module_of(error: BaseException, root: nn.Module) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallelize.errors import MeshError, PlanError, Problem
-from parallelize.plan.stage_ranks import SCHEDULES, ranks_of_stages, schedule_name, stages_problem
+from parallelize.plan.stage_ranks import SCHEDULES, microbatches_problem, ranks_of_stages, schedule_name, stages_problem
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 _TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -103,32 +103,10 @@ def build_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_
 def _check_requirements(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> None:
     if not isinstance(ranks, int) or ranks < 1:
         raise MeshError(Problem("bad-num-ranks", f"a pipeline cannot run on {ranks} ranks", fix="use 1 or more"))
-    checks = (stages_problem(name, stages_per_rank), _microbatches_problem(name, ranks, microbatches))
+    checks = (stages_problem(name, stages_per_rank), microbatches_problem(name, ranks, microbatches))
     problems = [problem for problem in checks if problem is not None]
     if problems:
         raise PlanError(*problems)
-
-
-def _microbatches_problem(name: str, ranks: int, microbatches: int) -> Problem | None:
-    kind = SCHEDULES[name]
-    # a single rank has no neighbor to wait for, so it accepts any number
-    least = max(1, kind.least_per_rank * ranks) if ranks > 1 else 1
-    if not isinstance(microbatches, int) or microbatches < least:
-        what = f"{name} on {ranks} ranks cannot run {microbatches} microbatches"
-        return Problem("too-few-microbatches", what, fix=f"use {least} or more")
-    if kind.in_rounds and not _even_rounds(ranks, microbatches):
-        rounds = microbatches // ranks
-        below = next(count for count in range(microbatches, 0, -1) if _even_rounds(ranks, count))
-        above = next(count for count in range(microbatches, 2 * microbatches) if _even_rounds(ranks, count))
-        left = microbatches % rounds
-        what = f"{name} on {ranks} ranks runs {rounds} equal rounds: {microbatches} % {rounds} = {left}"
-        fix = f"use {below} or {above} microbatches, or any multiple of {ranks}"
-        return Problem("uneven-microbatches", what, fix=fix)
-    return None
-
-
-def _even_rounds(ranks: int, microbatches: int) -> bool:
-    return microbatches % max(1, microbatches // ranks) == 0
 
 
 def _gpipe(rank: int, microbatches: int) -> list[Action]:

@@ -87,6 +87,29 @@ def stages_problem(name: str, stages_per_rank: int) -> Problem | None:
     return Problem("bad-stages-per-rank", f"{name} cannot run {stages_per_rank} stages on a rank", fix=fix)
 
 
+def microbatches_problem(name: str, ranks: int, microbatches: int) -> Problem | None:
+    """What is wrong with a number of microbatches for a schedule on the ranks of a pipeline."""
+    kind = SCHEDULES[name]
+    # a single rank has no neighbor to wait for, so it accepts any number
+    least = max(1, kind.least_per_rank * ranks) if ranks > 1 else 1
+    if not isinstance(microbatches, int) or microbatches < least:
+        what = f"{name} on {ranks} ranks cannot run {microbatches} microbatches"
+        return Problem("too-few-microbatches", what, fix=f"use {least} or more")
+    if kind.in_rounds and not _even_rounds(ranks, microbatches):
+        rounds = microbatches // ranks
+        below = next(count for count in range(microbatches, 0, -1) if _even_rounds(ranks, count))
+        above = next(count for count in range(microbatches, 2 * microbatches) if _even_rounds(ranks, count))
+        left = microbatches % rounds
+        what = f"{name} on {ranks} ranks runs {rounds} equal rounds: {microbatches} % {rounds} = {left}"
+        fix = f"use {below} or {above} microbatches, or any multiple of {ranks}"
+        return Problem("uneven-microbatches", what, fix=fix)
+    return None
+
+
+def _even_rounds(ranks: int, microbatches: int) -> bool:
+    return microbatches % max(1, microbatches // ranks) == 0
+
+
 def _takes(kind: ScheduleKind, stages_per_rank: int) -> bool:
     if not isinstance(stages_per_rank, int):
         return False

@@ -22,6 +22,7 @@ MAX_SCALAR = 1000
 MAX_EVENTS = 20_000
 _FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml takes a tenth of the time
 _FLAG: dict[str, Any] = {"true": True, "false": False}
+_SYNTAX = "close quotes and brackets, indent alike, and write `key: value`"
 
 
 @dataclass
@@ -40,7 +41,9 @@ class Reader:
     def mapping(self, node: yaml.Node, what: str) -> list[tuple[str, yaml.Node, yaml.Node]]:
         """(key, key node, value node) in file order; a repeated key is reported and skipped."""
         if not isinstance(node, yaml.MappingNode):
-            self.wrong(node, "wrong-type", f"{what} must be a mapping, this is {_shown(node)}")
+            self.wrong(
+                node, "wrong-type", f"{what} must be a mapping, this is {_shown(node)}", "write `key: value` lines"
+            )
             return []
         first: dict[str, yaml.Node] = {}
         items = []
@@ -69,13 +72,14 @@ class Reader:
     def text(self, node: yaml.Node, what: str) -> str | None:
         """A string, or None after reporting why it is none."""
         if not isinstance(node, yaml.ScalarNode):
-            fix = "quote a pattern that begins with `{`" if isinstance(node, yaml.MappingNode) else ""
+            fix = "quote a pattern that begins with `{`" if isinstance(node, yaml.MappingNode) else "write one text"
             self.wrong(node, "wrong-type", f"{what} must be text, this is {_shown(node)}", fix)
         elif node.tag != "tag:yaml.org,2002:str":
             kind = node.tag.rpartition(":")[2]
-            self.wrong(node, "wrong-type", f"{what} must be text; YAML reads {node.value!r} as {kind}", "quote it")
+            self.wrong(node, "wrong-type", f"{what} must be text; YAML reads {node.value[:40]!r} as {kind}", "quote it")
         elif len(node.value) > MAX_SCALAR:
-            self.wrong(node, "too-large", f"{what} has {len(node.value)} characters, at most {MAX_SCALAR} are read")
+            what = f"{what} has {len(node.value)} characters, at most {MAX_SCALAR} are read"
+            self.wrong(node, "too-large", what, "shorten it")
         else:
             return node.value
         return None
@@ -92,14 +96,16 @@ class Reader:
         if isinstance(node, yaml.ScalarNode) and node.value in words and node.style is None:
             return words[node.value]
         *others, last = words
-        self.wrong(node, "wrong-type", f"{what} must be {', '.join(others)} or {last}, this is {_shown(node)}")
+        words_text = f"{', '.join(others)} or {last}"
+        self.wrong(node, "wrong-type", f"{what} must be {words_text}, this is {_shown(node)}", f"write {words_text}")
         return False
 
     def number(self, node: yaml.Node, what: str) -> int | None:
         """A decimal integer that is not negative, or None after reporting."""
         if isinstance(node, yaml.ScalarNode) and node.style is None and is_decimal(node.value):
             return int(node.value)
-        self.wrong(node, "wrong-type", f"{what} must be an integer without leading zero, this is {_shown(node)}")
+        what = f"{what} must be an integer of at most 9 digits, without sign and leading zero, this is {_shown(node)}"
+        self.wrong(node, "wrong-type", what, "write a number such as 4")
         return None
 
     def texts(self, node: yaml.Node, what: str) -> tuple[str, ...]:
@@ -122,13 +128,15 @@ def compose(text: str, source: str) -> yaml.Node:
     Raises: PlanError `too-large`, `too-deep`, `bad-yaml`, `no-aliases`, `no-tags`, `empty-plan`.
     """
     if len(text) > MAX_BYTES:
-        raise PlanError(Problem("too-large", f"{len(text)} characters, at most {MAX_BYTES} are read", source))
+        raise PlanError(
+            Problem("too-large", f"{len(text)} characters, at most {MAX_BYTES} are read", source, fix="shorten it")
+        )
     try:
         node = _composed(text, source, _FAST_LOADER)
     except (yaml.YAMLError, ValueError):
         node = _composed_slowly(text, source)
     if node is None:
-        raise PlanError(Problem("empty-plan", "the file has no content", source))
+        raise PlanError(Problem("empty-plan", "the file has no content", source, fix="write `key: value` lines"))
     return node
 
 
@@ -139,7 +147,7 @@ def _composed_slowly(text: str, source: str) -> yaml.Node | None:
     except yaml.YAMLError as error:
         raise PlanError(_syntax_problem(error, source, text)) from None
     except ValueError as error:  # a character that YAML does not know
-        raise PlanError(Problem("bad-yaml", str(error), source)) from None
+        raise PlanError(Problem("bad-yaml", str(error), source, fix="write it as text in UTF-8")) from None
 
 
 def _composed(text: str, source: str, loader: Any) -> yaml.Node | None:
@@ -167,13 +175,15 @@ def _check_events(text: str, source: str, loader: Any) -> None:
         mark = event.start_mark
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         if count > MAX_EVENTS:
-            raise PlanError(Problem("too-large", f"more than {MAX_EVENTS} YAML items", where))
+            raise PlanError(Problem("too-large", f"more than {MAX_EVENTS} YAML items", where, fix="shorten it"))
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         if depth > MAX_DEPTH:
-            raise PlanError(*problems, Problem("too-deep", f"nested more than {MAX_DEPTH} deep", where))
+            raise PlanError(
+                *problems, Problem("too-deep", f"nested more than {MAX_DEPTH} deep", where, fix="write it flatter")
+            )
         anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
         if isinstance(event, yaml.AliasEvent) or anchor:
             fix = "write it out; quote a pattern that begins with `*`"
@@ -190,7 +200,7 @@ def _syntax_problem(error: yaml.YAMLError, source: str, text: str) -> Problem:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
     line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
-    fix = f"quote a pattern that begins with `{line[0]}`" if line[:1] in ("*", "{", "[", "&", "!") else ""
+    fix = f"quote a pattern that begins with `{line[0]}`" if line[:1] in ("*", "{", "[", "&", "!") else _SYNTAX
     what = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None)))) or str(error)
     return Problem("bad-yaml", what, where, fix=fix)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import time
 import warnings
 from collections.abc import Iterator
@@ -30,16 +29,15 @@ _GRACE_S = 5.0  # for the others to respond after one process has failed
 def on_gloo(request: Request, tell: ProgressCallback) -> RunResult:
     """Run every rank in a process of its own."""
     spawn = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # of this process, which binds it before the ranks start: a free port that is handed on may be taken by a connection meanwhile
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     workers: list[tuple[Any, Any]] = []
     tell(f"starting {request.mesh.world_size} processes")
     try:
         with _sigint_blocked():
             for rank in range(request.mesh.world_size):
                 parent_end, child_end = spawn.Pipe()
-                process = spawn.Process(target=_serve, args=(request, rank, port, child_end), daemon=True)
+                process = spawn.Process(target=_serve, args=(request, rank, store.port, child_end), daemon=True)
                 process.start()
                 child_end.close()
                 workers.append((process, parent_end))
@@ -130,9 +128,9 @@ def _serve(request: Request, rank: int, port: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     _send(pipe, "at", "")
     try:
-        address = f"tcp://127.0.0.1:{port}"
         size, timeout = request.mesh.world_size, timedelta(seconds=request.timeout_s)
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=timeout)
+        address = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        dist.init_process_group("gloo", store=address, rank=rank, world_size=size, timeout=timeout)
         default: Any = private_groups.default_store()
         store = dist.PrefixStore("verify", default)
         with torch.enable_grad():
@@ -143,7 +141,8 @@ def _serve(request: Request, rank: int, port: int, pipe: Any) -> None:
         location = location_of(error)
         _send(pipe, "lost", f"rank {rank}: {summary(error)}" + (f" ({location})" if location else ""))
     with suppress(OSError):
-        pipe.poll(30.0)  # until the parent has read the result: rank 0's store must not end before the others have
+        # until the parent has all results: the others may not have taken the last messages of this rank
+        pipe.poll(30.0)
     os._exit(0)
 
 

@@ -317,8 +317,9 @@ class _Run:
                 self.results[rank] = self.body(rank)
                 failed = False
             finally:
-                if not self.world.over:  # otherwise the default group is the caller's
-                    dist.destroy_process_group()
+                with self.world.lock:  # the run must not end between the question and the answer
+                    if not self.world.over:  # otherwise the default group is the caller's
+                        dist.destroy_process_group()
         except BaseException as error:  # `outcome` raises it on the calling thread
             failed = True
             self.failures.append((rank, error))

@@ -53,7 +53,7 @@ class CallGate:
         if expected is not None and expected.compared == compared:
             group.history = expected.history
             return
-        group.history = group.history.learn(call.op, call.shape, call.dtype, call.place, compared)
+        group.history = group.history.learn((call.op, call.shape, call.dtype), call.place, compared)
         self._compare(group, call)
 
     def _compare(self, group: GroupCalls, call: CollectiveCall) -> None:

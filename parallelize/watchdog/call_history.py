@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 _MOST_HISTORIES = 20_000
+Form = tuple[str, Any, Any]
+"""Of a call: its method, and shape and dtype of its first tensor."""
 
 
 class CallHistory:
@@ -26,23 +28,22 @@ class CallHistory:
         self.expected: ExpectedCall | None = None
         self.known: dict[Any, CallHistory] = {} if known is None else known
 
-    def learn(self, op: str, shape: Any, dtype: Any, place: Any, compared: tuple[Any, ...]) -> CallHistory:
+    def learn(self, form: Form, place: Any, compared: tuple[Any, ...]) -> CallHistory:
         """Expect this call from now on. Returns: the history with it."""
         if len(self.known) > _MOST_HISTORIES:
             self.known.clear()
         history = self.known.get((self.last, compared))
         if history is None:
             history = self.known[self.last, compared] = CallHistory(compared, self.known)
-        self.expected = ExpectedCall(op, shape, dtype, place, compared, history)
+        self.expected = ExpectedCall(form, place, compared, history)
         return history
 
 
 class ExpectedCall:
-    """A call, and the history that it leads to. Its first four fields are those of `CollectiveCall`, by which the very same call is
-    known without making what is compared of it."""
+    """A call, and the history that it leads to. By its form and place the very same call is known without making what is compared of it."""
 
-    __slots__ = ("compared", "dtype", "history", "op", "place", "shape")
+    __slots__ = ("compared", "form", "history", "place")
 
-    def __init__(self, op: str, shape: Any, dtype: Any, place: Any, compared: tuple[Any, ...], history: CallHistory):
-        self.op, self.shape, self.dtype, self.place = op, shape, dtype, place
+    def __init__(self, form: Form, place: Any, compared: tuple[Any, ...], history: CallHistory):
+        self.form, self.place = form, place
         self.compared, self.history = compared, history

@@ -6,13 +6,13 @@ from `watch` on; where they do not, that is what the watch is to find.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 from operator import itemgetter
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.applied.records import mesh_of
 from parallelize.comm.groups import mesh_spec
 from parallelize.errors import short_list
-from parallelize.watchdog.call_history import CallHistory
-from parallelize.watchdog.call_places import CallPlace, ModuleNames, place_here
+from parallelize.watchdog.call_history import CallHistory, Form
+from parallelize.watchdog.call_places import CallPlace, ModuleNames
 
 REMEMBERED = 64
 """Calls that are remembered of each group."""
 UNEVEN = {"alltoall_base", "all_to_all_single", "alltoall", "scatter"}
 """Collectives whose tensors differ in size between ranks."""
-Record = tuple[int, str, tuple[int, ...], Any, CallPlace, int | None, int]
-"""The fields of a `CollectiveCall`."""
+Record = tuple[int, Form, CallPlace, int | None, int]
+"""(number, form, place, peer, order): a `CollectiveCall`, as it is stored."""
 Compare = Callable[["GroupCalls", "CollectiveCall", torch.Tensor | None], None]
 
 
@@ -49,6 +49,11 @@ class CollectiveCall(NamedTuple):
     place: CallPlace
     peer: int | None
     order: int
+
+    @classmethod
+    def of(cls, record: Record) -> CollectiveCall:
+        number, (op, shape, dtype), place, peer, order = record
+        return cls(number, op, shape, dtype, place, peer, order)
 
     @property
     def compared(self) -> tuple[Any, ...]:
@@ -128,24 +133,23 @@ class GroupCalls:
     def find(self, number: int) -> CollectiveCall | None:
         """The collective with this number, if it was called and is remembered."""
         record = self.ring[number % REMEMBERED]
-        return CollectiveCall(*record) if record is not None and record[0] == number else None
+        return CollectiveCall.of(record) if record is not None and record[0] == number else None
 
 
 def _in_order(ring: list[Record | None]) -> list[CollectiveCall]:
-    return [CollectiveCall(*record) for record in sorted(filter(None, ring.copy()), key=itemgetter(0))]
+    return [CollectiveCall.of(record) for record in sorted(filter(None, ring.copy()), key=itemgetter(0))]
 
 
 @dataclass
 class CallLog:
-    """All calls of this process since the watch began.
-
-    What runs for each call is written for cold caches, which matmuls leave behind: few objects, no text, no call that can be avoided.
+    """All calls of this process since the watch began. `call_patches.recorded` adds them.
 
     Attributes:
         compare: is called before a collective of a group that compares, where it is not the expected one.
-        count: all of them, as a sign of progress. thread: the thread that opened the watch, whose calls others wait for; a save in the
-            background has threads and groups of its own.
+        thread: the thread that opened the watch, whose calls others wait for; a save in the background has threads and groups of its own.
+        last_made: the group and record of the last call of that thread. orders: 0, 1, 2, ... for the calls of all groups.
         inside: thread to the place of the autograd Function of this package that runs in it (see `call_patches`).
+        by_id: the calls of a group, by the id of the object that stands for it.
         mesh: by which groups are named, besides the meshes of the models.
     """
 
@@ -153,71 +157,35 @@ class CallLog:
     groups: dict[str, GroupCalls] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
     compare: Compare | None = None
-    count: int = 0
     thread: int = field(default_factory=threading.get_ident)
+    last_made: tuple[GroupCalls, Record] | None = None
+    orders: Iterator[int] = field(default_factory=itertools.count)
     inside: dict[int, CallPlace | None] = field(default_factory=dict)
-    _last_group: GroupCalls | None = None
-    _last_record: Record | None = None
-    _by_id: dict[int, GroupCalls] = field(default_factory=dict)
+    by_id: dict[int, GroupCalls] = field(default_factory=dict)
     _references: dict[int, Any] = field(default_factory=dict)
 
     @property
     def last(self) -> tuple[GroupCalls, CollectiveCall] | None:
         """The last call of the thread that opened the watch."""
-        group, record = self._last_group, self._last_record
-        return None if group is None or record is None else (group, CollectiveCall(*record))
+        made = self.last_made
+        return None if made is None else (made[0], CollectiveCall.of(made[1]))
 
-    def add(self, pg: dist.ProcessGroup, op: str, tensor: torch.Tensor | None) -> GroupCalls:
-        """Record a collective that is about to be called; depth-sensitive: called by the function that replaces the group's method.
+    @property
+    def count(self) -> int:
+        """All calls, as a sign of progress."""
+        return sum(group.collectives + group.messages for group in list(self.groups.values()))
 
-        Raises: what `compare` raises.
-        """
-        group = self._by_id.get(id(pg)) or self._group(pg)
-        thread = get_ident()
-        place = self.inside.get(thread) or place_here(self.names, 3)
-        shape, dtype = (tensor.shape, tensor.dtype) if tensor is not None else ((), "")
-        number = group.collectives
-        record = number, op, shape, dtype, place, None, self.count
-        group.ring[number % REMEMBERED] = record
-        group.collectives = number + 1
-        self.count += 1
-        if thread == self.thread:
-            self._last_group, self._last_record = group, record
-        if group.compares:
-            expected = group.history.expected
-            if (
-                expected is not None
-                and expected.place is place
-                and expected.op == op
-                and expected.shape == shape
-                and expected.dtype == dtype
-            ):
-                group.history = expected.history
-            elif self.compare is not None:
-                self.compare(group, CollectiveCall(*record), tensor)
-        return group
+    def unexpected(self, group: GroupCalls, record: Record, tensor: torch.Tensor | None) -> None:
+        """A collective that is not the very one that was expected. Raises: what `compare` raises."""
+        if self.compare is not None:
+            self.compare(group, CollectiveCall.of(record), tensor)
 
-    def add_message(self, pg: dist.ProcessGroup, op: str, tensor: torch.Tensor | None, peer: int | None) -> GroupCalls:
-        """Record a message between two ranks. peer: the other rank, by its index in the group."""
-        group = self._by_id.get(id(pg)) or self._group(pg)
-        thread = get_ident()
-        place = self.inside.get(thread) or place_here(self.names, 3)
-        shape, dtype = (tensor.shape, tensor.dtype) if tensor is not None else ((), "")
-        number = group.messages
-        record = number, op, shape, dtype, place, None if peer is None else group.ranks[peer], self.count
-        group.message_ring[number % REMEMBERED] = record
-        group.messages = number + 1
-        self.count += 1
-        if thread == self.thread:
-            self._last_group, self._last_record = group, record
-        return group
-
-    def _group(self, pg: dist.ProcessGroup) -> GroupCalls:
+    def group_of(self, pg: dist.ProcessGroup) -> GroupCalls:
         """The calls of a group that is seen for the first time, or by another object."""
         group = self.groups.setdefault(pg.group_name, GroupCalls(pg))
         key = id(pg)
-        self._by_id[key] = group
-        self._references[key] = weakref.ref(pg, lambda _: self._by_id.pop(key, None))  # another object may get this id
+        self.by_id[key] = group
+        self._references[key] = weakref.ref(pg, lambda _: self.by_id.pop(key, None))  # another object may get this id
         return group
 
     def axis_of(self, group: GroupCalls) -> str:

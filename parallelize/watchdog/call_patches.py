@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 from parallelize.comm.shared_memory import SharedMemory
-from parallelize.watchdog.call_log import CallLog
-from parallelize.watchdog.call_places import PLACE, module_here
+from parallelize.watchdog.call_log import REMEMBERED, CallLog
+from parallelize.watchdog.call_places import module_here, place_here
 
 _WITHOUT_MODULES = tuple(
     f"parallelize.ops.{name}" for name in ("collectives", "all_to_all", "attention", "matmul", "vocabulary")
@@ -92,18 +92,58 @@ def _replaced_methods(log: CallLog) -> Iterator[tuple[type, str, Any, Any]]:
 
 
 def recorded(original: Any, name: str, log: CallLog) -> Callable[..., Any]:
-    """A method of process groups that records its calls, and compares those of collectives that are not expected."""
-    index, peer, is_message = int(name in _RESULT_FIRST), _METHODS[name], name in _MESSAGES
-    add, add_message = log.add, log.add_message
+    """A method of process groups that records its calls, and compares those of collectives that are not expected.
+
+    What runs for each call is written for cold caches, which matmuls leave behind: few objects, no text, no call that can be avoided.
+    """
+    return _recorded_message(original, name, log) if name in _MESSAGES else _recorded_collective(original, name, log)
+
+
+def _recorded_collective(original: Any, op: str, log: CallLog) -> Callable[..., Any]:
+    index, stock_tensor = int(op in _RESULT_FIRST), torch.Tensor
+    names, inside, by_id, orders, thread = log.names, log.inside, log.by_id, log.orders, log.thread
 
     def call(pg: dist.ProcessGroup, *args: Any, **keywords: Any) -> Any:
-        tensor = args[index] if len(args) > index else None
-        if type(tensor) is not torch.Tensor:
-            tensor = _first_tensor(tensor)
-        if is_message:
-            group = add_message(pg, name, tensor, args[peer] if peer is not None and len(args) > peer else None)
-        else:
-            group = add(pg, name, tensor)
+        tensor: Any = args[index] if len(args) > index else None
+        if type(tensor) is not stock_tensor:
+            is_first = type(tensor) is list and len(tensor) > 0 and type(tensor[0]) is stock_tensor
+            tensor = tensor[0] if is_first else _first_tensor(tensor)
+        group, caller = by_id.get(id(pg)) or log.group_of(pg), get_ident()
+        place = inside.get(caller) or place_here(names, 2)
+        form = (op, (), "") if tensor is None else (op, tensor.shape, tensor.dtype)
+        number = group.collectives
+        record = group.ring[number % REMEMBERED] = number, form, place, None, next(orders)
+        group.collectives = number + 1
+        if caller == thread:
+            log.last_made = group, record
+        if group.compares:
+            expected = group.history.expected
+            if expected is not None and expected.place is place and expected.form == form:
+                group.history = expected.history
+            else:
+                log.unexpected(group, record, tensor)
+        work = original(pg, *args, **keywords)
+        if tensor is not None and not tensor.is_cpu:
+            group.device_work = work
+        return work
+
+    return call
+
+
+def _recorded_message(original: Any, op: str, log: CallLog) -> Callable[..., Any]:
+    """Of a message between two ranks, which is counted by itself and not compared."""
+    index = _METHODS[op]
+
+    def call(pg: dist.ProcessGroup, *args: Any, **keywords: Any) -> Any:
+        tensor = _first_tensor(args[0] if args else None)
+        group, caller = log.by_id.get(id(pg)) or log.group_of(pg), get_ident()
+        place = log.inside.get(caller) or place_here(log.names, 2)
+        form = (op, (), "") if tensor is None else (op, tensor.shape, tensor.dtype)
+        number, peer = group.messages, group.ranks[args[index]] if index is not None and len(args) > index else None
+        record = group.message_ring[number % REMEMBERED] = number, form, place, peer, next(log.orders)
+        group.messages = number + 1
+        if caller == log.thread:
+            log.last_made = group, record
         work = original(pg, *args, **keywords)
         if tensor is not None and not tensor.is_cpu:
             group.device_work = work
@@ -154,9 +194,9 @@ def _marking(forward: Callable[..., Any], log: CallLog) -> Callable[..., Any]:
     names = log.names
 
     def marked(ctx: Any, *args: Any) -> Any:
-        place = module_here(names)
-        if place is not None:
-            setattr(ctx, PLACE, names.backward_of(place))
+        places = module_here(names)
+        if places is not None:
+            ctx._watched_place = places[1]
         return forward(ctx, *args)
 
     return marked
@@ -167,12 +207,11 @@ def _marking_inside(forward: Callable[..., Any], log: CallLog) -> Callable[..., 
     names, inside = log.names, log.inside
 
     def marked(ctx: Any, *args: Any) -> Any:
-        place = module_here(names)
-        if place is None:
+        places = module_here(names)
+        if places is None:
             return forward(ctx, *args)
-        setattr(ctx, PLACE, names.backward_of(place))
         thread = get_ident()
-        inside[thread] = place
+        inside[thread], ctx._watched_place = places
         try:
             return forward(ctx, *args)
         finally:
@@ -187,7 +226,10 @@ def _inside(backward: Callable[..., Any], log: CallLog) -> Callable[..., Any]:
 
     def placed(ctx: Any, *grads: Any) -> Any:
         thread = get_ident()
-        inside[thread] = getattr(ctx, PLACE, None)
+        try:
+            inside[thread] = ctx._watched_place
+        except AttributeError:  # it was applied before the watch was opened, or outside of modules
+            inside[thread] = None
         try:
             return backward(ctx, *grads)
         finally:

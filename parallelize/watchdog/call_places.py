@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 from parallelize import _torch_private as private
 
 PLACE = "_watched_place"
-"""The attribute of an autograd node with the place of its backward."""
+"""The attribute of an autograd node with the place of its backward; `call_patches` writes it out, which costs less than its name."""
 _ROOT = str(Path(__file__).parents[1])
 _HERE, _COMM = (f"{_ROOT}/{room}/" for room in ("watchdog", "comm"))
 _LIBRARY, _MODULE, _NODE, _PUBLIC, _PRIVATE, _FSDP, _TRANSPORT, _USER = range(8)
@@ -43,6 +43,10 @@ class CallPlace(NamedTuple):
         return ", ".join(filter(None, (self.function, self.phase))) or "the script"
 
 
+Places = tuple[CallPlace, CallPlace]
+"""Of a module: where its forward runs, and the backward of what is called there."""
+
+
 class ModuleNames:
     """The fqns of the modules and parameters of the models that were called so far, and the places of calls in them. A place is one
     object, so that equal ones of this process are the same.
@@ -50,19 +54,18 @@ class ModuleNames:
     The model of a module that is not known is the outermost one whose call is on the stack.
 
     Attributes:
-        roots: the models, to look up their plans. names: fqn by id of a module. places: those in training and in evaluation.
+        roots: the models, to look up their plans. names: fqn by id of a module. places: those in training, and in evaluation.
     """
 
     def __init__(self) -> None:
         self.roots: list[nn.Module] = []
         self.names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
-        self.places: dict[int, tuple[CallPlace, CallPlace]] = {}
+        self.places: dict[int, tuple[Places, Places]] = {}
         self._other_places: dict[Any, CallPlace] = {}
-        self._backward: dict[str, CallPlace] = {}
 
-    def of(self, module: nn.Module, frame: Any) -> CallPlace:
-        """The place of a module whose call is the frame. Its fqn is its class where it is the model itself."""
+    def of(self, module: nn.Module, frame: Any) -> Places:
+        """The places of a module whose call is the frame. Its fqn is its class where it is the model itself."""
         places = self.places.get(id(module)) or self._learned(module, frame)
         return places[not module.training]
 
@@ -77,12 +80,6 @@ class ModuleNames:
             place = self._other_places[fields] = CallPlace(*fields)
         return place
 
-    def backward_of(self, place: CallPlace) -> CallPlace:
-        """The place of the backward of what is called at a place in a module."""
-        return self._backward.get(place.module) or self._backward.setdefault(
-            place.module, self.place(place.module, BACKWARD)
-        )
-
     def add(self, root: nn.Module) -> None:
         """Learn the names of one model. The model is referenced from now on, so that no other object gets its id."""
         if not any(known is root for known in self.roots):
@@ -92,12 +89,14 @@ class ModuleNames:
         for name, parameter in root.named_parameters():
             self._parameters[id(parameter)] = name
 
-    def _name(self, module: nn.Module, name: str) -> tuple[CallPlace, CallPlace]:
+    def _name(self, module: nn.Module, name: str) -> tuple[Places, Places]:
         self.names[id(module)] = name
-        places = self.places[id(module)] = self.place(name, FORWARD), self.place(name, EVALUATION)
+        backward = self.place(name, BACKWARD)
+        places = (self.place(name, FORWARD), backward), (self.place(name, EVALUATION), backward)
+        self.places[id(module)] = places
         return places
 
-    def _learned(self, module: nn.Module, frame: Any) -> tuple[CallPlace, CallPlace]:
+    def _learned(self, module: nn.Module, frame: Any) -> tuple[Places, Places]:
         root = module
         while frame is not None:
             if frame.f_code is _CALL:
@@ -146,7 +145,7 @@ def place_here(names: ModuleNames, depth: int = 2) -> CallPlace:
         if kind == _MODULE:
             outer = frame.f_back  # has fewer locals to read
             called = outer if outer is not None and outer.f_code is _WRAPPED else frame
-            return names.of(called.f_locals["self"], frame)
+            return names.of(called.f_locals["self"], frame)[0]
         if kind == _NODE:
             break
         if kind in _IN_PACKAGE:
@@ -169,10 +168,10 @@ def place_here(names: ModuleNames, depth: int = 2) -> CallPlace:
     return names.place("", "", function) if node is None else _place_of_node(node, names, function)
 
 
-def module_here(names: ModuleNames) -> CallPlace | None:
-    """The place of the caller's caller, an autograd Function, in the forward of a module; None outside of modules, and in a
+def module_here(names: ModuleNames) -> Places | None:
+    """The places of the caller's caller, an autograd Function, in the forward of a module; None outside of modules, and in a
     backward."""
-    frame: Any = _frame_at(2)
+    frame: Any = _frame_at(3)  # what applies the Function, by its `apply`
     while frame is not None:
         code = frame.f_code
         if code is _CALL:

@@ -54,6 +54,7 @@ def test_launch_files_schemas_and_mistakes_need_no_ranks(tmp_path, capsys, monke
         ["run", "run.yaml", "--restarts", "-1"],
         ["run", "absent.yaml"],
         ["run", "run.yaml", "step=1"],
+        ["run", "run.yaml", "--requeue-status", "256"],
     ):
         assert main(arguments) == 2
     assert re.findall(r"(?:^|: )(bad-option|no-such-run|unknown-key):", capsys.readouterr().err, re.M) == [
@@ -61,6 +62,7 @@ def test_launch_files_schemas_and_mistakes_need_no_ranks(tmp_path, capsys, monke
         "bad-option",
         "no-such-run",
         "unknown-key",
+        "bad-option",
     ]
 
 
@@ -68,10 +70,10 @@ def test_launch_files_schemas_and_mistakes_need_no_ranks(tmp_path, capsys, monke
 @marked
 def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on(tmp_path):
     path = write_run(tmp_path, steps=100_000)
-    with started(path) as process:
+    with started(path, "--requeue-status", "138") as process:
         wait_until(lambda: len(losses(path)) > 4)
         os.kill(ranks_of(process, tmp_path)[-1], signal.SIGTERM)
-        assert finish(process, path) == 75
+        assert finish(process, path) == 138
     stopped = int(re.search(r"stopped after step (\d+), saved", output_of(path))[1])
     assert (tmp_path / "checkpoints" / "latest").exists() and max(losses(path)) == stopped - 1
     assert not processes_of(tmp_path)

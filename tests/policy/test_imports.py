@@ -100,6 +100,7 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
     "launch.commands": {
         "launch.environment.head_node": COMMAND,
         "launch.local_ranks": COMMAND,
+        "launch.name_checks": COMMAND,
         "launch.run_rank": COMMAND,
         "launch.start.supervisor": COMMAND,
     },

@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import tempfile
@@ -27,6 +28,7 @@ GROUP_TIMEOUT_S = 60.0
 STACK_TIMEOUT_S = 10.0
 END_OF_STACK = "in <module>\n"  # of the main thread
 PEER_TIMEOUT = "Timed out waiting"  # what gloo says of a peer that sends nothing
+_FIRST_PORT = 12_000
 FRAMES = 12  # the last ones of a stack are those that tell
 
 
@@ -112,9 +114,29 @@ def server_context() -> Any:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nothing listens on, for a process that is about to.
+
+    It is none of those that the system gives to connections: gloo opens these all the time, so that one which was free a moment ago may be
+    the local end of a connection by the time that a store listens on it (EADDRINUSE).
+    """
+    chance = random.SystemRandom()  # tests set the seed of `random`
+    for _ in range(100):
+        port = chance.randrange(_FIRST_PORT, _first_port_of_connections())
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no port is free")
+
+
+def _first_port_of_connections() -> int:
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        first = 32_768
+    return first if first > 2 * _FIRST_PORT else 65_536
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Any, stacks: Path) -> None:

@@ -49,6 +49,19 @@ def fails_then_works(
     return max(errors)
 
 
+def an_id_beyond_the_vocabulary(rank: int, axes: dict[str, int], options: dict[str, Any]) -> str:
+    """The error of a step whose last row has an id that no table has, on every rank."""
+    model = build("llama", torch.float64, 2)
+    ids, labels = tiny_batch(batch=4, length=5)
+    ids[-1, -1] = 10_000
+    parallel = parallelize_model(model, build_mesh("cpu", **axes), **options)
+    try:
+        parallel.step(ids, targets=labels)
+    except ParallelizeError as error:
+        return str(error)
+    return ""
+
+
 def _net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()

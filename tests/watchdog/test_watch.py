@@ -10,6 +10,7 @@ import torch
 
 from parallelize import ModelError, Problem, watch
 from parallelize.watchdog.call_log import CallLog, axes_of
+from parallelize.watchdog.call_patches import recorded
 from parallelize.watchdog.rank_state import StandingThread, waiting_call
 from parallelize.watchdog.watching import follows_from_another_rank
 from tests.support.refused import small_mesh
@@ -62,6 +63,12 @@ def test_errors_that_only_follow_from_another_rank(error, follows):
     assert follows_from_another_rank(error) is follows
 
 
+def add_call(log, pg, op, tensor):
+    """Record a collective that is not called."""
+    recorded(lambda pg, *arguments: None, op, log)(pg, tensor, tensor)
+    return log.groups[pg.group_name]
+
+
 class _DeviceWork:
     def __init__(self):
         self.finished = False
@@ -74,7 +81,7 @@ def test_a_rank_waits_while_a_device_has_not_finished_its_last_collective():
     """Where the host does not wait in a collective, as with NCCL."""
     with small_mesh(tp=2) as mesh:
         log = CallLog()
-        group = log.add(mesh.get_group(), "allreduce", torch.ones(2))
+        group = add_call(log, mesh.get_group(), "allreduce", torch.ones(2))
         call = group.find(0)
         group.device_work = work = _DeviceWork()
         assert waiting_call(log, StandingThread(log)) == (group, call)
@@ -85,9 +92,9 @@ def test_a_rank_waits_while_a_device_has_not_finished_its_last_collective():
 def test_calls_of_a_save_in_the_background_are_not_what_the_others_wait_for():
     with small_mesh(tp=2) as mesh:
         log = CallLog()
-        group = log.add(mesh.get_group(), "allreduce", torch.ones(2))
+        group = add_call(log, mesh.get_group(), "allreduce", torch.ones(2))
         made = group, group.find(0)
-        background = threading.Thread(target=log.add, args=(mesh.get_group(), "allgather", torch.ones(3)))
+        background = threading.Thread(target=add_call, args=(log, mesh.get_group(), "allgather", torch.ones(3)))
         background.start()
         background.join()
         assert log.last == made and log.count == 2 and log.thread == threading.get_ident()

@@ -213,7 +213,12 @@ def surplus(steps: list[int], keep_last: int | None, keep_every: int | None) -> 
 
 
 def make_root(root: Path) -> None:
-    """Create the folder of a run, and flush the folders above it. Raises: OSError."""
+    """Create the folder of a run, and flush the folders above it. Raises: CheckpointError `not-a-folder`; OSError."""
+    if (
+        file := next((path for path in (root, *root.parents) if path.exists() and not path.is_dir()), None)
+    ) is not None:
+        what = f"{file} is a file, and checkpoints need a folder"
+        raise CheckpointError(Problem("not-a-folder", what, str(root), fix="save to another folder"))
     created = [path for path in (root, *root.parents) if not path.exists()]
     root.mkdir(parents=True, exist_ok=True)
     try:
@@ -230,7 +235,7 @@ class Lock:
     """An exclusive lock on a folder of checkpoints. The operating system releases it when the process ends."""
 
     def __init__(self, root: Path):
-        """Raises: CheckpointError `folder-in-use`, `write-failed`."""
+        """Raises: CheckpointError `folder-in-use`, `not-a-folder`, `write-failed`."""
         with disk.reporting_errors(root):
             make_root(root)
             self._file = os.open(root / ".lock", os.O_CREAT | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o644)

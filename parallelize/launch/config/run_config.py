@@ -5,6 +5,7 @@ Torch-free. `run_config_file.py` reads it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +23,10 @@ def key(kind: str, meaning: str, default: Any, **more: Any) -> Any:
         kind: how its value is read: text, texts, count, real, flag, choice, free, seed_or_text, mesh, options, or section.
         meaning: for the schema.
         default: where the file does not have it.
-        more: `least` of numbers, `choices`, `of` (the class of a section).
+        more: `least`, `above` and `most` of numbers, `choices`, `of` (the class of a section). Text whose default is not empty
+            may not be empty.
     """
-    metadata = {"kind": kind, "meaning": meaning, **more}
+    metadata = {"kind": kind, "meaning": meaning, "filled": isinstance(default, str) and bool(default), **more}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -67,16 +69,16 @@ class DataSection:
 @dataclass(frozen=True)
 class OptimizerSection:
     name: str = key("text", "a class of torch.optim, or module:Class", "AdamW")
-    lr: float = key("real", "the learning rate after warmup", 3e-4)
+    lr: float = key("real", "the learning rate after warmup", 3e-4, least=0)
     args: dict[str, Any] = key("free", "more keyword arguments of the class", {})
-    clip: float | None = key("real", "gradients are clipped to this norm", None)
+    clip: float | None = key("real", "gradients are clipped to this norm", None, above=0)
 
 
 @dataclass(frozen=True)
 class ScheduleSection:
     warmup_steps: int = key("count", "steps of linear warmup", 0, least=0)
     decay: str = key("choice", "after warmup", "none", choices=("none", "linear", "cosine"))
-    final_fraction: float = key("real", "of the learning rate, at the last step", 0.1)
+    final_fraction: float = key("real", "of the learning rate, at the last step", 0.1, least=0, most=1)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class MetricsSection:
 class AnomalySection:
     nonfinite: str = key("choice", "what follows a loss or gradient that is not finite", "stop", choices=ON_ANOMALY[2:])
     spike: str = key("choice", "what follows a loss far above those before", "warn", choices=ON_ANOMALY)
-    spike_factor: float = key("real", "how many standard deviations above the mean of the window", 8.0)
+    spike_factor: float = key("real", "how many standard deviations above the mean of the window", 8.0, above=0)
     window: int = key("count", "steps of the window", 50, least=5)
     most: int = key("count", "anomalies after which the run stops", 10)
 
@@ -127,6 +129,7 @@ class RunConfig:
 
     Attributes:
         source: the file, for messages. text: its text with the overrides, of which ranks compare a hash.
+        places: dotted key -> file, line and column of its value, or the argument that gave it; of those keys that are given.
     """
 
     schema_version: int = key("count", "of this format", SCHEMA_VERSION)
@@ -151,6 +154,13 @@ class RunConfig:
     timeout_s: int = key("count", "how long ranks wait for each other in a collective", 600)
     source: str = "<run>"
     text: str = ""
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    def place(self, key: str) -> str:
+        """Where the value of a dotted key is, such as `optimizer.lr`; where it is not given, that of its section, or the file."""
+        while key and key not in self.places:
+            key = key.rpartition(".")[0]
+        return self.places.get(key, self.source)
 
     @property
     def watch_s(self) -> float:

@@ -11,6 +11,7 @@ from parallelize.launch.config.run_config import RunConfig
 from parallelize.plan.options import AUTO, AUTO_FLAGS, DTYPES, FLAGS, NAMES, NUMBERS, RECOMPUTE
 from parallelize.styles.contract import OVERLAPS
 
+MOST = 10**9 - 1  # `yaml_nodes.is_decimal` reads 9 digits
 FILE = Path(__file__).parent / "run.schema.json"
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _KINDS: dict[str, dict[str, Any]] = {
@@ -19,11 +20,11 @@ _KINDS: dict[str, dict[str, Any]] = {
     "real": {"type": "number"},
     "flag": {"type": "boolean"},
     "free": {"type": "object"},
-    "seed_or_text": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]},
+    "seed_or_text": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MOST}, {"type": "string"}]},
     "mesh": {
         "anyOf": [
             {"type": "string"},
-            {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}},
+            {"type": "object", "minProperties": 1, "additionalProperties": {"type": "integer", "minimum": 1}},
         ]
     },
 }
@@ -51,12 +52,16 @@ def _property(metadata: Any) -> dict[str, Any]:
         named = metadata["of"].__name__ == "ModelSection"
         return {**about, "anyOf": [{"type": "string"}, inner]} if named else {**about, **inner}
     if kind == "count":
-        return {**about, "type": "integer", "minimum": metadata.get("least", 1)}
+        return {**about, "type": "integer", "minimum": metadata.get("least", 1), "maximum": MOST}
     if kind == "choice":
         return {**about, "enum": list(metadata["choices"])}
     if kind == "options":
         return {**about, **_options()}
-    return {**about, **_KINDS[kind]}
+    bounds = {"least": "minimum", "above": "exclusiveMinimum", "most": "maximum"}
+    limits = {bounds[name]: metadata[name] for name in bounds if name in metadata}
+    if kind == "text" and metadata["filled"]:
+        limits["minLength"] = 1
+    return {**about, **_KINDS[kind], **limits}
 
 
 def _options() -> dict[str, Any]:
@@ -68,7 +73,8 @@ def _options() -> dict[str, Any]:
         elif name in FLAGS:
             properties[name] = {"type": "boolean"}
         elif name in NUMBERS:
-            properties[name] = {"type": "integer", "minimum": 0}
+            least, most = {"zero": (0, 3), "compare_every": (0, MOST)}.get(name, (1, MOST))
+            properties[name] = {"type": "integer", "minimum": least, "maximum": most}
         elif name == "recompute_save":
             properties[name] = _TEXTS
         else:

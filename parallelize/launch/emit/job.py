@@ -55,7 +55,7 @@ def job_of(config: RunConfig, overrides: Sequence[str], ranks_per_node: int, res
     if config.mesh is None:
         fix = "mesh: dp=2,tp=4; `parallelize fit` finds one"
         raise LaunchError(
-            Problem("no-mesh", "a launch file needs a mesh, and the run has none", config.source, fix=fix)
+            Problem("no-mesh", "a launch file needs a mesh, and the run has none", config.place("mesh"), fix=fix)
         )
     save_s = measured_save_s(config)
     restart = ("--restarts", str(restarts)) if restarts else ()

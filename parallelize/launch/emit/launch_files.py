@@ -86,8 +86,18 @@ def torchrun_script(job: Job) -> str:
     )
 
 
+RETRYABLE = 138
+"""A status that the training operator starts again under `ExitCode`: 128 or more, and of those one that no signal of the kubelet gives."""
+
+
 def kubernetes_manifest(job: Job) -> str:
-    """A PyTorchJob: each pod is a node, and starts its ranks. `kubectl apply -f FILE`."""
+    """A PyTorchJob: each pod is a node, and starts its ranks. `kubectl apply -f FILE`.
+
+    Restarts after failures are of the command. The operator makes a pod again that a signal has stopped, or that was killed with its node,
+    and no other: under `ExitCode` statuses from 128 on are retried and the rest end the job. It has no backoffLimit, which would count them.
+
+    Source: `ReconcilePods` and `IsRetryableExitCode` of kubeflow/training-operator 1.9.
+    """
     replicas = {"Master": _replica(job, 1)}
     if job.ranks.nodes > 1:
         replicas["Worker"] = _replica(job, job.ranks.nodes - 1)
@@ -97,11 +107,15 @@ def kubernetes_manifest(job: Job) -> str:
         "metadata": {"name": job.name},
         "spec": {
             "nprocPerNode": str(job.ranks.ranks_per_node),
-            "runPolicy": {"backoffLimit": max(job.restarts, 1), "cleanPodPolicy": "None"},
+            "runPolicy": {"cleanPodPolicy": "None"},
             "pytorchReplicaSpecs": replicas,
         },
     }
-    comments = [*job.remarks(), "set image, and the claim that has the file of the run and the folder of checkpoints"]
+    comments = [
+        *job.remarks(),
+        f"here that status is {RETRYABLE}: under ExitCode the operator retries 128 and more, and ends the job at any other",
+        "set image, and the claim that has the file of the run and the folder of checkpoints",
+    ]
     return "".join(f"# {line}\n" for line in comments) + yaml.safe_dump(manifest, sort_keys=False)
 
 
@@ -110,7 +124,7 @@ def _replica(job: Job, count: int) -> dict[str, Any]:
         "name": "pytorch",  # the name that the training operator looks for
         "image": "IMAGE",
         "workingDir": "/runs",
-        "command": list(job.command),
+        "command": [*job.command, "--requeue-status", str(RETRYABLE)],
         "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
         "volumeMounts": [{"name": "runs", "mountPath": "/runs"}, {"name": "shm", "mountPath": "/dev/shm"}],
     }
@@ -124,7 +138,7 @@ def _replica(job: Job, count: int) -> dict[str, Any]:
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
     }
-    return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+    return {"replicas": count, "restartPolicy": "ExitCode", "template": {"spec": pod}}
 
 
 def ray_script(job: Job) -> str:

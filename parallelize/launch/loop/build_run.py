@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
 from parallelize.checkpoint.run.stopping import Stopping
 from parallelize.errors import DataError, ParallelizeError
+from parallelize.launch.config.key_of_error import naming
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.loop.anomalies import AnomalyWatch
 from parallelize.launch.loop.process_memory import used_bytes
@@ -54,28 +56,31 @@ def build_run(config: RunConfig, around: Surroundings, stack: ExitStack) -> Trai
     stopping = Stopping(around.mesh, config.grace_s, config.timeout_s, extras=1)
     stack.callback(stopping.close)
     parallel, num_parameters, names = build_model(config, around)
-    data = data_of(config, names, around.mesh, around.device, _raise_together)
+    with naming(config, "data"):
+        data = data_of(config, names, around.mesh, around.device, _raise_together)
     optimizer = build_optimizer_of(config, parallel)
     schedule = build_schedule_of(config, optimizer)
     anomalies = AnomalyWatch(config.anomalies)
     checkpoints = None
     section = config.checkpoints
     if section.folder:
-        checkpoints = Checkpointer(
-            section.folder,
-            parallel,
-            optimizer=optimizer,
-            scheduler=schedule,
-            data=data.batches,
-            user={"anomalies": anomalies},
-            shared=section.shared,
-            asynchronous=section.asynchronous,
-            keep_last=section.keep_last,
-            keep_every=section.keep_every,
-            timeout_s=config.timeout_s,
-        )
+        with naming(config, "checkpoints.folder"):
+            checkpoints = Checkpointer(
+                section.folder,
+                parallel,
+                optimizer=optimizer,
+                scheduler=schedule,
+                data=data.batches,
+                user={"anomalies": anomalies},
+                shared=section.shared,
+                asynchronous=section.asynchronous,
+                keep_last=section.keep_last,
+                keep_every=section.keep_every,
+                timeout_s=config.timeout_s,
+            )
         stack.enter_context(checkpoints)
-    metrics = _metrics(config, around, num_parameters)
+    with naming(config, "metrics"):
+        metrics = _metrics(config, around, num_parameters)
     stack.callback(metrics.close)
     return TrainLoop(
         config,
@@ -103,26 +108,33 @@ def _raise_together(error: ParallelizeError | None) -> None:
 
 def build_model(config: RunConfig, around: Surroundings) -> tuple[ParallelModel, int, set[str] | None]:
     """The model on the mesh, the number of its parameters, and the names that a batch may have."""
-    source = read_model(config.model.name, config.model.set)
-    # the class itself, whose initialization is recorded; the source's own way of building leaves it out on meta
-    build = class_of(source.config, source.text) if source.config is not None else source.make
-    module = build_on_meta(build, source.config).train()
-    module, initialize = prepared_base(module, config, around.mesh, around.device)
+    with naming(config, "model"):
+        source, module, initialize = _module_of(config, around)
     if hasattr(getattr(module, "config", None), "use_cache"):
         module.config.use_cache = False  # type: ignore[union-attr]
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     names = argument_names(module)  # before the plan's forwards take any
-    parallel = parallelize_model(
-        module,
-        around.mesh,
-        config.plan or None,
-        around.chosen.options,
-        device=around.device,
-        initialize=initialize,
-        dropout_seed=config.seed,
-        **_loss_of(source),
-    )
+    with naming(config, "mesh", "plan", "options"):
+        parallel = parallelize_model(
+            module,
+            around.mesh,
+            config.plan or None,
+            around.chosen.options,
+            device=around.device,
+            initialize=initialize,
+            dropout_seed=config.seed,
+            **_loss_of(source),
+        )
     return parallel, num_parameters, names
+
+
+def _module_of(config: RunConfig, around: Surroundings) -> tuple[ModelSource, nn.Module, Any]:
+    """(the source of the model, the model before its plan, where its values come from). A collective where there are adapters."""
+    source = read_model(config.model.name, config.model.set)
+    # the class itself, whose initialization is recorded; the source's own way of building leaves it out on meta
+    build = class_of(source.config, source.text) if source.config is not None else source.make
+    module = build_on_meta(build, source.config).train()
+    return source, *prepared_base(module, config, around.mesh, around.device)
 
 
 def _loss_of(source: ModelSource) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from parallelize.data.collate import collate_rows
 from parallelize.data.global_batches import GlobalBatches
 from parallelize.data.iterable_batches import IterableBatches
 from parallelize.data.packing import PackedRows
 from parallelize.errors import DataError, Problem
 from parallelize.launch.config.run_config import DataSection, RunConfig
 from parallelize.launch.loop import token_files
+from parallelize.launch.loop.checked_rows import collate_or_error, known_values
 from parallelize.launch.loop.named_objects import object_of
 
 Batch = dict[str, torch.Tensor]
@@ -47,17 +47,19 @@ class RunData:
             )
             # of workers' seeds: none is drawn from the process's
             generator = torch.Generator().manual_seed(section.seed)
-            options: dict[str, Any] = dict(num_workers=section.workers, collate_fn=collate_rows, generator=generator)
+            options: dict[str, Any] = dict(
+                num_workers=section.workers, collate_fn=collate_or_error, generator=generator
+            )
             self.batches: Any = batches
             self._epoch: Callable[[], Any] = lambda: batches.track(DataLoader(rows, batch_sampler=batches, **options))
         else:
             iterated = IterableBatches(rows, section.global_batch, mesh=mesh)
             self.batches = iterated
-            self._epoch = partial(iterated.loader, num_workers=section.workers, collate_fn=collate_rows)
+            self._epoch = partial(iterated.loader, num_workers=section.workers, collate_fn=collate_or_error)
         self._stream: Iterator[Any] | None = None
 
     def next(self) -> Batch:
-        """The next batch: name to tensor [local batch, tokens]. Raises: DataError `no-samples`."""
+        """The next batch: name to tensor [local batch, tokens]. Raises: DataError `no-samples`, `bad-row`, `unequal-rows`."""
         for _ in range(2):
             if self._stream is None:
                 self._stream = iter(self._epoch())
@@ -67,8 +69,8 @@ class RunData:
             self._stream = None
         raise DataError(Problem("no-samples", "the data make no batch", fix="more data, or a smaller global_batch"))
 
-    def _moved(self, batch: Mapping[str, Any]) -> Batch:
-        known = {name: value for name, value in batch.items() if self.names is None or name in self.names}
+    def _moved(self, batch: Mapping[str, Any] | DataError) -> Batch:
+        known = known_values(batch, self.names)
         return {
             name: value.to(self.device) if isinstance(value, torch.Tensor) else value for name, value in known.items()
         }
@@ -107,7 +109,7 @@ def _rows(config: RunConfig, agree: token_files.Agree) -> Any:
     section = config.data
     if section.function:
         rows = object_of(section.function)(**section.args)
-        if not (_is_map_style(rows) or callable(rows) or hasattr(rows, "__iter__")):
+        if isinstance(rows, Mapping) or not (_is_map_style(rows) or callable(rows) or hasattr(rows, "__iter__")):
             what = f"{section.function} returns a {type(rows).__name__}"
             fix = (
                 "texts, a map-style data set of rows, an iterable of rows, a function of the epoch, or a list of these"

@@ -31,7 +31,9 @@ def build_optimizer_of(config: RunConfig, parallel: ParallelModel) -> Optimizer:
         return parallel.optimizer(optimizer_class(section), lr=section.lr, **section.args)
     except (TypeError, ValueError) as error:
         what = f"{section.name} refuses its arguments: {error}"
-        raise LaunchError(Problem("bad-optimizer", what, config.source, fix="optimizer: {args: {...}}")) from error
+        raise LaunchError(
+            Problem("bad-optimizer", what, config.place("optimizer.args"), fix="optimizer: {args: {...}}")
+        ) from error
 
 
 def build_schedule_of(config: RunConfig, optimizer: Optimizer) -> LambdaLR:

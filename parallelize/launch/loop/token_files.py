@@ -105,9 +105,12 @@ def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
 
 
 def tokenized(documents: Iterable[str], encode: Callable[[str], list[int]]) -> Tokens:
-    """Documents as ids in memory; empty ones are left out. Raises: DataError `empty-data`."""
+    """Documents as ids in memory; empty ones are left out. Raises: DataError `empty-data`, `bad-row` for one that is no text."""
     parts, starts, total = [], [], 0
-    for document in documents:
+    for number, document in enumerate(documents):
+        if not isinstance(document, str):
+            what = f"document {number} is a {type(document).__name__}, and the first is text"
+            raise DataError(Problem("bad-row", what, fix="return texts, or rows"))
         ids = torch.tensor(encode(document), dtype=torch.int32)
         if len(ids):
             starts.append(total)

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from parallelize.checkpoint.run.checkpointer import Checkpointer
 from parallelize.checkpoint.run.stopping import Stopping
 from parallelize.errors import GradientError, Problem
+from parallelize.launch.config.key_of_error import naming
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.emit.job import save_time_file
 from parallelize.launch.loop.anomalies import GOES_ON, Anomaly, AnomalyWatch
@@ -81,7 +82,8 @@ class TrainLoop:
 
     def _step(self, step: int) -> int:
         """One optimizer step. Returns: the number of the next one, which is an earlier one after going back."""
-        batch = self.data.next()
+        with naming(self.config, "data"):
+            batch = self.data.next()
         began = time.perf_counter()
         with self._profiling(step) as profile, self.load.counting():
             loss = float(self.parallel.step(**batch))

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.torch_free
 
 GOOD = """\
 model: {name: llama, set: {hidden_size: 64, tie_word_embeddings: false, rope: 1e4}, initialize: 3}
-data: {function: "data:rows", args: {size: 10, names: [a, b]}, sequence: 32, global_batch: 16, microbatch: 2}
+data: {function: "tests.launch.some_rows:rows", args: {size: 10, names: [a, b]}, sequence: 32, global_batch: 16, microbatch: 2}
 mesh: {pp: 2, dp: 2, tp: 2}
 options: {zero: 2, sequence_parallel: true, overlap: off}
 optimizer: {lr: 3e-4, args: {betas: [0.9, 0.95]}, clip: 1}
@@ -42,14 +42,16 @@ def test_a_file_is_read_as_it_says():
 
 
 def test_a_model_may_be_text_and_auto_is_no_mesh():
-    config = parse_run_config("model: gpt2\nmesh: auto\ndata: {function: 'a:b'}")
+    config = parse_run_config("model: gpt2\nmesh: auto\ndata: {function: 'tests.launch.some_rows:rows'}")
     assert config.model.name == "gpt2" and config.mesh is None
 
 
 def test_arguments_replace_values_and_are_named_in_mistakes():
     config = parse_run_config(GOOD, "run.yaml", ["optimizer.lr=1e-2", "mesh=dp=4,tp=2", "metrics.every=5", "steps=7"])
     assert (config.optimizer.lr, config.mesh, config.metrics.every, config.steps) == (1e-2, MeshSpec(dp=4, tp=2), 5, 7)
-    named = parse_run_config("model: llama\ndata: {function: 'a:b'}", "run.yaml", ["model.initialize=5"])
+    named = parse_run_config(
+        "model: llama\ndata: {function: 'tests.launch.some_rows:rows'}", "run.yaml", ["model.initialize=5"]
+    )
     assert (named.model.name, named.model.initialize) == ("llama", 5)
     assert problems_of(GOOD, "optimizer.lr=fast") == [("wrong-type", "argument optimizer.lr=fast")]
     assert problems_of(GOOD, "steps") == [("bad-override", "")]
@@ -74,10 +76,13 @@ def test_every_mistake_is_reported_at_its_place():
         (("microbatch: 2", "microbatch: 3"), ["indivisible-batch"]),
         (("{zero: 2", "{num_microbatches: 2, zero: 2"), ["bad-value"]),
         (("checkpoints: {folder: runs/a, every: 10}", "seed: 1"), ["missing-key"]),
-        (('function: "data:rows"', 'text: absent.txt, function: "a:b"'), ["no-such-file", "bad-value"]),
+        (
+            ('function: "tests.launch.some_rows:rows"', 'text: absent.txt, function: "tests.launch.some_rows:rows"'),
+            ["no-such-file", "bad-value"],
+        ),
         (("{pp: 2, dp: 2, tp: 2}", "pp=2,tp=2"), ["no-data-axis"]),
         (("{pp: 2, dp: 2, tp: 2}", "pp=2;dp"), ["bad-mesh"]),
-        (("model: ", "plan: "), ["wrong-type"]),
+        (("model: ", "plan: "), ["missing-key", "wrong-type"]),
         (("steps: 100", "steps: 100\nsteps: 200"), ["duplicate-key"]),
         (("every: 10", "keep_every: 10"), ["bad-value"]),
         (("mesh:", "schema_version: 9\nmesh:"), ["unknown-version"]),

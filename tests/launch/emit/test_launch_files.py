@@ -12,16 +12,19 @@ import subprocess
 import pytest
 import yaml
 
+from parallelize.cli.parser import build_parser
 from parallelize.errors import LaunchError
 from parallelize.launch.config.run_config_file import parse_run_config
 from parallelize.launch.emit.job import job_of, save_time_file
 from parallelize.launch.emit.launch_files import EMITTERS
+from parallelize.launch.start.exit_statuses import FAILED
+from parallelize.terminal.console import ENVIRONMENT, MISTAKE, REQUEUE
 
 pytestmark = pytest.mark.torch_free
 
 
 def config_of(tmp_path, mesh="pp=2,dp=4,tp=4", device="cuda"):
-    text = f"model: llama\ndata: {{function: 'a:b', global_batch: 64}}\nmesh: {mesh}\ndevice: {device}\n"
+    text = f"model: llama\ndata: {{function: 'tests.launch.some_rows:rows', global_batch: 64}}\nmesh: {mesh}\ndevice: {device}\n"
     return parse_run_config(text + f"checkpoints: {{folder: {tmp_path}}}", "runs/my run.yaml")
 
 
@@ -109,6 +112,13 @@ def test_kubernetes(tmp_path):
     pod = replicas["Worker"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 60 and manifest["spec"]["nprocPerNode"] == "8"
     assert pod["containers"][0]["command"][:3] == ["parallelize", "run", "runs/my run.yaml"]
+    # the operator retries 128 and more alone, and counts nothing where there is no limit
+    for replica in replicas.values():
+        command = replica["template"]["spec"]["containers"][0]["command"]
+        assert replica["restartPolicy"] == "ExitCode" and "backoffLimit" not in manifest["spec"]["runPolicy"]
+        options = build_parser().parse_args(command[1:])
+        assert options.requeue_status >= 128 and options.restarts == 3
+        assert not {FAILED, MISTAKE, ENVIRONMENT, options.requeue_status} & {REQUEUE, *range(128, 138), 139, 143}
     assert "Worker" not in yaml.safe_load(emitted(tmp_path, "k8s", mesh="dp=2"))["spec"]["pytorchReplicaSpecs"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from parallelize.errors import DataError, LaunchError
 from parallelize.launch.config.run_config import DataSection, OptimizerSection, RunConfig, ScheduleSection
 from parallelize.launch.loop import token_files
+from parallelize.launch.loop.checked_rows import collate_or_error
 from parallelize.launch.loop.named_objects import object_of
 from parallelize.launch.loop.run_data import RunData, argument_names, data_of
 from parallelize.launch.loop.run_optimizer import _Factor, optimizer_class
@@ -150,3 +152,53 @@ def test_the_learning_rate_warms_up_and_decays():
     assert [round(cosine(step), 3) for step in (0, 1, 2, 11, 50)] == [0.5, 1.0, 1.0, 0.1, 0.1]
     assert _Factor(ScheduleSection(decay="linear", final_fraction=0.0), 11)(5) == 0.5
     assert _Factor(ScheduleSection(), 10)(9) == 1.0
+
+
+IDS = torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("values", "slug", "text"),
+    [
+        ([1, 2], "bad-row", "row 0 of a batch is a int, and no mapping"),
+        ([IDS, IDS], "bad-row", "row 0 of a batch is a Tensor"),
+        ([{}, {}], "bad-row", "row 0 of a batch is a dict"),
+        ([{"input_ids": IDS}, {"input_ids": IDS, "more": IDS}], "unequal-rows", "more"),
+        ([{"input_ids": object()}] * 2, "bad-row", "TypeError"),
+        ([{"input_ids": "text"}] * 2, "bad-row", "input_ids of a row is no tensor"),
+        ([{"input_ids": ["a", "b"]}] * 2, "bad-row", "rows make no batch"),
+        ([{"input_ids": IDS.float()}] * 2, "bad-row", "torch.float32"),
+        ([{"ids": IDS}] * 2, "bad-row", "rows have ids, and the model takes input_ids"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["map", "iterable"])
+def test_rows_that_make_no_batch_are_named(values, slug, text, kind):
+    section = DataSection(global_batch=2, shuffle=False)
+    data = RunData(values if kind == "map" else iter_of(values), section, None, "cpu", {"input_ids"})
+    with pytest.raises(DataError, match=slug) as raised:
+        data.next()
+    assert text in str(raised.value)
+
+
+def iter_of(values):
+    return lambda epoch: iter(values)
+
+
+def test_what_is_wrong_with_rows_comes_whole_from_a_worker():
+    wrong = pickle.loads(pickle.dumps(collate_or_error([1, 2])))
+    assert isinstance(wrong, DataError) and wrong.slugs == ("bad-row",)
+
+
+def test_what_a_function_returns_is_checked():
+    for name, slug in (("numbers_after_text", "bad-row"), ("mapping", "no-data")):
+        config = RunConfig(data=DataSection(function=f"{__name__}:{name}"))
+        with pytest.raises(DataError, match=slug):
+            data_of(config, None, None, "cpu", raised_at_once)
+
+
+def numbers_after_text():
+    return ["a", 1]
+
+
+def mapping():
+    return {"a": 1}

@@ -17,7 +17,7 @@ from parallelize.plan.options import Options
 RUN = """\
 model: {name: llama, set: {vocab_size: 256, hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2,
   num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 32}}
-data: {function: "a:b", sequence: 32, global_batch: 16}
+data: {function: "tests.launch.some_rows:rows", sequence: 32, global_batch: 16}
 device: cpu
 mesh: dp=2,tp=2
 options: {zero: 1, num_microbatches: 2}

@@ -130,9 +130,9 @@ def test_facts_are_of_files_and_versions(tmp_path):
     from parallelize.launch.config.run_config_file import parse_run_config
 
     plan = tmp_path / "plan.yaml"
-    plan.write_text("one")
-    config = parse_run_config(f"model: llama\nplan: {plan}\ndata: {{function: 'a:b'}}")
+    plan.write_text("schema_version: 1\ntensor_parallel: {a: colwise}\n")
+    config = parse_run_config(f"model: llama\nplan: {plan}\ndata: {{function: 'tests.launch.some_rows:rows'}}")
     before = facts_of_rank(config, "cpu")
-    plan.write_text("two")
+    plan.write_text("schema_version: 1\ntensor_parallel: {a: rowwise}\n")
     after = facts_of_rank(config, "cpu")
     assert {name for name in before if before[name] != after[name]} == {"model code"}

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+from traceback import format_exception_only
 
 import pytest
 
-from parallelize.errors import CheckpointError, DataError, GradientError, PipelineError, Problem
+from parallelize.checkpoint.format.folders import Lock
+from parallelize.errors import (
+    CheckpointError,
+    DataError,
+    GradientError,
+    ParallelizeError,
+    PipelineError,
+    Problem,
+    ShapeError,
+)
 from parallelize.launch.config.run_config import AnomalySection
 from parallelize.launch.loop.anomalies import AnomalyWatch
 from parallelize.launch.run_rank import _status_of
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST, judge
 from parallelize.launch.start.forwarding import children
-from tests.launch.launched import finish, output_of, started, wait_until, write_run
+from tests.launch.launched import finish, output_of, run, started, wait_until, write_run
 from tests.support.processes import free_port
 
 
@@ -45,6 +56,11 @@ def test_errors_have_statuses():
     assert status(CheckpointError, "rank-lost") == PEER_LOST == status(PipelineError, "peer-lost")
     assert status(CheckpointError, "write-failed") == FAILED == _status_of(ValueError("x"))
     assert _status_of(RuntimeError("Connection reset by peer")) == PEER_LOST
+    assert status(ParallelizeError, "missing-extra") == 3 == _status_of(ImportError("no module of the user's"))
+    assert status(CheckpointError, "not-a-folder") == 2 == status(DataError, "bad-row")
+    text = "".join(format_exception_only(ShapeError(Problem("id-out-of-range", "ids"))))
+    for what, ended in ((text, 2), ("ValueError: x", FAILED)):
+        assert _status_of(PipelineError(Problem("stage-failed", "x", rows=(("error", what),)))) == ended
     assert AnomalyWatch(AnomalySection()).judge(3, float("nan"), 1.0).action == "stop"
 
 
@@ -88,3 +104,22 @@ def test_a_signal_before_the_first_step_asks_for_another_start(number, tmp_path)
         process.send_signal(number)
         assert finish(process, path, 10) == 75
     assert f"{signal.Signals(number).name}: stopped before the first step; nothing is lost" in output_of(path)
+
+
+def test_a_folder_of_checkpoints_that_is_a_file_is_a_mistake(tmp_path):
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file", tmp_path / "file" / "runs"):
+        with pytest.raises(CheckpointError, match="not-a-folder") as raised:
+            Lock(root)
+        assert _status_of(raised.value) == 2
+
+
+@pytest.mark.sweep
+@pytest.mark.processes
+@pytest.mark.xdist_group("launched")
+def test_rows_of_a_wrong_type_are_not_tried_again(tmp_path):
+    (tmp_path / "own_rows.py").write_text("def rows():\n    return list(range(64))\n")
+    path = write_run(tmp_path, data={"function": "own_rows:rows", "global_batch": 8})
+    assert run(path, "--restarts", "3") == 2, output_of(path)
+    assert output_of(path).count("bad-row: row 0 of a batch is a int") == 1, output_of(path)
+    assert re.search(r"run.yaml:\d+:3: bad-row", output_of(path)) and "again" not in output_of(path)

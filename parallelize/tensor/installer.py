@@ -259,7 +259,7 @@ class Installer:
         contract = self.resolved.modules[layer].contract
         if contract.computes_experts:
             key = getattr(module, "parameter_name", "")
-            parameter = self._parameter(layer, self.model.modules[layer].stacked.get(key, (key,))[0])
+            parameter = self._parameter(layer, self.resolved.facts.modules[layer].stacked.get(key, (key,))[0])
             layout = of_elements(parameter.layout, parameter.fact.packs)
             return adapted_experts(module, self.model.objects[layer], layout, self._rank(parameter))
         if contract.defers_logits:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.applied.later_prompts import replace_once
+from parallelize.applied.records import applied
 from parallelize.errors import ModelError, Problem
 from parallelize.quantization.quantized_linear import QuantizedLinear
 from parallelize.tensor.peft_prompts import local_prefixes, readable_prompts
@@ -36,7 +37,7 @@ def prepare_peft() -> None:
         return
     layers._get_in_out_features = _FullSizes(stock)
     for name in _READS_WEIGHTS:
-        _refuse_of_shards(layers.LoraLayer, name, lambda layer: layer.get_base_layer(), _FIRST)
+        _refuse_of_shards(layers.LoraLayer, name, _base_of_whole_model, _FIRST)
     dora: Any = sys.modules.get("peft.tuners.lora.dora")
     _refuse_of_shards(getattr(dora, "DoraLinearLayer", None), "update_layer", lambda _, base_layer: base_layer, _FIRST)
     prompts: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
@@ -56,6 +57,15 @@ class _FullSizes:
         if type(module) in (nn.Linear, QuantizedLinear) and installed(module) is not None:
             return module.in_features, module.out_features
         return self.stock(module)
+
+
+def _base_of_whole_model(layer: Any) -> nn.Module:
+    """The layer beside an adapter. Raises: ModelError `unplanned-adapter` where another pipeline stage has its weight."""
+    base: nn.Module = layer.get_base_layer()
+    if applied(base).absent:
+        what = "this initialization of PEFT reads the weights of all layers, and this rank has those of its stages"
+        raise ModelError(Problem("unplanned-adapter", what, fix=_FIRST))
+    return base
 
 
 def _of_local_heads(stock: Callable[..., Any]) -> Callable[..., Any]:

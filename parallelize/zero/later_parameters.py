@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize.applied.gradient_guard import guard_gradients
-from parallelize.applied.later_changes import when_changed
-from parallelize.applied.records import applied, cut_of, record_of, resolution_so_far
+from parallelize.applied.later_changes import plan_changes, when_changed
+from parallelize.applied.records import applied, record_of, resolution_so_far
 from parallelize.applied.sharding import rows_by_name
 from parallelize.comm.groups import Group, axis_group, in_groups
 from parallelize.comm.handshake import compare_facts
@@ -82,8 +82,7 @@ class LaterParameters:
         raise in_groups()
 
     def _watch(self, module: nn.Module) -> None:
-        if cut_of(module) is None:  # the layers of other stages get adapters too, which this rank does not know
-            when_changed(module, partial(_changed, weakref.ref(self)))
+        when_changed(module, partial(_changed, weakref.ref(self)))
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -103,9 +102,7 @@ class LaterParameters:
         if module is None:
             return
         if self._is_changed:
-            plan_later = applied(module).plan_later
-            if plan_later is not None:
-                plan_later(module)
+            plan_changes(module)
             self._is_changed = False
             self._watch(module)
             self._add(self._added(module))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallelize.applied.later_changes import when_changed
+from parallelize.applied.peft_reads import guard_peft_reads
 from parallelize.applied.records import Cut, applied, cut_of, mark_applied, mark_parameter, resolution_so_far
 from parallelize.comm.handshake import agree_on
 from parallelize.errors import ModelError, Problem
@@ -27,7 +28,6 @@ from parallelize.plan.grown_facts import with_adapters
 from parallelize.plan.model_facts import ModelFacts, describe
 from parallelize.plan.resolve import resolve_again
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.tensor.peft_calls import prepare_peft
 
 _CALL = "the next step, after adapters were added"
 _FIRST = "get_peft_model(model, config) first, then parallelize_model(model, mesh)"
@@ -38,7 +38,7 @@ class StageAdapters:
 
     def __init__(self, module: nn.Module):
         self._is_changed = False
-        prepare_peft()
+        guard_peft_reads()
         show_absent_to_peft()
         self._watch(module)
 
@@ -89,12 +89,11 @@ class StageAdapters:
 
 def _refuse(module: nn.Module, cut: Cut, now: ModelFacts) -> None:
     """Refuse what PEFT can only be asked for before the cut."""
-    data, plan = applied(module).data, cut.resolved.plan
+    plan = cut.resolved.plan
     added = [name for name in now.owners if name not in cut.facts.owners and is_adapter_parameter(name)]
     dropping = [name for name, inner in now.objects.items() if _drops_by_chance(inner)]
     copied = [name for name in copied_layers(now) if f"{name}.{ORIGINAL}" not in cut.facts.modules]
     reasons = {
-        "its parameters are sharded over data axes (ZeRO 3)": data is not None and data.zero == 3,
         "its plan is a dict of style objects": plan.unclaimed == "leave",
         "collectives of its linears overlap with their matmuls": plan.options.overlap not in (None, "off"),
         f"{dropping[0] if dropping else ''} would draw masks that depend on the mesh": bool(dropping),

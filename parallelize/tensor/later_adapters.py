@@ -131,7 +131,6 @@ def _refuse(model: nn.Module, record: PlanRecord, facts: ModelFacts, copied: lis
     dropping = [name for name in adapted_layers(facts) for name in _dropping(facts.objects[name], name)]
     overlapped = [name for name in adapted_layers(facts) if _overlaps(facts.objects[f"{name}.{BASE}"])]
     reasons = {
-        "its parameters are sharded over data axes (ZeRO 3)": data is not None and data.zero == 3,
         f"{dropping[0] if dropping else ''} would draw masks that depend on the mesh": bool(dropping),
         f"the collective of {overlapped[0] if overlapped else ''} overlaps with its matmul": bool(overlapped),
         f"{copied[0] if copied else ''} was copied, on a mesh with data axes": bool(copied) and data is not None,

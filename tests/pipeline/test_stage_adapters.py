@@ -156,7 +156,6 @@ def test_adapters_of_other_stages_are_switched():
 
 REFUSED = {
     "dropout": ("llama", {}, PP2, {}, lambda: config("dropout"), "masks that depend on the mesh"),
-    "zero3": ("llama", {}, {"pp": 2, "dp": 2}, {"zero": 3}, lambda: config("lora"), "ZeRO 3"),
     "overlap": ("llama", {}, {"pp": 2, "tp": 2}, {"overlap": "chunked"}, lambda: config("lora"), "overlap with"),
     "copies": ("llama", {}, {"pp": 2, "tp": 2}, {}, lambda: config("copies"), "was copied, on a mesh with tp"),
     "tied": ("llama", {"tie_word_embeddings": True}, PP2, {}, lambda: config("embedding"), "which other stages have"),

@@ -209,8 +209,8 @@ def schedule_orders(
     return [[(op.stage_index, op.computation_type.value, op.microbatch_index) for op in order] for order in flat]
 
 
-def intercept_call(module: Any, call: Callable[..., Any]) -> None:
-    """Run `call` instead of all that calling `module` does, hooks included (the attribute of `Module.compile`, 2.0)."""
+def intercept_call(module: Any, call: Callable[..., Any] | None) -> None:
+    """Run `call` instead of all that calling `module` does, hooks included (the attribute of `Module.compile`, 2.0). None: not any more."""
     module._compiled_call_impl = call
 
 

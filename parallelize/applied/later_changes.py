@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 )
 
 from parallelize import _torch_private as private
+from parallelize.applied.records import applied
 
 _callbacks: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
@@ -33,6 +34,14 @@ def when_changed(root: nn.Module, callback: Callable[[], None]) -> None:
         callbacks = _callbacks.setdefault(module, [])
         if not any(_is_same(callback, other) for other in callbacks):
             callbacks.append(callback)
+
+
+def plan_changes(root: nn.Module) -> None:
+    """Plan what a model was given since its plan. Of a model that is cut into stages a collective over the mesh, where that are adapters."""
+    record = applied(root)
+    plan_later = record.stage_adapters or record.plan_later
+    if plan_later is not None:
+        plan_later(root)
 
 
 def _is_same(callback: Any, other: Any) -> bool:

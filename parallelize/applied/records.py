@@ -141,6 +141,7 @@ class Applied:
         planned: what its forward runs with.
         attention: a context.forward_state.ContextAttention. dropout: a randomness.dropout.call_sites.ModuleDropout.
         recompute_unit: set where it is recomputed.
+        absent: shape and dtype, by key, of its parameters where another pipeline stage has them.
         router: of a router whose choices were replaced once: a tensor.router_choice.ReplayedRouter.
         state_rows: the resolved rows of its own parameters, by key, which state dicts are converted by.
         rebuilt_buffers: values of meta buffers that no checkpoint stores, by key.
@@ -148,6 +149,7 @@ class Applied:
         defers_logits: whether it is a head whose matmul is left to the loss. written_weight: the tensor that an optimizer
             writes to under `fully_shard`, of such a head, and its local tensor.
         exporters: those that `export_weights` has built, on the root. plan_later: plans what was added to the model.
+        stage_adapters: of a model that was cut into stages: the same, and drops what other stages have, a pipeline.stage_adapters.StageAdapters.
     """
 
     resolved: ResolvedPlan | None = None
@@ -168,6 +170,7 @@ class Applied:
     attention: object = None
     dropout: object = None
     recompute_unit: RecomputedModule | None = None
+    absent: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     router: object = None
     state_rows: Mapping[str, ParameterRow] = field(default_factory=dict)
     rebuilt_buffers: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
@@ -176,6 +179,7 @@ class Applied:
     written_weight: tuple[torch.Tensor, ...] = ()
     exporters: object = None
     plan_later: Callable[[nn.Module], None] | None = None
+    stage_adapters: Callable[[nn.Module], None] | None = None
 
     def __deepcopy__(self, memo: dict) -> Applied:
         return replace(self, **{key: copy.deepcopy(value, memo) for key, value in self._fields().items()})
@@ -286,11 +290,13 @@ class ParameterMark(NamedTuple):
     own: `parallelize_module` made it, so that nothing reads its gradient before backward has ended.
     shared: the local intervals that other tp ranks store too.
     stage: its pipeline, or None.
+    absent: it was added to a layer of another stage, and is the model's no more.
     """
 
     own: bool = False
     shared: Shared = ()
     stage: StageMark | None = None
+    absent: bool = False
 
 
 _NO_MARK = ParameterMark()

@@ -30,15 +30,15 @@ _DIGEST_BLOCK = 1 << 17
 Facts = dict[str, str]
 
 
-def handshake(mesh: DeviceMesh, facts: Facts, timeout_s: float = TIMEOUT_S) -> None:
-    """Compare `facts` over all ranks of the mesh.
+def handshake(mesh: DeviceMesh, facts: Facts, timeout_s: float = TIMEOUT_S, call: str = "parallelize_module") -> None:
+    """Compare `facts` over all ranks of the mesh. call: what all of them have called.
 
     The mesh's first rank reads the facts of every rank and posts a verdict; every other rank reads only the verdict.
 
     Raises: HandshakeError on every rank: `ranks-disagree` with keys and ranks, `rank-failed` as soon as a rank has ended with an
         error, or `ranks-missing` after `timeout_s`.
     """
-    compare_facts(mesh.mesh.flatten().tolist(), facts, timeout_s)
+    compare_facts(mesh.mesh.flatten().tolist(), facts, timeout_s, call)
 
 
 def compare_facts(
@@ -66,7 +66,7 @@ def compare_facts(
 
 
 @contextmanager
-def agree_on(mesh: DeviceMesh, timeout_s: float = TIMEOUT_S) -> Iterator[Facts]:
+def agree_on(mesh: DeviceMesh, timeout_s: float = TIMEOUT_S, call: str = "parallelize_module") -> Iterator[Facts]:
     """Collect facts that must be the same on every rank inside the block; they are compared when the block ends.
 
     An error of this package that is raised inside the block becomes a fact, so that every rank fails if one does.
@@ -81,7 +81,7 @@ def agree_on(mesh: DeviceMesh, timeout_s: float = TIMEOUT_S) -> Iterator[Facts]:
         failure = error
     facts["error"] = ", ".join(failure.slugs) if failure else "none"
     try:
-        handshake(mesh, compressed(facts), timeout_s)
+        handshake(mesh, compressed(facts), timeout_s, call)
     except ParallelizeError:
         if failure is None:
             raise

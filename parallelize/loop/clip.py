@@ -163,7 +163,8 @@ def _gradients(source: Any) -> tuple[_LocalGradients, Group | None]:
     copies = ties.copies() if ties is not None else ()
     gradients, stages = _LocalGradients(), None
     for tensor in source if module is None else module.parameters():
-        _, shared, stage = mark_of(tensor)
+        mark = mark_of(tensor)
+        shared, stage = mark.shared, mark.stage
         if stage is not None:
             stages = stage.group
         grad = tensor.grad

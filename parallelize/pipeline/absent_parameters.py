@@ -7,13 +7,16 @@ parameters are None, as initializers and state dicts expect.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from parallelize.applied.records import Cut
+from parallelize.applied.later_prompts import replace_once
+from parallelize.applied.records import Cut, applied, mark_applied
 from parallelize.plan.learned_prompts import prompt_encoders
 
 
@@ -47,3 +50,61 @@ class AbsentParameters:
         finally:
             for owner, key, _, _ in self.parameters:
                 owner.__dict__.pop(key, None)
+
+
+def drop_parameters(module: nn.Module) -> None:
+    """Set all parameters and buffers of a module to None. Their shapes stay in its record."""
+    for inner in module.modules():
+        new = {key: (tuple(p.shape), p.dtype) for key, p in inner._parameters.items() if p is not None}
+        if new:
+            mark_applied(inner, absent={**applied(inner).absent, **new})
+        for name in inner._parameters:
+            inner._parameters[name] = None
+        for name in inner._buffers:
+            inner._buffers[name] = None
+
+
+def show_absent_to_peft() -> None:
+    """Let PEFT, where it is imported, make adapters of layers of other stages: it reads the shape, dtype and device of their weights."""
+    tuners: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is not None:
+        replace_once(tuners.BaseTuner, "inject_adapter", _with_absent_weights)
+    if hasattr(tuners, "_set_layer_requires_grad"):
+        replace_once(tuners, "_set_layer_requires_grad", _of_present)
+
+
+def _of_present(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """PEFT's function that freezes or unfreezes an adapter, which in a dictionary of parameters is None where it is absent."""
+
+    def set_requires_grad(layer: Any, requires_grad: bool) -> None:
+        if layer is not None:
+            stock(layer, requires_grad)
+
+    return set_requires_grad
+
+
+def _with_absent_weights(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def inject_adapter(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _as_parameters(model):
+            return stock(self, model, *args, **kwargs)
+
+    return inject_adapter
+
+
+@contextmanager
+def _as_parameters(model: nn.Module) -> Iterator[None]:
+    """Within it, absent parameters are NaN of their shapes, which takes the memory of one element."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    absent = [module for module in model.modules() if applied(module).absent]
+    shown: dict[nn.Module, set[str]] = {}
+    for module in absent:
+        for key, (shape, dtype) in applied(module).absent.items():
+            if key in module._parameters and module._parameters[key] is None:
+                value = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+                module._parameters[key] = nn.Parameter(value.expand(shape), requires_grad=False)
+                shown.setdefault(module, set()).add(key)
+    try:
+        yield
+    finally:
+        for module, keys in shown.items():
+            module._parameters.update(dict.fromkeys(keys))

@@ -18,6 +18,8 @@ from parallelize.applied.records import Cut, StageMark, cut_of, mark_applied, ma
 from parallelize.comm.groups import Group, mesh_spec
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.errors import MeshError, ModelError, Problem
+from parallelize.pipeline.absent_parameters import drop_parameters
+from parallelize.pipeline.stage_adapters import StageAdapters
 from parallelize.pipeline.stage_prompts import serve_prompts
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.model_facts import describe
@@ -91,7 +93,7 @@ def cut_to_stages(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -
     for unit in cut.stages.units:
         if cut.stages.stage_of_unit(unit) not in local_stages:
             _empty(module, unit)
-    mark_applied(module, cut=cut, resolved=resolved)
+    mark_applied(module, cut=cut, resolved=resolved, stage_adapters=StageAdapters(module))
     serve_prompts()
     share_router_loss(module)
     for parameter in module.parameters():
@@ -143,11 +145,7 @@ def _empty(module: nn.Module, unit: str) -> None:
         zeros = torch.zeros((), dtype=absent.dtype, device=_not_meta(absent.device))
         parent.__dict__[key] = zeros.expand(absent.shape)
         return
-    for inner in module.get_submodule(unit).modules():
-        for name in inner._parameters:
-            inner._parameters[name] = None
-        for name in inner._buffers:
-            inner._buffers[name] = None
+    drop_parameters(module.get_submodule(unit))
 
 
 def _not_meta(device: torch.device) -> torch.device:

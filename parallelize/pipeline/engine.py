@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.forward_rows import BatchPart
+from parallelize.applied.later_changes import plan_changes
 from parallelize.applied.records import Cut, cut_of, mark_applied, record_of
 from parallelize.comm.groups import Group, axis_group, mesh_spec
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
@@ -26,6 +27,7 @@ from parallelize.pipeline.pair_trial import PairTrial
 from parallelize.pipeline.paired_actions import PairRunner, check_overlap_of_microbatches
 from parallelize.pipeline.replica_check import ReplicaCheck
 from parallelize.pipeline.schedules import Action, Schedule, build_schedule
+from parallelize.pipeline.stage_adapters import active_adapters, adapted_layers_of
 from parallelize.pipeline.stage_forward import SingleStageRunner, StageRunner
 from parallelize.pipeline.step_check import StepCheck
 from parallelize.pipeline.step_parts import Data
@@ -113,6 +115,7 @@ class Pipeline:
         self._splits = any(action.kind == "W" for order in self.schedule.orders for action in order)
         self._overlaps = record is not None and bool(record.overlap.call_sites)
         self.runner = _runner(module, self.cut, record.region if record is not None else None)
+        self._adapted = adapted_layers_of(module) if self.cut is not None else []
         self.ties = ties_of(module)
         self.world = axis_group(mesh, *self.spec.names)
         replicas = ReplicaCheck(module, mesh, self.ties, compare_every)
@@ -268,10 +271,22 @@ class Pipeline:
 
     def _microbatches(self, call: str, *given: Any) -> tuple[list[MicrobatchInputs], T]:
         """The inputs of this data rank, and the global count."""
+        self._take_changes()
         microbatches, total = self.batches.read(call, self._settings(), *given)
         if self.clock is not None:
             self._first_sequence = self.check.first_sequence()
         return microbatches, total
+
+    def _take_changes(self) -> None:
+        """Plan the adapters that the model got since the last call: what stages send may be other tensors, of other gradients."""
+        plan_changes(self.module)
+        if cut_of(self.module) is not self.cut:
+            self.cut = cut_of(self.module)
+            self.runner.release()
+            self.runner = _runner(self.module, self.cut, self.runner.region)
+            self._adapted = adapted_layers_of(self.module)
+            self._headers.clear()
+            self._compared.clear()
 
     def _settings(self) -> dict[str, str]:
         """What must be the same on all ranks."""
@@ -287,7 +302,7 @@ class Pipeline:
     ) -> StepRun:
         # which adapter is active decides what stages send, and of what a gradient is sent back
         adapters = str(getattr(self.module, "active_adapter", None))
-        mode = (torch.is_grad_enabled(), self.module.training, adapters)
+        mode = (torch.is_grad_enabled(), self.module.training, adapters, active_adapters(self._adapted))
         signature = microbatches[0].signature(mode)
         if self.group.size > 1 and not self.check.compares and signature not in self._compared:
             # once for inputs of these shapes; other data ranks may have other shapes

@@ -105,6 +105,11 @@ class StageRunner:
         forward = forward.forward if isinstance(forward, _Ending) else forward  # of an earlier runner
         module.__dict__["forward"] = _Ending(self, forward)
 
+    def release(self) -> None:
+        """Intercept no calls any more: another runner takes the place of this one."""
+        for inner in self.modules.values():
+            private.intercept_call(inner, None)
+
     def run(
         self,
         stage: int,

@@ -18,7 +18,7 @@ from parallelize.plan.learned_prompts import PROMPTS, unserved_over_stages
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import alternatives, generic, is_default, matches
 from parallelize.plan.schema import Plan, Rule
-from parallelize.styles.adapter_styles import adapter_styles, adapts_parameters
+from parallelize.styles.adapter_styles import adapter_styles, adapts_one_parameter, adapts_parameters
 from parallelize.styles.style import StyleText
 
 BASE, ORIGINAL, COPIES = "base_layer", "original_module", "modules_to_save"
@@ -246,9 +246,20 @@ class _Rules:
                 )
         variants = {type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()}
         parts += sorted(variants - set(_VARIANTS))
-        if hasattr(layer, "parameter_name") and not adapts_parameters(rule.style):
+        if hasattr(layer, "parameter_name") and not self._may_adapt_parameter(name, rule.style):
             parts.append(f"of its parameter {layer.parameter_name}")
         return parts
+
+    def _may_adapt_parameter(self, name: str, style: StyleText) -> bool:
+        """Whether the forward of the layer reads a parameter that is changed while it runs, as those of plain linears do not."""
+        if adapts_parameters(style):
+            return True
+        layer = name
+        while f"{layer}.{BASE}" in self.model.modules:
+            layer = f"{layer}.{BASE}"
+        return (
+            self._num_experts(name) == 1 and self.model.modules[layer].kind == "other" and adapts_one_parameter(style)
+        )
 
     def _refuse(self, name: str, what: str) -> None:
         kind = type(self.model.objects[name])

@@ -84,6 +84,30 @@ def resolve(
     )
 
 
+def resolve_again(earlier: ResolvedPlan, model: ModelFacts) -> ResolvedPlan:
+    """The same decisions for a model that has got adapters since: its stages stay.
+
+    Args:
+        earlier: of the model before.
+        model: the full model under its names of now.
+
+    Raises: PlanError `unplanned-adapter`.
+    """
+    refuse_over_axes(model, earlier.mesh)
+    plan = for_adapters(earlier.plan, model)
+    rows = _tensor_rows(plan, model, earlier.mesh, None)
+    resolved = replace(
+        earlier,
+        plan=plan,
+        facts=model,
+        modules=rows.modules,
+        parameters=rows.parameters,
+        regions=rows.regions,
+        attributes=rows.attributes,
+    )
+    return replace(resolved, ties=tied_parameters(plan, model, rows.parameters, resolved.pp_ranks))
+
+
 def _tensor_rows(
     plan: Plan, model: ModelFacts, mesh: MeshSpec, earlier: ResolvedPlan | None
 ) -> TensorRows | ResolvedPlan:

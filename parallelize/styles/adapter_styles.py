@@ -96,8 +96,13 @@ def _of_embedding(style: StyleText, scales_input: bool) -> AdapterStyles:
 
 
 def adapts_parameters(style: StyleText) -> bool:
-    """Whether PEFT may adapt bare parameters of a module with this rule (`target_parameters`)."""
+    """Whether a module with this rule has a parameter for each of its experts, which PEFT may adapt (`target_parameters`)."""
     return style.word == "experts"
+
+
+def adapts_one_parameter(style: StyleText) -> bool:
+    """Whether PEFT may adapt the one matrix of a module with this rule, which is full on each rank, such as that of a router."""
+    return style.word in ("sequence", "replicate")
 
 
 _BY_WORD: dict[str, Callable[[StyleText, bool], AdapterStyles]] = {

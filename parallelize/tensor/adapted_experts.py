@@ -1,4 +1,4 @@
-"""LoRA on the stacked weights of experts (PEFT's `target_parameters`): each rank adds its part of s B A to the part that it stores.
+"""LoRA on the stacked weights of experts and on routers (PEFT's `target_parameters`): each rank adds its part of s B A to the part that it stores.
 
 PEFT registers a parametrization for each forward, which would compute with DTensors. Here its module computes the same weights on
 shards. A [experts x r, in] and B [out, r x experts] are those of the rank's experts where these are whole; else they are full on
@@ -15,7 +15,7 @@ from torch import nn
 
 from parallelize.layout import Layout
 from parallelize.quantization.quantized_stack import LowRankParts, QuantizedStack
-from parallelize.tensor.planned_forward import Planned, on_local_parameters
+from parallelize.tensor.planned_forward import Planned, on_local_parameters, read_changed_parameters
 
 T = torch.Tensor
 
@@ -27,14 +27,40 @@ def adapted_experts(module: Any, experts: nn.Module, layout: Layout, rank: int) 
         experts: the planned module that has the parameter.
         layout: of that parameter. rank: this rank's index on the axis of the layout.
     """
-    names = _names_to(experts, module)
+
+    def changed(self: Any, name: str, weight: Any) -> Any:
+        if isinstance(weight, QuantizedStack):
+            return weight.with_adapter(_low_rank(self, name, layout, rank))
+        return weight + _delta(self, name, layout, rank).to(weight.dtype)
+
+    return _changing_a_parameter(module, experts, changed)
+
+
+def adapted_matrix(module: Any, owner: nn.Module) -> Callable:
+    """The forward of PEFT's module around one with an adapted matrix [out, in] that is full on each rank: a router's.
+
+    Args:
+        owner: the planned module that has the parameter.
+    """
+
+    read_changed_parameters(owner)
+
+    def changed(self: Any, name: str, weight: T) -> T:
+        down, up = (_local_weight(getattr(self, key)[name]) for key in ("lora_A", "lora_B"))
+        return weight + ((up @ down) * self.scaling[name]).to(weight.dtype)
+
+    return _changing_a_parameter(module, owner, changed)
+
+
+def _changing_a_parameter(module: Any, owner: nn.Module, change: Callable[[Any, str, Any], Any]) -> Callable:
+    """The forward of PEFT's module, in which `owner` reads another value of its parameter. change: (module, adapter, value)."""
+    names = _names_to(owner, module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> T:
         adapters = [name for name in self.active_adapters if name in self.lora_A]
         if self.disable_adapters or self.merged or not adapters:
             return on_local_parameters(self, self._applied.planned, args, kwargs)
-        inner = self.get_submodule(names)
-        planned: Planned = inner._applied.planned
+        planned: Planned = self.get_submodule(names)._applied.planned
         key, earlier = self.parameter_name, planned.effective
         made: list[Any] = []  # once, of experts that run on several chunks of tokens
 
@@ -42,10 +68,7 @@ def adapted_experts(module: Any, experts: nn.Module, layout: Layout, rank: int) 
             if not made:
                 weight = earlier[key](weight) if key in earlier else weight
                 for name in adapters:
-                    if isinstance(weight, QuantizedStack):
-                        weight = weight.with_adapter(_low_rank(self, name, layout, rank))
-                    else:
-                        weight = weight + _delta(self, name, layout, rank).to(weight.dtype)
+                    weight = change(self, name, weight)
                 made.append(weight)
             return made[0]
 

@@ -24,7 +24,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ModuleRow, ParameterRow, RegionRow
 from parallelize.styles.contract import Contract, Conversion
 from parallelize.styles.style import ModuleFacts
-from parallelize.tensor.adapted_experts import adapted_experts
+from parallelize.tensor.adapted_experts import adapted_experts, adapted_matrix
 from parallelize.tensor.adapted_layers import adapted_forward, bias_of_first_rank, deferred_with_adapter
 from parallelize.tensor.beside_experts import compute_beside
 from parallelize.tensor.channel_norm import sharded_channel_norm
@@ -259,9 +259,11 @@ class Installer:
         contract = self.resolved.modules[layer].contract
         if contract.computes_experts:
             key = getattr(module, "parameter_name", "")
-            parameter = self._parameter(layer, self.model.modules[layer].stacked.get(key, (key,))[0])
+            parameter = self._parameter(layer, self.resolved.facts.modules[layer].stacked.get(key, (key,))[0])
             layout = of_elements(parameter.layout, parameter.fact.packs)
             return adapted_experts(module, self.model.objects[layer], layout, self._rank(parameter))
+        if hasattr(module, "parameter_name"):
+            return adapted_matrix(module, self.model.objects[layer])
         if contract.defers_logits:
             raise deferred_with_adapter(row.fqn)
         is_split = self.group.size > 1 and contract.is_linear

@@ -24,6 +24,7 @@ from parallelize.applied.records import (
     axis_of_layout,
     cut_of,
     mark_applied,
+    part_of,
     record_of,
     resolution_so_far,
 )
@@ -50,6 +51,8 @@ from parallelize.tensor.installer import Installer
 from parallelize.tensor.later_layers import plan_later_layers
 from parallelize.tensor.peft_calls import prepare_peft
 from parallelize.tensor.planned_forward import installed
+
+_FIRST = "get_peft_model(model, config) first, then the plan"
 
 
 def plan_later_adapters(model: nn.Module) -> None:
@@ -78,14 +81,20 @@ def plan_added(model: nn.Module) -> None:
         del model._forward_pre_hooks[key]
     plan_later_layers(model)
     record = record_of(model)
-    if record is None or record.group.size == 1:
+    if record is None or (record.group.size == 1 and record.folded is None):
         return
-    facts = describe(model)
+    facts = part_of(model, describe(model))
+    _refuse_adapted_experts(record, facts)
+    if record.group.size == 1:
+        return
     added = _added_parameters(facts)
     edges = {region.leave for region in record.resolved.regions}
     planned = record.resolved.modules
     unplanned = [name for name in copied_layers(facts) if f"{name}.{ORIGINAL}" not in planned]
     copied = [name for name in unplanned if name in edges or applied(model).data is not None]
+    cut = cut_of(model)
+    if cut is not None and not cut.facts.owners.keys() >= added.keys():
+        return  # a stage that is called by itself, which is refused: the next step takes them
     if not added and not copied:
         return
     plan_later_adapters(model)  # the modules of adapters may get others
@@ -107,14 +116,21 @@ def _names_inside(facts: ModelFacts, layer: str) -> Iterator[str]:
     yield from (f"{layer}.{key}" for key, _ in facts.objects[layer].named_parameters())
 
 
+def _refuse_adapted_experts(record: PlanRecord, facts: ModelFacts) -> None:
+    """Refuse adapters of experts of which a rank has some: each adapter has all experts in one matrix."""
+    for name in adapted_layers(facts):
+        is_new = installed(facts.objects[name]) is None and hasattr(facts.objects[name], "parameter_name")
+        if is_new and (record.folded is not None or record.resolved.options.expert_ranks > 1):
+            what = f"adapters of {layer_name(name)} were added after the plan, and its experts are divided over ep"
+            raise ModelError(Problem("added-parameter", what, fix=_FIRST))
+
+
 def _refuse(model: nn.Module, record: PlanRecord, facts: ModelFacts, copied: list[str]) -> None:
     """Refuse what PEFT can only be asked for before the plan."""
     data = applied(model).data
     dropping = [name for name in adapted_layers(facts) for name in _dropping(facts.objects[name], name)]
     overlapped = [name for name in adapted_layers(facts) if _overlaps(facts.objects[f"{name}.{BASE}"])]
     reasons = {
-        "the model is cut into pipeline stages": cut_of(model) is not None,
-        "its parameters are sharded over data axes (ZeRO 3)": data is not None and data.zero == 3,
         f"{dropping[0] if dropping else ''} would draw masks that depend on the mesh": bool(dropping),
         f"the collective of {overlapped[0] if overlapped else ''} overlaps with its matmul": bool(overlapped),
         f"{copied[0] if copied else ''} was copied, on a mesh with data axes": bool(copied) and data is not None,
@@ -125,8 +141,7 @@ def _refuse(model: nn.Module, record: PlanRecord, facts: ModelFacts, copied: lis
     for reason, is_so in reasons.items():
         if is_so:
             what = f"adapters were added after the plan, and {reason}"
-            fix = "get_peft_model(model, config) first, then the plan"
-            raise ModelError(Problem("added-parameter", what, fix=fix))
+            raise ModelError(Problem("added-parameter", what, fix=_FIRST))
 
 
 def _dropping(layer: nn.Module, name: str) -> Iterator[str]:
@@ -163,7 +178,9 @@ def _overlaps(base: nn.Module) -> bool:
 def _plan(model: nn.Module, record: PlanRecord, facts: ModelFacts, added: dict[str, nn.Parameter]) -> None:
     plan, rows = _rows(record, facts, added)
     resolved = _renamed(record.resolved, plan, facts, rows)
-    over_all_axes = _renamed(resolution_so_far(model), plan, facts, rows)
+    over_all_axes = resolution_so_far(model)
+    if cut_of(model) is None:  # of stages the plan of the full model is resolved again
+        over_all_axes = _renamed(over_all_axes, plan, facts, rows)
     new = replace(resolved, modules=rows.modules, parameters=rows.parameters, regions=(), attributes={})
     Sharder(0, None, None).shard(model, new, partial(axis_of_layout, tp=record.tp, folded=record.folded))
     give_new_parameters([(added.pop(name), model.get_parameter(name)) for name in list(added)])
@@ -205,7 +222,7 @@ def _modules_of(facts: ModelFacts, rows: TensorRows) -> dict[str, None]:
 
 
 def _renamed(resolved: ResolvedPlan, plan: Plan, facts: ModelFacts, rows: TensorRows) -> ResolvedPlan:
-    """The resolved plan under the names of now: a layer with adapters is its wrapper's `base_layer`."""
+    """The resolved plan under the names of now: a layer with adapters is its wrapper's `base_layer`. Deleted adapters have no rows."""
     bases = (name for name in facts.modules if is_adapted(name) and name not in resolved.modules)
     by_layer = {layer_name(name): name for name in bases}
 
@@ -217,7 +234,8 @@ def _renamed(resolved: ResolvedPlan, plan: Plan, facts: ModelFacts, rows: Tensor
         return replace(row, fact=replace(row.fact, names=tuple(f"{of_module(owner)}.{key}" for owner, key in owners)))
 
     modules = {of_module(name): replace(row, fqn=of_module(name)) for name, row in resolved.modules.items()}
-    parameters = {row.fqn: row for row in map(of_parameter, resolved.parameters.values())}
+    modules = {name: row for name, row in modules.items() if name in facts.aliases}
+    parameters = {row.fqn: row for row in map(of_parameter, resolved.parameters.values()) if row.fqn in facts.owners}
     return replace(
         resolved, plan=plan, facts=facts, modules=modules | rows.modules, parameters=parameters | rows.parameters
     )

@@ -126,6 +126,12 @@ def run_inside(module: nn.Module, planned: Planned, forward: Callable) -> None:
     module.__dict__["forward"] = MethodType(shortcuts.get(current, current), module)
 
 
+def read_changed_parameters(module: nn.Module) -> None:
+    """Let a planned module run a forward that asks for what adapters make of its parameters (`Planned.effective`)."""
+    if module.__dict__["forward"].__func__ is _one_parameter:
+        module.__dict__["forward"] = MethodType(_stock, module)
+
+
 def installed(module: nn.Module) -> Planned | None:
     """What `install` gave to this module, or None."""
     return expected(applied(module).planned, Planned)

@@ -24,9 +24,10 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
 from parallelize.zero.data_options import DataOptions
 from parallelize.zero.data_ranks import DataRanksOf
+from parallelize.zero.reducer import Reducer
 from parallelize.zero.replicas import data_group
 from parallelize.zero.running_statistics import RunningStatistics
-from parallelize.zero.unit_groups import forget_unsharded_gradients, reduce_outside_backward, unit_groups
+from parallelize.zero.unit_groups import forget_unsharded_gradients, has_run, reduce_outside_backward, unit_groups
 from parallelize.zero.unit_order import UnitOrder
 from parallelize.zero.unused_parameters import UnusedParameters
 
@@ -35,6 +36,7 @@ class FsdpEngine:
     """The calls of a pipeline engine (see `Reducer`), for a model under `fully_shard`.
 
     A backward must not be split into dgrad and wgrad: each half would gather and reduce.
+    Parameters that were added since are stored in full, and reduced by `added`, which is set after the units were sharded.
     """
 
     splits_backward = False
@@ -54,9 +56,12 @@ class FsdpEngine:
         self.axis, self.names = axis, {name for name, _ in module.named_parameters(remove_duplicate=False)}
         self.module, self.units, self.defer = module, units, defer
         self.stages = stages  # id of a unit -> its pipeline stage
+        self.added: Reducer | None = None
 
     def hold(self, auto_flush: bool = False) -> None:
         """Only a deferred reduction waits for the last backward; with `auto_flush`, for `finish`."""
+        if self.added is not None:
+            self.added.hold(auto_flush)
         self._reduces_in_finish = auto_flush and self.defer
         self.order.begin_step()
         if self.defer:
@@ -65,18 +70,24 @@ class FsdpEngine:
 
     def release(self, stage: int) -> None:
         """The stage's next backward is its last of the step."""
+        if self.added is not None:
+            self.added.release(stage)
         for unit in self.units:
             if self.defer and self.stages.get(id(unit), stage) in (stage, None):
                 unit.set_requires_gradient_sync(True, recurse=False)
 
     def flush(self, stage: int) -> None:
-        """Nothing to do: `fully_shard` reduces in backward."""
+        """`fully_shard` reduces in backward."""
+        if self.added is not None:
+            self.added.flush(stage)
 
     def finish(self) -> None:
         """Reduce what no backward has reduced; for what one has, `fully_shard` waits at its end."""
         if self._reduces_in_finish:
             self._reduces_in_finish = False
             self._reduce_now()
+        if self.added is not None:
+            self.added.finish()
         self.order.end_step()
 
     def _reduce_now(self) -> None:
@@ -89,19 +100,25 @@ class FsdpEngine:
             self.unused.drop_zeros()
 
     def reduces(self, name: str, param: Any) -> bool:
+        """Whether a parameter is summed over the data ranks."""
+        return self.shards(name, param) or (self.added is not None and self.added.reduces(name, param))
+
+    def shards(self, name: str, param: Any) -> bool:
         """Whether a parameter was the model's when it was sharded, also under another name, or while it is gathered."""
         axes = param.device_mesh.mesh_dim_names if isinstance(param, DTensor) else ()
         return name in self.names or self.axis in (axes or ())
 
     def reset(self) -> None:
         """Drop what a failed forward or backward has left."""
+        if self.added is not None:
+            self.added.reset()
         self.unused.reset()
         self.order.reset()
         self._reduces_in_finish = False
         for unit in self.units:
             unit.set_requires_gradient_sync(True, recurse=False)
         reset_iteration: Any = getattr(self.module, "reset_iter_state", None)  # since 2.13
-        if reset_iteration is not None:
+        if reset_iteration is not None and has_run(self.module):
             reset_iteration()
         for unit in self.units:
             forget_unsharded_gradients(unit)
@@ -212,10 +229,12 @@ def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:
 
 def _refuse_gradient_hooks(module: nn.Module, args: Any) -> None:
     """Raises: ModelError `hook-not-run`: `fully_shard` sets the gradient of a parameter without running its tensor hooks."""
-    if not torch.is_grad_enabled():
+    data = applied(module).data
+    if not torch.is_grad_enabled() or data is None:
         return
+    engine: Any = data.engine
     for name, parameter in module.named_parameters():
-        if parameter._backward_hooks:
+        if parameter._backward_hooks and engine.shards(name, parameter):
             what = f"{name} has a gradient hook (register_hook), which `fully_shard` does not run"
             fix = "parameter.register_post_accumulate_grad_hook, which gets the reduced gradient; or zero=2"
             raise ModelError(Problem("hook-not-run", what, fix=fix))

@@ -1,4 +1,4 @@
-"""Parameters that train only since data axes were applied, under ZeRO 0 to 2: what was unfrozen, added, or replaced.
+"""Parameters that train only since data axes were applied: what was unfrozen, added, or replaced; under ZeRO 3 adapters alone.
 
 Both are taken in before a forward, before a step of several backwards, and before an optimizer is built. Ranks of the data axes must
 do so together: they compare the names. Values of added parameters are those of the first rank, as ranks may not be seeded alike.
@@ -6,26 +6,32 @@ do so together: they compare the names. Values of added parameters are those of 
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from parallelize.applied.gradient_guard import guard_gradients
-from parallelize.applied.later_changes import when_changed
-from parallelize.applied.records import applied, cut_of, record_of, resolution_so_far
+from parallelize.applied.later_changes import plan_changes, when_changed
+from parallelize.applied.later_prompts import replace_once
+from parallelize.applied.peft_reads import guard_peft_reads
+from parallelize.applied.records import applied, record_of, resolution_so_far
 from parallelize.applied.sharding import rows_by_name
 from parallelize.comm.groups import Group, axis_group, in_groups
 from parallelize.comm.handshake import compare_facts
 from parallelize.errors import ModelError, Problem
+from parallelize.plan.adapters import is_adapter_parameter
 from parallelize.zero.buckets import to_local
 from parallelize.zero.data_options import DataOptions
 from parallelize.zero.data_ranks import DataRanks, DataRanksOf
+from parallelize.zero.fsdp import FsdpEngine
 from parallelize.zero.optimizer_shards import OptimizerShard
 from parallelize.zero.other_optimizers import refuse_steps
 from parallelize.zero.reduced_parameters import (
@@ -39,6 +45,11 @@ from parallelize.zero.reduced_parameters import (
 from parallelize.zero.reducer import ReducedParameter, Reducer
 from parallelize.zero.replicas import data_group
 
+_FIRST = "get_peft_model(model, config) first, then parallelize_model(model, mesh, zero=3); or zero=2"
+
+_COPY_WEIGHTS = ("modules_to_save", "trainable_token_indices", "token_indices")
+"""Settings of PEFT by which an adapter begins with weights of the model."""
+
 
 class LaterParameters:
     """Takes parameters in that train only since `shard_data`: a forward hook of the model, and a call.
@@ -46,6 +57,7 @@ class LaterParameters:
     Args:
         module: the model. mesh, zero, options: as it was sharded. master: the dtype of wider copies, or None.
         reducer: of its gradients, or None. shards: of its parameters. casts: refuses casts of them.
+        units: under ZeRO 3 what reduces the parameters that were sharded, beside which adapters alone may be added.
     """
 
     def __init__(
@@ -58,6 +70,7 @@ class LaterParameters:
         reducer: Reducer | None,
         shards: list[OptimizerShard],
         casts: RefusesCasts,
+        units: FsdpEngine | None = None,
     ):
         self._module, self._mesh, self._zero, self._options, self._master = (
             weakref.ref(module),
@@ -66,7 +79,7 @@ class LaterParameters:
             options,
             master,
         )
-        self._reducer, self._shards, self._casts = reducer, shards, casts
+        self._reducer, self._shards, self._casts, self._units = reducer, shards, casts, units
         self._known = {shard.name for shard in shards}
         self._dropouts = weakref.WeakSet(_dropouts(module))
         self._is_changed = False
@@ -82,8 +95,7 @@ class LaterParameters:
         raise in_groups()
 
     def _watch(self, module: nn.Module) -> None:
-        if cut_of(module) is None:  # the layers of other stages get adapters too, which this rank does not know
-            when_changed(module, partial(_changed, weakref.ref(self)))
+        when_changed(module, partial(_changed, weakref.ref(self)))
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -103,9 +115,7 @@ class LaterParameters:
         if module is None:
             return
         if self._is_changed:
-            plan_later = applied(module).plan_later
-            if plan_later is not None:
-                plan_later(module)
+            plan_changes(module)
             self._is_changed = False
             self._watch(module)
             self._add(self._added(module))
@@ -126,7 +136,23 @@ class LaterParameters:
             if id(parameter.param) not in ids
             and parameter.name not in known
             and (isinstance(parameter.param, DTensor) or not over_tp)  # others are of no plan
+            and (self._units is None or self._is_beside_units(self._units, parameter))
         ]
+
+    def _is_beside_units(self, units: FsdpEngine, parameter: ReducedParameter) -> bool:
+        """Whether a parameter is of an adapter that `fully_shard` has not sharded.
+
+        Raises: ModelError `added-parameter` of one that was copied from shards, and where compute is narrower than what is stored.
+        """
+        name = parameter.name
+        if not is_adapter_parameter(name) or name in units.names:
+            return False
+        is_copy = units.shards(name, parameter.param)
+        if is_copy or self._options.low_precision:
+            reason = "was copied from shards" if is_copy else "would compute in the dtype in which it is stored"
+            what = f"{name} was added after parameters were sharded over data axes (ZeRO 3), and {reason}"
+            raise ModelError(Problem("added-parameter", what, fix=_FIRST))
+        return True
 
     def _replaced(self, module: nn.Module) -> list[OptimizerShard]:
         """Shards of parameters that the model does not have any more."""
@@ -186,6 +212,29 @@ class LaterParameters:
         group = data_group(self._mesh)
         if group.size > 1:
             compare_facts(list(group.ranks), {"parameters that train now": ", ".join(names)}, call="the next forward")
+
+
+def add_to_sharded_units() -> None:
+    """Let PEFT, where it is imported, freeze parameters while they are shards: what is gathered forgets it."""
+    tuner: Any = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
+    if tuner is not None:
+        replace_once(tuner, "inject_adapter", _resharded)
+    guard_peft_reads()
+
+
+def _resharded(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        units: list[Any] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+        config = self.peft_config[adapter_name]
+        copied = [key for key in _COPY_WEIGHTS if getattr(config, key, None)]
+        if units and copied:
+            what = f"{copied[0]} of {type(config).__name__} copies full weights, of which ranks store shards (ZeRO 3)"
+            raise ModelError(Problem("added-parameter", what, fix=_FIRST))
+        for unit in units:
+            unit.reshard()
+        return stock(self, model, adapter_name, *args, **kwargs)
+
+    return inject_adapter
 
 
 def _dropouts(module: nn.Module) -> list[nn.Dropout]:

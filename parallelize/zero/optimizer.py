@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallelize import _torch_private as private
+from parallelize.applied.later_changes import plan_changes
 from parallelize.applied.records import cut_of, mark_of, mark_parameter, mesh_of, record_of
 from parallelize.applied.stored_slices import named_once
 from parallelize.errors import ModelError, Problem
@@ -64,6 +65,8 @@ def build_optimizer(
     """
     name = optimizer.__name__
     data = data_of(module)
+    if cut_of(module) is not None:
+        plan_changes(module)
     take_later(data)
     steps_locally = name in ELEMENTWISE if elementwise is None else elementwise
     gathers_itself = bool(getattr(optimizer, "gathers_itself", False))
@@ -75,7 +78,7 @@ def build_optimizer(
         _mark_stepped(shard)
     groups = list(params) if params is not None else [p for p in module.parameters() if p.requires_grad]
     # a pipeline stage may have nothing that trains, such as no adapter
-    stepped = [_stepped(group, module, shards) for group in groups] or [{"params": []}]
+    stepped = [_stepped(group, module, shards) for group in groups if not _is_absent(group)] or [{"params": []}]
     built = optimizer(stepped, **options)
     if gathers_itself:
         built.bind_model(module, _names_of_stepped(module, shards))  # type: ignore[attr-defined]
@@ -152,8 +155,8 @@ def _stepped(item: Any, module: nn.Module, shards: dict[int, OptimizerShard]) ->
     """A parameter, a (name, parameter) pair or a group of them, with what the optimizer steps instead of each parameter."""
     if isinstance(item, dict):
         params = item["params"]
-        params = [params] if isinstance(params, torch.Tensor) else list(params)
-        return {**item, "params": [_stepped(param, module, shards) for param in params]}
+        params = [params] if isinstance(params, torch.Tensor) else params
+        return {**item, "params": [_stepped(param, module, shards) for param in params if not _is_absent(param)]}
     if isinstance(item, (tuple, list)):
         return (item[0], _stepped(item[1], module, shards))
     shard = shards.get(id(item))
@@ -163,6 +166,12 @@ def _stepped(item: Any, module: nn.Module, shards: dict[int, OptimizerShard]) ->
         what = f"a parameter of shape {list(item.shape)} is not one of the model's"
         raise ModelError(Problem("foreign-parameter", what, fix="take parameters after the model was wrapped"))
     return item
+
+
+def _is_absent(item: Any) -> bool:
+    """Whether a parameter, or a (name, parameter) pair, is of a layer that another pipeline stage has."""
+    parameter = item[1] if isinstance(item, (tuple, list)) else item
+    return isinstance(parameter, torch.Tensor) and mark_of(parameter).absent
 
 
 def _wrap_steps(built: Optimizer, module: nn.Module, data: DataRecord) -> None:

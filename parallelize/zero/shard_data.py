@@ -14,7 +14,7 @@ Source: ZeRO, arXiv:1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ from parallelize.plan.units import zero_units
 from parallelize.zero.data_options import DataOptions
 from parallelize.zero.data_ranks import DataRanksOf
 from parallelize.zero.fsdp import FsdpEngine, apply_fsdp
-from parallelize.zero.later_parameters import LaterParameters
+from parallelize.zero.later_parameters import LaterParameters, add_to_sharded_units
 from parallelize.zero.optimizer_shards import OptimizerShard
 from parallelize.zero.other_optimizers import refuse_steps, watch_optimizers
 from parallelize.zero.reduced_parameters import (
@@ -71,10 +71,10 @@ class DataRecord:
 
     Attributes:
         zero: the stage. engine: reduces gradients over the data ranks. shards: this rank's part of each parameter, as the
-            optimizer steps it (stages 0 to 2).
+            optimizer steps it (stages 0 to 2, and adapters that were added to stage 3).
         masters: whether the optimizer steps float32 copies, because parameters are narrower.
         compute: the dtype of compute, where parameters are stored in a wider one (stage 3).
-        later: takes in parameters that train only since then (stages 0 to 2).
+        later: takes in parameters that train only since then; of stage 3 adapters.
     """
 
     zero: int
@@ -194,7 +194,30 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, options: DataOptions,
     guard_initializers(module)
     guard_stock_methods(module)
     compute = options.dtype if options.low_precision else None
-    mark_applied(module, data=DataRecord(3, mesh, engine, compute=compute))
+    shards: list[OptimizerShard] = []
+    later = None
+    if mesh_spec(mesh).ranks(*DATA_AXES) > 1:
+        later = _take_later_adapters(module, mesh, options, engine, shards)
+    mark_applied(module, data=DataRecord(3, mesh, engine, shards, compute=compute, later=later))
+
+
+def _take_later_adapters(
+    module: nn.Module, mesh: DeviceMesh, options: DataOptions, engine: FsdpEngine, shards: list[OptimizerShard]
+) -> LaterParameters:
+    """Adapters that are added to sharded units are small: each rank stores them in full, and optimizer states as of ZeRO 1."""
+
+    def current() -> Iterator[tuple[str, Any]]:
+        return ((name, p) for name, p in module.named_parameters() if not engine.shards(name, p))
+
+    engine.added = Reducer(
+        [], options.reduce_dtype, current=current, after=partial(_refresh, shards), bucket_bytes=options.bucket_bytes
+    )
+    casts = RefusesCasts(())
+    module.register_forward_pre_hook(casts)
+    later = LaterParameters(module, mesh, 1, options, None, engine.added, shards, casts, engine)
+    module.register_forward_pre_hook(later, prepend=True)  # before parameters are gathered
+    add_to_sharded_units()
+    return later
 
 
 def _reduce_gradients(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolved: ResolvedPlan) -> None:
@@ -258,9 +281,13 @@ def _reducer(
 
 def _after_step(shards: list[OptimizerShard], statistics: RunningStatistics) -> None:
     """Set this step's gradients on what the optimizer steps, so that `param_groups` can be clipped and scaled."""
+    _refresh(shards)
+    statistics.share()
+
+
+def _refresh(shards: list[OptimizerShard]) -> None:
     for shard in shards:
         shard.refresh()
-    statistics.share()
 
 
 def _after_load(data: DataRecord | None, prefix: str, owner: nn.Module, _: Any) -> None:

@@ -18,6 +18,11 @@ def unit_groups(unit: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def has_run(unit: Any) -> bool:
+    """Whether a forward of the outermost `fully_shard` module has begun, which makes what is reset after a failure (2.4)."""
+    return unit._get_fsdp_state()._is_root is not None
+
+
 def forget_unsharded_gradients(unit: Any) -> None:
     """Drop the gradients that a failed backward left on a `fully_shard` module's unsharded parameters (2.4)."""
     for group in unit_groups(unit):

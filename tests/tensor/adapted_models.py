@@ -32,6 +32,7 @@ def config(kind: str) -> Any:
         "norms": lambda: peft.LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["norm", "input_layernorm"]),
         "blocks": lambda: peft.LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["mlp"]),
         "experts": lambda: peft.LoraConfig(**experts),
+        "routers": lambda: peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.gate.weight"]),
         "tokens": lambda: peft.LoraConfig(r=3, target_modules=["q_proj"], trainable_token_indices=[1, 5, 40]),
         "dropout": lambda: peft.LoraConfig(**{**every, "target_modules": LINEARS}, lora_dropout=0.2),
     }

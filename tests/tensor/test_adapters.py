@@ -6,17 +6,20 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from parallelize import build_mesh, full_gradients, parallelize_module
 from parallelize.errors import ParallelizeError, PlanError
 from parallelize.mesh import MeshSpec
 from parallelize.plan.model_facts import describe
+from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
 from parallelize.zero.buckets import to_local
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import compare, planned_run, reference_run, worst
 from tests.support.threads import run_ranks
-from tests.tensor.adapted_models import adapted_model
+from tests.tensor.adapted_models import adapted_model, move
 
 pytest.importorskip("peft")
 
@@ -57,6 +60,14 @@ def test_families(family, tp):
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe"])
 def test_experts(family, options):
     check(family, "experts", 2, **options)
+
+
+@pytest.mark.variants(every=4)
+@pytest.mark.parametrize("options", [{}, BOTH, {"ep": 2, **BOTH}], ids=["tensor", "sequence+loss", "ep"])
+@pytest.mark.parametrize("case", ["mixtral routers", "deepseek_v3 lora"])
+def test_routers(case, options):
+    """PEFT takes the routers and experts of deepseek_v3 for linears."""
+    check(*case.split(), 2, **options)
 
 
 def test_experts_over_both():
@@ -220,6 +231,8 @@ def test_parts_that_are_no_plain_linears_are_refused():
     assert "BlockDiagonal" in str(refused(peft.get_peft_model(tiny_model("llama"), blocks)))
     bare = peft.LoraConfig(r=2, target_modules=[], target_parameters=["q_proj.weight"])
     assert "parameter weight" in str(refused(peft.get_peft_model(tiny_model("llama"), bare)))
+    latents = peft.LoraConfig(r=2, target_modules=[], target_parameters=["q_a_proj.weight"])
+    assert "parameter weight" in str(refused(peft.get_peft_model(tiny_model("deepseek_v3"), latents)))
 
 
 def test_what_an_axis_would_divide_is_refused():
@@ -242,3 +255,47 @@ def test_a_bias_that_trains_beside_a_scaled_row_linear_is_refused():
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or name.endswith("o_proj.base_layer.bias"))
     assert "unplanned-adapter" in refused(model).slugs
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 6, dtype=torch.float64))
+
+    def forward(self, x):
+        return F.linear(x, self.weight).softmax(-1)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = Gate(), nn.Linear(6, 8).double()
+        self.down = nn.Linear(8, 5).double()
+
+    def forward(self, x):
+        return self.gate(x) * self.down(self.up(x).relu())
+
+
+def test_a_matrix_beside_no_other_parameter_is_changed_in_its_forward():
+    """The forward of a module with one parameter and no conversions asks for the weight alone."""
+    import peft
+
+    torch.manual_seed(0)
+    adapters = peft.LoraConfig(r=2, target_modules=["up"], target_parameters=["gate.weight"])
+    model = move(peft.get_peft_model(Gated(), adapters))
+    models = [copy.deepcopy(model) for _ in range(2)]
+    x = torch.randn(3, 6, dtype=torch.float64)
+    plan = parse_plan(
+        "schema_version: 1\ntensor_parallel: {gate: replicate(gradient=full), up: colwise, down: rowwise}"
+    )
+
+    def body(rank):
+        planned = parallelize_module(models[rank], build_mesh("cpu", tp=2), plan)
+        planned(x).square().sum().backward()
+        return full_gradients(planned)
+
+    results = run_ranks(2, body)
+    model(x).square().sum().backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for actual in results:
+        assert worst(actual, expected)[0] < 1e-12

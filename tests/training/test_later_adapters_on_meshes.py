@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from parallelize import Checkpointer, build_mesh, full_parameter, parallelize_model
 from parallelize.errors import ModelError
+from parallelize.zero.buckets import to_local
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
@@ -29,6 +30,30 @@ CASES = {
     "dp2-zero2-dora": ("llama", "dora", {"dp": 2}, {"zero": 2}),
     "cp2-tp2": ("llama", "lora", {"cp": 2, "tp": 2}, {"loss_parallel": True}),
     "dp2-copies": ("llama", "copies", {"dp": 2}, {"zero": 1}),
+    "dp2-zero3": ("llama", "lora", {"dp": 2}, {"zero": 3}),
+    "dp2-zero3-ia3": ("qwen2", "ia3", {"dp": 2}, {"zero": 3, "num_microbatches": 2}),
+    "dp2-zero3-embedding": ("llama", "embedding", {"dp": 2}, {"zero": 3, "recompute": "full"}),
+    "dp2-zero3-conv1d": ("gpt2", "lora", {"dp": 2}, {"zero": 3, "defer": True, "num_microbatches": 2}),
+    "dp2-tp2-zero3": ("llama", "lora", {"dp": 2, "tp": 2}, {"zero": 3, "sequence_parallel": True}),
+    "pp2-dp2-zero3": ("llama", "lora", {"pp": 2, "dp": 2}, {"zero": 3, "num_microbatches": 2}),
+    "pp2": ("llama", "lora", {"pp": 2}, {"num_microbatches": 2}),
+    "pp2-dora": ("llama", "dora", {"pp": 2}, {"num_microbatches": 2}),
+    "pp2-ia3": ("llama", "ia3", {"pp": 2}, {"num_microbatches": 4}),
+    "pp2-ends": ("llama", "embedding", {"pp": 2}, {"num_microbatches": 2}),
+    "pp2-a-stage-without": ("llama", "some layers", {"pp": 2}, {"num_microbatches": 2}),
+    "pp2-copies": ("llama", "copies", {"pp": 2}, {"num_microbatches": 2}),
+    "pp2-experts": ("mixtral", "experts", {"pp": 2}, {"num_microbatches": 2}),
+    "tp2-experts": ("mixtral", "experts", {"tp": 2}, {}),
+    "dp2-tp2-experts": ("mixtral", "experts", {"dp": 2, "tp": 2}, {"zero": 1}),
+    "pp2-tp2": ("llama", "lora", {"pp": 2, "tp": 2}, {"sequence_parallel": True, "num_microbatches": 2}),
+    "pp2-tp2-recompute": ("gpt2", "lora", {"pp": 2, "tp": 2}, {"recompute": "full", "num_microbatches": 2}),
+    "pp2-dp2-zero2": ("llama", "lora", {"pp": 2, "dp": 2}, {"zero": 2, "num_microbatches": 2}),
+    "pp2-dp2-tp2-zero1": (
+        "llama",
+        "lora",
+        {"pp": 2, "dp": 2, "tp": 2},
+        {"zero": 1, "num_microbatches": 2},
+    ),
 }
 SOME = {"dp2-zero1"}
 
@@ -41,6 +66,10 @@ def seeded(add):
 
 def trained(model) -> list:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def locals_of(model) -> list[torch.Tensor]:
+    return [to_local(parameter).detach() for parameter in model.parameters()]
 
 
 def train(module, kind: str, step, optimizer_of, clip) -> torch.Tensor:
@@ -72,7 +101,7 @@ def unsharded(model, kind: str):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), most)
 
     values = train(model, kind, step, lambda params: torch.optim.AdamW(params, **OPTIONS), clip)
-    return values, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return values, {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SOME else pytest.mark.sweep) for c in CASES])
@@ -96,20 +125,23 @@ def test_six_steps_of_two_adapters(case, tmp_path):
         )
         with Checkpointer(tmp_path / "run", parallel) as checkpointer:
             checkpointer.save(6)
-            before = [parameter.detach().clone() for parameter in parallel.module.parameters()]
+            before = [local.clone() for local in locals_of(parallel.module)]
             with torch.no_grad():
                 for parameter in trained(parallel.module):
                     parameter.zero_()
             checkpointer.resume()
-        same = all(torch.equal(a, b) for a, b in zip(before, parallel.module.parameters(), strict=True))
-        names = [name for name, _ in parallel.module.named_parameters()]
+        same = all(torch.equal(a, b) for a, b in zip(before, locals_of(parallel.module), strict=True))
+        names = [name for name, _ in parallel.module.named_parameters()]  # of this rank's stages
         return values, {name: full_parameter(parallel.module, name) for name in names}, same
 
     results = run_ranks(len(models), body)
     values, weights = unsharded(base, kind)
+    seen: set[str] = set()
     for actual, state, same in results:
         assert (actual - values).abs().max() < 1e-11 and same
-        assert worst({name: state[name] for name in weights}, weights)[0] < 1e-9
+        assert worst(state, {name: weights[name] for name in state})[0] < 1e-9
+        seen |= {*state}
+    assert seen >= {name for name, _ in base.named_parameters()}
 
 
 def test_what_cannot_be_added_over_data_axes_is_named():

@@ -70,6 +70,7 @@ class Drafting:
         self.model, self.classes, self.choice, self.fields = model, classes, choice, fields
         self.draft = Draft()
         self.logits = logits
+        self.ran = {call.module for call in classes.record.calls}
         self.unit = "heads"  # what a size without a field of the config counts
 
     def run(self) -> Draft:
@@ -315,7 +316,7 @@ class Drafting:
         """PyTorch's attention reads the weights of its child, so that both have rules of their own."""
         for name, module in self.classes.modules.items():
             if isinstance(module, nn.MultiheadAttention):
-                if name in self.banned:
+                if name in self.banned or name not in self.ran:
                     self.draft.styles[name] = self.draft.styles[f"{name}.out_proj"] = "replicate"
                     continue
                 heads = self._size_name(module.num_heads)

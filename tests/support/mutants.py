@@ -15,7 +15,7 @@ from parallelize.analysis.linting import findings
 from parallelize.analysis.subject import Subject
 from parallelize.errors import ParallelizeError, PlanError
 from parallelize.mesh import MeshSpec
-from parallelize.models.model_source import read_model
+from parallelize.models.model_source import source_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.resolve import resolve
@@ -36,6 +36,10 @@ SWAPS = {  # styles that a user could confuse with a style
     "experts": ("replicate", "replicate(gradient=partial)", "sequence"),
     "rms_norm": ("sequence", "replicate", "replicate(gradient=partial)", "replicate(gradient=full)"),
     "shard": ("replicate", "replicate(gradient=partial)"),
+    "multihead": ("replicate", "replicate(gradient=partial)"),
+    "scan": ("replicate", "gather"),
+    "gated_norm": ("sequence", "replicate", "replicate(gradient=partial)"),
+    "channel_norm": ("replicate", "replicate(gradient=partial)"),
 }
 
 
@@ -161,16 +165,25 @@ def _local(plan: Plan, item: LocalAttribute) -> Iterator[Mutant]:
 
 
 def judge(
-    mutant: Mutant, model: Any, meshes: Sequence[str], overrides: Mapping[str, Any] | None = None, *, lints: bool = True
+    mutant: Mutant,
+    model: Any,
+    meshes: Sequence[str],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    lints: bool = True,
+    full_size: bool = False,
 ) -> Judgment:
-    """Try `lint` on each mesh in each mode, then `verify` on each mesh. lints: False replaces `lint` by the plan's checks."""
+    """Try `lint` on each mesh in each mode, then `verify` on each mesh. lints: False replaces `lint` by the plan's checks.
+
+    full_size: whether `verify` takes the model as it is.
+    """
     for mesh in meshes:
         judgment = _lint(mutant, model, mesh, overrides or {}, lints)
         if judgment is not None:
             return judgment
     for mesh in meshes:
         try:
-            verification = verify(model, mutant.plan, mesh, overrides=overrides, timeout_s=20.0)
+            verification = verify(model, mutant.plan, mesh, overrides=overrides, timeout_s=20.0, full_size=full_size)
         except ParallelizeError as error:
             return _of_problems(mutant, error)
         if not verification.ok:
@@ -182,8 +195,8 @@ def _lint(mutant: Mutant, model: Any, mesh: str, overrides: Mapping[str, Any], s
     request = Request(model, mutant.plan, MeshSpec.parse(mesh), overrides)
     configuration = build_configuration(request)
     if shapes:
-        small = read_model(model, overrides).with_config(configuration.model.config)
-        subject = Subject(small, mutant.plan)
+        source = source_of(model, overrides)
+        subject = Subject(source.with_config(configuration.model.config), mutant.plan)
         errors = [
             finding.problem for finding in findings(subject, Setting(request.mesh)) if finding.severity == "error"
         ]

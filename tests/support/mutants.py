@@ -178,7 +178,8 @@ def judge(
     full_size: whether `verify` takes the model as it is.
     """
     for mesh in meshes:
-        judgment = _lint(mutant, model, mesh, overrides or {}, lints)
+        request = Request(model, mutant.plan, MeshSpec.parse(mesh), overrides or {}, full_size=full_size)
+        judgment = _lint(mutant, request, lints)
         if judgment is not None:
             return judgment
     for mesh in meshes:
@@ -191,11 +192,10 @@ def judge(
     return Judgment("nobody")
 
 
-def _lint(mutant: Mutant, model: Any, mesh: str, overrides: Mapping[str, Any], shapes: bool) -> Judgment | None:
-    request = Request(model, mutant.plan, MeshSpec.parse(mesh), overrides)
+def _lint(mutant: Mutant, request: Request, shapes: bool) -> Judgment | None:
     configuration = build_configuration(request)
     if shapes:
-        source = source_of(model, overrides)
+        source = source_of(request.model, request.overrides)
         subject = Subject(source.with_config(configuration.model.config), mutant.plan)
         errors = [
             finding.problem for finding in findings(subject, Setting(request.mesh)) if finding.severity == "error"
@@ -224,7 +224,8 @@ def _names(mutant: Mutant) -> list[str]:
 
 
 def _mentions(text: str, name: str) -> bool:
-    return name in text
+    """Of the rule for all that no other claims, a message that says which parameters have none."""
+    return name in text or (name == "**" and any(words in text for words in ("claimed by no rule", "no rule claims")))
 
 
 def _of_difference(mutant: Mutant, verification: Verification) -> Judgment:

@@ -115,17 +115,13 @@ class PlanCheck:
     def _makers(self, name: str, shard: Shard) -> list[str]:
         """The rules of the linears whose output is the input that a row linear sums over."""
         rules = []
-        for other in self.classes.linears:
+        for other, linear in self.classes.linears.items():
             dims = self.classes.record.parameters.get(f"{other}.weight")
             row = self.resolved.modules.get(other)
             if dims is None or row is None or name == f"{other}.weight":
                 continue
-            out = {
-                factor
-                for part in self.classes.parts_of(dims[output_dim(self.classes.linears[other])])
-                for factor in part
-            }
-            if out & set(shard.factors):
+            out = self.classes.record.gathered_outputs.get(other, dims[output_dim(linear)])
+            if {factor for part in self.classes.parts_of(out) for factor in part} & set(shard.factors):
                 rules.append(f"{row.rule.pattern}: {row.rule.style}")
         return list(dict.fromkeys(rules))
 

@@ -215,12 +215,21 @@ def _of_problems(mutant: Mutant, error: ParallelizeError) -> Judgment:
     text = str(error)
     locations = [p.where for p in error.problems]
     named = bool(mutant.where and mutant.where in locations) or any(_mentions(text, name) for name in _names(mutant))
-    return Judgment("lint", named, named, text)
+    return Judgment("lint", named, named or any(_mentions(text, name) for name in _blocks(mutant)), text)
 
 
 def _names(mutant: Mutant) -> list[str]:
     spelled = [name for pattern in mutant.patterns for name in alternatives(pattern)]
     return [*mutant.patterns, *map(generic, spelled)]
+
+
+def _blocks(mutant: Mutant) -> list[str]:
+    """The modules of a layer that contain what the mistake is in, such as the attention around a table."""
+    blocks = []
+    for name in _names(mutant):
+        while "*" in (name := name.rpartition(".")[0]) and not name.endswith("*"):
+            blocks.append(name)
+    return blocks
 
 
 def _mentions(text: str, name: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from parallelize import _torch_private as private
 from parallelize.analysis.context_findings import gathered_over_cp
 from parallelize.analysis.cost.setting import Setting, check_setting, make_setting
 from parallelize.analysis.dims_findings import dims_findings
@@ -249,7 +250,8 @@ def built(subject: Subject, setting: Setting, attention: str = "") -> tuple[Any,
         model.set_attn_implementation(attention)
     drop_represented(model, classes)
     with torch.device("meta"):
-        return model, subject.source.inputs(model, BATCH, -(-SEQUENCE // tp) * tp)
+        inputs = subject.source.inputs(model, BATCH, -(-SEQUENCE // tp) * tp)
+    return model, private.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, inputs)
 
 
 def _failed(forwards: _Forwards) -> Problem:

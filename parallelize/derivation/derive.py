@@ -21,6 +21,7 @@ from parallelize.derivation.gathered_linears import (
     layer_share,
     without_alike,
 )
+from parallelize.derivation.other_matrices import other_matrices
 from parallelize.derivation.plan_text import Heading, Sections, plan_text
 from parallelize.derivation.proof import Proof, provable, prove
 from parallelize.derivation.region_search import ProposedRegion, find_regions
@@ -50,7 +51,7 @@ class Derived:
 
     Attributes:
         plan: as `parallelize_module` takes it. text: its file.
-        whole: why linears are not sharded, by name.
+        whole: why linears, and other matrices of layers, are not sharded, by name.
         share: of the elements of parameters, those that are sharded.
         proof: what was compared; None: nothing, because the caller said so.
         model: the model that was recorded, small where it was made from a config.
@@ -144,7 +145,7 @@ class _Derivation:
         self.choice = self.classes.choose(without=self.banned)
         alone = self._with_gathered(Draft(whole={whole.module: whole.reason for whole in self.choice.whole}))
         if alone is None:
-            raise ModelError(_nothing(self.source, self.choice))
+            raise self._nothing()
         return alone
 
     def _finished(self, draft: Draft, proof: Proof) -> Derived:
@@ -177,7 +178,7 @@ class _Derivation:
             gathered = gathered_linears(self.classes, self.model, draft.styles, self.choice.partial)
             draft = self._restyled(draft, gathered)
         if not draft.styles:
-            raise ModelError(_nothing(self.source, self.choice))
+            raise self._nothing()
         return self._derived(draft, None)
 
     def _with_full_logits(self, without: Draft, inner: Proof) -> Derived:
@@ -225,8 +226,20 @@ class _Derivation:
         return parse_plan(text, "derived plan", name=_name(self.source, self.model))
 
     def _derived(self, draft: Draft, proof: Proof | None) -> Derived:
+        draft = replace(draft, whole={**draft.whole, **other_matrices(self.classes, self.model, draft.styles)})
         text = _text(self.source, self.model, draft, str(proof or "not proven (--no-verify)"), self.allow)
         return Derived(self._plan(text), text, draft.whole, _share(self.model, draft), proof, self.model)
+
+    def _nothing(self) -> ModelError:
+        reasons: dict[str, str] = {}
+        for whole in self.choice.whole:
+            reasons.setdefault(whole.reason, whole.module)
+        for module, reason in other_matrices(self.classes, self.model, {}).items():
+            reasons.setdefault(reason, module)
+        rows = tuple((module, reason) for reason, module in list(reasons.items())[:8])
+        what = f"no linear of {self.source.text} can be sharded"
+        fix = "data parallelism, or a plan of your own"
+        return ModelError(Problem("nothing-to-shard", what, rows=rows, fix=fix))
 
     def _ban(self, proof: Proof) -> None:
         """Leave whole what a failed proof names, or else the largest of what is sharded."""
@@ -279,30 +292,34 @@ def _share(model: nn.Module, draft: Draft) -> float:
 
 
 def _suspects(proof: Proof, choice: Choice) -> set[str]:
-    """The linears of the block that a failed proof names, in every layer alike."""
+    """The linears of the block that a failed proof names, in every layer alike; of a text that names several, of the first that has some."""
     linears = {name for candidate in choice.candidates for name in candidate.linears}
-    block = generic(proof.module) or _named_in(proof.text, sorted({generic(name) for name in linears}))
-    for depth in range(block.count(".") + 1) if block else ():
-        prefix = block.rsplit(".", depth)[0] if depth else block
-        suspects = {name for name in linears if generic(name) == prefix or generic(name).startswith(prefix + ".")}
-        if suspects:
+    if proof.module:
+        return _linears_near(generic(proof.module), linears)
+    for name in sorted(
+        _NAME.findall(proof.text), key=lambda name: "." not in name
+    ):  # a word may be a module's name too
+        within = "*" if "*" in generic(name) else ""  # the layer: what is named in the model is not all of the model
+        if suspects := _linears_near(generic(name), linears, within, widest=bool(within)):
             return suspects
     return set()
 
 
-def _named_in(text: str, patterns: list[str]) -> str:
-    """The first of these patterns that a text names; empty: none."""
-    return next((pattern for pattern in patterns if re.search(rf"(?<![\w.*]){re.escape(pattern)}(?![\w.*])", text)), "")
+_NAME = re.compile(r"[\w*]+(?:\.[\w*]+)*")
+"""A name of a module or parameter in a text, or what looks like one."""
 
 
-def _nothing(source: ModelSource, choice: Choice) -> Problem:
-    reasons: dict[str, str] = {}
-    for whole in choice.whole:
-        reasons.setdefault(whole.reason, whole.module)
-    rows = tuple((module, reason) for reason, module in list(reasons.items())[:8])
-    return Problem(
-        "nothing-to-shard",
-        f"no linear of {source.text} can be sharded",
-        rows=rows,
-        fix="data parallelism, or a plan of your own",
-    )
+def _linears_near(block: str, linears: set[str], within: str = "", widest: bool = True) -> set[str]:
+    """The linears in a block, or else in the innermost block around it that has some.
+
+    Args:
+        within: a segment that a block around it must have. widest: whether blocks around it count.
+    """
+    for depth in range(block.count(".") + 1 if widest else 1):
+        prefix = block.rsplit(".", depth)[0] if depth else block
+        if within not in prefix:
+            break
+        suspects = {name for name in linears if f"{generic(name)}.".startswith(f"{prefix}.")}
+        if suspects:
+            return suspects
+    return set()

@@ -70,6 +70,7 @@ class Drafting:
         self.model, self.classes, self.choice, self.fields = model, classes, choice, fields
         self.draft = Draft()
         self.logits = logits
+        self.ran = {call.module for call in classes.record.calls}
         self.unit = "heads"  # what a size without a field of the config counts
 
     def run(self) -> Draft:
@@ -280,16 +281,16 @@ class Drafting:
 
     def _spread_local(self) -> None:
         """Attributes that some layers read, in all layers of the same styles: other inputs, and larger models, read them too."""
-        first: dict[tuple[str, str], str] = {}
+        first: dict[tuple[str, str, str], str] = {}  # the size tells stages apart, whose heads are of different fields
         for name, sizes in self.draft.local.items():
-            for attribute in sizes:
-                first.setdefault((generic(name), attribute), name)
-        for (pattern, attribute), donor in first.items():
+            for attribute, size in sizes.items():
+                first.setdefault((generic(name), attribute, size), name)
+        for (pattern, attribute, size), donor in first.items():
             value = vars(self.classes.modules[donor]).get(attribute)
             for name, module in self.classes.modules.items():
                 alike = generic(name) == pattern and self._inside(name) == self._inside(donor)
                 if alike and type(value) is int and vars(module).get(attribute) == value:
-                    self.draft.local.setdefault(name, {}).setdefault(attribute, self.draft.local[donor][attribute])
+                    self.draft.local.setdefault(name, {}).setdefault(attribute, size)
 
     def _inside(self, name: str) -> dict[str, str]:
         """The styles of what is in a module, by the rest of its name."""
@@ -315,7 +316,7 @@ class Drafting:
         """PyTorch's attention reads the weights of its child, so that both have rules of their own."""
         for name, module in self.classes.modules.items():
             if isinstance(module, nn.MultiheadAttention):
-                if name in self.banned:
+                if name in self.banned or name not in self.ran:
                     self.draft.styles[name] = self.draft.styles[f"{name}.out_proj"] = "replicate"
                     continue
                 heads = self._size_name(module.num_heads)
@@ -419,9 +420,12 @@ def leaves_something(model: nn.Module, styles: Mapping[str, str]) -> bool:
 
 
 def _name_of_size(source: str) -> str:
+    """The last part of a field's name; `heads` for heads, and `heads_2` for those of stage 2, of a field that lists stages."""
+    last = source.rpartition(".")[2]
     if "head" not in source:
-        return source.rpartition(".")[2]
-    return "kv_heads" if "key_value" in source or "kv" in source else "heads"
+        return last
+    word = "kv_heads" if "key_value" in source or "kv" in source else "heads"
+    return f"{word}_{last}" if last.isdigit() else word
 
 
 def _call(word: str, argument: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import takewhile
 from math import prod
 
@@ -39,7 +39,7 @@ def _of_some(pattern: str, members: list[str], styles: Mapping[str, str]) -> dic
 
     A number that takes all of its values stays `*`: the plan serves models with more layers.
     """
-    values = [set(column) for column in zip(*(name.split(".") for name in members), strict=True)]
+    every = [name.split(".") for name in members]
     rules: dict[str, str] = {}
     for style in dict.fromkeys(styles.get(name, "") for name in members):
         chosen = [name.split(".") for name in members if styles.get(name, "") == style]
@@ -47,17 +47,21 @@ def _of_some(pattern: str, members: list[str], styles: Mapping[str, str]) -> dic
         if not style:
             continue
         if len(chosen) == prod(map(len, columns)):
-            rules[".".join(_segment(column, every) for column, every in zip(columns, values, strict=True))] = style
+            rules[".".join(_segments(columns, every))] = style
         else:
             rules |= {".".join(parts): style for parts in chosen}
     return rules
 
 
-def _segment(column: list[str], every: set[str]) -> str:
-    """The values that one segment takes, of those that it has in the model."""
-    if len(column) == 1:
-        return column[0]
-    return "*" if set(column) == every else "{" + ",".join(column) + "}"
+def _segments(columns: list[list[str]], names: list[list[str]]) -> Iterator[str]:
+    """The values that each segment takes, of those that it has in names whose segments before it are chosen: a stage may have few layers."""
+    for index, column in enumerate(columns):
+        every = {parts[index] for parts in names}
+        names = [parts for parts in names if parts[index] in column]
+        if len(column) == 1:
+            yield column[0]
+        else:
+            yield "*" if set(column) == every else "{" + ",".join(column) + "}"
 
 
 def _number(text: str) -> tuple[int, str]:

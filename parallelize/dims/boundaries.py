@@ -82,10 +82,16 @@ class Boundaries:
         if boundary is None or boundary.leave is Conversion.NONE:
             return None
         if isinstance(output, tuple):
-            return (self._converted(output[0], boundary.leave, boundary), *output[1:]) if output else None
-        return self._converted(output, boundary.leave, boundary)
+            return (self._left(name, boundary, output[0]), *output[1:]) if output else None
+        return self._left(name, boundary, output)
 
     # -- one tensor -------------------------------------------------------------------------------------------------------
+
+    def _left(self, name: str, boundary: Boundary, x: Any) -> Any:
+        out = self._converted(x, boundary.leave, boundary)
+        if isinstance(out, T) and out.ndim and boundary.leave is Conversion.GATHER_LAST:
+            self.record.gathered_outputs[name] = self.record.dims(out)[boundary.feature_dim]
+        return out
 
     def _entered(self, name: str, boundary: Boundary, x: Any) -> Any:
         if isinstance(x, T) and x.ndim and boundary.enter is Conversion.SPLIT_LAST:

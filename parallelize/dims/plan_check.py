@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from parallelize.dims.classes import Blocked, Classes
+from parallelize.dims.classes import Blocked, Classes, output_dim
 from parallelize.dims.factors import Factor, leaves
 from parallelize.dims.planned_shards import Shard, computed_parameters, planned_shards
 from parallelize.dims.token_check import token_problems
@@ -108,7 +108,22 @@ class PlanCheck:
             elif not made & set(shard.factors):
                 what = "it expects a shard, and nothing that its input is made of is sharded"
                 fix = "`rowwise(input=full)`, or shard what makes its input"
-                yield self._problem("input-not-sharded", name, what, shard.row, fix)
+                problem = self._problem("input-not-sharded", name, what, shard.row, fix)
+                makers = (("its input is of", rule) for rule in self._makers(name, shard))
+                yield replace(problem, rows=(*problem.rows, *makers))
+
+    def _makers(self, name: str, shard: Shard) -> list[str]:
+        """The rules of the linears whose output is the input that a row linear sums over."""
+        rules = []
+        for other, linear in self.classes.linears.items():
+            dims = self.classes.record.parameters.get(f"{other}.weight")
+            row = self.resolved.modules.get(other)
+            if dims is None or row is None or name == f"{other}.weight":
+                continue
+            out = self.classes.record.gathered_outputs.get(other, dims[output_dim(linear)])
+            if {factor for part in self.classes.parts_of(out) for factor in part} & set(shard.factors):
+                rules.append(f"{row.rule.pattern}: {row.rule.style}")
+        return list(dict.fromkeys(rules))
 
     def _sums(self, name: str) -> bool:
         row = self.resolved.modules.get(name.rpartition(".")[0])

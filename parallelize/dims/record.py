@@ -139,6 +139,7 @@ class Record:
         ratios: of attributes, in the order in which they were read.
         token_shards: at the boundaries of a plan: dims of tokens of which a rank has a part. gathered_tokens: and which were gathered.
         split_inputs: of a module that splits the features of its input: that dim before it was split.
+        gathered_outputs: of a module whose features are gathered: that dim of its output.
     """
 
     parameters: dict[str, Dims] = field(default_factory=dict)
@@ -157,6 +158,7 @@ class Record:
     token_shards: list[Dim] = field(default_factory=list)
     gathered_tokens: list[Dim] = field(default_factory=list)
     split_inputs: dict[str, Dim] = field(default_factory=dict)
+    gathered_outputs: dict[str, Dim] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._dims: Any = WeakIdKeyDictionary()

@@ -28,7 +28,7 @@ from parallelize.models.float8_linears import as_plain_linears
 from parallelize.models.known_sizes import KNOWN
 from parallelize.models.meta_copy import meta_copy
 from parallelize.models.model_dtype import in_dtype
-from parallelize.models.transformers_models import config_of_file, config_of_type, maker_of
+from parallelize.models.transformers_models import config_of_config, config_of_file, config_of_type, is_config, maker_of
 from parallelize.models.wrapped_models import forward_signature
 
 
@@ -88,18 +88,20 @@ class ModelSource:
         return self.extras.get("count")
 
 
-def read_model(text: str | os.PathLike, overrides: Mapping[str, Any] | None = None) -> ModelSource:
-    """Find the model that a text names.
+def read_model(model: Any, overrides: Mapping[str, Any] | None = None) -> ModelSource:
+    """Find the model that a text names, or a config describes.
 
     Args:
-        text: a `config.json` or its folder, a model type of `transformers`, a name in `KNOWN`, or `package.module:function`.
+        model: a config of `transformers` or its `config.json` or folder, a model type, a name in `KNOWN`, or `package.module:function`.
         overrides: fields of the config, or keyword arguments of the function.
 
     Raises: ModelError `unknown-model`, `unknown-config-field`, `bad-config`, `no-such-factory`, `bad-factory`; ImportError
         if `transformers` is needed and missing. A config is refused before anything is built where a value of it is beyond the
         limits of `config_limits`, or where it names a class that is no model of `transformers`. No code of its folder runs.
     """
-    name, overrides = str(text), dict(overrides or {})
+    if is_config(model):
+        return _of_config(model.model_type, config_of_config(model, overrides or {}))
+    name, overrides = str(model), dict(overrides or {})
     if os.path.exists(name):
         return _of_config(name, config_of_file(Path(name), overrides))
     if ":" in name:

@@ -5,6 +5,7 @@ A file is not trusted: no class of it is imported, no code of it runs, and its v
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,18 @@ def config_of_file(path: Path, overrides: Mapping[str, Any]) -> Any:
     with _reading("transformers does not accept it", "unknown-model", str(path)):
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     return _override(config, overrides)
+
+
+def is_config(model: Any) -> bool:
+    """Whether what stands for a model is a config of `transformers`."""
+    is_made = not isinstance(model, type) and isinstance(getattr(model, "model_type", None), str)
+    return is_made and hasattr(model, "to_dict")
+
+
+def config_of_config(config: Any, overrides: Mapping[str, Any]) -> Any:
+    """A copy of a config, with other values of some fields. Raises: ModelError `bad-config`, `unknown-config-field`."""
+    _check_values(config.to_dict(), type(config))
+    return _override(copy.deepcopy(config), overrides)
 
 
 def config_of_type(name: str, overrides: Mapping[str, Any]) -> Any:

@@ -83,7 +83,7 @@ def foreign_readers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Probl
 def _reads_in(model: ModelFacts, fqn: str) -> Iterator[tuple[ChildRead, str]]:
     """What a module's forward reads of its children, with the first name of each parameter."""
     module = model.objects[fqn]
-    for item in reads_of_children(module.__class__):
+    for item in _reads_below(module):
         owner = _inner(module, item.child)
         if owner is None:
             continue
@@ -92,6 +92,17 @@ def _reads_in(model: ModelFacts, fqn: str) -> Iterator[tuple[ChildRead, str]]:
             name = ".".join(filter(None, (fqn, item.child, key)))
             if owner._parameters.get(key) is not None and name in model.owners:
                 yield item._replace(parameter=key), model.owners[name]
+
+
+def _reads_below(module: nn.Module, method: str = "forward") -> Iterator[ChildRead]:
+    """What a method reads of children, and what methods of inner modules that it calls in place of their forwards read of theirs."""
+    cls: Any = module.__class__
+    for item in reads_of_children(cls, method):
+        yield item
+        owner = _inner(module, item.child)
+        if owner is not None and item.parameter != "forward":
+            below = _reads_below(owner, item.parameter)
+            yield from (read._replace(child=f"{item.child}.{read.child}") for read in below)
 
 
 def _inner(module: nn.Module, path: str) -> nn.Module | None:
@@ -130,8 +141,8 @@ def children_read(resolved: ResolvedPlan, model: ModelFacts, fqn: str) -> tuple[
 
 
 @lru_cache(maxsize=4096)
-def reads_of_children(cls: Any) -> tuple[ChildRead, ...]:
-    """What the forward of a class, and the methods and properties that it names, read of parameters of children.
+def reads_of_children(cls: Any, method: str = "forward") -> tuple[ChildRead, ...]:
+    """What a method of a class, and the methods and properties that it names, read of parameters of children.
 
     Reading a parameter's dtype, device or shape does not count, nor comparing its identity or its type. Modules of torch
     look at the class of what they read before they use it.
@@ -139,7 +150,7 @@ def reads_of_children(cls: Any) -> tuple[ChildRead, ...]:
     if cls.__module__.partition(".")[0] == "torch":
         return ()
     found: list[ChildRead] = []
-    pending, seen = [("forward", cls.__mro__)], set()
+    pending, seen = [(method, cls.__mro__)], set()
     while pending:
         name, bases = pending.pop()
         base = next((base for base in bases if name in vars(base)), nn.Module)

@@ -18,6 +18,7 @@ from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.models.model_dtype import in_dtype
 from parallelize.models.model_source import ModelSource, read_model, source_of
+from parallelize.models.transformers_models import is_config
 from parallelize.pipeline.schedules import Schedule, build_schedule
 from parallelize.plan.choose import plan_or_none, shipped_plan_of
 from parallelize.plan.model_facts import describe
@@ -327,6 +328,8 @@ def name_of(model: Any) -> str:
         return model.text
     if isinstance(model, nn.Module):
         return type(model).__name__
+    if is_config(model):
+        return str(model.model_type)
     function = getattr(model, "func", model)  # of a functools.partial
     return getattr(function, "__name__", None) or str(model)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from parallelize import _torch_private as private
+from parallelize.recomputation.unit import recompute_units_in
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -65,24 +67,36 @@ def _grouped_matmul(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, 
 
 
 def widen_recompute(model: nn.Module) -> None:
-    """Compute in float64 in forwards that run during backward too, where the surrounding function mode is not active."""
+    """Compute in float64 in forwards that run during backward too, where the surrounding function mode is not active.
+
+    A replay of a recomputed unit does not call the unit, but its forward, whose code may compute outside of the modules in it.
+    """
     depth, mode = threading.local(), InFloat64()
 
-    def enter(_: nn.Module, args: tuple) -> None:
+    def enter(*_: Any) -> None:
         if private.backward_id() != -1:
             depth.value = getattr(depth, "value", 0) + 1
             if depth.value == 1:
                 mode.__enter__()
 
-    def leave(_: nn.Module, args: tuple, output: Any) -> None:
+    def leave(*_: Any) -> None:
         if private.backward_id() != -1:
             depth.value -= 1
             if depth.value == 0:
                 mode.__exit__(None, None, None)
 
+    def replayed(run: Callable, *args: Any) -> Any:
+        enter()
+        try:
+            return run(*args)
+        finally:
+            leave()
+
     for module in model.modules():
         module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave, always_call=True)
+    for _, unit in recompute_units_in(model):
+        unit.run = partial(replayed, unit.run)  # type: ignore[method-assign]
 
 
 @contextmanager

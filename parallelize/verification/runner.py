@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from parallelize.comm.groups import build_mesh
 from parallelize.errors import HandshakeError, ModelError, Problem
+from parallelize.plan.parameter_layouts import dotted
 from parallelize.verification.blame import blame
 from parallelize.verification.compare import Errors
 from parallelize.verification.configuration import Configuration, Mode, Request, build_configurations
@@ -160,7 +161,7 @@ def sizes_of(configuration: Configuration) -> dict[str, int]:
         ("inner", "intermediate_size"),
         ("vocabulary", "vocab_size"),
     ):
-        if isinstance(value := getattr(config, name, None), int):
+        if isinstance(value := dotted(config, name), int):  # of some layers alone, it is none of the model
             sizes[label] = value
     return {**sizes, "batch": configuration.rows, "sequence": configuration.length}
 

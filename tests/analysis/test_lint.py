@@ -52,6 +52,14 @@ def test_correct_plans_give_no_errors(family, tp):
     assert set(slugs(findings, "warning")) <= {"uneven-shards"}
 
 
+def test_inputs_that_are_made_before_are_correct():
+    ids = torch.zeros(2, 11, dtype=torch.long)
+    source = ModelSource(
+        "llama", lambda _: tiny_model("llama"), extras={"inputs": lambda batch, length: {"input_ids": ids}}
+    )
+    assert slugs(lint(source, "llama", "tp=2")) == []
+
+
 def test_parameters_of_modules_that_get_the_full_sequence_are_reduced_already():
     """Of the mixers of Jamba, which run on all tokens inside of the sequence-parallel region."""
     assert not slugs(lint(tiny("jamba"), None, "tp=2"))

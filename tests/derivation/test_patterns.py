@@ -48,12 +48,27 @@ def styles_of(*words, style="colwise"):
             {"layers.0.mlp.0": "colwise", "layers.1.mlp.1": "colwise"},
             {"layers.0.mlp.0": "colwise", "layers.1.mlp.1": "colwise"},
         ),
+        (
+            {"layers.0.attn": "gather", "layers.2.attn": "colwise"}
+            | {f"layers.1.mlp.{i}": "colwise" for i in range(3)},
+            {"layers.0.attn": "gather", "layers.2.attn": "colwise", "layers.1.mlp.*": "colwise"},
+        ),
         (styles_of("embed", "head"), {"embed": "colwise", "head": "colwise"}),  # whose key would need quotes
         (styles_of("norm", "attn", style="gather"), {"layers.*.norm": "gather", "layers.*.attn": "gather"}),
     ],
 )
 def test_rules_of_names(styles, expected):
     assert pattern_rules(styles, NAMES) == expected
+
+
+def test_stages_with_few_layers():
+    """Of a stage that has fewer layers than another, all of them: a larger model's has more."""
+    names = [f"stages.{stage}.{layer}" for stage, layers in enumerate((2, 3, 2, 3)) for layer in range(layers)]
+    styles = {name: "colwise" if name < "stages.1" else "rowwise" for name in names}
+    assert pattern_rules(styles, names)["stages.0.*"] == "colwise"
+    few = {name: "colwise" for name in names if name.endswith((".0", ".1"))}
+    assert pattern_rules(few, names) == {"stages.*.{0,1}": "colwise"}
+    assert pattern_rules({name: few[name] for name in few if name[7] in "02"}, names) == {"stages.{0,2}.*": "colwise"}
 
 
 @settings(max_examples=150)

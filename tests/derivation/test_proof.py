@@ -11,7 +11,7 @@ from torch import nn
 from parallelize import derive_plan
 from parallelize.derivation import derive
 from parallelize.derivation.draft import Drafting
-from parallelize.derivation.proof import projected, provable, prove
+from parallelize.derivation.proof import Proof, projected, provable, prove
 from parallelize.dims import operations
 from parallelize.dims.classes import Classes
 from parallelize.errors import ModelError
@@ -100,6 +100,53 @@ def test_a_rule_that_forgets_a_dim(monkeypatch):
     }
     assert derived.whole == {"a": "the proof failed with it sharded", "b": "the proof failed with a sharded"}
     assert derived.proof.ok and derived.share < 0.5
+
+
+class Pair(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class TwoPairs(nn.Module):
+    """With a matrix that no linear has, and an attention that does not run."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"first": Pair(22), "second": Pair(12), "mix": nn.Bilinear(8, 8, 8)}) for _ in range(2)
+        )
+        self.tower = nn.ModuleList([nn.MultiheadAttention(8, 4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer["second"](layer["first"](x))
+            x = x + layer["mix"](x, x)
+        return x
+
+
+def test_a_refusal_that_names_a_module_beside_linears_leaves_those_whole(monkeypatch):
+    def refuse(source, plan, tp):
+        if any(rule.pattern == "layers.*.first.up" for rule in plan.rules):
+            return Proof(
+                False, "unclear-gradient: layers.*.first.norm.weight reads shards", slugs=("unclear-gradient",)
+            )
+        return prove(source, plan, tp)
+
+    monkeypatch.setattr("parallelize.derivation.derive.prove", refuse)
+    derived = derive_plan(TwoPairs(), softmaxed())
+    sharded = {rule.pattern for rule in derived.plan.rules if str(rule.style) in ("colwise", "rowwise")}
+    assert sharded == {"layers.*.second.up", "layers.*.second.down"}
+
+
+def test_what_does_not_run_is_not_sharded_and_other_matrices_have_a_reason():
+    derived = derive_plan(TwoPairs(), softmaxed())
+    assert not any("multihead" in str(rule.style) for rule in derived.plan.rules)
+    assert {name for name in derived.whole if not name.startswith("tower")} == {"layers.0.mix", "layers.1.mix"}
+    assert "_trilinear" in derived.whole["layers.0.mix"]
 
 
 def test_nothing_that_is_wrong_is_handed_over(monkeypatch):

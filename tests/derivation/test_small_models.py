@@ -191,6 +191,22 @@ def test_heads_that_a_list_gives_for_each_stage():
     assert dotted(small, "num_attention_heads.2") == 20 and dotted(small, "num_attention_heads.7") is None
 
 
+@pytest.mark.sweep
+def test_heads_of_stages_in_the_file():
+    """Each stage has a size of its own, every layer of a stage the same rules, and an attribute that shifted layers alone read is local
+    in all of them."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(image_size=32, patch_size=2, embed_dim=16, window_size=4)
+    derived = derive_plan(transformers.DonutSwinConfig(depths=[2, 3], num_heads=[4, 8], **sizes))
+    assert {name: size.source for name, size in derived.plan.sizes.items()} == {
+        f"heads_{i}": f"num_heads.{i}" for i in (1, 0)
+    }
+    local = {(each.pattern, each.attribute, each.size) for each in derived.plan.local}
+    attention = "donut.encoder.layers.{}.blocks.*.attention.self"
+    names = ("all_head_size", "num_attention_heads")
+    assert local == {(attention.format(i), name, f"heads_{i}") for i in range(2) for name in names}
+
+
 class ReadsSound(nn.Module):
     """The features of a spectrogram take the place of tokens; it is read as [batch, frames, bins]."""
 

@@ -74,6 +74,12 @@ def test_mistakes_are_named(family, change, slug, name):
     assert any(name in problem.what for problem in matching)
 
 
+def test_a_full_input_is_named_with_what_makes_it():
+    text = "schema_version: 1\ntensor_parallel: {up: colwise(output=full), down: rowwise}"
+    (problem,) = problems_of(Mixes(F.gelu), parse_plan(text), {"x": torch.randn(2, 3, 12)})
+    assert problem.slug == "input-not-sharded" and ("its input is of", "up: colwise(output=full)") in problem.rows
+
+
 class Mixes(nn.Module):
     """Between two linears, an operation over all features."""
 

@@ -177,6 +177,8 @@ T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 1
 BART = dict(d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=8, decoder_attention_heads=4)
 BART |= {"encoder_ffn_dim": 72, "decoder_ffn_dim": 80, "dropout": 0.0, "max_position_embeddings": 64}
 IMAGE = dict(image_size=16, patch_size=4, num_attention_heads=8, intermediate_size=72, hidden_size=48)
+SWIN = dict(image_size=48, patch_size=2, embed_dim=24, depths=[1, 2, 3, 1], num_heads=[4, 8, 8, 16], window_size=3)
+CONVNEXT = dict(image_size=32, patch_size=2, num_hidden_layers=3, hidden_sizes=[12, 20, 28], depths=[1, 2, 1])
 TOWER = {**IMAGE, "num_hidden_layers": 2}
 TEXT = dict(vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
 TEXT |= {"max_position_embeddings": 64, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
@@ -210,6 +212,19 @@ QWEN_2_5_VL = {
     "vision_config": dict(depth=2, hidden_size=64, out_hidden_size=48, num_heads=8, patch_size=4)
     | {"intermediate_size": 72, "fullatt_block_indexes": [1], "window_size": 16},
 }
+GEMMA_3N = {
+    **GQA,
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0, 0.7],
+}
+GEMMA_3N |= {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+}
+GEMMA_3N |= dict(
+    sliding_window=5, hidden_size_per_layer_input=7, vocab_size_per_layer_input=61, laurel_rank=8, altup_coef_clip=0.1
+)
+GEMMA_3N |= {"pad_token_id": None}  # whose row of zeros has no gradient: the root of its mean square
 CODEGEN = {"n_head": 16, "hidden_size": 64, "n_layer": 2, "n_positions": 64, "rotary_dim": 4, "n_inner": 72}
 BIGCODE = {"n_head": 8, "n_layer": 2, "n_positions": 64, "n_inner": 72}
 MAMBA = {"state_size": 5, "time_step_rank": 7, "conv_kernel": 3, "expand": 2}
@@ -250,6 +265,7 @@ SHIPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_heads": 8, "intermediate_size": 72, "window_size": 5, "attention_types": [[["global", "local"], 1]]}
         | {"max_position_embeddings": 64, "num_layers": 2},
     ),
+    "gemma3n": ("Gemma3nTextConfig", "Gemma3nForCausalLM", GEMMA_3N),
     "lfm2": (
         "Lfm2Config",
         "Lfm2ForCausalLM",
@@ -350,6 +366,13 @@ SHIPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dinov2": ("Dinov2Config", "Dinov2ForImageClassification", {**IMAGE, "mlp_ratio": 2}),
     "dinov2-gated": ("Dinov2Config", "Dinov2Model", {**IMAGE, "mlp_ratio": 2, "use_swiglu_ffn": True}),
     "dinov2_with_registers": ("Dinov2WithRegistersConfig", "Dinov2WithRegistersModel", {**IMAGE, "mlp_ratio": 2}),
+    "swin": ("SwinConfig", "SwinForImageClassification", SWIN),
+    "swin-masked-two-stages": (
+        "SwinConfig",
+        "SwinForMaskedImageModeling",
+        {**SWIN, "depths": [2, 3], "num_heads": [4, 8], "window_size": 2, "use_absolute_embeddings": True},
+    ),
+    "convnext": ("ConvNextConfig", "ConvNextForImageClassification", CONVNEXT),
     "clip": ("CLIPConfig", "CLIPModel", TOWERS),
     "siglip": (
         "SiglipConfig",

@@ -15,7 +15,7 @@ from parallelize.analysis.linting import findings
 from parallelize.analysis.subject import Subject
 from parallelize.errors import ParallelizeError, PlanError
 from parallelize.mesh import MeshSpec
-from parallelize.models.model_source import read_model
+from parallelize.models.model_source import source_of
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.resolve import resolve
@@ -36,6 +36,10 @@ SWAPS = {  # styles that a user could confuse with a style
     "experts": ("replicate", "replicate(gradient=partial)", "sequence"),
     "rms_norm": ("sequence", "replicate", "replicate(gradient=partial)", "replicate(gradient=full)"),
     "shard": ("replicate", "replicate(gradient=partial)"),
+    "multihead": ("replicate", "replicate(gradient=partial)"),
+    "scan": ("replicate", "gather"),
+    "gated_norm": ("sequence", "replicate", "replicate(gradient=partial)"),
+    "channel_norm": ("replicate", "replicate(gradient=partial)"),
 }
 
 
@@ -161,16 +165,26 @@ def _local(plan: Plan, item: LocalAttribute) -> Iterator[Mutant]:
 
 
 def judge(
-    mutant: Mutant, model: Any, meshes: Sequence[str], overrides: Mapping[str, Any] | None = None, *, lints: bool = True
+    mutant: Mutant,
+    model: Any,
+    meshes: Sequence[str],
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    lints: bool = True,
+    full_size: bool = False,
 ) -> Judgment:
-    """Try `lint` on each mesh in each mode, then `verify` on each mesh. lints: False replaces `lint` by the plan's checks."""
+    """Try `lint` on each mesh in each mode, then `verify` on each mesh. lints: False replaces `lint` by the plan's checks.
+
+    full_size: whether `verify` takes the model as it is.
+    """
     for mesh in meshes:
-        judgment = _lint(mutant, model, mesh, overrides or {}, lints)
+        request = Request(model, mutant.plan, MeshSpec.parse(mesh), overrides or {}, full_size=full_size)
+        judgment = _lint(mutant, request, lints)
         if judgment is not None:
             return judgment
     for mesh in meshes:
         try:
-            verification = verify(model, mutant.plan, mesh, overrides=overrides, timeout_s=20.0)
+            verification = verify(model, mutant.plan, mesh, overrides=overrides, timeout_s=20.0, full_size=full_size)
         except ParallelizeError as error:
             return _of_problems(mutant, error)
         if not verification.ok:
@@ -178,12 +192,11 @@ def judge(
     return Judgment("nobody")
 
 
-def _lint(mutant: Mutant, model: Any, mesh: str, overrides: Mapping[str, Any], shapes: bool) -> Judgment | None:
-    request = Request(model, mutant.plan, MeshSpec.parse(mesh), overrides)
+def _lint(mutant: Mutant, request: Request, shapes: bool) -> Judgment | None:
     configuration = build_configuration(request)
     if shapes:
-        small = read_model(model, overrides).with_config(configuration.model.config)
-        subject = Subject(small, mutant.plan)
+        source = source_of(request.model, request.overrides)
+        subject = Subject(source.with_config(configuration.model.config), mutant.plan)
         errors = [
             finding.problem for finding in findings(subject, Setting(request.mesh)) if finding.severity == "error"
         ]
@@ -202,7 +215,7 @@ def _of_problems(mutant: Mutant, error: ParallelizeError) -> Judgment:
     text = str(error)
     locations = [p.where for p in error.problems]
     named = bool(mutant.where and mutant.where in locations) or any(_mentions(text, name) for name in _names(mutant))
-    return Judgment("lint", named, named, text)
+    return Judgment("lint", named, named or any(_mentions(text, name) for name in _blocks(mutant)), text)
 
 
 def _names(mutant: Mutant) -> list[str]:
@@ -210,8 +223,18 @@ def _names(mutant: Mutant) -> list[str]:
     return [*mutant.patterns, *map(generic, spelled)]
 
 
+def _blocks(mutant: Mutant) -> list[str]:
+    """The modules of a layer that contain what the mistake is in, such as the attention around a table."""
+    blocks = []
+    for name in _names(mutant):
+        while "*" in (name := name.rpartition(".")[0]) and not name.endswith("*"):
+            blocks.append(name)
+    return blocks
+
+
 def _mentions(text: str, name: str) -> bool:
-    return name in text
+    """Of the rule for all that no other claims, a message that says which parameters have none."""
+    return name in text or (name == "**" and any(words in text for words in ("claimed by no rule", "no rule claims")))
 
 
 def _of_difference(mutant: Mutant, verification: Verification) -> Judgment:

@@ -142,6 +142,31 @@ class ByChild(Block):
         return self.down(self.up(self.scale(x) + self.scale.normed(x + 1)).relu())
 
 
+class Router(nn.Module):
+    """Whose parameters its own method reads."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def mixed(self, x):
+        return self._scaled(x)
+
+    def _scaled(self, x):
+        return x * self.scale.weight.clamp(-1, 1)
+
+
+class ByMethodOfChild(Block):
+    """By a method of a child that reads the parameters of a module in it, as the predictions of Gemma 3n."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = Router(self.scale)
+
+    def forward(self, x):
+        return super().forward(self.router.mixed(x))
+
+
 FULL = "scale: replicate(gradient=full)"
 SHARDED = "scale.weight: shard(0)\n  scale.bias: replicate(gradient=full)"
 
@@ -184,7 +209,9 @@ def test_code_that_no_forward_reaches_and_descriptions_are_accepted(cls):
     assert outcome(cls, scale=FULL) == ("", "")
 
 
-@pytest.mark.parametrize("cls", [Reads, ByMethod, ByProperty, OfBase, Decorated, Untaken, Twice, ByChild, OfInner])
+@pytest.mark.parametrize(
+    "cls", [Reads, ByMethod, ByProperty, OfBase, Decorated, Untaken, Twice, ByChild, ByMethodOfChild, OfInner]
+)
 def test_full_parameters_of_children_are_read_as_local_tensors(cls):
     assert outcome(cls, scale=FULL) == ("", "")
 

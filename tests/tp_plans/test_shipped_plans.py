@@ -45,10 +45,10 @@ def test_a_plan_is_right(family):
     assert proof.ok, proof
 
 
-def on_mesh(family, mesh):
+def on_mesh(family, mesh, **options):
     torch.manual_seed(0)
     source = shipped_source(family)
-    return verify(source, shipped_plan_of(source.config), mesh, full_size=True)
+    return verify(source, shipped_plan_of(source.config), mesh, full_size=True, **options)
 
 
 STACKS = [
@@ -115,12 +115,22 @@ def test_gathered_modules_over_cp(family, mesh):
     assert result.ok, result.difference or result
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("mesh", "options"), [("cp=2,tp=2", {}), ("dp=2,tp=2", {"zero": 2, "recompute": "full"}), ("tp=8", {})]
+)
+def test_layers_that_share_keys_and_mix_copies_of_the_residual(mesh, options):
+    result = on_mesh("gemma3n", mesh, **options)
+    assert result.ok, result.difference or result
+
+
 @pytest.mark.parametrize(
     ("family", "tp", "named"),
     [
         ("mpt-twelve-heads", 8, "12 over axis tp"),
         ("codegen", 8, "16 in 4 chunks"),
         ("falcon-grouped", 8, "4 over axis tp"),
+        ("swin", 8, "4 over axis tp"),
         ("mamba2-many-groups", 8, "12 over axis tp"),
     ],
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from parallelize.verification.precision import computing_in
+from parallelize import recompute
+from parallelize.verification.precision import computing_in, widen_recompute
 
 LEAST = torch.finfo(torch.float64).min
 MADE = {
@@ -54,3 +56,26 @@ def test_a_matmul_with_a_tensor_that_the_forward_makes():
         assert (torch.ones(2, 2) @ torch.randn(2, 2).double()).dtype == torch.float64
     with computing_in(torch.float32):
         assert torch.zeros(2).dtype == torch.float32
+
+
+class Rounds(nn.Module):
+    """Computes in float32 in its own forward, outside of the modules in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([0.3, 0.7]))
+
+    def forward(self, x):
+        return (x * self.scale).float().tanh().exp().type_as(x)
+
+
+def test_a_replay_of_a_recomputed_unit():
+    model = nn.Sequential(Rounds().double())
+    x = torch.tensor([[0.1, 0.9]], dtype=torch.float64)
+    exact = torch.autograd.grad((x * model[0].scale).tanh().exp().sum(), model[0].scale)[0]
+    recompute(model, "full", units=["0"])
+    widen_recompute(model)
+    with computing_in(torch.float64):
+        out = model(x).sum()
+    out.backward()
+    assert (model[0].scale.grad - exact).abs().max() < 1e-15

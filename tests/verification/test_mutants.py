@@ -100,6 +100,49 @@ def test_a_sample_of_mistakes_in_a_mixture_is_caught_and_named():
     check(judged("mixtral", "tp=2", 4), caught_at_least=12)
 
 
+OTHERS = {"t5": 4, "bart": 12, "whisper": 12, "vit": 1, "clip": 5, "convnext": 1, "swin": 4}
+OTHERS |= {"mamba": 4, "mamba2": 3, "modernbert": 3, "distilbert": 4, "bloom": 4, "falcon": 8, "gemma3n": 6}
+"""Plans of other kinds of models, with of how many mistakes one is judged: encoders and decoders, images, state-space mixers, biases by
+heads, gathered linears."""
+
+
+def judged_as_it_is(family: str, every: int) -> list[tuple[str, str, bool, str]]:
+    """As `judged`, of a tiny model as it is. Of what nobody caught, `verify` alone says that the numbers are the same."""
+    import torch
+
+    from parallelize.derivation.proof import provable
+    from parallelize.models.example_inputs import inputs_of
+    from parallelize.plan.choose import shipped_plan_of
+    from tests.support.models import shipped_source
+    from tests.support.mutants import judge, mutants
+
+    torch.manual_seed(0)
+    source = shipped_source(family)
+    model, plan = source.build("cpu"), shipped_plan_of(source.config)
+    source = provable(source, model, inputs_of(source, model))
+    names = [name for named in (model.named_modules(), model.named_parameters()) for name, _ in named]
+    served = [mutant for mutant in mutants(plan) if any(_matches(mutant, name) for name in names)]
+    judgments = []
+    for mutant in served[::every]:
+        judgment = judge(mutant, source, ["tp=2"], full_size=True)
+        judgments.append((mutant.name, judgment.by, judgment.named or judgment.near, judgment.message))
+    return judgments
+
+
+def _matches(mutant: Any, name: str) -> bool:
+    from parallelize.plan.pattern import alternatives, matches
+
+    return any(matches(one, name) for pattern in mutant.patterns for one in alternatives(pattern))
+
+
+@pytest.mark.full
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("family", "every"), OTHERS.items())
+def test_mistakes_in_plans_of_other_kinds_are_caught_and_named(family, every):
+    check(judged_as_it_is(family, every), caught_at_least=5)
+
+
 @pytest.mark.variants(every=2)
 @pytest.mark.parametrize(("family", "mesh"), SAMPLED)
 def test_a_sample_of_mistakes_is_caught_and_named(family, mesh):

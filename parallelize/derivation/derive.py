@@ -296,9 +296,8 @@ def _suspects(proof: Proof, choice: Choice) -> set[str]:
     linears = {name for candidate in choice.candidates for name in candidate.linears}
     if proof.module:
         return _linears_near(generic(proof.module), linears)
-    for name in sorted(
-        _NAME.findall(proof.text), key=lambda name: "." not in name
-    ):  # a word may be a module's name too
+    # a word may be a module's name too
+    for name in sorted(_NAME.findall(proof.text), key=lambda name: "." not in name):
         within = "*" if "*" in generic(name) else ""  # the layer: what is named in the model is not all of the model
         if suspects := _linears_near(generic(name), linears, within, widest=bool(within)):
             return suspects

@@ -21,7 +21,7 @@ from parallelize.plan.learned_prompts import prompt_encoders
 
 
 class AbsentParameters:
-    """Those of the modules themselves that are units of other stages; not of modules inside of them, but for learned prompts.
+    """Those of the units of other stages; of layers not those of modules inside, which are many and which nothing outside reads.
 
     Args:
         module: the root, after `cut_pipeline`.
@@ -32,13 +32,17 @@ class AbsentParameters:
         self.parameters: list[tuple[nn.Module, str, tuple[int, ...], torch.dtype]] = []
         facts = cut.facts
         embeddings = (f"{name}.embedding" for name in prompt_encoders(facts))  # PEFT asks for its device
-        for unit in (*cut.stages.units, *embeddings):
-            if unit not in facts.aliases or cut.present(unit):
-                continue
-            for key, shape in facts.modules[facts.aliases[unit]].shapes.items():
-                dtype = getattr(torch, facts.parameters[facts.owners[f"{unit}.{key}"]].dtype)
+        units = [unit for unit in (*cut.stages.units, *embeddings) if unit in facts.aliases and not cut.present(unit)]
+        layers = cut.stages.cuts.layers
+        inside = [f"{unit}." for unit in units if unit and not (layers and unit.rpartition(".")[0] == layers)]
+        inner = (
+            name for name in facts.aliases if name.startswith(tuple(inside))
+        )  # as ViT's `patch_embeddings.projection`
+        for name in dict.fromkeys((*units, *inner)):
+            for key, shape in facts.modules[facts.aliases[name]].shapes.items():
+                dtype = getattr(torch, facts.parameters[facts.owners[f"{name}.{key}"]].dtype)
                 if dtype.is_floating_point:
-                    self.parameters.append((module.get_submodule(unit), key, shape, dtype))
+                    self.parameters.append((module.get_submodule(name), key, shape, dtype))
 
     @contextmanager
     def shown(self, device: torch.device) -> Iterator[None]:

@@ -37,6 +37,17 @@ CASES = {
     "dp2-tp2-zero3": ("llama", "lora", {"dp": 2, "tp": 2}, {"zero": 3, "sequence_parallel": True}),
     "pp2-dp2-zero3": ("llama", "lora", {"pp": 2, "dp": 2}, {"zero": 3, "num_microbatches": 2}),
     "pp2": ("llama", "lora", {"pp": 2}, {"num_microbatches": 2}),
+    "pp2-gpipe": ("llama", "lora", {"pp": 2}, {"schedule": "gpipe", "num_microbatches": 4}),
+    "pp2-interleaved": ("llama", "lora", {"pp": 2}, {"schedule": "interleaved_1f1b", "num_microbatches": 4}),
+    "pp2-zero-bubble": (
+        "llama",
+        "lora",
+        {"pp": 2, "tp": 2},
+        {"schedule": "interleaved_zero_bubble", "num_microbatches": 4},
+    ),
+    "pp2-looped": ("llama", "lora", {"pp": 2}, {"schedule": "looped_bfs", "num_microbatches": 4}),
+    "pp2-dualpipe": ("llama", "lora", {"pp": 2}, {"schedule": "dualpipe_v", "num_microbatches": 4}),
+    "pp2-zbv": ("llama", "lora", {"pp": 2, "dp": 2}, {"schedule": "zbv", "zero": 2, "num_microbatches": 4}),
     "pp2-dora": ("llama", "dora", {"pp": 2}, {"num_microbatches": 2}),
     "pp2-ia3": ("llama", "ia3", {"pp": 2}, {"num_microbatches": 4}),
     "pp2-ends": ("llama", "embedding", {"pp": 2}, {"num_microbatches": 2}),
@@ -73,16 +84,16 @@ def locals_of(model) -> list[torch.Tensor]:
 
 
 def train(module, kind: str, step, optimizer_of, clip) -> torch.Tensor:
-    """Six steps: of a first adapter, of a second one, and of the first again."""
+    """Twenty steps: of a first adapter, of a second one, and of the first again."""
     values = []
     model = seeded(lambda: move(peft.get_peft_model(module, config(kind))))
-    for number in range(6):
-        if number == 2:
+    for number in range(20):
+        if number == 6:
             seeded(lambda: model.add_adapter("second", config(kind)))
             model.set_adapter("second")
-        if number == 4:
+        if number == 14:
             model.set_adapter("default")
-        if number % 2 == 0:
+        if number in (0, 6, 14):
             optimizer = optimizer_of(trained(model))
         loss = step()
         values += [loss.detach().double(), torch.as_tensor(clip(0.5)).detach().double()]
@@ -105,9 +116,10 @@ def unsharded(model, kind: str):
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SOME else pytest.mark.sweep) for c in CASES])
-def test_six_steps_of_two_adapters(case, tmp_path):
+def test_steps_of_two_adapters(case, tmp_path):
     family, kind, axes, options = CASES[case]
-    base = tiny_model(family, torch.float64)
+    layers = {} if options.get("schedule", "gpipe") == "gpipe" else {"num_hidden_layers": 4}
+    base = tiny_model(family, torch.float64, **layers)
     models = [copy.deepcopy(base) for _ in range(prod(axes.values()))]
 
     def body(rank):
@@ -124,7 +136,7 @@ def test_six_steps_of_two_adapters(case, tmp_path):
             parallel.clip_grad_norm_,
         )
         with Checkpointer(tmp_path / "run", parallel) as checkpointer:
-            checkpointer.save(6)
+            checkpointer.save(20)
             before = [local.clone() for local in locals_of(parallel.module)]
             with torch.no_grad():
                 for parameter in trained(parallel.module):

@@ -30,6 +30,7 @@ from parallelize.zero.running_statistics import RunningStatistics
 from parallelize.zero.unit_groups import forget_unsharded_gradients, has_run, reduce_outside_backward, unit_groups
 from parallelize.zero.unit_order import UnitOrder
 from parallelize.zero.unused_parameters import UnusedParameters
+from parallelize.zero.written_parameters import refuse_writes
 
 
 class FsdpEngine:
@@ -168,6 +169,9 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
             unit.set_all_reduce_hook(partial(dist.all_reduce, group=cp_group))
     restore_layouts(module)
     module.register_forward_pre_hook(_refuse_gradient_hooks, prepend=True)  # before parameters are gathered
+    refuse_writes(
+        {name: unit for name, unit in [*zip(names, units, strict=True), ("", module)] if unit in fsdp_units}, module
+    )
     managed = [name for name, unit in zip(names, units, strict=True) if isinstance(unit, FSDPModule)]
     for name, owner in module.named_modules():
         if owner._parameters:

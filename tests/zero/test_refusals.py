@@ -144,3 +144,31 @@ def test_parameters_beside_folded_experts_are_refused():
             parallelize_model(models[rank], build_mesh("cpu", dp=2), PLAN, ep=2, zero=3)
 
     run_ranks(2, body)
+
+
+class Clipped(nn.Module):
+    """As Gemma 3n's AltUp: a forward that clips a parameter."""
+
+    def __init__(self, most: float):
+        super().__init__()
+        self.inner, self.most = nn.Linear(WIDTH, WIDTH), most
+
+    def forward(self, x):
+        self.inner.weight.data.clamp_(-self.most, self.most)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("units", [["0"], []], ids=["unit", "model"])
+def test_a_forward_that_writes_to_a_parameter(units):
+    models = [nn.Sequential(Clipped(most)) for most in (1.0, 1e-3)]
+
+    def body(rank):
+        for model in copy.deepcopy(models):
+            planned, x = shard_data(model, build_mesh("cpu", dp=2), 3, units=units), torch.randn(3, WIDTH)
+            if model[0].most == 1.0:  # all values are within the bound
+                planned(x).sum().backward()
+                continue
+            with refused(ModelError, "written-parameter", "0.inner.weight", "zero=2"):
+                planned(x)
+
+    run_ranks(2, body)

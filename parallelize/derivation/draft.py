@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from parallelize.derivation.shared_inputs import FULL_GRADIENT, blocks_that_read_shards, partial_inside, with_argument
+from parallelize.derivation.parameter_rules import leaves_something, note_partial, other_parameters
+from parallelize.derivation.shared_inputs import (
+    FULL_GRADIENT,
+    blocks_that_read_shards,
+    partial_inside,
+    with_argument,
+)
 from parallelize.dims.classes import Choice, Classes, Place, ShardableFactor, is_depthwise, is_grouped, output_dim
 from parallelize.dims.factors import Factor, leaves, size_of
 from parallelize.plan.model_facts import describe
@@ -86,14 +92,10 @@ class Drafting:
         if self.logits:
             self._shard_vocabulary()
         self._spread_local()
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for name in self.choice.partial:
-            if not parameters[name].requires_grad:
-                continue
-            module = name.rpartition(".")[0]
-            self.draft.styles.setdefault(module or name, "replicate(gradient=partial)")
+        note_partial(self.draft.styles, self.model, self.choice.partial)
         self._share_inputs()
         self.draft.styles |= dict.fromkeys(self._beside_shards(), FULL_GRADIENT)
+        self.draft.styles |= dict.fromkeys(other_parameters(self.model, self.draft.styles), "replicate")
         self.draft.whole |= {
             whole.module: whole.reason for whole in self.choice.whole if whole.module not in self.draft.styles
         }
@@ -412,12 +414,6 @@ class Drafting:
     def _only_looked_up(self, dim: Any) -> bool:
         reasons = {mix.operation for mix in self.classes.record.mixes if set(leaves(mix.dim)) & set(leaves(dim))}
         return not reasons
-
-
-def leaves_something(model: nn.Module, styles: Mapping[str, str]) -> bool:
-    """Whether some parameter has no rule yet."""
-    parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return any(not {name, name.rpartition(".")[0]} & styles.keys() for name in parameters)
 
 
 def _name_of_size(source: str) -> str:

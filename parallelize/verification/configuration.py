@@ -40,6 +40,7 @@ from parallelize.verification.scale import (
 from parallelize.verification.user_errors import blaming
 
 T = torch.Tensor
+_FEW_PARAMETERS = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,12 @@ class Configuration:
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.request.options.dtype or "float64"]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether every rank can store what each module was given and returned, to name the module that differs."""
+        elements = sum(parameter.numel() for parameter in self.model.parameters())
+        return not self.request.full_size or elements <= _FEW_PARAMETERS
 
     def modes(self) -> list[Mode]:
         """The requested mode, or every mode that the plan serves."""

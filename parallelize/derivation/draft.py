@@ -18,9 +18,11 @@ from parallelize.derivation.shared_inputs import (
 )
 from parallelize.dims.classes import Choice, Classes, Place, ShardableFactor, is_depthwise, is_grouped, output_dim
 from parallelize.dims.factors import Factor, leaves, size_of
+from parallelize.errors import ModelError
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
 from parallelize.tensor.gated_norm import check_gated_norm
+from parallelize.tensor.rms_norm import check_rms_norm
 
 _CHANNEL_NORMS = (nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 _PROJECTIONS = ("colwise", "rowwise")
@@ -85,6 +87,8 @@ class Drafting:
                 self.draft.whole |= dict.fromkeys(candidate.linears, f"no field of the config is {size}")
             elif (self._has_units(candidate) or self._has_groups(candidate)) and size % self.tp and size >= self.tp:
                 self.draft.whole |= dict.fromkeys(candidate.linears, f"tp={self.tp} does not divide its {size} units")
+            elif refused := self._refused_norm(candidate):
+                self.draft.whole |= dict.fromkeys(candidate.linears, refused)
             else:
                 self._shard(candidate)
         self._shard_experts()
@@ -334,6 +338,18 @@ class Drafting:
             check_gated_norm(self.classes.modules[module], module)
             return True
         return False
+
+    def _refused_norm(self, candidate: ShardableFactor) -> str:
+        """Why a norm over all of a factor cannot be computed on shards of it; empty: it can, or there is none."""
+        for place in candidate.places:
+            module = place.parameter.rpartition(".")[0]
+            is_norm = module in self.classes.norms and self._needs_all(module, candidate.factor)
+            if is_norm and not self._is_gated_norm(module):
+                try:
+                    check_rms_norm(self.classes.modules[module], module)
+                except ModelError as error:
+                    return f"a norm over it in {module}: {error.problems[0].what}"
+        return ""
 
     def _needs_all(self, module: str, factor: Factor) -> bool:
         """Whether an operation of a module needs all of a factor."""

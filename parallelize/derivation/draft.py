@@ -85,7 +85,7 @@ class Drafting:
             size = candidate.factor.size
             if not self._has_names(candidate):
                 self.draft.whole |= dict.fromkeys(candidate.linears, f"no field of the config is {size}")
-            elif (self._has_units(candidate) or self._has_groups(candidate)) and size % self.tp and size >= self.tp:
+            elif (self._has_units(candidate) or self._has_groups(candidate)) and self._is_uneven(candidate):
                 self.draft.whole |= dict.fromkeys(candidate.linears, f"tp={self.tp} does not divide its {size} units")
             elif refused := self._refused_norm(candidate):
                 self.draft.whole |= dict.fromkeys(candidate.linears, refused)
@@ -164,7 +164,8 @@ class Drafting:
             elif key == "weight":
                 units = self._size_name(self._count(candidate, place.parts[0])) if has_units else ""
                 self.draft.styles[module] = _call("rowwise", units)
-        self._note_groups(candidate, has_units)
+        if has_units and self._may_share_units(candidate):
+            self.draft.below.append(self._size_name(candidate.factor.size))
         for (module, attribute), run in runs.items():
             self.draft.local.setdefault(module, {})[attribute] = self._local_size(candidate, run)
         for ratio in self.classes.record.ratios:  # a quotient stays what it is if both are divided
@@ -355,19 +356,27 @@ class Drafting:
         """Whether an operation of a module needs all of a factor."""
         return any(mix.module == module and factor in leaves(mix.dim) for mix in self.classes.record.mixes)
 
-    def _note_groups(self, candidate: ShardableFactor, has_units: bool) -> None:
+    def _is_uneven(self, candidate: ShardableFactor) -> bool:
+        """Whether tp does not divide the units of a factor, and several ranks may not store the same one."""
+        size = candidate.factor.size
+        fewest = min(self._count(candidate, part) for part in self._parts(candidate))
+        return bool(size % self.tp if size >= self.tp else fewest % self.tp and not self._may_share_units(candidate))
+
+    def _may_share_units(self, candidate: ShardableFactor) -> bool:
         """Whether a rank may have a part of the units that share one of a factor, as query heads do a key/value head: nothing mixes them."""
         parts = self._parts(candidate)
         counts = {self._count(candidate, part) for part in parts}
-        if not has_units or len(counts) == 1 or not {candidate.factor.size} <= counts & set(self.fields.values()):
-            return
+        known = (
+            candidate.factor.size in self.fields.values() if self.fields else candidate.factor.size < self.tp
+        )  # so that it is proven
+        if len(counts) == 1 or candidate.factor.size not in counts or not known:
+            return False
         repeats = {factor for part in parts for factor in part[1:] if factor in self.classes.repeats}
         mixes = (mix for mix in self.classes.record.mixes if not self._is_gated_norm(mix.module))
         packed = {
             factor for part in parts for factor in part[1:] if factor in self.classes.parts
         }  # q, k and v of a group
-        if not packed and not any(repeats & set(leaves(mix.dim)) for mix in mixes):
-            self.draft.below.append(self._size_name(candidate.factor.size))
+        return not packed and not any(repeats & set(leaves(mix.dim)) for mix in mixes)
 
     def _share_inputs(self) -> None:
         """Blocks that convert their input for all that is in them, and what is full in them."""

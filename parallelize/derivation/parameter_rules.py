@@ -31,7 +31,7 @@ def other_parameters(model: nn.Module, styles: Mapping[str, str]) -> list[str]:
     others: list[str] = []
     for name, facts in describe(model).modules.items():
         own = [f"{name}.{key}".lstrip(".") for key in facts.shapes]
-        if name not in styles and any(parameter in styles for parameter in own):
+        if name and name not in styles and any(parameter in styles for parameter in own):
             others += [parameter for parameter in own if parameter not in styles]
     return others
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallelize import _torch_private as private
 from parallelize.dims.boundaries import Boundaries, boundaries_of
-from parallelize.dims.factors import new_dim
+from parallelize.dims.factors import leaves, new_dim, size_of
 from parallelize.dims.operations import apply_rule
 from parallelize.dims.record import HiddenCall, Ratio, Record, SizeRead
 from parallelize.models.nested_tensors import tensors_in
@@ -222,7 +222,9 @@ class _SizesRead(TorchFunctionMode):
         watched = [leaf for leaf in leaves if isinstance(leaf, _Watched)]
         limits = [limit for leaf in leaves for limit in _limits(leaf)]
         name = getattr(func, "__name__", "")
-        if watched or limits:
+        if name == "repeat_interleave":
+            self._note_repeats(watched, out)
+        elif watched or limits:
             sizes = [leaf for leaf in leaves if isinstance(leaf, int)] if name in _SHAPED else []
             for result in private.tree_leaves(out):
                 if isinstance(result, T):
@@ -247,6 +249,23 @@ class _SizesRead(TorchFunctionMode):
                         Ratio(self._of_module(ratio.dividend), self._of_module(ratio.divisor)): None
                         for ratio in value.ratios
                     }
+
+    def _note_repeats(self, watched: list[_Watched], result: T) -> None:
+        """Of an integer that repeats the elements of a dim, the factors that it added: the last of one of the result's dims."""
+        for value in watched:
+            for dim in self.record.dims(result):
+                added = leaves(dim)
+                while size_of(added) > value:
+                    added = added[1:]
+                if (
+                    added
+                    and size_of(added) == value
+                    and set(added) <= {f for d in self.record.repeats for f in leaves(d)}
+                ):
+                    self.record.reads += [
+                        SizeRead(*self._of_module(source), added, "repeat_interleave")
+                        for source in sorted(value.sources)
+                    ]
 
     def _of_module(self, source: Source) -> Source:
         """A field of a config is local in the module that reads it."""

@@ -5,7 +5,6 @@ Every process builds the same configuration from the request, so no weights are 
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -17,7 +16,7 @@ from torch import nn
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.models.model_dtype import in_dtype
-from parallelize.models.model_source import ModelSource, read_model, source_of
+from parallelize.models.model_source import ModelSource, copy_of, read_model, source_of
 from parallelize.pipeline.schedules import Schedule, build_schedule
 from parallelize.plan.choose import plan_or_none, shipped_plan_of
 from parallelize.plan.model_facts import describe
@@ -307,7 +306,7 @@ def _source(request: Request) -> ModelSource:
     if isinstance(model, ModelSource):
         return model
     if isinstance(model, nn.Module):
-        return source_of(lambda: copy.deepcopy(model), name=name_of(model))
+        return source_of(lambda: copy_of(model), name=name_of(model))
     if callable(model):
         return source_of(model, request.overrides, name_of(model))
     return read_model(model, request.overrides)

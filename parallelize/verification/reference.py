@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
+from parallelize.models.model_source import copy_of
 from parallelize.models.nested_tensors import floating_in
 from parallelize.randomness.dropout.install import install_dropout
 from parallelize.randomness.dropout.position import Position
@@ -64,7 +64,7 @@ def _unsharded(configuration: Configuration) -> tuple[nn.Module, Callable[[int, 
 
     Routers that draw noise draw that of the ranks, which is a function of the position of a row in the batch.
     """
-    model = copy.deepcopy(configuration.model)
+    model = copy_of(configuration.model)
     if not model.training or not any(routers_that_draw(model)):
         return model, lambda index, count: nullcontext()
     clock, rows = install_dropout(model), configuration.rows

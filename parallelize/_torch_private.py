@@ -229,8 +229,12 @@ def tree_unflatten(leaves: list[Any], structure: Any) -> Any:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """The same number for all views of a storage, as long as it exists. Meta tensors have it too, and no data pointer."""
-    return tensor.untyped_storage()._cdata
+    """The same number for all views of a storage, as long as it exists. Meta tensors have it too, and no data pointer. Inside of `vmap`,
+    where a tensor has no storage, 0."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return 0
 
 
 def record_ops(record: Callable[[Any, tuple, dict, Callable[[], Any]], Any]) -> Any:

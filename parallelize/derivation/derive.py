@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from parallelize.derivation.counted_fields import counted_fields
-from parallelize.derivation.draft import Draft, Drafting, leaves_something
+from parallelize.derivation.draft import Draft, Drafting
 from parallelize.derivation.gathered_linears import (
     ENOUGH,
     STYLE,
@@ -22,6 +22,7 @@ from parallelize.derivation.gathered_linears import (
     without_alike,
 )
 from parallelize.derivation.other_matrices import other_matrices
+from parallelize.derivation.parameter_rules import leaves_something, names_of
 from parallelize.derivation.plan_text import Heading, Sections, plan_text
 from parallelize.derivation.proof import Proof, provable, prove
 from parallelize.derivation.region_search import ProposedRegion, find_regions
@@ -136,11 +137,12 @@ class _Derivation:
                 self.allow = ALLOWED[0]
                 continue
             without = self._draft("")
-            if not without.styles:
+            inner = self._prove(without) if without.styles else None
+            if inner is None or inner.ok:  # so that the vocabulary's shards were wrong
+                derived = self._with_full_logits(without, inner)
+                if derived is not None:
+                    return derived
                 break
-            inner = self._prove(without)
-            if inner.ok:  # so that the vocabulary's shards were wrong
-                return self._with_full_logits(without, inner)
             self._ban(inner)
         self.choice = self.classes.choose(without=self.banned)
         alone = self._with_gathered(Draft(whole={whole.module: whole.reason for whole in self.choice.whole}))
@@ -181,10 +183,13 @@ class _Derivation:
             raise self._nothing()
         return self._derived(draft, None)
 
-    def _with_full_logits(self, without: Draft, inner: Proof) -> Derived:
+    def _with_full_logits(self, without: Draft, inner: Proof | None) -> Derived | None:
+        """The draft whose head returns full logits, or else the one without the vocabulary; None: neither is proven."""
         draft = self._draft("full")
         proof = self._prove(draft)
-        return self._finished(draft, proof) if proof.ok else self._finished(without, inner)
+        if proof.ok:
+            return self._finished(draft, proof)
+        return None if inner is None else self._finished(without, inner)
 
     def _with_region(self, draft: Draft, proof: Proof) -> tuple[Draft, Proof]:
         """The draft with its sequence-parallel regions, or with the last of them alone, if that is proven too."""
@@ -267,9 +272,6 @@ def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None
         if prefix and any(name.startswith(prefix + ".") for name in draft.styles) and hasattr(model, prefix)
         else ""
     )
-    names = [name for name, _ in model.named_modules()] + [
-        name for name, _ in model.named_parameters(remove_duplicate=False)
-    ]
     below = [name for name in draft.sizes if name.startswith("kv_heads") or name in draft.below]
     sections = Sections(
         draft.styles,
@@ -282,7 +284,9 @@ def _text(source: ModelSource, model: nn.Module, draft: Draft, proof: str | None
         default=draft.default,
         gathered=draft.gathered,
     )
-    return plan_text(Heading(about, model_type, "" if model_type else type(model).__name__, base), sections, names)
+    return plan_text(
+        Heading(about, model_type, "" if model_type else type(model).__name__, base), sections, names_of(model)
+    )
 
 
 def _share(model: nn.Module, draft: Draft) -> float:

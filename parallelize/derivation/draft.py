@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
-from parallelize.derivation.shared_inputs import FULL_GRADIENT, blocks_that_read_shards, partial_inside, with_argument
+from parallelize.derivation.parameter_rules import leaves_something, note_partial, other_parameters
+from parallelize.derivation.shared_inputs import (
+    FULL_GRADIENT,
+    blocks_that_read_shards,
+    partial_inside,
+    with_argument,
+)
+from parallelize.derivation.vocabulary_rules import vocabulary_rules
 from parallelize.dims.classes import Choice, Classes, Place, ShardableFactor, is_depthwise, is_grouped, output_dim
 from parallelize.dims.factors import Factor, leaves, size_of
+from parallelize.errors import ModelError
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
 from parallelize.tensor.gated_norm import check_gated_norm
+from parallelize.tensor.rms_norm import check_rms_norm
 
 _CHANNEL_NORMS = (nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 _PROJECTIONS = ("colwise", "rowwise")
@@ -78,23 +86,22 @@ class Drafting:
             size = candidate.factor.size
             if not self._has_names(candidate):
                 self.draft.whole |= dict.fromkeys(candidate.linears, f"no field of the config is {size}")
-            elif (self._has_units(candidate) or self._has_groups(candidate)) and size % self.tp and size >= self.tp:
+            elif (self._has_units(candidate) or self._has_groups(candidate)) and self._is_uneven(candidate):
                 self.draft.whole |= dict.fromkeys(candidate.linears, f"tp={self.tp} does not divide its {size} units")
+            elif refused := self._refused_norm(candidate):
+                self.draft.whole |= dict.fromkeys(candidate.linears, refused)
             else:
                 self._shard(candidate)
         self._shard_experts()
         self._shard_multihead()
         if self.logits:
-            self._shard_vocabulary()
+            styles = self.draft.styles
+            styles |= vocabulary_rules(self.classes, self.fields, styles, self.logits)
         self._spread_local()
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for name in self.choice.partial:
-            if not parameters[name].requires_grad:
-                continue
-            module = name.rpartition(".")[0]
-            self.draft.styles.setdefault(module or name, "replicate(gradient=partial)")
+        note_partial(self.draft.styles, self.model, self.choice.partial)
         self._share_inputs()
         self.draft.styles |= dict.fromkeys(self._beside_shards(), FULL_GRADIENT)
+        self.draft.styles |= dict.fromkeys(other_parameters(self.model, self.draft.styles), "replicate")
         self.draft.whole |= {
             whole.module: whole.reason for whole in self.choice.whole if whole.module not in self.draft.styles
         }
@@ -159,7 +166,8 @@ class Drafting:
             elif key == "weight":
                 units = self._size_name(self._count(candidate, place.parts[0])) if has_units else ""
                 self.draft.styles[module] = _call("rowwise", units)
-        self._note_groups(candidate, has_units)
+        if has_units and self._may_share_units(candidate):
+            self.draft.below.append(self._size_name(candidate.factor.size))
         for (module, attribute), run in runs.items():
             self.draft.local.setdefault(module, {})[attribute] = self._local_size(candidate, run)
         for ratio in self.classes.record.ratios:  # a quotient stays what it is if both are divided
@@ -334,22 +342,41 @@ class Drafting:
             return True
         return False
 
+    def _refused_norm(self, candidate: ShardableFactor) -> str:
+        """Why a norm over all of a factor cannot be computed on shards of it; empty: it can, or there is none."""
+        for place in candidate.places:
+            module = place.parameter.rpartition(".")[0]
+            is_norm = module in self.classes.norms and self._needs_all(module, candidate.factor)
+            if is_norm and not self._is_gated_norm(module):
+                try:
+                    check_rms_norm(self.classes.modules[module], module)
+                except ModelError as error:
+                    return f"a norm over it in {module}: {error.problems[0].what}"
+        return ""
+
     def _needs_all(self, module: str, factor: Factor) -> bool:
         """Whether an operation of a module needs all of a factor."""
         return any(mix.module == module and factor in leaves(mix.dim) for mix in self.classes.record.mixes)
 
-    def _note_groups(self, candidate: ShardableFactor, has_units: bool) -> None:
+    def _is_uneven(self, candidate: ShardableFactor) -> bool:
+        """Whether tp does not divide the units of a factor, and several ranks may not store the same one."""
+        size = candidate.factor.size
+        fewest = min(self._count(candidate, part) for part in self._parts(candidate))
+        return bool(size % self.tp if size >= self.tp else fewest % self.tp and not self._may_share_units(candidate))
+
+    def _may_share_units(self, candidate: ShardableFactor) -> bool:
         """Whether a rank may have a part of the units that share one of a factor, as query heads do a key/value head: nothing mixes them."""
         parts = self._parts(candidate)
         counts = {self._count(candidate, part) for part in parts}
-        if not has_units or len(counts) == 1 or not {candidate.factor.size} <= counts & set(self.fields.values()):
-            return
+        # so that it is proven
+        known = candidate.factor.size in self.fields.values() if self.fields else candidate.factor.size < self.tp
+        if len(counts) == 1 or candidate.factor.size not in counts or not known:
+            return False
         repeats = {factor for part in parts for factor in part[1:] if factor in self.classes.repeats}
         mixes = (mix for mix in self.classes.record.mixes if not self._is_gated_norm(mix.module))
         # q, k and v of a group
         packed = {factor for part in parts for factor in part[1:] if factor in self.classes.parts}
-        if not packed and not any(repeats & set(leaves(mix.dim)) for mix in mixes):
-            self.draft.below.append(self._size_name(candidate.factor.size))
+        return not packed and not any(repeats & set(leaves(mix.dim)) for mix in mixes)
 
     def _share_inputs(self) -> None:
         """Blocks that convert their input for all that is in them, and what is full in them."""
@@ -375,48 +402,6 @@ class Drafting:
                 own = [f"{name}.{key}" for key in facts.shapes]
                 others = [parameter for parameter in own if parameter not in styles]
                 yield from others if len(others) < len(own) else [name]
-
-    # -- vocabulary -------------------------------------------------------------------------------------------------------
-
-    def _shard_vocabulary(self) -> None:
-        """The table of token embeddings, and the linear that returns logits."""
-        tables = {
-            name
-            for lookup in self.classes.record.lookups
-            if isinstance(self.classes.modules.get(name := lookup.table.rpartition(".")[0]), nn.Embedding)
-            and lookup.of_tokens
-            and self._only_looked_up(lookup.dim)
-        }
-        if not tables:
-            return
-        vocabulary = self.fields.get("vocab_size")
-        sizes = {name: self.classes.modules[name].num_embeddings for name in tables}
-        largest = max(tables, key=lambda name: (sizes[name] == vocabulary, sizes[name], name))
-        rows = self.classes.modules[largest].num_embeddings
-        sharded = {id(self.classes.modules[name].weight) for name in tables if sizes[name] == rows}
-        for name, module in self.classes.modules.items():
-            if isinstance(module, nn.Embedding) and id(module.weight) in sharded:
-                self.draft.styles[name] = "embedding"
-        full = {
-            id(module.weight)
-            for name, module in self.classes.modules.items()
-            if isinstance(module, nn.Embedding) and name not in self.draft.styles
-        }
-        for name, linear in self.classes.linears.items():
-            is_head = linear.weight.ndim == 2 and linear.weight.shape[output_dim(linear)] == rows
-            # a tie with a table that is not sharded
-            if name not in self.draft.styles and is_head and id(linear.weight) not in full:
-                self.draft.styles[name] = f"colwise(output={self.logits})"
-
-    def _only_looked_up(self, dim: Any) -> bool:
-        reasons = {mix.operation for mix in self.classes.record.mixes if set(leaves(mix.dim)) & set(leaves(dim))}
-        return not reasons
-
-
-def leaves_something(model: nn.Module, styles: Mapping[str, str]) -> bool:
-    """Whether some parameter has no rule yet."""
-    parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return any(not {name, name.rpartition(".")[0]} & styles.keys() for name in parameters)
 
 
 def _name_of_size(source: str) -> str:

@@ -97,7 +97,7 @@ def _rules(sections: Sections, names: Sequence[str]) -> list[str]:
 def _reasons(whole: Mapping[str, str]) -> dict[str, list[str]]:
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, reason in whole.items():
-        pattern, text = generic(name), " ".join(generic(word) for word in reason.split(" "))
+        pattern, text = generic(name), " ".join(generic(word) if "." in word else word for word in reason.split(" "))
         if pattern not in reasons[text]:
             reasons[text].append(pattern)
     return reasons

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from parallelize.errors import ParallelizeError
-from parallelize.models.example_inputs import floating_outputs
 from parallelize.models.model_source import ModelSource
+from parallelize.models.nested_tensors import floating_in
 from parallelize.plan.schema import Plan
 from parallelize.verification.result import Verification
 from parallelize.verification.verify import verify
@@ -129,9 +129,10 @@ def _argument_names(model: nn.Module) -> list[str]:
 
 
 def projected(output: Any, targets: Any) -> torch.Tensor:
-    """The sum of all floating outputs, each element with a weight of its own."""
+    """The sum of all floating outputs, each element with a weight of its own, of which none is zero."""
     total: Any = 0
-    for out in floating_outputs(output):
-        weights = torch.arange(out.numel(), dtype=torch.float64, device=out.device).mul_(0.7).sin_().view(out.shape)
+    for out in floating_in(output):
+        numbers = torch.arange(1, out.numel() + 1, dtype=torch.float64, device=out.device)  # from 1: the sine of 0 is 0
+        weights = numbers.mul_(0.7).sin_().view(out.shape)
         total = total + (out * weights.to(out.dtype)).sum()
     return total

@@ -18,6 +18,7 @@ from parallelize.tensor.child_reads import reads_of_children
 
 _DRAWS = re.compile(r"dropout|bernoulli|rand|noise|jitter")
 FULL_GRADIENT = "replicate(gradient=full)"
+PARTIAL_GRADIENT = "replicate(gradient=partial)"
 _IN_TRAINING = re.compile(r"self\.training")
 
 
@@ -71,5 +72,5 @@ def partial_inside(
         if styles.get(module, FULL_GRADIENT) != FULL_GRADIENT or name in styles or not module.startswith(f"{block}"):
             continue
         if modules[module].get_parameter(name.rpartition(".")[2]).requires_grad:
-            partial[name if module == block else module] = "replicate(gradient=partial)"
+            partial[name if module == block else module] = PARTIAL_GRADIENT
     return partial

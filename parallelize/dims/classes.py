@@ -9,6 +9,7 @@ from itertools import takewhile
 from math import prod
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from parallelize.dims.factors import Dim, Factor, leaves, size_of
 from parallelize.dims.parts import divide_into_parts
@@ -203,6 +204,8 @@ class Classes:
                 if place.parts[0][0] is not candidate.factor or len(place.parts) > 1:
                     return f"{place.parameter} has it inside of another dim"
                 continue
+            if is_parametrized(linear):
+                return f"the weight of {module} is {_PARAMETRIZED}"
             is_output = key == "bias" or place.dim == output_dim(linear)
             if is_output and not self._leads(candidate.factor, place):
                 return f"the output of {module} has it inside of another dim"
@@ -299,6 +302,8 @@ class Classes:
             return "the proof failed with it sharded"
         linear = self.linears[name]
         dims = self.record.parameters.get(f"{name}.weight".lstrip("."))
+        if dims is None and is_parametrized(linear):
+            return f"its weight is {_PARAMETRIZED}"
         if dims is None:
             return "its weight is quantized: derive the plan before" if hasattr(linear, "packs") else "it has no weight"
         out = [factor for part in self.parts_of(dims[output_dim(linear)]) for factor in part]
@@ -308,6 +313,7 @@ class Classes:
         return "no row linear sums over its output"
 
 
+_PARAMETRIZED = "computed from other parameters (torch.nn.utils.parametrize)"
 _OF_NORMS = ("mean", "a norm over it", "sum")
 
 

@@ -14,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from parallelize import _torch_private as private
 from parallelize.dims.boundaries import Boundaries, boundaries_of
-from parallelize.dims.factors import new_dim
+from parallelize.dims.factors import leaves, new_dim, size_of
 from parallelize.dims.operations import apply_rule
 from parallelize.dims.record import HiddenCall, Ratio, Record, SizeRead
+from parallelize.models.nested_tensors import tensors_in
 from parallelize.plan.resolved import ResolvedPlan
 
 T = torch.Tensor
@@ -44,11 +45,10 @@ def record_forward(
     boundaries = None if resolved is None else boundaries_of(record, resolved)
     _name_parameters(record, model)
     args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), dict(inputs))
-    for leaf in private.tree_leaves((args, kwargs)):
-        if isinstance(leaf, T):
-            _fix(record, leaf, "an input of the model")
-            if not leaf.is_floating_point() and leaf.dtype != torch.bool:
-                record.mark_ids(leaf)
+    for tensor in tensors_in((args, kwargs)):
+        _fix(record, tensor, "an input of the model")
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            record.mark_ids(tensor)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_named_modules(record, model, boundaries))
@@ -56,14 +56,9 @@ def record_forward(
         stack.enter_context(_SizesRead(record))
         stack.enter_context(private.record_ops(_recorder(record, end)))
         out = model(*args, **kwargs)
-    for leaf in private.tree_leaves(_values_of(out)):
-        if isinstance(leaf, T):
-            record.fixed += [(dim, "an output of the model") for dim in record.dims(leaf) if dim]
+    for tensor in tensors_in(out):
+        record.fixed += [(dim, "an output of the model") for dim in record.dims(tensor) if dim]
     return record
-
-
-def _values_of(out: Any) -> Any:
-    return dict(out) if isinstance(out, Mapping) else out
 
 
 def _fix(record: Record, tensor: T, what: str) -> None:
@@ -72,9 +67,13 @@ def _fix(record: Record, tensor: T, what: str) -> None:
 
 
 def _name_parameters(record: Record, model: nn.Module) -> None:
-    """Tied parameters have one name of several, and the same dims under all of them."""
+    """Tied parameters have one name of several, and the same dims under all of them. A module that has several names itself, as a block in
+    two places of a list, is known by its first."""
     names: dict[int, str] = {}
+    modules = dict(model.named_modules())
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name.rpartition(".")[0] not in modules:
+            continue
         first = names.setdefault(id(parameter), name)
         if first == name:
             record.add_weight(parameter, name, [new_dim(size) for size in parameter.shape])
@@ -107,10 +106,12 @@ def _named_modules(record: Record, model: nn.Module, boundaries: Boundaries | No
     """Keep `record.module` at the innermost module whose forward runs, and note what modules are called with."""
     with ExitStack() as stack:
         running: list[tuple[str, HiddenCall | None]] = []
+        alive: list[Any] = []  # so that no later tensor has the storage of an earlier one
         for name, module in model.named_modules():
 
             def enter(module: nn.Module, args: tuple, kwargs: dict, name: str = name) -> Any:
                 call = _call_of(name, module, args, kwargs)
+                alive.append((args, kwargs))
                 record.calls += [call] if call is not None else []
                 running.append((record.module, call))
                 record.module = name
@@ -123,6 +124,7 @@ def _named_modules(record: Record, model: nn.Module, boundaries: Boundaries | No
                 out = output[0] if isinstance(output, (tuple, list)) and output else output
                 if call is not None and isinstance(out, T):
                     call.out, call.result = tuple(out.shape), private.storage_address(out)
+                    alive.append(out)
                 return None if boundaries is None or output is None else boundaries.leave(name, output)
 
             stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
@@ -220,7 +222,9 @@ class _SizesRead(TorchFunctionMode):
         watched = [leaf for leaf in leaves if isinstance(leaf, _Watched)]
         limits = [limit for leaf in leaves for limit in _limits(leaf)]
         name = getattr(func, "__name__", "")
-        if watched or limits:
+        if name == "repeat_interleave":
+            self._note_repeats(watched, out)
+        elif watched or limits:
             sizes = [leaf for leaf in leaves if isinstance(leaf, int)] if name in _SHAPED else []
             for result in private.tree_leaves(out):
                 if isinstance(result, T):
@@ -245,6 +249,23 @@ class _SizesRead(TorchFunctionMode):
                         Ratio(self._of_module(ratio.dividend), self._of_module(ratio.divisor)): None
                         for ratio in value.ratios
                     }
+
+    def _note_repeats(self, watched: list[_Watched], result: T) -> None:
+        """Of an integer that repeats the elements of a dim, the factors that it added: the last of one of the result's dims."""
+        for value in watched:
+            for dim in self.record.dims(result):
+                added = leaves(dim)
+                while size_of(added) > value:
+                    added = added[1:]
+                if (
+                    added
+                    and size_of(added) == value
+                    and set(added) <= {f for d in self.record.repeats for f in leaves(d)}
+                ):
+                    self.record.reads += [
+                        SizeRead(*self._of_module(source), added, "repeat_interleave")
+                        for source in sorted(value.sources)
+                    ]
 
     def _of_module(self, source: Source) -> Source:
         """A field of a config is local in the module that reads it."""

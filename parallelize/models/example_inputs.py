@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -72,13 +71,3 @@ def _decoder_ids(config: Any) -> dict[str, Any]:
 
 def _ids(config: Any, length: int) -> T:
     return torch.randint(3, int(config.vocab_size), (BATCH, length))  # 0 to 2 are padding, beginning and end in most
-
-
-def floating_outputs(output: Any) -> list[T]:
-    """The floating tensors of an output, in order, at any depth."""
-    values = list(output.values()) if isinstance(output, Mapping) else output
-    if isinstance(values, T):
-        return [values] if values.is_floating_point() else []
-    if isinstance(values, (list, tuple)):
-        return [tensor for value in values for tensor in floating_outputs(value)]
-    return []

@@ -125,9 +125,17 @@ def source_of(model: Any, overrides: Mapping[str, Any] | None = None, name: str 
 
 def _copied(model: nn.Module) -> nn.Module:
     """A copy on torch's default device, if that is meta: without a copy of the values."""
-    if not torch.empty(0).is_meta:
+    return meta_copy(model) if torch.empty(0).is_meta else copy_of(model)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy. Raises: ModelError `reference-failed` for what Python, or PyTorch, does not copy."""
+    try:
         return copy.deepcopy(model)
-    return meta_copy(model)
+    except Exception as error:  # of any attribute of any module
+        what = f"{type(model).__name__} cannot be copied for each rank: {type(error).__name__}: {error}"
+        fix = "no locks, files or computed tensors as attributes; weight_norm of torch.nn.utils.parametrizations"
+        raise ModelError(Problem("reference-failed", what, fix=fix)) from error
 
 
 def parse_overrides(texts: list[str]) -> dict[str, Any]:

@@ -35,9 +35,8 @@ class AbsentParameters:
         units = [unit for unit in (*cut.stages.units, *embeddings) if unit in facts.aliases and not cut.present(unit)]
         layers = cut.stages.cuts.layers
         inside = [f"{unit}." for unit in units if unit and not (layers and unit.rpartition(".")[0] == layers)]
-        inner = (
-            name for name in facts.aliases if name.startswith(tuple(inside))
-        )  # as ViT's `patch_embeddings.projection`
+        # as ViT's `patch_embeddings.projection`
+        inner = (name for name in facts.aliases if name.startswith(tuple(inside)))
         for name in dict.fromkeys((*units, *inner)):
             for key, shape in facts.modules[facts.aliases[name]].shapes.items():
                 dtype = getattr(torch, facts.parameters[facts.owners[f"{name}.{key}"]].dtype)

@@ -55,12 +55,6 @@ def foreign_readers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Probl
             what = f"the rules of {fqn} shard a part of an nn.MultiheadAttention, which computes with all of its parts"
             fix = f"`multihead(heads)` for {fqn} and `rowwise(heads)` for its out_proj, or `replicate` for both"
             yield Problem(SLUG, what, fix=fix)
-        is_container = (
-            isinstance(module, (nn.ParameterList, nn.ParameterDict)) and fqn.rpartition(".")[0] not in adapted
-        )
-        if is_container and list(module.parameters()):
-            what = f"{fqn} is a {type(module).__name__}, whose parameters are read from outside of it"
-            yield Problem(SLUG, what, fix=FIX)
     if SLUG in resolved.plan.allow:
         return
     read: dict[ChildRead, str] = {}
@@ -134,10 +128,32 @@ _READ_BY_TORCH = ("weight", "bias")
 
 def children_read(resolved: ResolvedPlan, model: ModelFacts, fqn: str) -> tuple[str, ...]:
     """The modules in a module that must show local tensors while its forward runs: it reads their parameters, which are full on each rank
-    where they are not those of children."""
+    where they are not those of children. Lists and dicts of parameters are read by the module that has them, as its own parameters are."""
     reads = [(item.child, resolved.parameters[name]) for item, name in _reads_in(model, fqn)]
     shown = [child for child, row in reads if not row.plain and ("." not in child or row.layout.dim is None)]
+    for child, container in _parameter_containers(model.objects[fqn]):
+        names = (".".join(filter(None, (fqn, child, key))) for key, _ in container.named_parameters(recurse=False))
+        if any(not resolved.parameters[model.owners[name]].plain for name in names):
+            shown.append(child)
     return tuple(dict.fromkeys(shown))
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules without a forward: what is in them is called, or read, by the module that has them."""
+
+
+def _parameter_containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The lists and dicts of parameters that a module has, at a path of containers."""
+    if isinstance(module, _CONTAINERS):
+        return
+    pending = [(name, child) for name, child in module.named_children() if isinstance(child, _CONTAINERS)]
+    while pending:
+        path, container = pending.pop(0)
+        if isinstance(container, (nn.ParameterList, nn.ParameterDict)):
+            yield path, container
+        pending += [
+            (f"{path}.{name}", child) for name, child in container.named_children() if isinstance(child, _CONTAINERS)
+        ]
 
 
 @lru_cache(maxsize=4096)

@@ -16,6 +16,7 @@ from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
 from parallelize.plan.rows import ParameterRow
+from parallelize.tensor.rms_norm import MAGNITUDES, is_close
 
 
 def check_gated_norm(module: Any, fqn: str) -> None:
@@ -25,12 +26,13 @@ def check_gated_norm(module: Any, fqn: str) -> None:
     with torch.no_grad():
         for parameter in stock.parameters():
             parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
-        x, gate = torch.randn(2, 3, stock.weight.shape[0], generator=generator)
-        expected = stock(x, gate)
-    actual = _gated_norm(x, gate, stock.weight, _eps(module), _group_size(module), None, 1)
-    if expected.shape != actual.shape or (expected - actual).abs().max() > 1e-5 * expected.abs().max():
-        what = f"{fqn}: {type(module).__name__} is not the norm of x * silu(gate) by groups, times a weight"
-        raise ModelError(Problem("not-gated-norm", what, fix="`replicate` for the mixer, with `full_sequence`"))
+        for magnitude in MAGNITUDES:
+            x, gate = torch.randn(2, 3, stock.weight.shape[0], generator=generator)
+            x = x * magnitude
+            actual = _gated_norm(x, gate, stock.weight, _eps(module), _group_size(module), None, 1)
+            if not is_close(actual, stock(x, gate)):
+                what = f"{fqn}: {type(module).__name__} is not the norm of x * silu(gate) by groups, times a weight"
+                raise ModelError(Problem("not-gated-norm", what, fix="`replicate` for the mixer, with `full_sequence`"))
 
 
 def sharded_gated_norm(

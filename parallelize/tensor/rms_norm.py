@@ -12,23 +12,30 @@ from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
 
+MAGNITUDES = (1.0, 1e-2, 1e-4)
+"""Of the numbers that a norm is compared on: a wrong eps shows on small ones."""
+
 
 def check_rms_norm(module: Any, fqn: str) -> None:
-    """Raises: ModelError `not-rms-norm` where the module computes something else (compared on random numbers)."""
+    """Raises: ModelError `not-rms-norm` where the module computes something else (compared on random numbers, large and small)."""
     stock = copy.deepcopy(module).to_empty(device="cpu").float().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in stock.parameters():
             parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
-        x = torch.randn(3, stock.weight.shape[0], generator=generator)
-        expected = stock(x)
-    actual = _rms_norm(x, stock.weight, _eps(module, x.dtype), x.shape[-1], None)
-    if expected.shape != actual.shape or (expected - actual).abs().max() > 1e-5 * expected.abs().max():
-        raise ModelError(
-            Problem(
-                "not-rms-norm", f"{type(module).__name__} is not x * rsqrt(mean(x^2) + eps) * weight", fix="`replicate`"
-            )
-        )
+        for magnitude in MAGNITUDES:
+            x = torch.randn(3, stock.weight.shape[0], generator=generator) * magnitude
+            actual = _rms_norm(x, stock.weight, _eps(module, x.dtype), x.shape[-1], None)
+            if not is_close(actual, stock(x)):
+                what = f"{type(module).__name__} is not x * rsqrt(mean(x^2) + eps) * weight, with an attribute `eps`"
+                raise ModelError(
+                    Problem("not-rms-norm", what, fix="`replicate`; or `self.eps`, where the number stands in its code")
+                )
+
+
+def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether they are equal but for rounding in float32."""
+    return expected.shape == actual.shape and bool((expected - actual).abs().max() <= 1e-5 * expected.abs().max())
 
 
 def sharded_rms_norm(group: Group) -> Callable:

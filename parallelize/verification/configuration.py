@@ -5,7 +5,6 @@ Every process builds the same configuration from the request, so no weights are 
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -17,7 +16,7 @@ from torch import nn
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.models.model_dtype import in_dtype
-from parallelize.models.model_source import ModelSource, read_model, source_of
+from parallelize.models.model_source import ModelSource, copy_of, read_model, source_of
 from parallelize.models.transformers_models import is_config
 from parallelize.pipeline.schedules import Schedule, build_schedule
 from parallelize.plan.choose import plan_or_none, shipped_plan_of
@@ -41,6 +40,7 @@ from parallelize.verification.scale import (
 from parallelize.verification.user_errors import blaming
 
 T = torch.Tensor
+_FEW_PARAMETERS = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,12 @@ class Configuration:
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.request.options.dtype or "float64"]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether every rank can store what each module was given and returned, to name the module that differs."""
+        elements = sum(parameter.numel() for parameter in self.model.parameters())
+        return not self.request.full_size or elements <= _FEW_PARAMETERS
 
     def modes(self) -> list[Mode]:
         """The requested mode, or every mode that the plan serves."""
@@ -301,7 +307,7 @@ def _source(request: Request) -> ModelSource:
     if isinstance(model, ModelSource):
         return model
     if isinstance(model, nn.Module):
-        return source_of(lambda: copy.deepcopy(model), name=name_of(model))
+        return source_of(lambda: copy_of(model), name=name_of(model))
     if callable(model):
         return source_of(model, request.overrides, name_of(model))
     return read_model(model, request.overrides)

@@ -19,6 +19,7 @@ from parallelize.context.forward_state import context_of
 from parallelize.context.local_sequences import gather_sequence
 from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.mesh import SAMPLE_AXES
+from parallelize.models.nested_tensors import floating_in
 from parallelize.pipeline.parallel_model import ParallelModel
 from parallelize.plan.model_facts import describe
 from parallelize.plan.resolve import resolve
@@ -27,7 +28,7 @@ from parallelize.training import parallelize_model
 from parallelize.verification.compare import Errors, ReferenceValues, compare_named
 from parallelize.verification.configuration import Configuration, Mode
 from parallelize.verification.mode_choice import Comparison
-from parallelize.verification.module_trace import ModuleTrace, ModuleTracer, all_tensors, local_copy
+from parallelize.verification.module_trace import ModuleTrace, ModuleTracer, local_copy
 from parallelize.verification.precision import computing_in, widen_recompute
 from parallelize.verification.reference import LEARNING_RATE, InputGradients, logits_of
 from parallelize.verification.relations import error_of
@@ -83,7 +84,7 @@ class _RankModel:
         self.recorder = _OutputRecorder(configuration, self.model)
         self.applied = apply(configuration, comparison.mode, self.model, mesh, self.recorder)
         self.optimizer = self.applied.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
-        self.tracer = ModuleTracer(self.applied.module, store_tensors=not configuration.request.full_size)
+        self.tracer = ModuleTracer(self.applied.module, store_tensors=configuration.is_small)
         first_microbatch = self.data_rank * comparison.mode.microbatches
         self.runner = _TracedRunner(self.applied.pipeline.runner, self.tracer, first_microbatch)
         self.applied.pipeline.runner = self.runner
@@ -221,7 +222,7 @@ class _OutputRecorder:
 
     def __call__(self, output: Any, targets: Any) -> T:
         with torch.no_grad():
-            tensors = [gather_tokens(self.model, _full(tensor)) for tensor in all_tensors(output)]
+            tensors = [gather_tokens(self.model, _full(tensor)) for tensor in floating_in(output)]
             self.outputs.append([tensor.detach().clone() for tensor in tensors])
         if self.configuration.loss is not None:
             return self.configuration.loss(output, targets)

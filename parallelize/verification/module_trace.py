@@ -15,6 +15,7 @@ from torch import nn
 
 from parallelize import _torch_private as private
 from parallelize.errors import ParallelizeError
+from parallelize.models.nested_tensors import floating_in
 from parallelize.vocabulary.logits.deferred_logits import DeferredLogits
 from parallelize.vocabulary.logits.sharded_logits import ShardedLogits
 
@@ -133,8 +134,8 @@ class ModuleTracer:
             number = self._num_calls[key] = self._num_calls.get(key, -1) + 1
             call = ModuleCall(name, self._microbatch, number, self._tick())
             tensor = first_tensor((args, kwargs))
-            if tensor is not None and self.store_tensors:
-                call.input, call.input_address = local_copy(tensor), self._address(tensor)
+            if tensor is not None and self.store_tensors and (address := self._address(tensor)):
+                call.input, call.input_address = local_copy(tensor), address
             self.trace.calls.append(call)
             self._open.append(call)
 
@@ -151,8 +152,8 @@ class ModuleTracer:
             call = self._open.pop()
             call.left = self._tick()
             tensor = first_tensor(output)
-            if tensor is not None and self.store_tensors:
-                call.output, call.output_address = local_copy(tensor), self._address(tensor)
+            if tensor is not None and self.store_tensors and (address := self._address(tensor)):
+                call.output, call.output_address = local_copy(tensor), address
                 if tensor.requires_grad and not isinstance(tensor, DeferredLogits):
                     tensor.register_hook(lambda grad: setattr(call, "grad", local_copy(grad)))
 
@@ -163,22 +164,14 @@ class ModuleTracer:
         return self._clock
 
     def _address(self, tensor: T) -> int:
+        """0: the tensor has no storage, and may not be stored, as inside of `vmap`."""
         self._alive.append(tensor)
         return private.storage_address(local_of(tensor))
 
 
 def first_tensor(value: Any) -> T | None:
-    """The first of `all_tensors`."""
-    return next(all_tensors(value), None)
-
-
-def all_tensors(value: Any) -> Iterator[T]:
-    """The floating-point tensors in nested containers, in order."""
-    if hasattr(value, "to_tuple"):  # outputs of transformers
-        value = value.to_tuple()
-    for leaf in private.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            yield leaf
+    """The first floating-point tensor in nested containers."""
+    return next(floating_in(value), None)
 
 
 def local_of(tensor: T) -> T:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,13 +12,15 @@ from torch import nn
 
 from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
+from parallelize.models.model_source import copy_of
+from parallelize.models.nested_tensors import floating_in
 from parallelize.randomness.dropout.install import install_dropout
 from parallelize.randomness.dropout.position import Position
 from parallelize.randomness.dropout.router_noise import routers_that_draw
 from parallelize.verification.batch import IGNORED
 from parallelize.verification.compare import ReferenceValues
 from parallelize.verification.configuration import Configuration, Mode, name_of
-from parallelize.verification.module_trace import ModuleTrace, ModuleTracer, all_tensors, first_tensor, local_copy
+from parallelize.verification.module_trace import ModuleTrace, ModuleTracer, first_tensor, local_copy
 from parallelize.verification.precision import computing_in
 from parallelize.verification.relations import error_of
 from parallelize.verification.user_errors import blaming
@@ -42,7 +43,7 @@ def reference_step(configuration: Configuration) -> ReferenceValues:
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     if not gradients:
         raise ModelError(Problem("nothing-trains", "no parameter got a gradient from the unsharded model's loss"))
-    outputs = [tensor.detach() for tensor in all_tensors(output)]
+    outputs = [tensor.detach() for tensor in floating_in(output)]
     _check_finite({"its loss": loss, **{f"output {index}": tensor for index, tensor in enumerate(outputs)}})
     _check_finite({f"the gradient of {name}": grad for name, grad in gradients.items()})
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), _half_norm(gradients, model))
@@ -63,7 +64,7 @@ def _unsharded(configuration: Configuration) -> tuple[nn.Module, Callable[[int, 
 
     Routers that draw noise draw that of the ranks, which is a function of the position of a row in the batch.
     """
-    model = copy.deepcopy(configuration.model)
+    model = copy_of(configuration.model)
     if not model.training or not any(routers_that_draw(model)):
         return model, lambda index, count: nullcontext()
     clock, rows = install_dropout(model), configuration.rows
@@ -85,7 +86,7 @@ def check_repeats(configuration: Configuration, reference: ReferenceValues, boun
     with blaming("reference-failed", what), computing_in(configuration.dtype):
         output = _unsharded(configuration)[0](**inputs)
         loss = stock_loss(configuration, output, targets) / loss_divisor(configuration)
-    pairs = [(loss, reference.loss), *zip(all_tensors(output), reference.outputs, strict=False)]
+    pairs = [(loss, reference.loss), *zip(floating_in(output), reference.outputs, strict=False)]
     if any(error_of(actual, expected) > bound for actual, expected in pairs):
         what = "the unsharded model computes other numbers each time, so there is no reference"
         fix = "turn off its random numbers: dropout that is no `nn.Dropout` and no rate in its config, noise, sampling"

@@ -220,7 +220,7 @@ def perturb(model: nn.Module, seed: int, gain: float = 1.0) -> None:
         if not parameter.is_floating_point():  # codes of a quantized weight
             continue
         noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        if parameter.ndim < 2:
+        if parameter.ndim < 2 or parameter.numel() == 1:  # a gate that begins as [[0]] would hide all that it scales
             parameter.add_(0.3 * noise.to(parameter.device))
             continue
         target_std = gain * min(1.0, 1.2 * parameter.shape[-1] ** -0.5) * ratios.get(name, 1.0)

@@ -172,10 +172,16 @@ def test_norms_that_a_condition_modulates():
 
 
 def test_a_recurrent_model_has_nothing_to_shard():
+    model = nn.Sequential(models.LstmModel().lstm, Last(), nn.Linear(24, 5))
     with refused(
-        ModelError, "nothing-to-shard", "no linear of LstmModel can be sharded", "head", "an output of the model"
+        ModelError, "nothing-to-shard", "no linear of Sequential can be sharded", "2", "an output of the model"
     ):
-        derive_plan(models.LstmModel(), models.ids())
+        derive_plan(model, {"input": torch.randn(2, 7, 24)})
+
+
+class Last(nn.Module):
+    def forward(self, output: tuple) -> torch.Tensor:
+        return output[0][:, -1]
 
 
 def test_positional_inputs():

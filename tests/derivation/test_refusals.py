@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import pytest
@@ -114,6 +115,13 @@ def test_a_model_that_nothing_can_be_compared_with(model, slug):
     """The error is of the model: to leave linears whole does not mend it."""
     with refused(ModelError, slug, "unsharded"):
         derive_plan(model(), inputs())
+
+
+def test_a_model_that_cannot_be_copied():
+    model = Block()
+    model.lock = threading.Lock()
+    with refused(ModelError, "reference-failed", "Block cannot be copied for each rank", "_thread.lock"):
+        derive_plan(model, inputs())
 
 
 def one_input():

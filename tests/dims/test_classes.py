@@ -254,16 +254,25 @@ def test_a_parameter_of_full_activations_beside_sharded_linears_is_said_to_be_fu
 class Rms(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
 
     def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class EpsInCode(Rms):
+    """The style would compute with another eps."""
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-4) * self.weight
 
 
 def test_a_norm_of_the_features_between_two_linears():
     """Its style takes the mean over ranks. A norm of what other norms have too, as the residual, is left alone."""
     block = Block(lambda block, x: block.norm(x), norm=Rms(INNER))
     assert draft_of(block).styles == {"up": "colwise", "norm": "rms_norm", "down": "rowwise"}
+    draft = draft_of(Block(lambda block, x: block.norm(x), norm=EpsInCode(INNER)))
+    assert draft.styles == {} and draft.whole["up"].startswith("a norm over it in norm: EpsInCode is not x * rsqrt(")
     twice = Block(lambda block, x: block.second(block.norm(x)), norm=Rms(INNER), second=Rms(INNER))
     assert whole_of(twice)["up"] == "mean in norm"
 

@@ -216,9 +216,22 @@ def test_a_parameter_among_sharded_siblings_without_a_rule_in_a_translated_plan(
 
 def test_a_norm_with_another_formula_is_not_taken_for_rms():
     check_rms_norm(nn.RMSNorm(8), "n")
-    with pytest.raises(ModelError) as error:
-        check_rms_norm(tiny_model("gemma2").model.norm, "n")
-    assert error.value.slugs == ("not-rms-norm",)
+    for norm in (tiny_model("gemma2").model.norm, EpsInCode(8), EpsOutside(8)):
+        with pytest.raises(ModelError) as error:
+            check_rms_norm(norm, "n")
+        assert error.value.slugs == ("not-rms-norm",)
+
+
+class EpsInCode(nn.RMSNorm):
+    """A number that no attribute has: on small inputs it is most of the norm."""
+
+    def forward(self, x):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * self.weight
+
+
+class EpsOutside(nn.RMSNorm):
+    def forward(self, x):
+        return x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-6) * self.weight
 
 
 @pytest.mark.parametrize("query", ["colwise(heads)", "replicate"])

@@ -216,6 +216,44 @@ def test_full_parameters_of_children_are_read_as_local_tensors(cls):
     assert outcome(cls, scale=FULL) == ("", "")
 
 
+class Contained(Block):
+    """Parameters in containers, of which a plan may shard some."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList([torch.randn(WIDTH), torch.randn(16)])
+        self.shifts = nn.ModuleDict({"of": nn.ParameterDict({"inner": torch.randn(16), "outer": torch.randn(WIDTH)})})
+
+    def forward(self, x):
+        shifts = self.shifts["of"]
+        x = self.scale(x) * self.scales[0] + shifts["outer"]
+        return self.down((self.up(x) * list(self.scales)[1] + shifts["inner"]).relu())
+
+
+CONTAINED = "scales.0: replicate\n  scales.1: shard(0)\n  shifts.of.inner: shard(0)\n  shifts.of.outer: replicate"
+
+
+def test_parameters_in_lists_and_dicts_are_read_as_those_of_the_module():
+    assert outcome(Contained, scale=f"{FULL}\n  {CONTAINED}") == ("", "")
+
+
+class Elsewhere(Block):
+    """A list of parameters that another module reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.owner = nn.Module()
+        self.owner.scales = nn.ParameterList([torch.randn(WIDTH)])
+
+    def forward(self, x):
+        return super().forward(x * self.owner.scales[0])
+
+
+def test_a_list_of_parameters_that_another_module_reads_is_refused_in_the_first_forward():
+    slug, message = outcome(Elsewhere, scale=f"{FULL}\n  owner.scales: replicate")
+    assert slug == "reads-child-parameters" and "reads owner.scales.*" in message
+
+
 @pytest.mark.parametrize(
     ("cls", "method", "owner"),
     [

@@ -210,6 +210,23 @@ def test_frozen_parameters_between_shards_are_not_refused():
     assert outcome(make, STYLES) is None and outcome(make, WORDS) is None
 
 
+class Inner(nn.Module):
+    """Its row linear sums over the features that it gets, and adds its bias to the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 12), nn.Linear(12, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+
+def test_a_row_linear_in_a_child_between_shards_is_not_refused():
+    words = {name: style for name, style in WORDS.items() if name != "b.act"}
+    rules = {**words, "b.act.first": "rowwise", "b.act.second": "colwise"}
+    assert outcome(lambda: Block(Inner()), rules) is None
+
+
 def test_the_children_of_a_sequence_are_called_in_order():
     styles = {"b.0": ColwiseParallel(), "b.2": RowwiseParallel()}
 

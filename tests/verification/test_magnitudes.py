@@ -31,6 +31,14 @@ def test_a_gain_below_one_makes_all_matrices_smaller(initial):
     assert float(linear.weight.std()) == pytest.approx(0.25 * 1.2 / 8, rel=0.01)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])
+def test_a_gate_that_begins_as_zero_is_opened(shape):
+    """What it scales would have no gradient."""
+    gate = nn.ParameterDict({"gate": torch.zeros(shape)})
+    perturb(gate, seed=0)
+    assert gate["gate"].abs().item() > 1e-3
+
+
 def test_the_smallest_number_of_a_mask_in_float64():
     """`torch.full` would make float32 of it, which does not hold it: XGLM and Kosmos 2 make their masks so."""
     smallest = torch.finfo(torch.float64).min

@@ -147,12 +147,15 @@ def _is_packed(resolved: ResolvedPlan, column: str) -> bool:
 
 
 def _readers(resolved: ResolvedPlan, model: ModelFacts, block: _Block) -> list[str]:
-    """The parameters that read the shards of a block and that are full on each rank."""
+    """The parameters that read the shards of a block and that are full on each rank. The bias of a row linear is added to the sum."""
     styled = {item.fqn for item in resolved.plan.kept}
     names = []
     for name in _parameters_in(block, model):
         row = resolved.parameters.get(name)  # None under the second name of a tied parameter
-        if row and row.layout.dim is None and not row.partial and name.rpartition(".")[0] not in styled:
+        owner = name.rpartition(".")[0]
+        owner_row = resolved.modules.get(owner)
+        is_summed = owner_row is not None and owner_row.contract.traits.sums_output
+        if row and row.layout.dim is None and not row.partial and owner not in styled and not is_summed:
             names.append(name)
     return names
 

@@ -40,7 +40,7 @@ from parallelize import (
 from parallelize.applied.stored_slices import data_rank
 from parallelize.ops.matmul.calibrate import peak_flops
 from parallelize.pipeline.schedule_chart import draw
-from parallelize.tensor.expert_load import EXPERT, RANK, ExpertLoad
+from parallelize.tensor.experts.expert_load import EXPERT, RANK, ExpertLoad
 
 DATA = ("dp_replicate", "dp")
 

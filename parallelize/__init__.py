@@ -140,15 +140,15 @@ if TYPE_CHECKING:
     from parallelize.styles.style import StyleContext as StyleContext
     from parallelize.styles.style import StyleText as StyleText
     from parallelize.styles.style import register_style as register_style
-    from parallelize.tensor.balanced_routing import balanced_routing as balanced_routing
-    from parallelize.tensor.expert_bias import ExpertBalance as ExpertBalance
-    from parallelize.tensor.expert_bias import balance_experts as balance_experts
+    from parallelize.tensor.experts.balanced_routing import balanced_routing as balanced_routing
+    from parallelize.tensor.experts.expert_bias import ExpertBalance as ExpertBalance
+    from parallelize.tensor.experts.expert_bias import balance_experts as balance_experts
+    from parallelize.tensor.experts.recorded_routes import RecordedRoutes as RecordedRoutes
+    from parallelize.tensor.experts.recorded_routes import record_routes as record_routes
+    from parallelize.tensor.experts.replayed_routes import replay_routes as replay_routes
+    from parallelize.tensor.experts.routing_load import RoutingLoad as RoutingLoad
+    from parallelize.tensor.experts.routing_load import routing_load as routing_load
     from parallelize.tensor.overlap_sites import deferred_gradients as deferred_gradients
-    from parallelize.tensor.recorded_routes import RecordedRoutes as RecordedRoutes
-    from parallelize.tensor.recorded_routes import record_routes as record_routes
-    from parallelize.tensor.replayed_routes import replay_routes as replay_routes
-    from parallelize.tensor.routing_load import RoutingLoad as RoutingLoad
-    from parallelize.tensor.routing_load import routing_load as routing_load
     from parallelize.tensor.torch_styles.boundary import PrepareModuleInput as PrepareModuleInput
     from parallelize.tensor.torch_styles.boundary import PrepareModuleInputOutput as PrepareModuleInputOutput
     from parallelize.tensor.torch_styles.boundary import PrepareModuleOutput as PrepareModuleOutput

@@ -62,12 +62,12 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.quantization.other_quantizers import refuse_other_quantizers
 from parallelize.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
-from parallelize.tensor.installer import Installer
-from parallelize.tensor.later_adapters import plan_later_adapters
-from parallelize.tensor.later_resizing import serve_resizing
-from parallelize.tensor.module_checks import problems_of_modules
+from parallelize.tensor.install.installer import Installer
+from parallelize.tensor.install.later_adapters import plan_later_adapters
+from parallelize.tensor.install.later_resizing import serve_resizing
+from parallelize.tensor.install.module_checks import problems_of_modules
+from parallelize.tensor.install.peft_prompts import unserved_prefixes
 from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
-from parallelize.tensor.peft_prompts import unserved_prefixes
 from parallelize.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 from parallelize.tensor.torch_styles.module_style import ModuleStyle

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from parallelize.errors import Problem
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.tensor.expert_widths import widths_that_need
+from parallelize.tensor.experts.expert_widths import widths_that_need
 
 
 def padded_experts(resolved: ResolvedPlan, itemsize: int) -> Iterator[Problem]:

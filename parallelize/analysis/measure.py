@@ -12,7 +12,7 @@ from parallelize.analysis.cost.timing import StepTime, stage_time, step_time
 from parallelize.analysis.cost.training_step import RankStep
 from parallelize.analysis.subject import Subject
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
-from parallelize.tensor.scaled_experts import num_choices, scaled_experts_of
+from parallelize.tensor.experts.scaled_experts import num_choices, scaled_experts_of
 
 
 def measure(

@@ -34,10 +34,10 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.plan.stages import Stages
-from parallelize.tensor.first_forward import unwatched
 from parallelize.tensor.overlap_sites import planned_call_sites
 from parallelize.tensor.torch_styles.dicts import is_styles
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
+from parallelize.tensor.watch.first_forward import unwatched
 
 
 @dataclass

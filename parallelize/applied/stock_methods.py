@@ -20,7 +20,7 @@ _FIXES = {
     "state_dict=state) on rank 0, after state = full_state_dict(model) on every rank",
     "resize_token_embeddings": "resize before the plan is applied",
 }
-# adapters that are added are planned, and given to the reduction over data axes, before the next forward: `tensor/later_adapters.py`
+# adapters that are added are planned, and given to the reduction over data axes, before the next forward: `tensor/install/later_adapters.py`
 
 
 def guard_stock_methods(module: nn.Module) -> None:

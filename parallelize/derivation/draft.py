@@ -21,8 +21,8 @@ from parallelize.dims.factors import Factor, leaves, size_of
 from parallelize.errors import ModelError
 from parallelize.plan.model_facts import describe
 from parallelize.plan.pattern import generic
-from parallelize.tensor.gated_norm import check_gated_norm
-from parallelize.tensor.rms_norm import check_rms_norm
+from parallelize.tensor.layers.gated_norm import check_gated_norm
+from parallelize.tensor.layers.rms_norm import check_rms_norm
 
 _CHANNEL_NORMS = (nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 _PROJECTIONS = ("colwise", "rowwise")

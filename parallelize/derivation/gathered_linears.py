@@ -14,7 +14,7 @@ from torch import nn
 from parallelize.dims.classes import Classes, output_dim
 from parallelize.dims.factors import leaves, size_of
 from parallelize.plan.pattern import generic
-from parallelize.tensor.child_reads import reads_of_children
+from parallelize.tensor.watch.child_reads import reads_of_children
 
 STYLE = "colwise(output=full)"
 ENOUGH = 0.5

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from parallelize.dims.record import HiddenCall, Record
-from parallelize.tensor.child_reads import reads_of_children
+from parallelize.tensor.watch.child_reads import reads_of_children
 
 _DRAWS = re.compile(r"dropout|bernoulli|rand|noise|jitter")
 FULL_GRADIENT = "replicate(gradient=full)"

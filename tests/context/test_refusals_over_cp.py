@@ -21,7 +21,7 @@ from parallelize.plan.plan_file import parse_plan
 from tests.context.two_ranks import IDS, WithStockAttention, llama_head, over_cp, refused
 from tests.support.context import family
 from tests.support.threads import run_ranks
-from tests.tensor.test_ulysses_style import plan_of
+from tests.tensor.layers.test_ulysses_style import plan_of
 
 
 def test_heads_that_pool_one_row_are_refused():

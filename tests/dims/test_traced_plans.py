@@ -1,5 +1,5 @@
 """A plan is followed through one forward before anything runs: what needs all of a part is named with its module and line, what does
-not is right. The same operations run on ranks in tests/tensor/test_first_forward.py."""
+not is right. The same operations run on ranks in tests/tensor/watch/test_first_forward.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parallelize.plan.schema import Plan
 from parallelize.verification.scale import disable_dropout
 from tests.support.models import FAMILIES, MIXTURES, SHIPPED, shipped_source, tiny_model
 from tests.tensor.odd_models import OddModel, plan_text
-from tests.tensor.odd_operations import BY_HEAD, BY_TOKEN, HEADS_FIRST, MIXED, OVER_TOKENS, PARTS_FIRST
+from tests.tensor.watch.odd_operations import BY_HEAD, BY_TOKEN, HEADS_FIRST, MIXED, OVER_TOKENS, PARTS_FIRST
 
 BY_HEADS = plan_text("colwise(heads)", "rowwise(heads)")
 IN_PARTS = plan_text("colwise(chunks=3)", "rowwise")

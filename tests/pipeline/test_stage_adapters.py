@@ -14,7 +14,7 @@ from parallelize import build_mesh, parallelize_model, save_adapter
 from parallelize.errors import HandshakeError, ModelError
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks
-from tests.tensor.adapted_models import adapted_model, config, move
+from tests.tensor.install.adapted_models import adapted_model, config, move
 
 peft = pytest.importorskip("peft")
 

@@ -14,7 +14,7 @@ from parallelize.plan.model_facts import describe
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
 from parallelize.styles.notation import parse_style
-from parallelize.tensor.rms_norm import check_rms_norm
+from parallelize.tensor.layers.rms_norm import check_rms_norm
 from tests.support.models import tiny_model
 
 LAYER = "model.layers.*."

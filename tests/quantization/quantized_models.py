@@ -10,7 +10,7 @@ from torch import nn
 
 from parallelize import dequantize, quantize
 from tests.support.models import tiny_model
-from tests.tensor.adapted_models import move
+from tests.tensor.install.adapted_models import move
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": dict(hidden_size=64, head_dim=8, intermediate_size=128),

@@ -12,7 +12,7 @@ from tests.quantization.quantized_models import quantized, reference_of, trained
 from tests.support.models import tiny_batch
 from tests.support.parity import compare, planned_run, reference_run, worst
 from tests.support.threads import run_ranks
-from tests.tensor.adapted_models import EXPERTS
+from tests.tensor.install.adapted_models import EXPERTS
 
 pytest.importorskip("peft")
 

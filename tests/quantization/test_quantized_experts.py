@@ -16,7 +16,7 @@ from tests.support.models import MIXTURES, tiny_batch, tiny_model
 from tests.support.parity import worst
 from tests.support.refused import refused
 from tests.support.threads import run_ranks
-from tests.tensor.adapted_models import EXPERTS
+from tests.tensor.install.adapted_models import EXPERTS
 
 peft = pytest.importorskip("peft")
 

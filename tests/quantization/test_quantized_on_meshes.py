@@ -11,7 +11,7 @@ from tests.quantization import quantized_jobs
 from tests.quantization.quantized_jobs import steps_of
 from tests.quantization.quantized_models import quantized, reference_of, with_lora
 from tests.support.threads import run_ranks
-from tests.tensor.adapted_models import EXPERTS
+from tests.tensor.install.adapted_models import EXPERTS
 from tests.training.test_adapters_on_meshes import unsharded
 
 pytest.importorskip("peft")

@@ -182,6 +182,6 @@ def test_styles_are_asked_and_not_compared_by_word():
         for line in path.read_text().splitlines()
         if compares.search(line)
     ]
-    allowed = ["plan/soundness.py", "tensor/installer.py: return forwards[contract.compute]"]
+    allowed = ["plan/soundness.py", "tensor/install/installer.py: return forwards[contract.compute]"]
     assert not [place for place in places if not place.startswith(tuple(allowed))], places
     assert sum(place.startswith("plan/soundness.py") for place in places) == 1

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from parallelize import build_mesh, parallelize_module
-from parallelize.tensor.shard_dims import ShardDim
+from parallelize.tensor.watch.shard_dims import ShardDim
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
-from tests.tensor.test_split_experts import gradients
+from tests.tensor.experts.test_split_experts import gradients
 from tests.vocabulary.generation.generation_jobs import lively_model
 
 

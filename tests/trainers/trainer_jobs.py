@@ -19,7 +19,7 @@ from parallelize import build_mesh
 from parallelize.data.packing import FittedRows
 from parallelize.training import parallelize_model
 from tests.support.models import tiny_model
-from tests.tensor.adapted_models import adapted_model
+from tests.tensor.install.adapted_models import adapted_model
 
 SAMPLES, LENGTH, BATCH = 40, 11, 8
 

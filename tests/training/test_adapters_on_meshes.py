@@ -13,7 +13,7 @@ from parallelize import build_mesh, full_parameter, install_dropout, parallelize
 from tests.support.models import FAMILIES, tiny_batch
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
-from tests.tensor.adapted_models import adapted_model
+from tests.tensor.install.adapted_models import adapted_model
 
 pytest.importorskip("peft")
 

@@ -16,7 +16,7 @@ from parallelize.zero.buckets import to_local
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
-from tests.tensor.adapted_models import config, move
+from tests.tensor.install.adapted_models import config, move
 
 peft = pytest.importorskip("peft")
 

@@ -16,7 +16,7 @@ from parallelize import accumulate_gradients, build_mesh, clip_grad_norm_, paral
 from parallelize.errors import ModelError
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks
-from tests.tensor.adapted_models import config, move
+from tests.tensor.install.adapted_models import config, move
 
 peft = pytest.importorskip("peft")
 

@@ -13,7 +13,7 @@ from parallelize import ModelError, build_mesh, build_optimizer, parallelize_mod
 from tests.support.models import tiny_model
 from tests.support.refused import RULES, WIDTH, Block, refused, small_mesh
 from tests.support.threads import run_ranks
-from tests.tensor.test_split_experts import PLAN, Mixture
+from tests.tensor.experts.test_split_experts import PLAN, Mixture
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])

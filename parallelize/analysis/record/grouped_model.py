@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from parallelize.plan.inner_experts import inner_experts
-from parallelize.tensor.expert_forms import called_by_expert, even_sizes
+from parallelize.tensor.experts.expert_forms import called_by_expert, even_sizes
 
 T = torch.Tensor
 GROUPED = "grouped_mm"

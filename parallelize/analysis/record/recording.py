@@ -44,7 +44,7 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.stages import Stages
 from parallelize.recomputation.recompute import recompute
-from parallelize.tensor.balanced_routing import experts_of
+from parallelize.tensor.experts.balanced_routing import experts_of
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
 from parallelize.vocabulary.loss.losses import valid_tokens
 from parallelize.zero.buckets import to_local

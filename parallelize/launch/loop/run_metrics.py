@@ -12,7 +12,7 @@ from parallelize.launch.loop.profiled_step import ProfiledStep
 from parallelize.launch.loop.run_page import RunPage
 from parallelize.loop.loggers import ConsoleLogger, JSONLinesLogger, Loggers, TensorBoardLogger
 from parallelize.loop.wandb_logger import WandbLogger
-from parallelize.tensor.expert_load import EXPERT, RANK
+from parallelize.tensor.experts.expert_load import EXPERT, RANK
 
 _WANDB_ID = "wandb-run.txt"
 _PAGE_EVERY = 50

@@ -26,7 +26,7 @@ from parallelize.launch.loop.profiled_step import ProfiledStep, compare_ranks, p
 from parallelize.launch.loop.run_data import RunData
 from parallelize.launch.loop.run_metrics import RunMetrics
 from parallelize.pipeline.parallel_model import ParallelModel
-from parallelize.tensor.expert_load import ExpertLoad
+from parallelize.tensor.experts.expert_load import ExpertLoad
 
 Watching = Callable[[], AbstractContextManager[Any]]
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement, Shard
 from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.layout import replicated
 from parallelize.styles.style import ModuleFacts
-from parallelize.tensor.feature_norm import gather_normalized
+from parallelize.tensor.layers.feature_norm import gather_normalized
 from parallelize.tensor.placements import as_dtensor, convert, local_input
 from parallelize.tensor.planned_forward import install, too_many_inputs
 from parallelize.tensor.torch_styles.module_style import ModuleStyle, Target, planned_of

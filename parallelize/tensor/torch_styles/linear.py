@@ -14,7 +14,7 @@ from parallelize.errors import ModelError, Problem
 from parallelize.layout import chunked, replicated
 from parallelize.ops.collectives import gather_dim
 from parallelize.styles.style import ModuleFacts
-from parallelize.tensor.embedding import check_embedding, vocabulary_embedding
+from parallelize.tensor.layers.embedding import check_embedding, vocabulary_embedding
 from parallelize.tensor.placements import BiasedOutput, convert_output, dim_of, local_input
 from parallelize.tensor.planned_forward import Planned, install
 from parallelize.tensor.torch_styles.module_style import ModuleStyle, Target, planned_of, require_kind

@@ -21,8 +21,8 @@ from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.styles.contract import Conversion
-from parallelize.tensor.shard_reads import ShardReads, shard_reads
 from parallelize.tensor.torch_styles.linear import ColwiseParallel, RowwiseParallel
+from parallelize.tensor.watch.shard_reads import ShardReads, shard_reads
 
 _ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Mish, nn.ELU, nn.LeakyReLU, nn.Dropout, nn.Identity)
 

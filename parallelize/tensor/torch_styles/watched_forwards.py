@@ -14,9 +14,9 @@ from parallelize.models.float8_linears import is_float8_linear
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.styles.contract import Conversion
-from parallelize.tensor.first_forward import FirstForwards, ShardMaker
 from parallelize.tensor.torch_styles.linear import RowwiseParallel
 from parallelize.tensor.torch_styles.shard_misuse import linears_of
+from parallelize.tensor.watch.first_forward import FirstForwards, ShardMaker
 
 _MAKE_TOKENS = (Conversion.SCATTER_SEQUENCE, Conversion.ENTER_REGION)  # of a module's output: a sequence shard
 

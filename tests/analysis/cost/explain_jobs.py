@@ -25,8 +25,8 @@ from parallelize.comm.groups import mesh_spec
 from parallelize.mesh import EXPERT_AXES, SAMPLE_AXES, MeshSpec, folded
 from parallelize.models.model_source import ModelSource
 from parallelize.ops import library
-from parallelize.tensor import whole_experts
-from parallelize.tensor.balanced_routing import experts_of
+from parallelize.tensor.experts import whole_experts
+from parallelize.tensor.experts.balanced_routing import experts_of
 from parallelize.zero.buckets import to_local
 from parallelize.zero.shard_data import data_of
 from tests.support.models import MIXTURES, tiny_batch, tiny_model

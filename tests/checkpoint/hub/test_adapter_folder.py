@@ -13,7 +13,7 @@ from parallelize import build_mesh, parallelize_model, parallelize_module, save_
 from parallelize.errors import CheckpointError
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.threads import run_ranks
-from tests.tensor.adapted_models import adapted_model, config
+from tests.tensor.install.adapted_models import adapted_model, config
 
 peft = pytest.importorskip("peft")
 

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from parallelize.checkpoint.run.rebuild import Rebuilt as Rebuilt
     from parallelize.checkpoint.run.rebuild import rebuild as rebuild
     from parallelize.comm.groups import axis_group as axis_group
-    from parallelize.comm.groups import build_mesh as build_mesh
     from parallelize.comm.groups import destroy_groups as destroy_groups
     from parallelize.comm.groups import group_for as group_for
-    from parallelize.comm.groups import mesh_spec as mesh_spec
     from parallelize.comm.link_profile import LinkProfile as LinkProfile
+    from parallelize.comm.meshes import build_mesh as build_mesh
+    from parallelize.comm.meshes import mesh_spec as mesh_spec
     from parallelize.context.context_parallel import context_parallel as context_parallel
     from parallelize.context.inputs import next_tokens as next_tokens
     from parallelize.context.local_sequences import gather_sequence as gather_sequence

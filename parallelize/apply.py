@@ -48,9 +48,10 @@ from parallelize.applied.storage import Storage
 from parallelize.applied.transaction import Transaction
 from parallelize.applied.user_initializers import guard_initializers
 from parallelize.applied.written_versions import count_optimizer_writes
-from parallelize.comm.groups import Group, fold_mesh, mesh_spec, tp_mesh
+from parallelize.comm.groups import Group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.comm.input_check import InputCheck
+from parallelize.comm.meshes import fold_mesh, mesh_spec, tp_mesh
 from parallelize.context.context_parallel import apply_context, check_context, on_context
 from parallelize.data.prepared_by_accelerate import guard_accelerate
 from parallelize.errors import MeshError, ModelError, PlanError, Problem

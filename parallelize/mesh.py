@@ -3,7 +3,7 @@
 Ranks are laid out in row-major order of the axes as named: the last axis changes fastest. `MeshSpec(dp=2, tp=4)` puts
 ranks 0..3 in one `tp` group, as `init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))` does.
 
-Torch-free. `comm/groups.py` makes the `DeviceMesh` and the process groups.
+Torch-free. `comm/meshes.py` makes the `DeviceMesh`, `comm/groups.py` the process groups.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from parallelize.applied.records import cut_of
 from parallelize.applied.storage import Storage
 from parallelize.apply import apply_plan, check_by_trace
 from parallelize.checkpoint.weights import load_weights
-from parallelize.comm.groups import mesh_spec, with_tp
 from parallelize.comm.handshake import agree_on
+from parallelize.comm.meshes import mesh_spec, with_tp
 from parallelize.context.context_parallel import apply_context
 from parallelize.data.prepared_by_accelerate import guard_accelerate
 from parallelize.errors import MeshError, ModelError, Problem

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from parallelize.applied.records import applied
-from parallelize.comm.groups import mesh_spec
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import ModelError, Problem
 from parallelize.mesh import DATA_AXES
 

@@ -54,7 +54,7 @@ class PlanRecord:
     Attributes:
         resolved: the plan of this rank's part of the model; `resolution_of` has that of the full model.
         mesh, tp: the mesh of the job, and its axis `tp`. group: the process group of `tp`.
-        folded: the mesh as experts see it, where they are divided over data axes too: see `comm.groups.fold_mesh`.
+        folded: the mesh as experts see it, where they are divided over data axes too: see `comm.meshes.fold_mesh`.
         overlap: the call sites where collectives overlap with matmuls. region: that of sequence parallelism.
         inputs: compares the inputs of forwards over `tp`.
     """

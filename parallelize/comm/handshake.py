@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize import _torch_groups as private_groups
 from parallelize._torch_private import uncounted
-from parallelize.comm.groups import Group, mesh_spec
+from parallelize.comm.groups import Group
+from parallelize.comm.meshes import mesh_spec
 from parallelize.comm.uncaught_errors import LATE, publish_uncaught_errors, wait_for_key
 from parallelize.errors import HandshakeError, ParallelizeError, Problem, short_list
 

@@ -19,8 +19,8 @@ from parallelize.applied.other_wrappers import refuse_wrappers
 from parallelize.applied.records import cut_of, facts_of, mark_applied, record_of, resolution_of
 from parallelize.applied.step_results import expected
 from parallelize.applied.transaction import Transaction
-from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on, check_replicas
+from parallelize.comm.meshes import mesh_spec
 from parallelize.context.cached_calls import CachedCall, logits_on_every_rank
 from parallelize.context.forward_state import Context, ContextAttention, attention_of, context_of
 from parallelize.context.full_masks import config_with_masks, register_masks

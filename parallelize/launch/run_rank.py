@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from parallelize import _torch_private as private
 from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
-from parallelize.comm.groups import build_mesh, destroy_groups
+from parallelize.comm.groups import destroy_groups
+from parallelize.comm.meshes import build_mesh
 from parallelize.errors import (
     CheckpointError,
     DataError,

@@ -15,7 +15,8 @@ from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.local_pairs import layout_axis
 from parallelize.applied.records import Shared, applied, cut_of, mark_of, mesh_of
 from parallelize.applied.sharding import shared_of_parameters
-from parallelize.comm.groups import Group, axis_group, mesh_spec
+from parallelize.comm.groups import Group, axis_group
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import GradientError, Problem, short_list
 from parallelize.layout import even_interval
 from parallelize.loop.gradient_groups import Groups, sharding_groups

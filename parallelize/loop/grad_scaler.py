@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize import _torch_private as private
-from parallelize.comm.groups import Group, axis_group, mesh_spec
+from parallelize.comm.groups import Group, axis_group
+from parallelize.comm.meshes import mesh_spec
 from parallelize.loop.clip import stages_device
 
 _STAGED: MutableMapping[Any, DeviceMesh] = WeakIdKeyDictionary()  # parameters of pipeline stages

@@ -17,7 +17,8 @@ from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
 from parallelize.applied.records import mesh_of
 from parallelize.applied.stored_slices import StoredSlices
 from parallelize.checkpoint.format.boxes import box_of
-from parallelize.comm.groups import Group, axis_group, mesh_spec
+from parallelize.comm.groups import Group, axis_group
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import ModelError, Problem
 from parallelize.optimizers.matrices import SPLITS, matrices_of, matrix_names
 from parallelize.optimizers.matrix_exchange import MatrixExchange

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize.applied.records import Cut, StageMark, cut_of, mark_applied, mark_parameter, record_of
-from parallelize.comm.groups import Group, mesh_spec
+from parallelize.comm.groups import Group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.pipeline.absent_parameters import drop_parameters
 from parallelize.pipeline.stage_adapters import StageAdapters

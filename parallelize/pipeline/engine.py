@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelize.applied.forward_rows import BatchPart
 from parallelize.applied.later_changes import plan_changes
 from parallelize.applied.records import Cut, cut_of, mark_applied, record_of
-from parallelize.comm.groups import Group, axis_group, mesh_spec
+from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import ModelError, Problem
 from parallelize.mesh import DATA_AXES
 from parallelize.pipeline import failure

@@ -20,8 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.written_versions import writes_to
-from parallelize.comm.groups import Group, mesh_spec
+from parallelize.comm.groups import Group
 from parallelize.comm.handshake import Facts, digest
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import Problem, short_list
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.pipeline.rank_weights import weight_in, weight_of

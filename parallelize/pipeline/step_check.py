@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 from parallelize import _torch_private as private
 from parallelize.applied.stored_slices import data_rank
-from parallelize.comm.groups import axis_group, mesh_spec
+from parallelize.comm.groups import axis_group
 from parallelize.comm.handshake import Facts, differing_rows, digest, silent_ranks
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import HandshakeError, PipelineError, Problem, short_list
 from parallelize.mesh import DATA_AXES, SAMPLE_AXES, MeshSpec
 from parallelize.pipeline.rank_weights import signed, text_digest, weight_in, weight_of

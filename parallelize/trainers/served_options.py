@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 from parallelize.applied.records import resolution_of
 from parallelize.applied.stored_slices import data_rank
-from parallelize.comm.groups import mesh_spec
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import DataError, MeshError, ModelError, Problem
 from parallelize.mesh import SAMPLE_AXES
 from parallelize.pipeline.parallel_model import ParallelModel

@@ -20,8 +20,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on
+from parallelize.comm.meshes import mesh_spec
 from parallelize.data.loader_check import check_loader
 from parallelize.errors import ModelError, Problem, ShapeError
 from parallelize.loop.clip import clip_grad_norm_

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from parallelize import _torch_private as private
-from parallelize.comm.groups import axis_group, mesh_spec
+from parallelize.comm.groups import axis_group
+from parallelize.comm.meshes import mesh_spec
 from parallelize.context.forward_state import context_of
 from parallelize.context.local_sequences import gather_sequence
 from parallelize.errors import ModelError, Problem

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize.comm.groups import build_mesh
+from parallelize.comm.meshes import build_mesh
 from parallelize.errors import HandshakeError, ModelError, Problem
 from parallelize.plan.parameter_layouts import dotted
 from parallelize.verification.blame import blame

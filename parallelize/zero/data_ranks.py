@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.records import PlanRecord
-from parallelize.comm.groups import Group, axis_group, mesh_spec
+from parallelize.comm.groups import Group, axis_group
+from parallelize.comm.meshes import mesh_spec
 from parallelize.plan.rows import ParameterRow
 
 

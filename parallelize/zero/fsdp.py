@@ -17,7 +17,8 @@ from parallelize import _torch_private as private
 from parallelize.applied.fsdp_shards import restore_layouts
 from parallelize.applied.records import applied, cut_of, mark_parameter, record_of, require_record
 from parallelize.applied.sharding import shared_of_parameters
-from parallelize.comm.groups import axis_group, mesh_spec
+from parallelize.comm.groups import axis_group
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import ModelError, Problem
 from parallelize.plan.parameter_shards import expert_zero_dim
 from parallelize.plan.resolved import ResolvedPlan

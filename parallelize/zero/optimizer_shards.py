@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
-from parallelize.comm.groups import Group, mesh_spec
+from parallelize.comm.groups import Group
+from parallelize.comm.meshes import mesh_spec
 from parallelize.layout import even_interval
 from parallelize.zero.buckets import matrix_shape, to_local
 

@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.records import record_of
-from parallelize.comm.groups import Group, axis_group, mesh_spec
+from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.handshake import agree_on, check_replicas
+from parallelize.comm.meshes import mesh_spec
 from parallelize.mesh import DATA_AXES
 from parallelize.zero.buckets import to_local
 

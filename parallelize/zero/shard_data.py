@@ -33,8 +33,8 @@ from parallelize.applied.sharding import join_tied_slots
 from parallelize.applied.step_results import expected
 from parallelize.applied.stock_methods import guard_replacing_methods, guard_stock_methods
 from parallelize.applied.user_initializers import guard_initializers
-from parallelize.comm.groups import mesh_spec
 from parallelize.comm.handshake import agree_on
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import MeshError, ModelError, Problem, short_list
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.choose import plan_or_none

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.applied.records import cut_of, record_of, resolution_so_far
-from parallelize.comm.groups import mesh_spec
+from parallelize.comm.meshes import mesh_spec
 from parallelize.mesh import DATA_AXES, EXPERT_AXES
 from parallelize.plan.parameter_shards import shards_of, stored_elements
 

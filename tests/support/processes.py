@@ -148,9 +148,9 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any, stacks: Path) -> No
     import torch.distributed as dist
 
     import parallelize
-    from parallelize.comm import groups
+    from parallelize.comm import meshes
 
-    parallelize.build_mesh = groups.build_mesh = lru_cache(maxsize=None)(groups.build_mesh)
+    parallelize.build_mesh = meshes.build_mesh = lru_cache(maxsize=None)(meshes.build_mesh)
     gc.freeze()  # what the server has imported is never garbage
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -26,7 +26,7 @@ from parallelize.analysis.record.trace_data import OUTSIDE, MicrobatchTrace, Sta
 from parallelize.analysis.record.tracing import Event, MeshAxes, Tracer
 from parallelize.applied.records import record_of
 from parallelize.apply import apply_plan
-from parallelize.comm.groups import mesh_spec
+from parallelize.comm.meshes import mesh_spec
 from parallelize.context.context_parallel import apply_context
 from parallelize.context.forward_state import context_of
 from parallelize.context.inputs import length_of

@@ -20,7 +20,7 @@ from parallelize.analysis.record.scopes import Scopes
 from parallelize.analysis.record.trace_data import LOSS
 from parallelize.analysis.record.tracing import MeshAxes, Tracer
 from parallelize.applied.records import record_of
-from parallelize.comm.groups import mesh_spec
+from parallelize.comm.meshes import mesh_spec
 from parallelize.mesh import MeshSpec
 from parallelize.vocabulary.logits.sharded_logits import ShardedLogits
 

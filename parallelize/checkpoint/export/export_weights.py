@@ -40,7 +40,8 @@ from parallelize.checkpoint.hub.tensor_messages import (
 from parallelize.checkpoint.run.local_tensors import model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
 from parallelize.checkpoint.run.snapshot import reshard_units
-from parallelize.comm.groups import Group, axis_group, mesh_spec
+from parallelize.comm.groups import Group, axis_group
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import CheckpointError, ParallelizeError, Problem, did_you_mean
 
 T = torch.Tensor

@@ -22,7 +22,7 @@ from parallelize.applied.records import cut_of, mesh_of, record_of
 from parallelize.applied.stored_slices import StoredSlices, StoredTensor, named_once
 from parallelize.checkpoint.format.boxes import Box, box_of
 from parallelize.checkpoint.format.host_memory import code_of
-from parallelize.comm.groups import mesh_spec
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import CheckpointError, ModelError, Problem
 from parallelize.layout import even_interval, replicated
 from parallelize.mesh import EXPERT_AXES, MeshSpec, folded_coordinates

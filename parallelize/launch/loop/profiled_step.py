@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from parallelize import _torch_groups as private_groups
 from parallelize._torch_private import TorchDispatchMode
-from parallelize.comm.groups import mesh_spec
+from parallelize.comm.meshes import mesh_spec
 
 _MODULE = "module "
 _RECEIVES = "recv"  # they are posted before their sender has begun, so that their time is that of the sender

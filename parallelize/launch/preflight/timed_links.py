@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelize.analysis.cost.machine import Machine
-from parallelize.comm.groups import mesh_spec
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import LaunchError, Problem, short_list
 
 CPU_BYTES, GPU_BYTES = 2 * 2**20, 64 * 2**20

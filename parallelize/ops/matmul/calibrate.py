@@ -13,8 +13,9 @@ from statistics import median
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.comm.groups import Group, tp_mesh
+from parallelize.comm.groups import Group
 from parallelize.comm.link_profile import LinkProfile, known_peak
+from parallelize.comm.meshes import tp_mesh
 from parallelize.comm.p2p import Exchange
 from parallelize.ops.matmul import chunked_matmul, symmetric_memory
 from parallelize.ops.matmul.op_handshake import agree

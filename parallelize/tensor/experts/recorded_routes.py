@@ -21,7 +21,8 @@ from parallelize import _torch_private as private
 from parallelize.applied.forward_rows import BatchPart, ForwardRows, batch_part, call_arguments, forward_rows
 from parallelize.applied.records import cut_of, mesh_of
 from parallelize.applied.stored_slices import data_rank
-from parallelize.comm.groups import axis_group, mesh_spec
+from parallelize.comm.groups import axis_group
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import ModelError, Problem
 from parallelize.mesh import SAMPLE_AXES
 from parallelize.ops.replay_cache import in_recompute

@@ -13,7 +13,8 @@ from torch import nn
 
 from parallelize.applied.forward_rows import ForwardRows, call_arguments, forward_rows
 from parallelize.applied.records import mesh_of, record_of
-from parallelize.comm.groups import axis_group, mesh_spec
+from parallelize.comm.groups import axis_group
+from parallelize.comm.meshes import mesh_spec
 from parallelize.layout import balanced_interval
 from parallelize.mesh import DATA_AXES
 from parallelize.ops.replay_cache import in_recompute

@@ -15,7 +15,8 @@ from parallelize.applied.parameters import Slot
 from parallelize.applied.pending_reductions import PendingReduction, PendingReductions
 from parallelize.applied.records import applied
 from parallelize.applied.sharding import Sharder
-from parallelize.comm.groups import Group, tp_mesh
+from parallelize.comm.groups import Group
+from parallelize.comm.meshes import tp_mesh
 from parallelize.errors import ModelError, PlanError, Problem
 from parallelize.layout import Layout
 from parallelize.plan.model_facts import describe

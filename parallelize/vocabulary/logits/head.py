@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize.comm.groups import axis_group, mesh_spec
+from parallelize.comm.groups import axis_group
+from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import Problem, ShapeError
 from parallelize.mesh import DATA_AXES
 from parallelize.ops.vocabulary.cross_entropy import prepare_targets

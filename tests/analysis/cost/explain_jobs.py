@@ -21,7 +21,7 @@ from parallelize.analysis.measure import measure_memory
 from parallelize.analysis.subject import Subject
 from parallelize.applied.records import record_of
 from parallelize.comm import p2p
-from parallelize.comm.groups import mesh_spec
+from parallelize.comm.meshes import mesh_spec
 from parallelize.mesh import EXPERT_AXES, SAMPLE_AXES, MeshSpec, folded
 from parallelize.models.model_source import ModelSource
 from parallelize.ops import library

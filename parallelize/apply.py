@@ -152,7 +152,7 @@ def parallelize_module(
     def decide() -> ResolvedPlan:
         spec = mesh_spec(mesh)
         axes = MeshSpec([*spec.only("cp").axes, ("tp", tp_mesh(mesh).size())])
-        plan = plan_of_styles(module, parallelize_plan, strict=False)
+        plan = plan_of_styles(module, parallelize_plan, strict=False, tp=axes.ranks("tp"))
         resolved = resolve(plan, facts_of(module), axes, Options(**switches), earlier=resolution_of(module))
         if wrong := list(wrong_folding(resolved.options, spec if "tp" in spec.names else axes)):
             raise MeshError(*wrong)

@@ -163,7 +163,7 @@ def _plan(module: nn.Module, spec: MeshSpec, plan: Any) -> Plan | None:
     """The plan; on a mesh without `tp` and `cp` there may be none."""
     needed = "tp" in spec.names or spec.ranks("cp") > 1 or is_styles(plan)
     if needed:
-        return plan_of_styles(module, plan)
+        return plan_of_styles(module, plan, tp=spec.ranks("tp"))
     given = None if plan == "auto" else plan  # nothing is to be derived where nothing is sharded over `tp`
     return plan_or_none(module, given) or plan_or_none(module, None)
 

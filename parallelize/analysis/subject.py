@@ -53,7 +53,7 @@ class Subject:
     plan: Any = None
     irregular: bool = False
     _facts: dict[str, ModelFacts] = field(default_factory=dict)
-    _plans: dict[bool, Plan | None] = field(default_factory=dict)
+    _plans: dict[tuple[bool, int], Plan | None] = field(default_factory=dict)
     _traces: dict[tuple, MicrobatchTrace] = field(default_factory=dict)
     _resolved: dict[tuple, ResolvedPlan] = field(default_factory=dict)
     _shards: dict[tuple, list[ParameterShard]] = field(default_factory=dict)
@@ -67,20 +67,23 @@ class Subject:
 
     def plan_for(self, setting: Setting) -> Plan | None:
         """The plan; None where there is none and the mesh does not need one (no `tp`, no `cp`). Raises: PlanError."""
-        needed = "tp" in setting.mesh.names or setting.size("cp") > 1
-        if needed not in self._plans:
+        needed, tp = "tp" in setting.mesh.names or setting.size("cp") > 1, 2
+        if self.plan == "auto":
+            tp = setting.mesh.ranks("tp")
+        key = needed, tp
+        if key not in self._plans:
             root = self.model(setting.weights_dtype).root
             styled = needed or is_styles(self.plan)
-            plan = plan_of_styles(root, self.plan) if styled else plan_or_none(root, self.plan)
-            self._plans[needed] = plan or plan_or_none(root, None)
+            plan = plan_of_styles(root, self.plan, tp=tp) if styled else plan_or_none(root, self.plan, tp)
+            self._plans[key] = plan or plan_or_none(root, None)
             if plan is not None and plan.kept:
                 what = f"a dict of styles is explained where all of them have rules: {passes_dtensors(plan)}"
                 raise PlanError(Problem("untranslatable-plan", what, fix="styles with local tensors, or a plan"))
-        return self._plans[needed]
+        return self._plans[key]
 
     def complete(self, setting: Setting) -> Setting:
         """The setting with the plan's defaults, and the package's, for options that it leaves open. Raises: PlanError."""
-        plan = plan_or_none(self.model(setting.weights_dtype).root, self.plan)
+        plan = plan_or_none(self.model(setting.weights_dtype).root, self.plan, setting.mesh.ranks("tp"))
         return setting.complete(plan.options if plan is not None else None)
 
     def resolved(self, setting: Setting) -> ResolvedPlan:

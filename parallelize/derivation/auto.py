@@ -15,12 +15,19 @@ from parallelize.plan.schema import Plan
 log = logging.getLogger("parallelize")
 
 
-def derived_plan(model: nn.Module) -> Plan:
+_MOST_RANKS = 8  # of a proof, whose ranks are threads
+
+
+def derived_plan(model: nn.Module, tp: int) -> Plan:
     """The plan. Each rank derives it, from the same random numbers; the first rank logs what was proven.
+
+    tp: the ranks that it is for. A model of one's own, which is not scaled, is proven on as many: what they do not divide is left whole.
 
     Raises: as `derive_plan`.
     """
-    derived = derive_plan(source_of_instance(model))
+    source = source_of_instance(model)
+    ranks = 2 if isinstance(source, ModelSource) else min(max(tp, 2), _MOST_RANKS)
+    derived = derive_plan(source, tp=ranks)
     if not dist.is_initialized() or dist.get_rank() == 0:
         log.info("plan %s, derived from %s: %s", derived.plan.name, type(model).__name__, derived.proof)
     return derived.plan

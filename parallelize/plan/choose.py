@@ -91,9 +91,9 @@ def translate(model: Any, base: Any, words: dict[str, str]) -> Plan:
     )
 
 
-def plan_of(module: Any, plan: Any) -> Plan:
+def plan_of(module: Any, plan: Any, tp: int = 2) -> Plan:
     """The plan for a caller's argument: a `Plan`, a name, a path, a dict of patterns to styles, None (by the model), or "auto",
-    which derives one for a model without.
+    which derives one for a model without. tp: the ranks that it is derived for.
 
     Raises: PlanError.
     """
@@ -103,7 +103,7 @@ def plan_of(module: Any, plan: Any) -> Plan:
         except PlanError as error:
             if plan is None or not _has_no_plan(error):
                 raise
-            return import_module(_AUTO).derived_plan(module)
+            return import_module(_AUTO).derived_plan(module, tp)
         log.info("plan %s, chosen by %s", chosen.name, reason)
         if chosen.source == "base_model_tp_plan":
             log.warning("no shipped plan for %s: using %s", type(module).__name__, reason)
@@ -128,12 +128,12 @@ def _has_no_plan(error: PlanError) -> bool:
     return error.slugs in (("no-plan-for-model",), ("untranslatable-plan",))
 
 
-def plan_or_none(module: Any, plan: Any) -> Plan | None:
+def plan_or_none(module: Any, plan: Any, tp: int = 2) -> Plan | None:
     """`plan_of` where a plan is optional: None for a model without a plan, or for a dict or style, which has no sections."""
     if plan is not None and not isinstance(plan, (Plan, str, os.PathLike)):
         return None
     try:
-        return plan_of(module, plan)
+        return plan_of(module, plan, tp)
     except PlanError as error:
         if plan is None and _has_no_plan(error):
             return None

@@ -212,7 +212,11 @@ def build_configurations(request: Request, device: str = "cpu") -> list[list[Con
 def _configurations_of(request: Request, device: str, even: bool) -> list[Configuration]:
     """One model with its batches. All batches but the first have a padding mask, if the model takes one."""
     source, model = _model(request, even)
-    plan = plan_of_styles(model, request.plan) if is_styles(request.plan) else plan_or_none(model, request.plan)
+    plan = (
+        plan_of_styles(model, request.plan)
+        if is_styles(request.plan)
+        else plan_or_none(model, request.plan, request.mesh.ranks("tp"))
+    )
     if plan is not None and plan.kept:  # PyTorch's styles, applied as they are
         plan = None
     model = in_dtype(model, DTYPES[request.options.dtype or "float64"])

@@ -32,7 +32,7 @@ def test_nothing_is_derived_where_nothing_is_sharded(two_processes):
 
 
 def test_a_model_with_a_plan_keeps_it(monkeypatch):
-    monkeypatch.setattr(auto, "derived_plan", lambda model: pytest.fail("it was derived"))
+    monkeypatch.setattr(auto, "derived_plan", lambda model, tp: pytest.fail("it was derived"))
     assert plan_of(tiny_model("llama"), "auto").name == "llama"
 
 
@@ -44,6 +44,23 @@ def test_the_plan_of_a_plain_module(caplog):
     assert torch.equal(torch.get_rng_state(), before)
     (notice,) = (record.getMessage() for record in caplog.records)
     assert notice.startswith("plan TinyGpt, derived from TinyGpt: proven on tp=2")
+
+
+@pytest.mark.parametrize(("ranks", "proven"), [(4, 4), (16, 8)])
+def test_a_module_of_ones_own_is_proven_on_as_many_ranks(monkeypatch, ranks, proven):
+    """So that what they do not divide is left whole, or stored by several ranks, and is not refused later."""
+
+    class DerivationError(Exception):
+        pass
+
+    def derive(source, tp):
+        raise DerivationError(tp)
+
+    monkeypatch.setattr(auto, "derive_plan", derive)
+    with small_mesh(tp=ranks) as mesh, pytest.raises(DerivationError, match=f"^{proven}$"):
+        parallelize_module(TinyGpt(), mesh, "auto")
+    with pytest.raises(DerivationError, match=f"^{proven}$"):
+        verify(TinyGpt(), "auto", f"tp={ranks}")
 
 
 def test_a_model_that_cannot_be_derived_is_left_alone():

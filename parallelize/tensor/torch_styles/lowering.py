@@ -29,16 +29,17 @@ from parallelize.tensor.torch_styles.input_reads import readers_of_input, reader
 from parallelize.tensor.torch_styles.linear import ColwiseParallel, RowwiseParallel
 
 
-def plan_of_styles(module: nn.Module, plan: Any, strict: bool = True) -> Plan:
+def plan_of_styles(module: nn.Module, plan: Any, strict: bool = True, tp: int = 2) -> Plan:
     """`plan_of`, also for PyTorch's style objects: one, or a dict of name patterns to them.
 
     strict: whether a pattern of a dict that matches nothing is an error, or a warning as in PyTorch's `parallelize_module`.
+    tp: the ranks that a plan is derived for.
 
     The plan's sections for other axes than `tp` are those of the model's own plan, where it has one.
 
     Raises: as `match_styles`, and as `plan_of`.
     """
-    return _Lowering(module, match_styles(module, plan, strict)).run() if is_styles(plan) else plan_of(module, plan)
+    return _Lowering(module, match_styles(module, plan, strict)).run() if is_styles(plan) else plan_of(module, plan, tp)
 
 
 def passes_dtensors(plan: Plan) -> str:

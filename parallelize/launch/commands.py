@@ -68,8 +68,11 @@ def _run(options: argparse.Namespace) -> int:
     _check_arguments(options)
     launcher = None if options.emit else find_launcher(os.environ)
     checks = _checks_of_names() if launcher is None or launcher.starts_ranks else ()  # of ranks, rank 0 has them
-    config = read_run_config(options.config, options.overrides, checks)
+    absent: list[Problem] | None = [] if options.emit else None
+    config = read_run_config(options.config, options.overrides, checks, absent)
     if launcher is None:
+        for problem in absent or ():
+            say(f"{problem.where}: {problem.what} on this machine; those of the run look for it")
         job = job_of(config, options.overrides, options.ranks_per_node, options.restarts)
         print(EMITTERS[options.emit](job), end="")
         return FINE

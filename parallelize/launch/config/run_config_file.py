@@ -21,14 +21,22 @@ from parallelize.mesh import MeshSpec
 from parallelize.plan.options import AUTO_FLAGS, FLAGS, NAMES, NUMBERS, Options
 from parallelize.plan.yaml_nodes import compose
 
+_ABSENT = "no-such-file"
 
-def read_run_config(path: str | Path, overrides: Sequence[str] = (), more_checks: Iterable[Check] = ()) -> RunConfig:
+
+def read_run_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    more_checks: Iterable[Check] = (),
+    absent: list[Problem] | None = None,
+) -> RunConfig:
     """Read the file of a run.
 
     Args:
         path: a YAML file.
         overrides: `key=value` or `section.key=value`, which replace what the file says.
         more_checks: after those of `run_checks.CHECKS`; their mistakes are reported together with all others.
+        absent: of a run on other machines: gets the problems of files that are not on this one, which are then no mistakes.
 
     Raises: LaunchError `no-such-run`, or every mistake at once, each with its line and column or its argument.
     """
@@ -37,11 +45,15 @@ def read_run_config(path: str | Path, overrides: Sequence[str] = (), more_checks
     except (OSError, UnicodeDecodeError) as error:
         what = getattr(error, "strerror", None) or str(error)
         raise LaunchError(Problem("no-such-run", what, str(path), fix="the YAML file of a run: docs/run.md")) from None
-    return parse_run_config(text, str(path), overrides, more_checks)
+    return parse_run_config(text, str(path), overrides, more_checks, absent)
 
 
 def parse_run_config(
-    text: str, source: str = "<run>", overrides: Sequence[str] = (), more_checks: Iterable[Check] = ()
+    text: str,
+    source: str = "<run>",
+    overrides: Sequence[str] = (),
+    more_checks: Iterable[Check] = (),
+    absent: list[Problem] | None = None,
 ) -> RunConfig:
     """`read_run_config` of a text."""
     reader = RunReader(source)
@@ -55,7 +67,11 @@ def parse_run_config(
     config = RunConfig(**values, source=source, text="\n".join([text, *overrides]), places=reader.places)
     if isinstance(root, yaml.MappingNode):
         reader.places[""] = reader.where(root)
-        reader.problems += problems_of(config, reader.unread, (*CHECKS, *more_checks))
+        wrong = problems_of(config, reader.unread, (*CHECKS, *more_checks))
+        if absent is not None:
+            absent += [problem for problem in wrong if problem.slug == _ABSENT]
+            wrong = [problem for problem in wrong if problem.slug != _ABSENT]
+        reader.problems += wrong
     if reader.problems:
         raise LaunchError(*sorted(dict.fromkeys(reader.problems), key=_position))
     return config

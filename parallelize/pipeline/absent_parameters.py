@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,9 @@ def drop_parameters(module: nn.Module) -> None:
         new = {key: (tuple(p.shape), p.dtype) for key, p in inner._parameters.items() if p is not None}
         if new:
             mark_applied(inner, absent={**applied(inner).absent, **new})
+            inner.__dict__["extra_repr"] = partial(
+                str, "on another stage"
+            )  # some modules print the shape of their weight
         for name in inner._parameters:
             inner._parameters[name] = None
         for name in inner._buffers:

@@ -1,4 +1,4 @@
-"""Vision models over stages: their root asks for the dtype of the patch embedding on every stage."""
+"""What a stage shows of the modules on other stages: shape and dtype of parameters in forwards, and where they are in `print`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from parallelize import build_mesh, full_gradients, parallelize_model
-from tests.support.models import shipped_source
+from tests.support.models import shipped_source, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
 
@@ -38,3 +38,17 @@ def test_the_loss_and_gradients_of_stages_are_those_of_one_process(family):
     assert {name for own in gradients for name in own} == expected.keys()
     for own in gradients:
         assert worst(own, {name: expected[name] for name in own})[0] < 1e-12
+
+
+def test_a_stage_is_printed():
+    """Norms of `transformers` print the shape of their weight, which is None where another stage has it."""
+    model = tiny_model("llama")
+
+    def body(rank):
+        parallel = parallelize_model(copy.deepcopy(model), build_mesh("cpu", pp=2))
+        copy.deepcopy(parallel.module)
+        return repr(parallel.module)
+
+    first, last = run_ranks(2, body)
+    assert "LlamaRMSNorm(on another stage)" in first and "(lm_head): Linear(on another stage)" in first
+    assert "(embed_tokens): Embedding(on another stage)" in last and "(lm_head): Linear(in_features" in last

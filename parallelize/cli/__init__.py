@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from parallelize.cli.parser import build_parser
+from parallelize.cli.parser import parsed
 from parallelize.cli.plans import with_verb
 from parallelize.errors import ParallelizeError, Problem
 from parallelize.terminal.console import ENVIRONMENT, FINE, INTERRUPTED, report, status_of
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _status(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     try:
-        options = build_parser().parse_args(with_verb(arguments))
+        options = parsed(with_verb(arguments))
         status = options.run(options)
         sys.stdout.flush()
         return status

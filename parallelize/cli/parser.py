@@ -53,6 +53,19 @@ class Parser(argparse.ArgumentParser):
         raise ParallelizeError(Problem("usage", what, self.prog, (("usage", usage),), f"{fix}see `{self.prog} --help`"))
 
 
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    """The options of a command line. `KEY=VALUE` of `run` may stand after options too. Raises: ParallelizeError `usage`."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    later = [argument for argument in rest if "=" in argument and not argument.startswith("-")]
+    if later and hasattr(options, "overrides"):
+        options.overrides = [*options.overrides, *later]
+        rest = [argument for argument in rest if argument not in later]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
+
+
 def build_parser() -> Parser:
     parser = Parser(
         prog="parallelize",

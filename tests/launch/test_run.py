@@ -49,7 +49,7 @@ def test_launch_files_schemas_and_mistakes_need_no_ranks(tmp_path, capsys, monke
     path = write_run(tmp_path)
     assert "srun --kill-on-bad-exit" in emitted(path, capsys, "--emit", "slurm", "--ranks-per-node", "2")
     os.chdir(tmp_path)
-    assert main(["run", "run.yaml", "data.text=[/data/only-there.txt]", "--emit", "k8s"]) == 0
+    assert main(["run", "run.yaml", "--emit", "k8s", "data.text=[/data/only-there.txt]"]) == 0
     printed = capsys.readouterr()
     assert "kind: PyTorchJob" in printed.out and "only-there.txt on this machine" not in printed.out
     assert "there is no file /data/only-there.txt on this machine" in printed.err

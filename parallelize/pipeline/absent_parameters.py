@@ -62,9 +62,8 @@ def drop_parameters(module: nn.Module) -> None:
         new = {key: (tuple(p.shape), p.dtype) for key, p in inner._parameters.items() if p is not None}
         if new:
             mark_applied(inner, absent={**applied(inner).absent, **new})
-            inner.__dict__["extra_repr"] = partial(
-                str, "on another stage"
-            )  # some modules print the shape of their weight
+            # some modules print the shape of their weight
+            inner.__dict__["extra_repr"] = partial(str, "on another stage")
         for name in inner._parameters:
             inner._parameters[name] = None
         for name in inner._buffers:

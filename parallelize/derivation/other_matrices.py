@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from parallelize.derivation.gathered_linears import is_in_layer
 from parallelize.dims.classes import Classes
@@ -21,7 +22,7 @@ def other_matrices(classes: Classes, model: nn.Module, styles: Mapping[str, str]
     for name in classes.record.parameters:
         owner = name.rpartition(".")[0]
         module = classes.modules[owner]
-        is_other = owner not in classes.linears and not isinstance(module, nn.Embedding)
+        is_other = owner not in classes.linears and not isinstance(module, nn.Embedding | ParametrizationList)
         if is_other and is_in_layer(name, model) and not _has_style(name, styles) and _is_matrix(classes, name):
             reasons.setdefault(owner, _reason(classes, name))
     return reasons

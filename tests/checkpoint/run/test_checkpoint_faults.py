@@ -462,7 +462,7 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError) as caught:
         Checkpointer(tmp_path / "file" / "run", torch.nn.Linear(2, 2))
-    assert caught.value.slugs == ("write-failed",)
+    assert caught.value.slugs == ("not-a-folder",)
     assert str(tmp_path / "file") in str(caught.value)
 
 

@@ -25,7 +25,11 @@ from parallelize.pipeline import failure
 from parallelize.pipeline.batch_reader import BatchReader
 from parallelize.pipeline.microbatch_inputs import MicrobatchInputs
 from parallelize.pipeline.pair_trial import PairTrial
-from parallelize.pipeline.paired_actions import PairRunner, check_overlap_of_microbatches
+from parallelize.pipeline.paired_actions import (
+    PairRunner,
+    check_overlap_of_microbatches,
+    may_overlap_microbatches,
+)
 from parallelize.pipeline.replica_check import ReplicaCheck
 from parallelize.pipeline.schedules import Action, Schedule, build_schedule
 from parallelize.pipeline.stage_adapters import active_adapters, adapted_layers_of
@@ -102,6 +106,8 @@ class Pipeline:
         compare_every: int = 100,
         overlap_microbatches: bool | str = False,
     ):
+        if overlap_microbatches == "auto" and not may_overlap_microbatches(module):
+            overlap_microbatches = False
         self.module, self.mesh, self.data, self.clock = module, mesh, data, clock
         self.steps_done = 0
         self._first_sequence = 0  # of this data rank, in the global batch

@@ -129,6 +129,15 @@ def check_overlap_of_microbatches(module: nn.Module) -> None:
         raise _refusal("fully_shard stores the weights of a layer either for a forward or for a backward")
 
 
+def may_overlap_microbatches(module: nn.Module) -> bool:
+    """Whether `check_overlap_of_microbatches` refuses nothing, as the model is now."""
+    try:
+        check_overlap_of_microbatches(module)
+    except ModelError:
+        return False
+    return True
+
+
 def _refusal(reason: str) -> ModelError:
     what = f"overlap_microbatches is asked for, and {reason}"
     return ModelError(Problem("no-overlap", what, fix="overlap_microbatches=False"))

@@ -102,6 +102,11 @@ def test_auto_is_in_order_where_nothing_can_overlap():
         complete = replace(chosen, **options).complete()
         assert not complete.check_on(MeshSpec(**axes))
         assert complete.microbatch_overlap(MeshSpec(**axes)) is False
+    model = tiny_model("llama")
+    model.gradient_checkpointing_enable()
+    with small_mesh(tp=2) as mesh:
+        parallel = parallelize_model(model, mesh, overlap_microbatches="auto", num_microbatches=4)
+    assert parallel.pipeline.run_pair is None and parallel.pipeline.pair_trial is None
 
 
 @pytest.mark.processes

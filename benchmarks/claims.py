@@ -184,6 +184,12 @@ CLAIMS = (
     ),
     Claim(
         STEP,
+        'the same at 10 Gbit/s, hidden 256, with `overlap_microbatches="auto"`: PyTorch\'s TP + SP over ours / by hand over ours',
+        "microbatch_step_10gbit",
+        lambda result: [result["results"][0][key] for key in ("stock/auto", "hand/auto")],
+    ),
+    Claim(
+        STEP,
         "step of a Qwen3-MoE with folded experts, `transformers`' expert parallelism over ours: loopback, `ep` 2",
         "experts_2_loopback",
         lambda result: [result["transformers/ours"]],

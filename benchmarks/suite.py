@@ -94,8 +94,8 @@ RUNS = (
     Run(
         "microbatch_step_10gbit",
         "microbatch_step",
-        "--hidden 64 --layers 2 --rounds 3 --rate 1e10",
-        "--hidden 256 --rate 1e10",
+        "--hidden 64 --layers 2 --rounds 3 --rate 1e10 --auto",
+        "--hidden 256 --rate 1e10 --auto",
         2,
         "10gbit",
     ),

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from parallelize.errors import ModelError, Problem
+from parallelize.zero.buckets import to_local
 
 _WRITE = re.compile(r"\bself\.([A-Za-z_][\w.]*?)\.data\.[a-z]\w*_\(")
 _ONCE = re.compile(r"init|reset")  # methods that run before training
@@ -53,13 +53,13 @@ class _Comparison:
         self.values: list[torch.Tensor] = []
 
     def before(self, *_: Any) -> None:
-        self.values = [holder._parameters[key].detach().clone() for holder, key, _ in self.parameters]  # type: ignore[union-attr]
+        self.values = [to_local(holder._parameters[key]).detach().clone() for holder, key, _ in self.parameters]
 
     def after(self, *_: Any) -> None:
         values, self.values = self.values, []
         for (holder, key, name), value in zip(self.parameters, values, strict=False):
-            now: Any = holder._parameters[key]
-            if isinstance(now, DTensor) or torch.equal(now.detach(), value):
+            now = to_local(holder._parameters[key]).detach()
+            if now.shape != value.shape or torch.equal(now, value):  # of another shape where it is not gathered now
                 continue
             what = f"the forward writes to {name}, of which ZeRO 3 has gathered a copy: backward would compute with other values"
             raise ModelError(Problem("written-parameter", what, fix="zero=2, or write to it between steps"))

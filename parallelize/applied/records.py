@@ -69,12 +69,8 @@ class PlanRecord:
     inputs: InputCheck | None = None
     folded: DeviceMesh | None = None
 
-    def mesh_for(self, row: ParameterRow) -> DeviceMesh:
-        """The axis that a parameter's layout is over."""
-        return axis_of_layout(row, self.tp, self.folded)
-
     def group_for(self, row: ParameterRow) -> Group:
-        """The process group of `mesh_for`."""
+        """The process group of the axis that a parameter's layout is over."""
         return Group(self.folded.get_group("ep")) if row.axis == "ep" and self.folded is not None else self.group
 
     def __deepcopy__(self, memo: dict) -> PlanRecord:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.derivation.proof import Proof, provable, prove
 from parallelize.derivation.signature_inputs import inputs_by_signature
 from parallelize.derivation.small_config import small_configs
 from parallelize.derivation.sound_inputs import has_sounds, images_and_sounds_in_text, sounds_in_text
@@ -23,7 +22,6 @@ from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.models.example_inputs import inputs_of
 from parallelize.models.image_inputs import has_images
 from parallelize.models.model_source import ModelSource
-from parallelize.plan.schema import Plan
 from parallelize.verification.scale import disable_dropout
 
 log = logging.getLogger("parallelize")
@@ -163,17 +161,3 @@ def explained(model: nn.Module, inputs: Any) -> Iterator[None]:
 def _shapes(inputs: Mapping[str, Any] | tuple[Any, ...]) -> str:
     named = inputs.items() if isinstance(inputs, Mapping) else ((f"#{i}", value) for i, value in enumerate(inputs, 1))
     return ", ".join(f"{name} {list(v.shape) if isinstance(v, torch.Tensor) else v}" for name, v in named)
-
-
-def prove_small(source: ModelSource, plan: Plan | None, tp: int) -> Proof:
-    """Prove a plan on a small version of a model. `plan`: None for the one that `parallelize_module` chooses.
-
-    Raises: ModelError `unknown-inputs`, `untraceable-model`, `too-large-to-run`.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        small, subject = small_model(source, tp)
-        inputs = inputs_of(small, subject)
-        with explained(subject, inputs):
-            small = provable(small, subject, inputs)
-        return prove(small, plan, tp)

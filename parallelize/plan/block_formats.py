@@ -46,11 +46,6 @@ class BlockFormat:
         """Elements that one byte of scales stands for."""
         return self.block // _SCALE_BYTES[self.scales]
 
-    @property
-    def bytes_per_element(self) -> float:
-        """Bytes of codes and scales for each element of the weight."""
-        return 1 / self.codes_per_byte + 1 / self.scale_packs
-
 
 def block_format(text: object) -> BlockFormat:
     """The format that a text names: `nf4`, `int8`, or with another block, `nf4(block=32)`.

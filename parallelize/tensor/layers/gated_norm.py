@@ -5,7 +5,6 @@ Where a group is on one rank, nothing is sent. Where it spans several, one value
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,16 +15,13 @@ from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
 from parallelize.plan.rows import ParameterRow
-from parallelize.tensor.layers.rms_norm import MAGNITUDES, is_close
+from parallelize.tensor.layers.rms_norm import MAGNITUDES, is_close, with_random_weights
 
 
 def check_gated_norm(module: Any, fqn: str) -> None:
     """Raises: ModelError `not-gated-norm` where the module computes something else (compared on random numbers)."""
-    stock = copy.deepcopy(module).to_empty(device="cpu").float().requires_grad_(False)
-    generator = torch.Generator().manual_seed(0)
+    stock, generator = with_random_weights(module)
     with torch.no_grad():
-        for parameter in stock.parameters():
-            parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
         for magnitude in MAGNITUDES:
             x, gate = torch.randn(2, 3, stock.weight.shape[0], generator=generator)
             x = x * magnitude

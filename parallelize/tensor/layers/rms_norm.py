@@ -18,11 +18,8 @@ MAGNITUDES = (1.0, 1e-2, 1e-4)
 
 def check_rms_norm(module: Any, fqn: str) -> None:
     """Raises: ModelError `not-rms-norm` where the module computes something else (compared on random numbers, large and small)."""
-    stock = copy.deepcopy(module).to_empty(device="cpu").float().requires_grad_(False)
-    generator = torch.Generator().manual_seed(0)
+    stock, generator = with_random_weights(module)
     with torch.no_grad():
-        for parameter in stock.parameters():
-            parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
         for magnitude in MAGNITUDES:
             x = torch.randn(3, stock.weight.shape[0], generator=generator) * magnitude
             actual = _rms_norm(x, stock.weight, _eps(module, x.dtype), x.shape[-1], None)
@@ -31,6 +28,15 @@ def check_rms_norm(module: Any, fqn: str) -> None:
                 raise ModelError(
                     Problem("not-rms-norm", what, fix="`replicate`; or `self.eps`, where the number stands in its code")
                 )
+
+
+def with_random_weights(module: Any) -> tuple[Any, torch.Generator]:
+    """A copy of a norm in float32 on the CPU, and the generator that its weights were drawn from."""
+    stock = copy.deepcopy(module).to_empty(device="cpu").float().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in stock.parameters():
+        parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+    return stock, generator
 
 
 def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
-"""The fused attention kernels that return each row's log-sum and take it in backward: the CPU's, and CUDA's flash attention.
+"""The fused attention kernels that return each row's log-sum and take it in backward: the CPU's, and on CUDA cuDNN's or flash attention.
 
-The public `scaled_dot_product_attention` does not return the log-sums, so the dispatcher ops below it are called.
+The public `scaled_dot_product_attention` does not return the log-sums, so the dispatcher ops below it are called. As it does, cuDNN's
+kernels are preferred from Hopper on: on an H200 they need half the time of flash attention's (docs/long-sequences.md).
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 T = torch.Tensor
 _CPU: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _CPU_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 _CUDA: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
 _CUDA_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
+_CUDNN: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", None)
+_CUDNN_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", None)
+_HOPPER = (9, 0)
 _CUDA_WIDTH = 256  # the widest head of flash attention
 
 
@@ -37,22 +42,31 @@ def forward(q: T, k: T, v: T, causal: bool, scale: float) -> tuple[T, T]:
     if not q.is_cuda:
         out, lse = _CPU(q, *_repeated(q, k, v), 0.0, causal, scale=scale)
         return out, lse
+    if _prefers_cudnn(q, k, v, causal):
+        out, lse, *_ = _CUDNN(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return out, lse.view(q.shape[:3])
     out, lse, *_ = _CUDA(q, *_repeated(q, k, v), 0.0, causal, False, scale=scale)
     return out, lse
 
 
 def backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool, scale: float) -> tuple[T, T, T]:
     """Gradients of q, k and v, from the output and log-sums over all keys, of which `k` and `v` may be a part."""
-    keys_values = _repeated(q, k, v)
     if not q.is_cuda:
-        dq, dk, dv = _CPU_BACKWARD(grad, q, *keys_values, out, lse, 0.0, causal, scale=scale)
-    else:
-        rows, columns = q.shape[2], k.shape[2]
-        seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
-        rest = (None, None, rows, columns, 0.0, causal, seed, seed.new_empty(()))
-        # the kernel ignores the strides of log-sums, so those of a slice of rows must be copied
-        dq, dk, dv = _CUDA_BACKWARD(grad, q, *keys_values, out, lse.contiguous(), *rest, scale=scale)
+        dq, dk, dv = _CPU_BACKWARD(grad, q, *_repeated(q, k, v), out, lse, 0.0, causal, scale=scale)
+        return dq, _summed(dk, k), _summed(dv, v)
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
+    drawn, lengths = (seed, seed.new_empty(())), (None, None, q.shape[2], k.shape[2])
+    lse = lse.contiguous()  # the kernels ignore the strides of log-sums, so those of a slice of rows must be copied
+    if _prefers_cudnn(q, k, v, causal):
+        return _CUDNN_BACKWARD(grad, q, k, v, out, lse.unsqueeze(-1), *drawn, None, *lengths, 0.0, causal, scale=scale)
+    dq, dk, dv = _CUDA_BACKWARD(grad, q, *_repeated(q, k, v), out, lse, *lengths, 0.0, causal, *drawn, scale=scale)
     return dq, _summed(dk, k), _summed(dv, v)
+
+
+def _prefers_cudnn(q: T, k: T, v: T, causal: bool) -> bool:
+    if _CUDNN is None or torch.cuda.get_device_capability(q.device) < _HOPPER:
+        return False
+    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1]))
 
 
 def _repeated(q: T, k: T, v: T) -> tuple[T, T]:

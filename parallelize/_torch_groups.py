@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 
 
-def blocking_options(kind: str) -> Any:
-    """The options "Allreduce", "Allgather" or "ReduceScatter" of a blocking call (2.9); backends only read them."""
+def call_options(kind: str, asynchronous: bool) -> Any:
+    """The options "Allreduce", "Allgather" or "ReduceScatter" of a call (2.9); backends only read them.
+
+    A call that is not asynchronous is run by NCCL on the current stream, where nothing can run beside it.
+    """
     options = getattr(torch._C._distributed_c10d, f"{kind}Options")()
-    options.asyncOp = False
+    options.asyncOp = asynchronous
     return options
 
 
@@ -119,16 +122,21 @@ def symmetric_ops() -> Any:
 
 
 def enable_symmetric_memory(pg: dist.ProcessGroup) -> str:
-    """Enable symmetric memory on a group; return an empty string, or why it cannot be enabled."""
+    """Enable symmetric memory on a group and map some; return an empty string, or why this rank cannot. A collective."""
     try:
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group, is_symm_mem_enabled_for_group
+        from torch.distributed._symmetric_memory import (
+            enable_symm_mem_for_group,
+            get_symm_mem_workspace,
+            is_symm_mem_enabled_for_group,
+        )
     except ImportError:
         return f"torch {torch.__version__} has no symmetric memory"
     try:
         if not is_symm_mem_enabled_for_group(pg.group_name):
             enable_symm_mem_for_group(pg.group_name)
+        get_symm_mem_workspace(pg.group_name, min_size=1)  # devices that cannot map each other's memory show it here
     except (RuntimeError, ValueError) as error:
-        return f"the group does not support symmetric memory: {error}"
+        return f"the group does not support symmetric memory: {str(error).splitlines()[0]}"
     return ""
 
 

@@ -26,8 +26,10 @@ wrapped_reduce_scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce
 _all_gather = attrgetter("all_gather_single" if _RENAMED else "_allgather_base")
 _reduce_scatter = attrgetter("reduce_scatter_single" if _RENAMED else "_reduce_scatter_base")
 
+# of each kind the options of a call that nothing runs beside, and of one in whose time another computation has its turn
 _SUM, _GATHER, _SCATTER = (
-    private_groups.blocking_options(kind) for kind in ("Allreduce", "Allgather", "ReduceScatter")
+    tuple(private_groups.call_options(kind, in_turns) for in_turns in (False, True))
+    for kind in ("Allreduce", "Allgather", "ReduceScatter")
 )
 
 
@@ -40,7 +42,7 @@ def all_reduce(x: torch.Tensor, pg: dist.ProcessGroup) -> None:
     elif (memory := shared_by(pg, x)) is not None:
         memory.reduce(x)
     else:
-        _wait(pg.allreduce([x], _SUM))
+        _wait(pg.allreduce([x], _SUM[turns.takes_turns()]))
 
 
 def all_gather(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> None:
@@ -52,7 +54,7 @@ def all_gather(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> Non
     elif (memory := shared_by(pg, x)) is not None:
         memory.all_gather(out, x)
     else:
-        _wait(_all_gather(pg)(out, x, _GATHER))
+        _wait(_all_gather(pg)(out, x, _GATHER[turns.takes_turns()]))
 
 
 def reduce_scatter(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) -> None:
@@ -62,7 +64,7 @@ def reduce_scatter(out: torch.Tensor, x: torch.Tensor, pg: dist.ProcessGroup) ->
     elif counts_collectives():
         functional.reduce_scatter(out, x, pg)
     else:
-        _wait(_reduce_scatter(pg)(out, x, _SCATTER))
+        _wait(_reduce_scatter(pg)(out, x, _SCATTER[turns.takes_turns()]))
 
 
 def shared_by(pg: dist.ProcessGroup, x: torch.Tensor) -> SharedMemory | None:

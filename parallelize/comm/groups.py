@@ -40,9 +40,18 @@ class GroupState:
         first_choices: what the group's first rank decided, by line.
         store_prefix: where the lines of this group are in the store; empty before the first one.
         shared_memory: what its ranks have mapped (see `same_host`). has_no_shared_memory: they have tried, and cannot.
+        no_symmetric_memory: why they cannot use symmetric memory, empty if they can; None until they have tried.
     """
 
-    __slots__ = ("first_choices", "has_no_shared_memory", "posted", "profiles", "shared_memory", "store_prefix")
+    __slots__ = (
+        "first_choices",
+        "has_no_shared_memory",
+        "no_symmetric_memory",
+        "posted",
+        "profiles",
+        "shared_memory",
+        "store_prefix",
+    )
 
     def __init__(self) -> None:
         self.profiles: dict[tuple[str, torch.dtype], LinkProfile] = {}
@@ -51,6 +60,7 @@ class GroupState:
         self.store_prefix = ""
         self.shared_memory: SharedMemory | None = None
         self.has_no_shared_memory = False
+        self.no_symmetric_memory: str | None = None
 
     def forget_lines(self) -> None:
         """Begin anew in the store: all ranks do after a disagreement, or they would count different lines."""

@@ -101,7 +101,7 @@ def run_rank(config: RunConfig, launcher: Launcher, *, other_mesh: bool, dry_run
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the launcher ends the others as soon as the first rank has ended
     with suppress(RuntimeError):
-        dist.barrier()
+        dist.barrier(device_ids=[launcher.local_rank] if this.device.startswith("cuda") else None)
     destroy_groups()
     sys.stdout.flush()
     sys.stderr.flush()

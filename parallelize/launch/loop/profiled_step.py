@@ -143,7 +143,9 @@ def _fill(result: ProfiledStep, events: list[Any], calls: list[tuple[str, str]])
     step = next((event for event in events if event.name == "step"), None)
     began = step.time_range.start if step is not None else 0.0
     result.step_s = step.time_range.elapsed_us() / 1e6 if step is not None else 0.0
-    timed = sorted((e for e in events if e.name.startswith(_TIMED)), key=lambda event: event.time_range.start)
+    # a GPU has an event of the same name for each of the host's
+    timed = [event for event in events if event.name.startswith(_TIMED) and event.device_type == DeviceType.CPU]
+    timed.sort(key=lambda event: event.time_range.start)
     matched = len(timed) == len(calls)
     intervals: dict[str, list[tuple[float, float]]] = {}
     for number, event in enumerate(timed):

@@ -12,6 +12,7 @@ import torch
 
 from parallelize import _torch_groups as private_groups
 from parallelize.comm.groups import Group
+from parallelize.comm.handshake import over_ranks
 from parallelize.errors import MeshError, Problem
 from parallelize.ops.matmul import chunked_matmul
 from parallelize.ops.matmul.chunked_matmul import MatmulSum, Thunk
@@ -19,13 +20,23 @@ from parallelize.ops.matmul.op_handshake import agree
 
 T = torch.Tensor
 _STEPS = 4  # of the chunked version, if no kernel fits
+_HOST = torch.device("cpu")
 
 
 def unavailable(group: Group, device: torch.device) -> str:
-    """Why this group cannot use symmetric memory on this device; empty if it can."""
+    """Why this group cannot use symmetric memory on this device; empty if it can.
+
+    The first call is a collective: ranks map each other's memory, and none uses it where one of them could not.
+    """
     if device.type != "cuda":
         return f"symmetric memory needs CUDA, and this is {device.type}"
-    return private_groups.enable_symmetric_memory(group.pg)
+    if group.state.no_symmetric_memory is None:
+        reason = private_groups.enable_symmetric_memory(group.pg)
+        failed = [rank for rank, number in enumerate(over_ranks(group, bool(reason), _HOST)) if number]
+        if failed and not reason:
+            reason = f"rank {group.ranks[failed[0]]} cannot map the others' memory"
+        group.state.no_symmetric_memory = reason
+    return group.state.no_symmetric_memory
 
 
 def require(group: Group, device: torch.device) -> None:

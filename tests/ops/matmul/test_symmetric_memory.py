@@ -74,3 +74,22 @@ def test_without_it_the_error_says_why():
             all_gather_linear(torch.ones(4, 6), torch.ones(4, 6), group=dist.group.WORLD, overlap="symm_mem")
 
     run_ranks(2, body)
+
+
+def test_no_rank_uses_it_where_one_cannot(monkeypatch):
+    tried: list[int] = []
+
+    def enable(pg: dist.ProcessGroup) -> str:
+        tried.append(pg.rank())
+        return "no peer access\nof this device" if pg.rank() == 1 else ""
+
+    monkeypatch.setattr(private_groups, "enable_symmetric_memory", enable)
+
+    def body(rank: int) -> list[str]:
+        group = Group(dist.group.WORLD)
+        return [symmetric_memory.unavailable(group, torch.device("cuda")) for _ in range(2)]
+
+    first, second = run_ranks(2, body)
+    assert first == ["rank 1 cannot map the others' memory"] * 2
+    assert second == ["no peer access\nof this device"] * 2
+    assert sorted(tried) == [0, 1]

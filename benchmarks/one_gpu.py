@@ -10,6 +10,7 @@ between GPUs, and everything that is made of it, cannot be tried with one.
 |---|---|
 | step | forward, backward and AdamW step, planned at tp 1 over the bare module, in turns; losses are compared first |
 | mfu | the model's operations (6 for each parameter and token, and attention's) over `--peak-tflops`, planned and bare |
+| prediction | the planned step's time over what `explain` predicts of it, and |
 | memory | the allocator's peak of a planned step over what `explain` predicts of it |
 | load, save | `load_pretrained` onto the device and `Checkpointer.save`, in GB/s, files in the page cache; raw reads beside it |
 | generate | greedy tokens/s of `transformers`' `generate` on the planned and on the bare model; tokens are compared |
@@ -18,6 +19,7 @@ between GPUs, and everything that is made of it, cannot be tried with one.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import tempfile
@@ -94,8 +96,9 @@ class Contenders:
         return step
 
 
-def measure(args: argparse.Namespace, predicted: int) -> dict[str, Any]:
+def measure(args: argparse.Namespace, predicted: dict[str, float]) -> dict[str, Any]:
     contenders = Contenders(args)
+    generated = {} if args.compile else generation(contenders)  # before a step, whose rounding separates their weights
     steps = {name: contenders.step_of(getattr(contenders, name)) for name in ("planned", "bare")}
     losses = {name: step() for name, step in steps.items()}
     if abs(losses["planned"] - losses["bare"]) > 1e-3 * abs(losses["bare"]):
@@ -110,12 +113,29 @@ def measure(args: argparse.Namespace, predicted: int) -> dict[str, Any]:
     if args.peak_tflops:
         flops = step_flops(contenders.config, args.batch, args.length)
         result["mfu"] = {name: flops / (ms / 1e3) / (args.peak_tflops * 1e12) for name, ms in result["step_ms"].items()}
-    result["generate"] = generation(contenders)
+    result["step measured/predicted"] = result["step_ms"]["planned"] / 1e3 / predicted["step_s"]
+    if args.compile:
+        result["compiled"] = compiled(contenders, steps, args.rounds)
+        return result
+    result["generate"] = generated
     result["files"] = files(contenders)
     contenders.bare = None
     measured = peak_of(contenders, steps.pop("planned"), steps)
-    result["memory"] = {"measured": measured, "predicted": predicted, "measured/predicted": measured / predicted}
+    peak = predicted["peak"]
+    result["memory"] = {"measured": measured, "predicted": peak, "measured/predicted": measured / peak}
     return result
+
+
+def compiled(contenders: Contenders, steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any]:
+    """The same steps, each layer compiled by inductor, beside those before."""
+    for model in (contenders.planned, contenders.bare):
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True)
+    times = interleaved(steps, rounds, before=lambda: _wait(contenders.device))
+    return {
+        "step_ms": {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()},
+        "step planned/bare": ratio(times, "planned", "bare"),
+    }
 
 
 def step_flops(config: Any, batch: int, length: int) -> float:
@@ -134,6 +154,7 @@ def peak_of(contenders: Contenders, step: Callable[[], object], other_steps: dic
     """
     other_steps.clear()
     if contenders.device.type == "cuda":
+        gc.collect()  # modules of the other model refer to each other
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         step()
@@ -142,15 +163,18 @@ def peak_of(contenders: Contenders, step: Callable[[], object], other_steps: dic
     return 3 * stored + peak_bytes(step)  # weights, and the two moments of AdamW
 
 
-def predicted_peak(args: argparse.Namespace) -> int:
-    """What `explain` predicts, in bytes. Before there is a process group."""
+def prediction(args: argparse.Namespace) -> dict[str, float]:
+    """What `explain` predicts: peak bytes, and seconds of a step. Before there is a process group."""
     from transformers import LlamaForCausalLM
 
-    options: dict[str, Any] = {"weights_dtype": "bfloat16"} if args.device == "cuda" else {}
+    options: dict[str, Any] = {"hardware": "cpu"}
+    if args.device == "cuda":
+        hardware = "h200" if "H200" in torch.cuda.get_device_name() else "h100-sxm"
+        options = {"weights_dtype": "bfloat16", "hardware": hardware}
     predicted = explain(
         lambda: LlamaForCausalLM(config_of(args)), "llama", "tp=1", batch=args.batch, sequence=args.length, **options
     )
-    return predicted.ranks[0].memory.peak
+    return {"peak": predicted.ranks[0].memory.peak, "step_s": predicted.time.in_turn_s}
 
 
 def generation(contenders: Contenders) -> dict[str, Any]:
@@ -234,13 +258,16 @@ def main() -> None:
     for name in SMALL:
         parser.add_argument(f"--{name}", type=int, help=f"default: {LARGE[name]} on a GPU, {SMALL[name]} on the CPU")
     parser.add_argument("--peak-tflops", type=float, help="of the device, for MFU: 989 of an H100 or H200 in bfloat16")
+    parser.add_argument(
+        "--compile", action="store_true", help="the step with each layer compiled, too, and nothing else"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no GPU is here; --device cpu tries the script")
     for name, value in (LARGE if args.device == "cuda" else SMALL).items():
         setattr(args, name, getattr(args, name) or value)
-    predicted = predicted_peak(args)
+    predicted = prediction(args)
     start(args.device)
     result = measure(args, predicted)
     show(result)

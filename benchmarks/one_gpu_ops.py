@@ -1,0 +1,136 @@
+"""Single ops of a GPU against PyTorch's own: head and loss in one, and the attention kernels of a ring.
+
+    python -m benchmarks.one_gpu_ops                     # bfloat16, sizes of Llama 3 8B
+    python -m benchmarks.one_gpu_ops --device cpu        # small ones, to try the script
+
+| figure | |
+|---|---|
+| head and loss | `linear_cross_entropy` against `F.cross_entropy(F.linear(...).float())`: time and peak memory, forward and backward |
+| attention | what a ring of one rank runs against `scaled_dot_product_attention`, causal, forward and backward |
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.memory import peak_bytes
+from benchmarks.record import write_record
+from benchmarks.timing import interleaved, medians_ms, ratio
+from parallelize import linear_cross_entropy
+from parallelize.comm.groups import Group
+from parallelize.context.sequence_shards import SequenceLayout
+from parallelize.ops.attention.ring_attention import Masking, ring_attention
+
+SMALL = dict(tokens=256, hidden=64, vocab=512, heads=4, width=16, rounds=3)
+LARGE = dict(tokens=8192, hidden=4096, vocab=128256, heads=32, width=128, rounds=20)
+Work = dict[str, Callable[[], object]]
+
+
+def head_and_loss(args: argparse.Namespace, dtype: torch.dtype) -> Work:
+    """One forward and backward of each, from the same tensors."""
+    torch.manual_seed(0)
+    hidden = torch.randn(args.tokens, args.hidden, dtype=dtype, device=args.device).requires_grad_()
+    weight = (torch.randn(args.vocab, args.hidden, device=args.device) * args.hidden**-0.5).to(dtype).requires_grad_()
+    targets = torch.randint(args.vocab, (args.tokens,), device=args.device)
+
+    def stock() -> torch.Tensor:
+        hidden.grad = weight.grad = None
+        loss = F.cross_entropy(F.linear(hidden, weight).float(), targets)
+        loss.backward()
+        return loss.detach()
+
+    def fused() -> torch.Tensor:
+        hidden.grad = weight.grad = None
+        loss = linear_cross_entropy(hidden, weight, targets)
+        loss.backward()
+        return loss.detach()
+
+    return {"stock": stock, "fused": fused}
+
+
+def attention(args: argparse.Namespace, dtype: torch.dtype) -> Work:
+    torch.manual_seed(0)
+    shapes = [(1, heads, args.tokens, args.width) for heads in (args.heads, args.heads // 4, args.heads // 4)]
+    q, k, v = (torch.randn(shape, dtype=dtype, device=args.device).requires_grad_() for shape in shapes)
+    upstream = torch.randn_like(q)
+    layout, masking = (SequenceLayout(args.tokens).of_ring_rank(0),), Masking(True, 0, args.width**-0.5)
+
+    def stock() -> list[torch.Tensor]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return [out, *torch.autograd.grad(out, (q, k, v), upstream)]
+
+    def ring() -> list[torch.Tensor]:
+        out = ring_attention(q, k, v, Group.alone(), layout, masking)
+        return [out, *torch.autograd.grad(out, (q, k, v), upstream)]
+
+    return {"stock": stock, "ring": ring}
+
+
+def measure(work: Work, ours: str, args: argparse.Namespace) -> dict[str, Any]:
+    results = {name: run() for name, run in work.items()}
+    pairs = [[t.detach() for t in (value if isinstance(value, list) else [value])] for value in results.values()]
+    differences = [float((a - b).abs().max() / b.abs().max()) for b, a in zip(*pairs, strict=True)]
+    times = interleaved(work, args.rounds, before=_wait)
+    peaks = {name: _peak(run) for name, run in work.items()}
+    return {
+        "ms": medians_ms(times),
+        f"{ours}/stock": ratio(times, ours, "stock"),
+        "peak_mib": {name: peak / 2**20 for name, peak in peaks.items()},
+        "largest difference": max(differences),
+    }
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _peak(run: Callable[[], object]) -> int:
+    """Bytes that a forward and backward allocates at most, beside its inputs."""
+    if not torch.cuda.is_available():
+        return peak_bytes(run)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    for name in SMALL:
+        parser.add_argument(f"--{name}", type=int, help=f"default: {LARGE[name]} on a GPU, {SMALL[name]} on the CPU")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    for name, value in (LARGE if args.device == "cuda" else SMALL).items():
+        setattr(args, name, getattr(args, name) or value)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    result = {"setting": {name: getattr(args, name) for name in SMALL} | {"device": args.device, "dtype": str(dtype)}}
+    for name, work, ours in (("head and loss", head_and_loss, "fused"), ("attention", attention, "ring")):
+        result[name] = measure(_synchronized(work(args, dtype)), ours, args)
+        print(f"{name}: {result[name]}", flush=True)
+    write_record(args.json, result)
+
+
+def _synchronized(work: Work) -> Work:
+    """Each call until the device has done it."""
+
+    def until_done(run: Callable[[], Any]) -> Callable[[], object]:
+        def call() -> object:
+            value = run()
+            _wait()
+            return value
+
+        return call
+
+    return {name: until_done(run) for name, run in work.items()}
+
+
+if __name__ == "__main__":
+    main()

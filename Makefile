@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # a CPU build is enough for tests and demo; a plain `torch` would bring gigabytes of CUDA
 TORCH ?= torch==2.13.0
 
-.PHONY: demo train test sweep full versions check install-demo install-test bench clean
+.PHONY: demo train test gpu sweep full versions check install-demo install-test bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/demo.py
@@ -26,6 +26,10 @@ sweep: $(VENV)/.test
 
 full: $(VENV)/.test
 	$(BIN)/python -m pytest -m sweep $(WORKERS)
+
+# tests of ranks on GPUs over NCCL, and those named *_cuda.py, with the Python that has torch for them; one GPU suffices
+gpu:
+	PARALLELIZE_TEST_DEVICE=cuda PYTORCH_NVML_BASED_CUDA_CHECK=1 $(PYTHON) -m pytest -p no:xdist $(PYTEST_OPTIONS)
 
 # the tests in an environment of each version of torch that is served, under `.versions/`; the Makefile's `test` runs in each
 versions: $(VENV)/.torch

@@ -27,11 +27,13 @@ _SPARSER = 4  # of the variants that `every` would leave in `make test`, one of 
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by markers
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Tests of many ranks run in one worker of xdist, one after another; variants go to the sweeps.
 
     Ranks wait for each other, so jobs that share two cores slow each other down by far more than a factor of two.
     """
+    if os.environ.get("PARALLELIZE_TEST_DEVICE", "cpu") != "cpu":
+        _leave_out_tests_of_cpus(config, items)
     seen: dict[str, int] = {}
     swept: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -54,6 +56,15 @@ def pytest_collection_finish(session):
     """What was imported and collected lives to the end: the garbage collector need not walk it again in each test."""
     gc.collect()
     gc.freeze()
+
+
+def _leave_out_tests_of_cpus(config, items):
+    """Only tests of pools, whose ranks compute on the chosen device, and those named after it."""
+    of_pools = [item for item in items if any(name in item.fixturenames for name in POOLS)]
+    chosen = {item for item in of_pools if item.get_closest_marker("on_cpus") is None}
+    chosen |= {item for item in items if item.path.stem.endswith("_cuda")}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 def _leave_to_the_full_sweep(variants):

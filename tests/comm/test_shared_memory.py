@@ -14,9 +14,10 @@ from parallelize.comm.same_host import through_shared_memory
 from parallelize.comm.shared_memory import SharedMemory, file_bytes, is_supported
 from tests.comm import shared_memory_jobs as jobs
 
-pytestmark = pytest.mark.skipif(
-    not is_supported(), reason="no /dev/shm, or stores that other processors see in another order"
-)
+pytestmark = [
+    pytest.mark.on_cpus("memory of one host that gloo shares"),
+    pytest.mark.skipif(not is_supported(), reason="no /dev/shm, or stores that other processors see in another order"),
+]
 
 
 @pytest.mark.processes

@@ -17,6 +17,7 @@ from tests.support.models import tiny_model
 from tests.support.refused import Block, refused, small_mesh
 
 
+@pytest.mark.on_cpus("a derivation runs the model's forward there")
 @pytest.mark.parametrize("maker", ["own_model", pytest.param("own_type", marks=pytest.mark.sweep)])
 def test_a_model_without_a_plan_trains_as_the_unsharded_one(maker, two_processes):
     first, second = two_processes.run(jobs.trained, maker)

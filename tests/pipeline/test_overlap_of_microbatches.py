@@ -133,6 +133,7 @@ def test_modes_of_one_rank_and_autocast_change_nothing(two_processes, kind):
     assert max(errors) <= 1e-12 if kind == "flops" else errors == [0.0, 0.0]
 
 
+@pytest.mark.on_cpus("over NCCL the rank that does not count waits until the group's timeout")
 @pytest.mark.processes
 def test_counting_collectives_is_refused_on_every_rank(two_processes):
     assert two_processes.run(jobs.counted_on_one_rank) == ["no-overlap", "ranks-diverged"]

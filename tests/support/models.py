@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from parallelize.verification.precision import InFloat64
+from tests.support import device
 
 COMMON = dict(vocab_size=67, hidden_size=48, num_hidden_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 GQA = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=6, intermediate_size=72, max_position_embeddings=64)
@@ -401,7 +402,7 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
     model.to(dtype)
     if dtype == torch.float64:
         keep_float64(model)
-    return model
+    return device.placed(model)
 
 
 def shipped_source(family: str) -> Any:

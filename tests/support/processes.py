@@ -1,4 +1,6 @@
-"""Real gloo processes for tests: a pool of ranks that stay up, forked from a server that has imported everything.
+"""Real processes for tests: a pool of ranks that stay up, forked from a server that has imported everything.
+
+Ranks compute on the CPU over gloo, or on GPUs over NCCL: `tests.support.device` says which.
 
 Each job is a function of this repository and its arguments. A rank sends its outcome before anything is torn down; a
 job that fails or hangs ends the whole pool, and the next job starts a fresh one, in a tenth of a second. A rank that is
@@ -33,7 +35,7 @@ FRAMES = 12  # the last ones of a stack are those that tell
 
 
 class Pool:
-    """`world_size` gloo ranks on loopback."""
+    """`world_size` ranks on loopback."""
 
     def __init__(self, world_size: int):
         self.world_size = world_size
@@ -149,14 +151,15 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any, stacks: Path) -> No
 
     import parallelize
     from parallelize.comm import meshes
+    from tests.support import device
 
-    parallelize.build_mesh = meshes.build_mesh = lru_cache(maxsize=None)(meshes.build_mesh)
+    parallelize.build_mesh = meshes.build_mesh = lru_cache(maxsize=None)(_on_device(meshes.build_mesh))
     gc.freeze()  # what the server has imported is never garbage
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     dist.distributed_c10d.default_pg_timeout = timeout  # of every further group
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
+    device.join(rank, world_size, timeout)
     while True:
         try:
             job, args = pipe.recv()
@@ -164,7 +167,14 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any, stacks: Path) -> No
             os._exit(0)
         try:
             torch.manual_seed(0)
-            pipe.send(("ok", job(rank, *args)))
+            pipe.send(("ok", device.on_cpu(job(rank, *device.placed(args)))))
         except BaseException as error:
             last_frames = traceback.format_exc(limit=-FRAMES)
             pipe.send(("error", f"{type(error).__name__}: {error}\n{last_frames}"))
+
+
+def _on_device(build_mesh: Callable[..., Any]) -> Callable[..., Any]:
+    """`build_mesh` of which jobs ask a mesh of "cpu": one of the device that this rank has."""
+    from tests.support import device
+
+    return lambda _device_type, **axes: build_mesh(device.current().type, **axes)

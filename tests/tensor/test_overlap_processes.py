@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support import device
 from tests.support.linears import OPS
 from tests.support.models import FAMILIES
 from tests.tensor import jobs, overlap_jobs
@@ -36,11 +37,14 @@ def test_planned_models(two_processes, family, sequence_parallel):
 def test_results_do_not_depend_on_the_chunks(two_processes, op):
     """fp32: outputs and input gradients bit-equal to sync where the kernel computes a row alike in any batch of rows, else to
     rounding; weight gradients to rounding; repeats always bit-equal."""
+    rounding = (
+        1e-6 if device.CHOSEN == "cpu" else 2e-6
+    )  # a GPU has other kernels, with other sums, for other numbers of rows
     for size in (512, 1024):
         for result in two_processes.run(overlap_jobs.bits, op, torch.float32, size, size):
             assert result["again"] == 0
             for name in ("out", "dx"):
-                assert result[name] <= (0.0 if result[f"kernel {name}"] else 1e-6), result
+                assert result[name] <= (0.0 if result[f"kernel {name}"] else rounding), result
             assert result["dw"] <= 2e-6, result
 
 

@@ -12,6 +12,7 @@ from parallelize import build_mesh, parallelize_module, shard_data
 from parallelize.models.example_inputs import inputs_of
 from parallelize.verification.precision import InFloat64
 from tests.pipeline.pipeline_jobs import full_value
+from tests.support import device
 from tests.support.models import perturb, shipped_source
 from tests.support.parity import worst
 
@@ -27,7 +28,7 @@ def _model(family: str) -> tuple[nn.Module, list[dict[str, Any]]]:
     text = {"input_ids": torch.randint(3, 30, (2, 7)), "use_cache": False}
     if "mm_token_type_ids" in inputs:
         text["mm_token_type_ids"] = torch.zeros(2, 7, dtype=torch.long)
-    return model.double(), [inputs, text]
+    return device.placed((model.double(), [inputs, text]))
 
 
 def _double(value: Any) -> Any:

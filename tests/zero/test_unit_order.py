@@ -110,6 +110,7 @@ def test_a_loop_that_repeats_itself_meets_no_more(axes):
 @pytest.mark.sweep
 @pytest.mark.processes
 @pytest.mark.variants(every=2)
+@pytest.mark.on_cpus("its mesh is one of gloo")
 @pytest.mark.parametrize("skipped", [1, 3], ids=["in the middle", "the last"])
 def test_a_layer_that_one_rank_skips(two_processes, skipped):
     """The other rank is in a collective, and learns of it when that fails."""

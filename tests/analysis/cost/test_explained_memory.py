@@ -8,7 +8,7 @@ import torch
 from tests.analysis.cost import explain_jobs as jobs
 from tests.support.models import FAMILIES
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.on_cpus("kernels of a GPU allocate otherwise")]
 
 
 def check(pool, family, sizes, options, *, batch=2, length=33, model=None, within=0.03, to_one_rank=False):

@@ -69,6 +69,7 @@ def test_mapped_weights_are_those_of_the_files_and_never_written_to_them(two_pro
     assert two_processes.run(jobs.load_mapped, sources(family), axes) == [[]] * 2
 
 
+@pytest.mark.on_cpus("the weights of files are mapped in the memory of the host")
 @pytest.mark.parametrize("reason", ["zero", "values", "device"])
 def test_what_cannot_be_mapped_is_refused_on_every_rank(two_processes, sources, reason):
     assert two_processes.run(jobs.slug_of_mapped, sources("llama"), reason) == [("not-mappable", True)] * 2

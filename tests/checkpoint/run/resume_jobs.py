@@ -21,6 +21,7 @@ from parallelize.errors import ParallelizeError
 from parallelize.pipeline.parallel_model import ParallelModel
 from parallelize.training import parallelize_model
 from tests.checkpoint.checkpoint_jobs import built, different, everything, train
+from tests.support import device
 from tests.support.models import tiny_model
 from tests.zero.zero_jobs import OPTIMIZERS
 
@@ -347,7 +348,7 @@ def axis_of_another_name(rank: int, root: str) -> bool:
 
     from parallelize import full_state_dict, parallelize_module
 
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
+    mesh = init_device_mesh(device.current().type, (2,), mesh_dim_names=("model",))
     first, second = (parallelize_module(tiny_model("phi3", seed=seed), mesh) for seed in (0, 1))
     with Checkpointer(root, first) as checkpoints:
         checkpoints.save(1)

@@ -24,6 +24,7 @@ def test_tokens_on_four_ranks(four_processes, family, options):
     assert four_processes.run(jobs.tokens_differ, family, 4, options) == [[]] * 4
 
 
+@pytest.mark.on_cpus("the generator of the CPU is looked at")
 def test_generators_after_a_generation(two_processes):
     first, second = two_processes.run(jobs.generators_after)
     assert first == (True, False)  # the first rank has drawn from its own

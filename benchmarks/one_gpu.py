@@ -43,6 +43,7 @@ from parallelize import (
     load_pretrained,
     parallelize_module,
 )
+from parallelize.analysis.cost.machine import profile_of
 
 SMALL = dict(hidden=256, layers=2, vocab=1024, batch=2, length=128, new=8, rounds=3)
 LARGE = dict(hidden=4096, layers=8, vocab=32000, batch=1, length=4096, new=64, rounds=10)
@@ -169,8 +170,7 @@ def prediction(args: argparse.Namespace) -> dict[str, float]:
 
     options: dict[str, Any] = {"hardware": "cpu"}
     if args.device == "cuda":
-        hardware = "h200" if "H200" in torch.cuda.get_device_name() else "h100-sxm"
-        options = {"weights_dtype": "bfloat16", "hardware": hardware}
+        options = {"weights_dtype": "bfloat16", "hardware": profile_of(torch.cuda.get_device_name())}
     predicted = explain(
         lambda: LlamaForCausalLM(config_of(args)), "llama", "tp=1", batch=args.batch, sequence=args.length, **options
     )
@@ -194,8 +194,8 @@ def generation(contenders: Contenders) -> dict[str, Any]:
     }
 
 
-def files(contenders: Contenders) -> dict[str, float]:
-    """GB/s of a load onto the device, of a save, and of reading the files' bytes alone."""
+def files(contenders: Contenders) -> dict[str, Any]:
+    """GB/s of loads onto the device, ours and `transformers`', of a save, and of reading the files' bytes alone."""
     from transformers import LlamaForCausalLM
 
     with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:
@@ -207,13 +207,25 @@ def files(contenders: Contenders) -> dict[str, float]:
         def load() -> None:
             model = build_on_meta(LlamaForCausalLM, contenders.config).to(contenders.dtype)
             load_pretrained(parallelize_module(model, contenders.mesh, "llama"), source, device=contenders.device)
+            _wait(contenders.device)
 
-        load()
-        loads = _seconds(load, contenders.device)
+        def load_by_transformers() -> None:
+            LlamaForCausalLM.from_pretrained(source, dtype=contenders.dtype, device_map={"": contenders.device})
+            _wait(contenders.device)
+
+        work = {"ours": load, "transformers": load_by_transformers}
+        times = interleaved(work, 3, before=lambda: _wait(contenders.device))
+        loads = {name: size / statistics.median(seconds) / 1e9 for name, seconds in times.items()}
         with Checkpointer(Path(folder) / "run", contenders.planned) as checkpoints:
             checkpoints.save(1)
             saves = _seconds(lambda: checkpoints.save(2), contenders.device)
-    return {"read_gb_s": size / reads / 1e9, "load_gb_s": size / loads / 1e9, "save_gb_s": size / saves / 1e9}
+    return {
+        "read_gb_s": size / reads / 1e9,
+        "load_gb_s": loads["ours"],
+        "transformers_load_gb_s": loads["transformers"],
+        "load ours/transformers": ratio(times, "ours", "transformers"),
+        "save_gb_s": size / saves / 1e9,
+    }
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -83,6 +83,12 @@ def known_machines() -> list[str]:
     return sorted(path.stem for path in PROFILES.glob("*.yaml"))
 
 
+def profile_of(device_name: str) -> str:
+    """The shipped profile of a GPU by the name that CUDA gives it ("NVIDIA H200"); of a GPU without one, the H100's."""
+    own = (name for name in known_machines() if name.partition("-")[0] in device_name.lower())
+    return next(own, "h100-sxm")
+
+
 def load_machine(name: str | os.PathLike) -> Machine:
     """A shipped profile by name, or a YAML file of the same form.
 

@@ -7,10 +7,12 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 
 import torch
 
 from parallelize.checkpoint.format.boxes import Box, contains, runs, shape_of, slices_of, volume
+from parallelize.checkpoint.format.device_pieces import DevicePieces
 from parallelize.checkpoint.format.digests import BLOCK_BYTES, digest_of, read_digests
 from parallelize.checkpoint.format.header import FileInfo, Header, TensorEntry, read_header
 from parallelize.checkpoint.format.host_memory import Scratch, bytes_of, torch_dtype
@@ -27,6 +29,13 @@ class Buffers:
 
     def __init__(self) -> None:
         self.staging, self.blocks = Scratch(), Scratch()
+        self._pieces: dict[torch.device, DevicePieces] = {}
+
+    def pieces(self, device: torch.device) -> DevicePieces:
+        """The pinned memory through which a device's tensors are filled."""
+        if device not in self._pieces:
+            self._pieces[device] = DevicePieces(device)
+        return self._pieces[device]
 
 
 class TensorFile:
@@ -48,7 +57,7 @@ class TensorFile:
         """
         self.path = folder / name
         self._descriptor, self.size = open_file(folder, name)
-        self.bytes_read = 0
+        self.bytes_read, self._counting = 0, Lock()
         self._buffers = buffers or Buffers()
         self._checked_blocks: set[tuple[str, int]] = set()
         self._map: mmap.mmap | None = None
@@ -87,6 +96,10 @@ class TensorFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    def _count(self, num_bytes: int) -> None:
+        with self._counting:  # of several threads
+            self.bytes_read += num_bytes
+
     def _opened(self) -> int:
         if self._descriptor < 0:
             self._descriptor, size = open_file(self.path.parent, self.path.name)
@@ -123,9 +136,21 @@ class TensorFile:
         if out.device.type == "cpu" and plain and out.dtype == torch_dtype(entry.dtype):
             self._read_into(entry, box, bytes_of(out), check)
             return
+        is_checked = check and self._digests is not None
+        if out.device.type == "cuda" and not is_checked and self._read_by_pieces(entry, box, out):
+            return
         staging = self._buffers.staging.of(volume(box) * entry.item_bytes)
         self._read_into(entry, box, bytes_of(staging), check)
         out.copy_(staging.view(torch_dtype(entry.dtype)).view(shape_of(box)))
+
+    def _read_by_pieces(self, entry: TensorEntry, box: Box, out: T) -> bool:
+        """Read a box, without a check, into a tensor on a device; whether it can be cut into pieces. Nothing is read if not."""
+        pieces, dtype = self._buffers.pieces(out.device), torch_dtype(entry.dtype)
+        if not pieces.takes(box, dtype):
+            return False
+        self._opened()  # by this thread
+        pieces.fill(lambda part, memory: self._read_into(entry, part, memory, False), box, dtype, out)
+        return True
 
     def _read_into(self, entry: TensorEntry, box: Box, data: memoryview, check: bool) -> None:
         layout, item_bytes = runs(entry.shape, box), entry.item_bytes
@@ -182,7 +207,7 @@ class TensorFile:
                 what = f"ends at byte {start + at}, inside a tensor"
                 raise CheckpointError(Problem("truncated-file", what, str(self.path)))
             at += count
-        self.bytes_read += len(data)
+        self._count(len(data))
 
     def _copy_mapped(self, entry: TensorEntry, box: Box, data: memoryview) -> None:
         """Copy short runs from a memory map. This may read nearby pages, which other ranks are likely to need."""
@@ -198,7 +223,7 @@ class TensorFile:
             full = torch.frombuffer(mapped, dtype=torch.uint8, count=entry.num_bytes, offset=entry.start - begin)
             _copy_box(full, entry, box, data)
             del full  # the map cannot be closed while a tensor uses it
-        self.bytes_read += len(data)
+        self._count(len(data))
 
     # -- checked by digest --------------------------------------------------------------------------------------------
 

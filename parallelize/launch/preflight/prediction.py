@@ -6,7 +6,9 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from parallelize.analysis.cost.machine import Machine, load_machine
+import torch
+
+from parallelize.analysis.cost.machine import Machine, load_machine, profile_of
 from parallelize.analysis.cost.memory import RankMemory
 from parallelize.analysis.cost.setting import Setting
 from parallelize.analysis.explain import explain_subject
@@ -80,8 +82,10 @@ def subject_of(config: RunConfig) -> Subject:
 
 
 def machine_of(config: RunConfig, device: str) -> Machine:
-    """The profile that `fit` and `explain` assume."""
-    return load_machine(config.hardware or ("h100-sxm" if device.startswith("cuda") else "cpu"))
+    """The profile that the file names, else that of the device."""
+    if config.hardware or not device.startswith("cuda"):
+        return load_machine(config.hardware or "cpu")
+    return load_machine(profile_of(torch.cuda.get_device_name() if torch.cuda.is_available() else ""))
 
 
 def setting_of(config: RunConfig, chosen: ChosenMesh, device: str) -> Setting:

@@ -236,7 +236,7 @@ class _CombinedOutput:
         return self.out, self.lse
 
     def finished(self) -> list[T]:
-        out, lse = self._widened()
+        out, lse = (self.out, self.lse) if self.out is not None and self.lse is not None else self._widened()
         return [out.to(self.q.dtype), lse.masked_fill(lse == -torch.inf, 0.0)]
 
 

@@ -27,7 +27,7 @@ class Claim:
     unit: str = "times"
 
 
-STEP, WEIGHTS, CHECKS = "step", "weights", "checks"
+STEP, GPU, WEIGHTS, CHECKS = "step", "gpu", "weights", "checks"
 _BLOCKS = ("TP, nested", "TP + SP, nested", "TP, flat", "TP + SP, flat")
 
 
@@ -314,16 +314,63 @@ CLAIMS = (
         "us",
     ),
     Claim(
-        STEP,
-        "step with AdamW at tp 1, where nothing is sent, over the bare module's, on the device of the record",
+        GPU,
+        "step of a plan at tp 1 over the bare module's",
         "one_gpu",
         lambda result: [result["step planned/bare"]],
     ),
     Claim(
-        STEP,
-        "its peak memory over what `explain` predicts",
+        GPU,
+        "MFU of the vendor's 989 TFLOP/s: the plan / the bare module",
         "one_gpu",
-        lambda result: [result["memory"]["measured/predicted"]],
+        lambda result: [100 * result["mfu"][name] for name in ("planned", "bare")],
+        "%",
+    ),
+    Claim(
+        GPU,
+        "over what `explain` predicts: peak memory / time of a step",
+        "one_gpu",
+        lambda result: [result["memory"]["measured/predicted"], result["step measured/predicted"]],
+    ),
+    Claim(
+        GPU,
+        "`transformers`' greedy generation, 64 tokens: time of the bare module over the plan's",
+        "one_gpu",
+        lambda result: [result["generate"]["bare/planned"]],
+    ),
+    Claim(
+        GPU,
+        "pretrained weights, files in the page cache, onto the GPU, over `transformers`",
+        "one_gpu",
+        lambda result: [result["files"]["load ours/transformers"]],
+    ),
+    Claim(
+        GPU,
+        "their rate: this package / `transformers` / a checkpoint of this package, saved to the virtual disk",
+        "one_gpu",
+        lambda result: [result["files"][f"{name}_gb_s"] for name in ("load", "transformers_load", "save")],
+        "GB/s",
+    ),
+    Claim(
+        GPU,
+        "step of a plan over the bare module's where the host is slower than the GPU (hidden 1,024, 512 tokens): eager / layers compiled",
+        "one_gpu_small",
+        lambda result: [result["step planned/bare"], result["compiled"]["step planned/bare"]],
+    ),
+    Claim(
+        GPU,
+        "head and loss in one over `F.linear` and `F.cross_entropy`, 8,192 tokens, 128,256 entries: time / memory",
+        "one_gpu_ops",
+        lambda result: [
+            result["head and loss"]["fused/stock"],
+            result["head and loss"]["peak_mib"]["fused"] / result["head and loss"]["peak_mib"]["stock"],
+        ],
+    ),
+    Claim(
+        GPU,
+        "attention as a ring of one rank over `scaled_dot_product_attention`, causal, 8,192 tokens, forward and backward",
+        "one_gpu_ops",
+        lambda result: [result["attention"]["ring/stock"]],
     ),
     Claim(
         WEIGHTS,

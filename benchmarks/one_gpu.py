@@ -44,9 +44,10 @@ from parallelize import (
     parallelize_module,
 )
 from parallelize.analysis.cost.machine import profile_of
+from parallelize.comm.link_profile import known_peak
 
-SMALL = dict(hidden=256, layers=2, vocab=1024, batch=2, length=128, new=8, rounds=3)
-LARGE = dict(hidden=4096, layers=8, vocab=32000, batch=1, length=4096, new=64, rounds=10)
+SMALL = {"hidden": 256, "layers": 2, "vocab": 1024, "batch": 2, "length": 128, "new": 8, "rounds": 3}
+LARGE = {"hidden": 4096, "layers": 8, "vocab": 32000, "batch": 1, "length": 4096, "new": 64, "rounds": 10}
 
 
 def config_of(args: argparse.Namespace) -> Any:
@@ -111,9 +112,10 @@ def measure(args: argparse.Namespace, predicted: dict[str, float]) -> dict[str, 
         "step_ms": {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()},
         "step planned/bare": ratio(times, "planned", "bare"),
     }
-    if args.peak_tflops:
+    peak = args.peak_tflops or _known_tflops(contenders)
+    if peak:
         flops = step_flops(contenders.config, args.batch, args.length)
-        result["mfu"] = {name: flops / (ms / 1e3) / (args.peak_tflops * 1e12) for name, ms in result["step_ms"].items()}
+        result["mfu"] = {name: flops / (ms / 1e3) / (peak * 1e12) for name, ms in result["step_ms"].items()}
     result["step measured/predicted"] = result["step_ms"]["planned"] / 1e3 / predicted["step_s"]
     if args.compile:
         result["compiled"] = compiled(contenders, steps, args.rounds)
@@ -137,6 +139,12 @@ def compiled(contenders: Contenders, steps: dict[str, Callable[[], float]], roun
         "step_ms": {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()},
         "step planned/bare": ratio(times, "planned", "bare"),
     }
+
+
+def _known_tflops(contenders: Contenders) -> float:
+    if contenders.device.type != "cuda":
+        return 0.0
+    return (known_peak(torch.cuda.get_device_name(), str(contenders.dtype).removeprefix("torch.")) or 0.0) / 1e12
 
 
 def step_flops(config: Any, batch: int, length: int) -> float:
@@ -269,7 +277,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     for name in SMALL:
         parser.add_argument(f"--{name}", type=int, help=f"default: {LARGE[name]} on a GPU, {SMALL[name]} on the CPU")
-    parser.add_argument("--peak-tflops", type=float, help="of the device, for MFU: 989 of an H100 or H200 in bfloat16")
+    parser.add_argument("--peak-tflops", type=float, help="of the device, for MFU; default: what the vendor says of it")
     parser.add_argument(
         "--compile", action="store_true", help="the step with each layer compiled, too, and nothing else"
     )

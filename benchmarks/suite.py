@@ -5,8 +5,8 @@
     python -m benchmarks.suite --only zero load  # some of them
     python -m benchmarks.suite --list
 
-Short forms take under 15 minutes together on two cores. Runs over a slow link need Linux, root, `ip` and `tc`; without these they
-are left out, and named at the end. Exit status: 1 if a run failed.
+Short forms take under 15 minutes together on two cores. Runs over a slow link need Linux, root, `ip` and `tc`, and those of a GPU
+need one; without these they are left out, and named. Exit status: 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from benchmarks.record import RESULTS
 from benchmarks.slow_link import EmulationError, check
@@ -36,6 +38,7 @@ class Run:
         ranks: processes that torchrun starts; 0: one process, without torchrun.
         rate: of the emulated link between the ranks, as `tc` writes it; empty: loopback.
         emulates: it makes namespaces and links by itself.
+        gpu: it needs a GPU; without one, its script runs with `--device cpu`, for a trial.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Run:
     ranks: int = 0
     rate: str = ""
     emulates: bool = False
+    gpu: bool = False
 
     def command(self, full: bool, folder: Path) -> list[str]:
         arguments = [*(self.full if full else self.short).split(), "--json", str(folder / f"{self.name}.json")]
@@ -124,7 +128,9 @@ RUNS = (
     Run("export", "export", "--rounds 5", "", 2),
     Run("quantized", "quantized", "--rounds 5", "", 2),
     Run("predictions", "predictions", "--rounds 1", "--rounds 3"),
-    Run("one_gpu", "one_gpu"),
+    Run("one_gpu", "one_gpu", gpu=True),
+    Run("one_gpu_small", "one_gpu", *2 * ["--hidden 1024 --layers 16 --length 512 --rounds 20 --compile"], gpu=True),
+    Run("one_gpu_ops", "one_gpu_ops", gpu=True),
     Run("scale", "scale", "--rounds 1", "--rounds 3"),
 )
 
@@ -146,12 +152,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run_all(runs: list[Run], full: bool, folder: Path) -> int:
     """Run each, print a line for each, and say at the end what failed and what was left out."""
-    no_link = _why_no_link()
+    no_link, no_gpu = _why_no_link(), "" if torch.cuda.is_available() else "there is no GPU"
     failed: list[str] = []
     began = time.monotonic()
     for run in runs:
-        if (run.rate or run.emulates) and no_link:
-            print(f"{run.name:<26} left out: {no_link}", flush=True)
+        if reason := no_link * (bool(run.rate) or run.emulates) or no_gpu * run.gpu:
+            print(f"{run.name:<26} left out: {reason}", flush=True)
             continue
         seconds, error = _run(run, full, folder)
         print(f"{run.name:<26} {seconds:6.1f} s  {'failed' if error else 'ok'}", flush=True)

@@ -46,6 +46,8 @@ def join(rank: int, world_size: int, timeout: timedelta) -> None:
         _share(rank // gpus)
     _of_this_rank = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(_of_this_rank)
+    with torch.device("cpu"):
+        torch.empty(0)  # device contexts note PyTorch's own factories at the first call inside of one
     for name in FACTORIES.split():
         setattr(torch, name, _placing(getattr(torch, name)))
     dist.init_process_group("nccl", rank=rank, world_size=world_size, timeout=timeout)

@@ -10,6 +10,7 @@ from tests.trainers.sft_jobs import run_sft
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
+pytestmark = pytest.mark.on_cpus("the Trainer of its jobs is told to use the CPU")
 
 swept = partial(pytest.param, marks=pytest.mark.sweep)
 SPLIT = dict(gradient_accumulation_steps=2, per_device_train_batch_size=4)

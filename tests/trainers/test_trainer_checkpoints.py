@@ -14,6 +14,7 @@ from parallelize.trainers.trainer_checkpoints import _newest
 from tests.trainers import trainer_jobs as jobs
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.on_cpus("the Trainer of its jobs is told to use the CPU")
 
 SAVED = dict(save_strategy="steps", save_steps=4, train_sampling_strategy="random", max_steps=14)
 DROPS = {"config": {"attention_dropout": 0.1}}

@@ -10,6 +10,7 @@ import torch
 from tests.trainers import trainer_jobs as jobs
 
 pytest.importorskip("accelerate")
+pytestmark = pytest.mark.on_cpus("the Trainer of its jobs is told to use the CPU")
 
 SPLIT = dict(gradient_accumulation_steps=2, per_device_train_batch_size=4)
 ROUTED = dict(family="mixtral", config={"output_router_logits": True})

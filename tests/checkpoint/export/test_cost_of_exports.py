@@ -26,5 +26,6 @@ def test_memory_is_two_buckets_and_each_has_one_exchange(two_processes, axes, op
         assert peak > BUCKET * 0.8 and num_bytes > 5 * BUCKET, "the count sees what is allocated"
 
 
+@pytest.mark.on_cpus("exported weights are compared with those of a module there")
 def test_dtypes_and_names_are_those_asked_for(two_processes):
     assert two_processes.run(jobs.devices_and_types) == [True, True]

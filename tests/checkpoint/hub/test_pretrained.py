@@ -62,6 +62,7 @@ def test_experts_are_stacked_and_unstacked(four_processes, sources, tmp_path, ax
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the test reads where files are mapped")
+@pytest.mark.on_cpus("the weights of files are mapped in the memory of the host")
 @pytest.mark.variants(every=6)
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 1}], ids=["tp", "dp"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "mixtral"])

@@ -68,7 +68,7 @@ from parallelize.tensor.install.later_adapters import plan_later_adapters
 from parallelize.tensor.install.later_resizing import serve_resizing
 from parallelize.tensor.install.module_checks import problems_of_modules
 from parallelize.tensor.install.peft_prompts import unserved_prefixes
-from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites
+from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites, require_symmetric_memory
 from parallelize.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 from parallelize.tensor.torch_styles.module_style import ModuleStyle
@@ -181,9 +181,11 @@ def apply_plan(
     """`parallelize_module` by a resolved plan. decide: returns it; what it raises is raised on every rank."""
     storage = storage or Storage()
     agreed = _agree_on_plan(module, mesh, decide, storage, timeout_s, trace)
-    if storage.check_replicated is not False and tp_mesh(mesh).size() > 1:
+    tp = Group(tp_mesh(mesh).get_group())
+    require_symmetric_memory(agreed.plan, agreed.overlapped, tp, torch.device(mesh.device_type))
+    if storage.check_replicated is not False and tp.size > 1:
         names = _full_on_each_rank(module, agreed.plan, storage.compares)
-        compare_weights(module, mesh, Group(tp_mesh(mesh).get_group()), "tp", names)
+        compare_weights(module, mesh, tp, "tp", names)
     with without_cycles(), Transaction(module):
         if agreed.resolved.plan.kept:
             _apply_kept(module, mesh, agreed.resolved, storage)

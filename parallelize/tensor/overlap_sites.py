@@ -6,7 +6,7 @@ or to a block whose converted input several column linears share (see `shared_in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -109,6 +109,22 @@ def is_plain_linear(module: nn.Module) -> bool:
     return known and "forward" not in module.__dict__
 
 
+def require_symmetric_memory(
+    resolved: ResolvedPlan, call_sites: Sequence[PlannedCallSite], group: Group, device: torch.device
+) -> None:
+    """Map memory of all ranks, if a plan asks for it. A collective, so that ranks must have agreed on the plan.
+
+    Raises: MeshError `no-symmetric-memory`.
+    """
+    if call_sites and _asks_for_symmetric_memory(resolved, call_sites):
+        symmetric.require(group, device)
+
+
+def _asks_for_symmetric_memory(resolved: ResolvedPlan, call_sites: Sequence[PlannedCallSite]) -> bool:
+    requested = {resolved.plan.options.overlap, *(call_site.requested for call_site in call_sites)}
+    return "symm_mem" in requested
+
+
 def check_call_sites(
     resolved: ResolvedPlan, model: ModelFacts, group: Group, device: torch.device
 ) -> tuple[PlannedCallSite, ...]:
@@ -119,11 +135,8 @@ def check_call_sites(
     call_sites = tuple(planned_call_sites(resolved, model))
     if group.size == 1:  # there is no communication to overlap
         return ()
-    if (
-        any(call_site.requested == "symm_mem" for call_site in call_sites)
-        or resolved.plan.options.overlap == "symm_mem"
-    ):
-        symmetric.require(group, device)
+    if _asks_for_symmetric_memory(resolved, call_sites):
+        symmetric.require(None, device)
     _check_rules(resolved, model, call_sites)
     requested = {row.contract.overlap or resolved.plan.options.overlap for row in resolved.modules.values()} - {
         "off",

@@ -18,7 +18,7 @@ _CUDA: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None
 _CUDA_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
 _CUDNN: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", None)
 _CUDNN_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", None)
-_HOPPER = (9, 0)
+_HOPPER, _CUDNN_WIDTH = (9, 0), 128  # wider heads have no backward in every version
 _CUDA_WIDTH = 256  # the widest head of flash attention
 
 
@@ -64,7 +64,7 @@ def backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool, scale: flo
 
 
 def _prefers_cudnn(q: T, k: T, v: T, causal: bool) -> bool:
-    if _CUDNN is None or torch.cuda.get_device_capability(q.device) < _HOPPER:
+    if _CUDNN is None or q.shape[-1] > _CUDNN_WIDTH or torch.cuda.get_device_capability(q.device) < _HOPPER:
         return False
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1]))
 

@@ -28,8 +28,8 @@ def unavailable(group: Group, device: torch.device) -> str:
 
     The first call is a collective: ranks map each other's memory, and none uses it where one of them could not.
     """
-    if device.type != "cuda":
-        return f"symmetric memory needs CUDA, and this is {device.type}"
+    if reason := _of_other_devices(device):
+        return reason
     if group.state.no_symmetric_memory is None:
         reason = private_groups.enable_symmetric_memory(group.pg)
         failed = [rank for rank, number in enumerate(over_ranks(group, bool(reason), _HOST)) if number]
@@ -39,9 +39,13 @@ def unavailable(group: Group, device: torch.device) -> str:
     return group.state.no_symmetric_memory
 
 
-def require(group: Group, device: torch.device) -> None:
-    """Raises: MeshError `no-symmetric-memory` with the reason."""
-    reason = unavailable(group, device)
+def _of_other_devices(device: torch.device) -> str:
+    return "" if device.type == "cuda" else f"symmetric memory needs CUDA, and this is {device.type}"
+
+
+def require(group: Group | None, device: torch.device) -> None:
+    """Raises: MeshError `no-symmetric-memory` with the reason. Without a group the device's type alone is checked."""
+    reason = _of_other_devices(device) if group is None else unavailable(group, device)
     if reason:
         raise MeshError(Problem("no-symmetric-memory", reason, fix="overlap: auto or chunked, which work on any group"))
 

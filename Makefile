@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # a CPU build is enough for tests and demo; a plain `torch` would bring gigabytes of CUDA
 TORCH ?= torch==2.13.0
 
-.PHONY: demo train test gpu sweep full versions check install-demo install-test bench clean
+.PHONY: demo train test gpu sweep full versions check install-demo install-test bench records clean
 
 demo: $(VENV)/.demo
 	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/demo.py
@@ -40,9 +40,12 @@ check: $(VENV)/.check
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# short forms of every benchmark, in under 15 minutes on two cores, and the tables of docs/measurements.md
+# short forms of every benchmark, in under 15 minutes on two cores; `records` runs the full forms, for the tables of the documents
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.suite
+
+records: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.suite --full
 	$(BIN)/python -m benchmarks.measurements
 
 $(VENV)/.torch:

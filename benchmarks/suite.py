@@ -1,11 +1,12 @@
-"""Every benchmark, one after the other; each writes `benchmarks/results/NAME.json`.
+"""Every benchmark, one after the other; each writes a record, NAME.json.
 
-    make bench                                   # short forms, then the tables of docs/measurements.md
-    python -m benchmarks.suite --full            # more rounds and sizes, as the documents quote them
+    make bench                                   # short forms, into benchmarks/short/
+    python -m benchmarks.suite --full            # more rounds and sizes, into benchmarks/results/, which the documents quote
     python -m benchmarks.suite --only zero load  # some of them
     python -m benchmarks.suite --list
 
-Short forms take under 15 minutes together on two cores. Runs over a slow link need Linux, root, `ip` and `tc`, and those of a GPU
+Short forms take under 15 minutes together on two cores. They show that each benchmark runs and about what it gives: their sizes are not
+those of the documents, so that they never stand in the tables. Runs over a slow link need Linux, root, `ip` and `tc`, and those of a GPU
 need one; without these they are left out, and named. Exit status: 1 if a run failed.
 """
 
@@ -25,6 +26,7 @@ from benchmarks.record import RESULTS
 from benchmarks.slow_link import EmulationError, check
 
 ROOT = Path(__file__).parents[1]
+SHORT = RESULTS.parent / "short"
 TIMEOUT_S = 1800.0
 
 
@@ -61,28 +63,30 @@ class Run:
         return [sys.executable, "-m", f"benchmarks.{self.script}", *arguments]
 
 
+_SMALL_STEP = "--hidden 64 --layers 2 --length 512 --rounds 2"
+
 RUNS = (
-    Run("host_overhead_fake", "host_overhead", "--hidden 64 --rounds 30", "--hidden 64"),
+    Run("host_overhead_fake", "host_overhead", "--hidden 64 --rounds 10", "--hidden 64"),
     Run(
         "host_overhead_gloo_step",
         "host_overhead",
-        "--step-only --hidden 256 --rounds 20",
+        "--step-only --hidden 256 --rounds 5",
         "--step-only --hidden 256",
         2,
     ),
     Run(
         "collective_matmul_1gbit",
         "collective_matmul",
-        "--square --rounds 7 --chunks 8 --ops all_gather_linear linear_reduce_scatter",
+        "--square --rounds 3 --chunks 8 --ops all_gather_linear linear_reduce_scatter",
         "",
         2,
         "1gbit",
     ),
-    Run("microbatch_step_1gbit", "microbatch_step", "--hidden 256 --rounds 3", "--microbatches 8", 2, "1gbit"),
+    Run("microbatch_step_1gbit", "microbatch_step", _SMALL_STEP, "--microbatches 8", 2, "1gbit"),
     Run(
         "microbatch_step_dict_1gbit",
         "microbatch_step",
-        "--hidden 64 --layers 2 --rounds 3 --dict",
+        f"{_SMALL_STEP} --dict",
         "--hidden 512 --dict",
         2,
         "1gbit",
@@ -90,7 +94,7 @@ RUNS = (
     Run(
         "microbatch_step_1024_1gbit",
         "microbatch_step",
-        "--hidden 64 --layers 2 --rounds 3",
+        _SMALL_STEP,
         "--hidden 1024 --layers 2",
         2,
         "1gbit",
@@ -98,35 +102,35 @@ RUNS = (
     Run(
         "microbatch_step_10gbit",
         "microbatch_step",
-        "--hidden 64 --layers 2 --rounds 3 --rate 1e10 --auto",
+        f"{_SMALL_STEP} --rate 1e10 --auto",
         "--hidden 256 --rate 1e10 --auto",
         2,
         "10gbit",
     ),
-    Run("microbatch_step_4_1gbit", "microbatch_step", "--hidden 64 --layers 2 --rounds 3", "--hidden 256", 4, "1gbit"),
-    Run("llama_step_1gbit", "llama_step", "--hidden 256 512 --rounds 5", "", 2, "1gbit"),
+    Run("microbatch_step_4_1gbit", "microbatch_step", _SMALL_STEP, "--hidden 256", 4, "1gbit"),
+    Run("llama_step_1gbit", "llama_step", "--hidden 256 --rounds 3", "", 2, "1gbit"),
     Run("experts_2_loopback", "experts", "--rounds 5", "--rounds 16", 2),
-    Run("experts_2_1gbit", "experts", "--rounds 5", "--rounds 16", 2, "1gbit"),
-    Run("experts_4_loopback", "experts", "--rounds 3", "--rounds 8", 4),
+    Run("experts_2_1gbit", "experts", "--rounds 3", "--rounds 16", 2, "1gbit"),
+    Run("experts_4_loopback", "experts", "--rounds 2", "--rounds 8", 4),
     Run("expert_dispatch_1gbit", "expert_dispatch", "--rounds 5", "--rounds 16", 2, "1gbit"),
-    Run("pipeline", "pipeline", "--rounds 7", "", 2),
-    Run("pipeline_bubble", "pipeline", "--bubble --ms 60", "--bubble", 4),
-    Run("zero", "zero", "--rounds 7", "", 2),
-    Run("zero_memory", "zero", "--memory --repeats 1", "--memory"),
+    Run("pipeline", "pipeline", "--rounds 4", "", 2),
+    Run("pipeline_bubble", "pipeline", "--bubble --ms 20", "--bubble", 4),
+    Run("zero", "zero", "--rounds 3", "", 2),
+    Run("zero_memory", "zero", "--memory --repeats 1 --stages 0 3", "--memory"),
     Run("zero_table", "zero", "--table", "--table", 4),
-    Run("long_context_2_loopback", "long_context", "--lengths 8192 --rounds 3", "", 2),
-    Run("ring_attention", "ring_attention", "--rounds 3", "", 2),
-    Run("compiled_step", "compiled_step", "--rounds 7", "", 2),
-    Run("fused_loss", "fused_loss", "--rounds 3"),
-    Run("generate", "generate", "--rounds 5", "--rounds 15", 2),
-    Run("step_check_tp", "step_check", "--axis tp --rounds 25", "--axis tp", 2),
-    Run("step_check_dp", "step_check", "--axis dp --rounds 25", "--axis dp", 2),
-    Run("watch_cost", "watch_cost", "--rounds 9", "", 2),
+    Run("long_context_2_loopback", "long_context", "--lengths 4096 --rounds 2", "", 2),
+    Run("ring_attention", "ring_attention", "--length 4096 --dtypes float32 --rounds 2", "", 2),
+    Run("compiled_step", "compiled_step", "--hidden 256 --rounds 5", "", 2),
+    Run("fused_loss", "fused_loss", "--tokens 1024 --rounds 2"),
+    Run("generate", "generate", "--rounds 3", "--rounds 15", 2),
+    Run("step_check_tp", "step_check", "--axis tp --rounds 8", "--axis tp", 2),
+    Run("step_check_dp", "step_check", "--axis dp --rounds 8", "--axis dp", 2),
+    Run("watch_cost", "watch_cost", "--rounds 4", "", 2),
     Run("preflight", "preflight", emulates=True),
-    Run("checkpoint", "checkpoint", "--rounds 5", "", 2),
+    Run("checkpoint", "checkpoint", "--rounds 3", "", 2),
     Run("load", "load", "--rounds 3"),
-    Run("export", "export", "--rounds 5", "", 2),
-    Run("quantized", "quantized", "--rounds 5", "", 2),
+    Run("export", "export", "--rounds 3", "", 2),
+    Run("quantized", "quantized", "--layers 4 --rounds 3", "", 2),
     Run("predictions", "predictions", "--rounds 1", "--rounds 3"),
     Run("one_gpu", "one_gpu", gpu=True),
     Run("one_gpu_small", "one_gpu", *2 * ["--hidden 1024 --layers 16 --length 512 --rounds 20 --compile"], gpu=True),
@@ -139,15 +143,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[run.name for run in RUNS])
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the records")
+    parser.add_argument("--results", type=Path, help="the folder of the records (default: by the form, as above)")
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args(arguments)
+    folder = options.results or (RESULTS if options.full else SHORT)
     chosen = [run for run in RUNS if not options.only or run.name in options.only]
     if options.list:
         for run in chosen:
-            print(" ".join(run.command(options.full, options.results)))
+            print(" ".join(run.command(options.full, folder)))
         return 0
-    return _run_all(chosen, options.full, options.results)
+    return _run_all(chosen, options.full, folder)
 
 
 def _run_all(runs: list[Run], full: bool, folder: Path) -> int:
@@ -164,9 +169,8 @@ def _run_all(runs: list[Run], full: bool, folder: Path) -> int:
         if error:
             failed.append(run.name)
             print(error, file=sys.stderr, flush=True)
-    print(
-        f"{time.monotonic() - began:.0f} s; results in {folder}; `python -m benchmarks.measurements` writes the tables"
-    )
+    writes_tables = "; `python -m benchmarks.measurements` writes the tables" if folder == RESULTS else ""
+    print(f"{time.monotonic() - began:.0f} s; records in {folder}{writes_tables}")
     return 1 if failed else 0
 
 

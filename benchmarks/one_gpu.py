@@ -112,10 +112,10 @@ def measure(args: argparse.Namespace, predicted: dict[str, float]) -> dict[str, 
         "step_ms": {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()},
         "step planned/bare": ratio(times, "planned", "bare"),
     }
-    peak = args.peak_tflops or _known_tflops(contenders)
-    if peak:
+    tflops = args.peak_tflops or _known_tflops(contenders)
+    if tflops:
         flops = step_flops(contenders.config, args.batch, args.length)
-        result["mfu"] = {name: flops / (ms / 1e3) / (peak * 1e12) for name, ms in result["step_ms"].items()}
+        result["mfu"] = {name: flops / (ms / 1e3) / (tflops * 1e12) for name, ms in result["step_ms"].items()}
     result["step measured/predicted"] = result["step_ms"]["planned"] / 1e3 / predicted["step_s"]
     if args.compile:
         result["compiled"] = compiled(contenders, steps, args.rounds)

@@ -29,7 +29,7 @@ from parallelize.ops.attention.ring_attention import Masking, ring_attention
 
 SMALL = dict(tokens=256, hidden=64, vocab=512, heads=4, width=16, rounds=3)
 LARGE = dict(tokens=8192, hidden=4096, vocab=128256, heads=32, width=128, rounds=20)
-Work = dict[str, Callable[[], object]]
+Work = dict[str, Callable[[], list[torch.Tensor]]]
 
 
 def head_and_loss(args: argparse.Namespace, dtype: torch.dtype) -> Work:
@@ -39,17 +39,13 @@ def head_and_loss(args: argparse.Namespace, dtype: torch.dtype) -> Work:
     weight = (torch.randn(args.vocab, args.hidden, device=args.device) * args.hidden**-0.5).to(dtype).requires_grad_()
     targets = torch.randint(args.vocab, (args.tokens,), device=args.device)
 
-    def stock() -> torch.Tensor:
-        hidden.grad = weight.grad = None
+    def stock() -> list[torch.Tensor]:
         loss = F.cross_entropy(F.linear(hidden, weight).float(), targets)
-        loss.backward()
-        return loss.detach()
+        return [loss, *torch.autograd.grad(loss, (hidden, weight))]
 
-    def fused() -> torch.Tensor:
-        hidden.grad = weight.grad = None
+    def fused() -> list[torch.Tensor]:
         loss = linear_cross_entropy(hidden, weight, targets)
-        loss.backward()
-        return loss.detach()
+        return [loss, *torch.autograd.grad(loss, (hidden, weight))]
 
     return {"stock": stock, "fused": fused}
 
@@ -74,8 +70,9 @@ def attention(args: argparse.Namespace, dtype: torch.dtype) -> Work:
 
 def measure(work: Work, ours: str, args: argparse.Namespace) -> dict[str, Any]:
     results = {name: run() for name, run in work.items()}
-    pairs = [[t.detach() for t in (value if isinstance(value, list) else [value])] for value in results.values()]
-    differences = [float((a - b).abs().max() / b.abs().max()) for b, a in zip(*pairs, strict=True)]
+    pairs = zip(*([tensor.detach() for tensor in result] for result in results.values()), strict=True)
+    differences = [float((actual - stock).abs().max() / stock.abs().max()) for stock, actual in pairs]
+    del results, pairs
     times = interleaved(work, args.rounds, before=_wait)
     peaks = {name: _peak(run) for name, run in work.items()}
     return {
@@ -121,11 +118,11 @@ def main() -> None:
 def _synchronized(work: Work) -> Work:
     """Each call until the device has done it."""
 
-    def until_done(run: Callable[[], Any]) -> Callable[[], object]:
-        def call() -> object:
-            value = run()
+    def until_done(run: Callable[[], list[torch.Tensor]]) -> Callable[[], list[torch.Tensor]]:
+        def call() -> list[torch.Tensor]:
+            results = run()
             _wait()
-            return value
+            return results
 
         return call
 

@@ -40,7 +40,7 @@ class Run:
         ranks: processes that torchrun starts; 0: one process, without torchrun.
         rate: of the emulated link between the ranks, as `tc` writes it; empty: loopback.
         emulates: it makes namespaces and links by itself.
-        gpu: it needs a GPU; without one, its script runs with `--device cpu`, for a trial.
+        gpu: it needs a GPU, and is left out without one.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Run:
         return [sys.executable, "-m", f"benchmarks.{self.script}", *arguments]
 
 
+_SHORT_KERNELS = "--hidden 1024 --layers 16 --length 512 --rounds 20 --compile"
 _SMALL_STEP = "--hidden 64 --layers 2 --length 512 --rounds 2"
 
 RUNS = (
@@ -120,9 +121,9 @@ RUNS = (
     Run("zero_table", "zero", "--table", "--table", 4),
     Run("long_context_2_loopback", "long_context", "--lengths 4096 --rounds 2", "", 2),
     Run("ring_attention", "ring_attention", "--length 4096 --dtypes float32 --rounds 2", "", 2),
-    Run("compiled_step", "compiled_step", "--hidden 256 --rounds 5", "", 2),
+    Run("compiled_step", "compiled_step", "--hidden 256 --rounds 5 --forms tensor sequence", "", 2),
     Run("fused_loss", "fused_loss", "--tokens 1024 --rounds 2"),
-    Run("generate", "generate", "--rounds 3", "--rounds 15", 2),
+    Run("generate", "generate", "--batch 1 --rounds 3", "--rounds 15", 2),
     Run("step_check_tp", "step_check", "--axis tp --rounds 8", "--axis tp", 2),
     Run("step_check_dp", "step_check", "--axis dp --rounds 8", "--axis dp", 2),
     Run("watch_cost", "watch_cost", "--rounds 4", "", 2),
@@ -133,7 +134,7 @@ RUNS = (
     Run("quantized", "quantized", "--layers 4 --rounds 3", "", 2),
     Run("predictions", "predictions", "--rounds 1", "--rounds 3"),
     Run("one_gpu", "one_gpu", gpu=True),
-    Run("one_gpu_small", "one_gpu", *2 * ["--hidden 1024 --layers 16 --length 512 --rounds 20 --compile"], gpu=True),
+    Run("one_gpu_small", "one_gpu", _SHORT_KERNELS, _SHORT_KERNELS, gpu=True),
     Run("one_gpu_ops", "one_gpu_ops", gpu=True),
     Run("scale", "scale", "--rounds 1", "--rounds 3"),
 )
@@ -161,7 +162,8 @@ def _run_all(runs: list[Run], full: bool, folder: Path) -> int:
     failed: list[str] = []
     began = time.monotonic()
     for run in runs:
-        if reason := no_link * (bool(run.rate) or run.emulates) or no_gpu * run.gpu:
+        reason = no_gpu if run.gpu else no_link if run.rate or run.emulates else ""
+        if reason:
             print(f"{run.name:<26} left out: {reason}", flush=True)
             continue
         seconds, error = _run(run, full, folder)

@@ -135,8 +135,10 @@ def enable_symmetric_memory(pg: dist.ProcessGroup) -> str:
         if not is_symm_mem_enabled_for_group(pg.group_name):
             enable_symm_mem_for_group(pg.group_name)
         get_symm_mem_workspace(pg.group_name, min_size=1)  # devices that cannot map each other's memory show it here
-    except (RuntimeError, ValueError) as error:
-        return f"the group does not support symmetric memory: {str(error).splitlines()[0]}"
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        return (
+            f"the group does not support symmetric memory: {str(error).partition(chr(10))[0] or type(error).__name__}"
+        )
     return ""
 
 

@@ -56,6 +56,7 @@ from parallelize.context.context_parallel import apply_context, check_context, o
 from parallelize.data.prepared_by_accelerate import guard_accelerate
 from parallelize.errors import MeshError, ModelError, PlanError, Problem
 from parallelize.mesh import DATA_AXES, MeshSpec
+from parallelize.ops.matmul import symmetric_memory
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options, wrong_folding
 from parallelize.plan.resolve import resolve
@@ -68,7 +69,7 @@ from parallelize.tensor.install.later_adapters import plan_later_adapters
 from parallelize.tensor.install.later_resizing import serve_resizing
 from parallelize.tensor.install.module_checks import problems_of_modules
 from parallelize.tensor.install.peft_prompts import unserved_prefixes
-from parallelize.tensor.overlap_sites import PlannedCallSite, check_call_sites, require_symmetric_memory
+from parallelize.tensor.overlap_sites import PlannedCallSite, asks_for_symmetric_memory, check_call_sites
 from parallelize.tensor.torch_styles.dicts import apply_styles, keys_replaced
 from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
 from parallelize.tensor.torch_styles.module_style import ModuleStyle
@@ -182,7 +183,9 @@ def apply_plan(
     storage = storage or Storage()
     agreed = _agree_on_plan(module, mesh, decide, storage, timeout_s, trace)
     tp = Group(tp_mesh(mesh).get_group())
-    require_symmetric_memory(agreed.plan, agreed.overlapped, tp, torch.device(mesh.device_type))
+    if asks_for_symmetric_memory(agreed.plan, agreed.overlapped):
+        with agree_on(mesh, timeout_s):  # mapping is a collective of each tp group
+            symmetric_memory.require(tp, torch.device(mesh.device_type))
     if storage.check_replicated is not False and tp.size > 1:
         names = _full_on_each_rank(module, agreed.plan, storage.compares)
         compare_weights(module, mesh, tp, "tp", names)

@@ -26,7 +26,7 @@ wrapped_reduce_scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce
 _all_gather = attrgetter("all_gather_single" if _RENAMED else "_allgather_base")
 _reduce_scatter = attrgetter("reduce_scatter_single" if _RENAMED else "_reduce_scatter_base")
 
-# of each kind the options of a call that nothing runs beside, and of one in whose time another computation has its turn
+# options of each kind: of a call beside which nothing runs, and of one during which the other computation has its turn
 _SUM, _GATHER, _SCATTER = (
     tuple(private_groups.call_options(kind, in_turns) for in_turns in (False, True))
     for kind in ("Allreduce", "Allgather", "ReduceScatter")

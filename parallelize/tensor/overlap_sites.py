@@ -109,20 +109,10 @@ def is_plain_linear(module: nn.Module) -> bool:
     return known and "forward" not in module.__dict__
 
 
-def require_symmetric_memory(
-    resolved: ResolvedPlan, call_sites: Sequence[PlannedCallSite], group: Group, device: torch.device
-) -> None:
-    """Map memory of all ranks, if a plan asks for it. A collective, so that ranks must have agreed on the plan.
-
-    Raises: MeshError `no-symmetric-memory`.
-    """
-    if call_sites and _asks_for_symmetric_memory(resolved, call_sites):
-        symmetric.require(group, device)
-
-
-def _asks_for_symmetric_memory(resolved: ResolvedPlan, call_sites: Sequence[PlannedCallSite]) -> bool:
+def asks_for_symmetric_memory(resolved: ResolvedPlan, call_sites: Sequence[PlannedCallSite]) -> bool:
+    """Whether a plan asks for symmetric memory at its call sites, of which there are none where one rank is alone."""
     requested = {resolved.plan.options.overlap, *(call_site.requested for call_site in call_sites)}
-    return "symm_mem" in requested
+    return bool(call_sites) and "symm_mem" in requested
 
 
 def check_call_sites(
@@ -135,8 +125,8 @@ def check_call_sites(
     call_sites = tuple(planned_call_sites(resolved, model))
     if group.size == 1:  # there is no communication to overlap
         return ()
-    if _asks_for_symmetric_memory(resolved, call_sites):
-        symmetric.require(None, device)
+    if asks_for_symmetric_memory(resolved, call_sites):
+        symmetric.require_cuda(device)
     _check_rules(resolved, model, call_sites)
     requested = {row.contract.overlap or resolved.plan.options.overlap for row in resolved.modules.values()} - {
         "off",

@@ -54,3 +54,18 @@ def test_some_of_the_rows(dtype):
         kernels.backward(part, k, v, scoring, into)
     for value, expected in zip(tiled, full, strict=True):
         assert (value - expected).abs().max() <= (2e-2 if dtype == torch.bfloat16 else 1e-5) * expected.abs().max()
+
+
+@pytest.mark.parametrize("keys", [64, 128, 192, 256, 704])
+def test_very_negative_scores_give_finite_gradients(keys):
+    """Kernels that read beyond the keys give NaN where log-sums are far below zero."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 4, n, 64, device="cuda", dtype=torch.bfloat16) for n in (128, keys, keys, 128))
+    q[..., 0], k[..., 0] = 1.0, -120.0 * 8
+    scoring = kernels.Scoring(None, False, 0.125)
+    out, lse = kernels.forward(q, k, v, scoring)
+    assert float(lse.max()) < -88.7
+    into = tuple(torch.zeros(x.shape, device="cuda") for x in (q, k, v))
+    rows = kernels.QueryRows(grad, q, out, lse, (grad * out).sum(-1, dtype=torch.float32))
+    kernels.backward(rows, k, v, scoring, into)
+    assert all(bool(x.isfinite().all()) for x in (out, *into))

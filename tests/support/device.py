@@ -54,7 +54,7 @@ def join(rank: int, world_size: int, timeout: timedelta) -> None:
 
 
 def _share(host: int) -> None:
-    """NCCL settings of ranks of which several have one GPU: small buffers, because each of many groups has its own."""
+    """Settings of ranks of which several have one GPU. NCCL's buffers are small, because each of many groups has its own."""
     os.environ |= {
         "NCCL_HOSTID": f"host-{host}",
         "NCCL_NET": "Socket",
@@ -62,6 +62,7 @@ def _share(host: int) -> None:
         "NCCL_MAX_CTAS": "1",
         "NCCL_BUFFSIZE": "1048576",
         "NCCL_MNNVL_ENABLE": "0",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     }
 
 

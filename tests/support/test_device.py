@@ -37,4 +37,5 @@ def test_tensors_of_the_package_stay(on_meta):
 def test_what_jobs_get_and_send(on_meta):
     placed = device.placed({"x": torch.ones(2, device="cpu"), "model": nn.Linear(1, 1, device="cpu"), "n": 1})
     assert placed["x"].is_meta and placed["model"].weight.is_meta and placed["n"] == 1
-    assert device.on_cpu([torch.ones(1, device="cpu"), "text"])[1] == "text"
+    sent = device.on_cpu([torch.ones(1, device="cpu"), "text"])
+    assert sent[0].device.type == "cpu" and sent[1] == "text"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,7 +14,6 @@ pytestmark = pytest.mark.skipif(device.CHOSEN != "cuda", reason="PARALLELIZE_TES
 
 
 def _ops(rank: int, overlap: str, dtype: torch.dtype, limit: float) -> None:
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     group = Group(dist.group.WORLD)
     random = torch.Generator().manual_seed(0)
     full, upstream = torch.randn(256, 128, generator=random), torch.randn(256, 64, generator=random)

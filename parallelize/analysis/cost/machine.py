@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isfinite, prod
@@ -85,7 +86,8 @@ def known_machines() -> list[str]:
 
 def profile_of(device_name: str) -> str:
     """The shipped profile of a GPU by the name that CUDA gives it ("NVIDIA H200"); of a GPU without one, the H100's."""
-    own = (name for name in known_machines() if name.partition("-")[0] in device_name.lower())
+    words = re.split(r"\W+", device_name.lower())
+    own = (name for name in known_machines() if name.partition("-")[0] in words)
     return next(own, "h100-sxm")
 
 

@@ -144,12 +144,14 @@ class TensorFile:
         out.copy_(staging.view(torch_dtype(entry.dtype)).view(shape_of(box)))
 
     def _read_by_pieces(self, entry: TensorEntry, box: Box, out: T) -> bool:
-        """Read a box, without a check, into a tensor on a device; whether it can be cut into pieces. Nothing is read if not."""
-        pieces, dtype = self._buffers.pieces(out.device), torch_dtype(entry.dtype)
-        if not pieces.takes(box, dtype):
+        """Read a box, without a check, into a tensor on a device; False, and nothing is read, where it is one number."""
+        if not box:
             return False
         self._opened()  # by this thread
-        pieces.fill(lambda part, memory: self._read_into(entry, part, memory, False), box, dtype, out)
+        pieces = self._buffers.pieces(out.device)
+        pieces.fill(
+            lambda part, memory: self._read_into(entry, part, memory, False), box, torch_dtype(entry.dtype), out
+        )
         return True
 
     def _read_into(self, entry: TensorEntry, box: Box, data: memoryview, check: bool) -> None:

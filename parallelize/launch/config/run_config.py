@@ -149,7 +149,7 @@ class RunConfig:
     metrics: MetricsSection = key("section", "what the run shows", MetricsSection(), of=MetricsSection)
     anomalies: AnomalySection = key("section", "what happens at NaN and at spikes", AnomalySection(), of=AnomalySection)
     watch: WatchSection = key("section", "names ranks that hang, die or differ", WatchSection(), of=WatchSection)
-    hardware: str = key("text", "a profile of `explain` and `fit` (default: cpu, or h100-sxm)", "")
+    hardware: str = key("text", "a profile of `explain` and `fit` (default: that of the GPU, or cpu)", "")
     grace_s: int = key("count", "seconds between a scheduler's signal and its kill", 30)
     timeout_s: int = key("count", "how long ranks wait for each other in a collective", 600)
     source: str = "<run>"

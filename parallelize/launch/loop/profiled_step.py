@@ -156,14 +156,18 @@ def _fill(result: ProfiledStep, events: list[Any], calls: list[tuple[str, str]])
             length_us = getattr(event, "device_time_total", 0.0) or event.time_range.elapsed_us()
             intervals.setdefault(axis, []).append((start, start + length_us))
     result.by_axis = {axis: covered(pairs) / 1e6 for axis, pairs in intervals.items()}
-    if kernels_us := sum(
-        e.device_time_total for e in events if e.device_type != DeviceType.CPU and "nccl" not in e.name
-    ):
+    if kernels_us := sum(e.device_time_total for e in events if _is_compute_kernel(e)):
         result.busy_s = kernels_us / 1e6
     for event in events:
-        if event.name.startswith(_MODULE):
+        if event.name.startswith(_MODULE) and event.device_type == DeviceType.CPU:
             name = event.name.removeprefix(_MODULE)
             _span(result, f"modules {name.count('.')}", name, event, began)
+
+
+def _is_compute_kernel(event: Any) -> bool:
+    """Whether an event is a kernel on a GPU, not one of NCCL, and not a range that the host has named."""
+    is_named = getattr(event, "is_user_annotation", False) or event.name == "step" or event.name.startswith(_MODULE)
+    return event.device_type != DeviceType.CPU and "nccl" not in event.name and not is_named
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:

@@ -82,10 +82,10 @@ def subject_of(config: RunConfig) -> Subject:
 
 
 def machine_of(config: RunConfig, device: str) -> Machine:
-    """The profile that the file names, else that of the device."""
+    """The profile that the file names, else that of this process's device. A process that uses no GPU assumes an H100."""
     if config.hardware or not device.startswith("cuda"):
         return load_machine(config.hardware or "cpu")
-    return load_machine(profile_of(torch.cuda.get_device_name() if torch.cuda.is_available() else ""))
+    return load_machine(profile_of(torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""))
 
 
 def setting_of(config: RunConfig, chosen: ChosenMesh, device: str) -> Setting:

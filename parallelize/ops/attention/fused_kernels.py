@@ -1,7 +1,8 @@
 """The fused attention kernels that return each row's log-sum and take it in backward: the CPU's, and on CUDA cuDNN's or flash attention.
 
-The public `scaled_dot_product_attention` does not return the log-sums, so the dispatcher ops below it are called. As it does, cuDNN's
-kernels are preferred from Hopper on: on an H200 they need half the time of flash attention's (docs/long-sequences.md).
+The public `scaled_dot_product_attention` does not return the log-sums, so the dispatcher ops below it are called. On Hopper cuDNN's
+kernels take half the time of flash attention's (docs/long-sequences.md). They are called for lengths of whole tiles of 128 alone: for
+others versions of them read beyond the keys or give NaN (pytorch #169849, #196678; cudnn-frontend #1072).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _CUDA: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None
 _CUDA_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
 _CUDNN: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", None)
 _CUDNN_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", None)
-_HOPPER, _CUDNN_WIDTH = (9, 0), 128  # wider heads have no backward in every version
+_HOPPER, _OLD_CUDNN = 9, 91500  # PyTorch prefers no cuDNN up to 9.15
+_CUDNN_WIDTH, _CUDNN_TILE = 128, 128  # wider heads have no backward in every version
 _CUDA_WIDTH = 256  # the widest head of flash attention
 
 
@@ -64,13 +66,16 @@ def backward(grad: T, q: T, k: T, v: T, out: T, lse: T, causal: bool, scale: flo
 
 
 def _prefers_cudnn(q: T, k: T, v: T, causal: bool) -> bool:
-    if _CUDNN is None or q.shape[-1] > _CUDNN_WIDTH or torch.cuda.get_device_capability(q.device) < _HOPPER:
+    """Whether these are tensors for which cuDNN's kernels are known to be right, and faster."""
+    if _CUDNN is None or q.shape[-1] > _CUDNN_WIDTH or q.shape[2] % _CUDNN_TILE or k.shape[2] % _CUDNN_TILE:
+        return False
+    if torch.cuda.get_device_capability(q.device)[0] != _HOPPER or (torch.backends.cudnn.version() or 0) <= _OLD_CUDNN:
         return False
     return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1]))
 
 
 def _repeated(q: T, k: T, v: T) -> tuple[T, T]:
-    """Key and value heads repeated for each query head: the backward kernels do not support grouped heads."""
+    """Key and value heads repeated for each query head: flash attention's backward and the CPU's do not support grouped heads."""
     times = q.shape[1] // k.shape[1]
     return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
 

@@ -6,6 +6,8 @@ the same group.
 
 from __future__ import annotations
 
+import socket
+import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -31,21 +33,38 @@ def unavailable(group: Group, device: torch.device) -> str:
     if reason := _of_other_devices(device):
         return reason
     if group.state.no_symmetric_memory is None:
-        reason = private_groups.enable_symmetric_memory(group.pg)
-        failed = [rank for rank, number in enumerate(over_ranks(group, bool(reason), _HOST)) if number]
-        if failed and not reason:
-            reason = f"rank {group.ranks[failed[0]]} cannot map the others' memory"
-        group.state.no_symmetric_memory = reason
+        if torch.compiler.is_compiling():
+            return "ranks cannot map each other's memory while a graph is compiled; make a call before"
+        agree(group, device, "symmetric memory")
+        group.state.no_symmetric_memory = _tried(group)
     return group.state.no_symmetric_memory
+
+
+def _tried(group: Group) -> str:
+    """Why a rank of the group cannot map the memory of the others; empty if each can."""
+    hosts = over_ranks(group, zlib.crc32(socket.gethostname().encode()), _HOST)
+    if len(set(hosts)) > 1:  # PyTorch passes descriptors from rank to rank, and would wait for those of another host
+        return "the group's ranks are on several hosts"
+    reason = private_groups.enable_symmetric_memory(group.pg)
+    failed = [rank for rank, number in enumerate(over_ranks(group, bool(reason), _HOST)) if number]
+    return reason or (f"rank {group.ranks[failed[0]]} cannot map the others' memory" if failed else "")
 
 
 def _of_other_devices(device: torch.device) -> str:
     return "" if device.type == "cuda" else f"symmetric memory needs CUDA, and this is {device.type}"
 
 
-def require(group: Group | None, device: torch.device) -> None:
-    """Raises: MeshError `no-symmetric-memory` with the reason. Without a group the device's type alone is checked."""
-    reason = _of_other_devices(device) if group is None else unavailable(group, device)
+def require(group: Group, device: torch.device) -> None:
+    """Raises: MeshError `no-symmetric-memory` with the reason, which `unavailable` finds."""
+    _refuse(unavailable(group, device))
+
+
+def require_cuda(device: torch.device) -> None:
+    """The part of `require` that needs no other rank. Raises: MeshError `no-symmetric-memory`."""
+    _refuse(_of_other_devices(device))
+
+
+def _refuse(reason: str) -> None:
     if reason:
         raise MeshError(Problem("no-symmetric-memory", reason, fix="overlap: auto or chunked, which work on any group"))
 

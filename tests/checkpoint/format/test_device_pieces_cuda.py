@@ -11,7 +11,7 @@ from tests.checkpoint.format.test_device_pieces import differences
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-@pytest.mark.parametrize("piece_bytes", [1000, PIECE_BYTES])
+@pytest.mark.parametrize("piece_bytes", [24, 1000, PIECE_BYTES])
 def test_every_kind_of_box(tmp_path, piece_bytes):
     assert differences("cuda", tmp_path, piece_bytes=piece_bytes) == []
 
@@ -21,4 +21,5 @@ def test_a_tensor_of_many_pieces(tmp_path):
     generator = torch.Generator().manual_seed(0)
     tensors = {"a": torch.randn(20_000, 8192, generator=generator).to(torch.bfloat16)[:, :7500].contiguous()}
     boxes = {"a": [((0, 20_000), (0, 7500)), ((0, 20_000), (100, 3000))]}
+    torch.cuda._sleep(1_000_000_000)  # so that copies are behind the reads
     assert differences("cuda", tmp_path, tensors, boxes, PIECE_BYTES) == []

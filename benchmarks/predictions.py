@@ -51,6 +51,9 @@ COMMANDS = [
     ("fit llama-3-8b on 8 GPUs", ["fit", "llama-3-8b", "--gpus", "8", "--global-batch", "32"], None),
 ]
 
+SMALL = [name for name, command, _ in COMMANDS if command[0] != "fit" and ",0" not in name and "16,384" not in name]
+"""Of models of at most 8B, and quick."""
+
 
 def run(command: list[str]) -> tuple[float, float]:
     """(seconds, peak memory in MB) of one process."""
@@ -69,16 +72,18 @@ def run(command: list[str]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="without models of more than 8B, and without `fit`")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    runs: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in COMMANDS}
+    commands = [row for row in COMMANDS if not args.small or row[0] in SMALL]
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in commands}
     for _ in range(args.rounds):
-        for name, command, _ in COMMANDS:
+        for name, command, _ in commands:
             runs[name].append(run(command))
     width = max(map(len, runs))
     results = {}
     print(f"{'':<{width}}  seconds  limit  peak MB")
-    for name, _, limit in COMMANDS:
+    for name, _, limit in commands:
         seconds = statistics.median(value for value, _ in runs[name])
         memory = max(value for _, value in runs[name])
         results[name] = {

@@ -5,6 +5,10 @@
 Fewer GPUs than ranks suffice. NCCL refuses two ranks on one GPU of a host, so that ranks which share one pretend to be on
 hosts of their own (NCCL_HOSTID): messages then go through sockets. Such a run is slow and right: the same kernels, streams and
 events, but no link between GPUs.
+
+Processes that share a GPU take turns of milliseconds: an all_reduce of two ranks takes 4.5 ms. Under NVIDIA's Multi-Process Service
+(`nvidia-cuda-mps-control -d`) their kernels run at the same time, and it takes 0.05 ms; but there a rank that is killed amid a kernel, as
+after a test that fails, brings errors to all other processes of the GPU.
 """
 
 from __future__ import annotations

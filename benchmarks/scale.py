@@ -132,7 +132,7 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
     return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(rounds: int, small: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"405b": medians([in_a_process("--only", "largest") for _ in range(rounds)])}
     print(
         f"{LARGEST[0]} over {LARGEST[2]}: {result['405b']['total_s']:.1f} s, {result['405b']['peak_gb']:.2f} GB",
@@ -140,7 +140,7 @@ def measure(rounds: int) -> dict[str, Any]:
     )
     for title, sizes in (("layers", DEPTHS), ("ranks", MESHES)):
         rows = []
-        for index, (model, layers, mesh) in enumerate(sizes):
+        for index, (model, layers, mesh) in enumerate(sizes[:2] if small else sizes):
             row = medians([in_a_process("--only", f"{title}:{index}") for _ in range(rounds)])
             rows.append({"model": model, "layers": layers, "mesh": mesh} | row)
             shown = ", ".join(f"{part} {row[part]:.2f} s" for part in PARTS)
@@ -158,6 +158,7 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--small", action="store_true", help="of each kind the two smaller sizes alone")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG of seconds over layers")
     parser.add_argument("--only", help=argparse.SUPPRESS)
@@ -169,7 +170,7 @@ def main() -> None:
         title, _, index = options.only.partition(":")
         print(json.dumps(parts(*{"layers": DEPTHS, "ranks": MESHES}[title][int(index)])))
         return
-    result = measure(options.rounds)
+    result = measure(options.rounds, options.small)
     write_record(options.json, result)
     if options.plot:
         draw(options.plot, result["layers"])

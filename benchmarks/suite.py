@@ -129,14 +129,14 @@ RUNS = (
     Run("watch_cost", "watch_cost", "--rounds 2", "", 2),
     Run("preflight", "preflight", "--hosts 2 --ranks 2", emulates=True),
     Run("checkpoint", "checkpoint", "--rounds 3", "", 2),
-    Run("load", "load", "--rounds 3"),
+    Run("load", "load", "--layers 6 --rounds 2"),
     Run("export", "export", "--rounds 3", "", 2),
     Run("quantized", "quantized", "--layers 4 --rounds 3", "", 2),
     Run("predictions", "predictions", "--rounds 1 --small", "--rounds 3"),
     Run("one_gpu", "one_gpu", gpu=True),
     Run("one_gpu_small", "one_gpu", _SHORT_KERNELS, _SHORT_KERNELS, gpu=True),
     Run("one_gpu_ops", "one_gpu_ops", gpu=True),
-    Run("scale", "scale", "--rounds 1", "--rounds 3"),
+    Run("scale", "scale", "--rounds 1 --small", "--rounds 3"),
 )
 
 

@@ -183,9 +183,10 @@ def apply_plan(
     storage = storage or Storage()
     agreed = _agree_on_plan(module, mesh, decide, storage, timeout_s, trace)
     tp = Group(tp_mesh(mesh).get_group())
-    if asks_for_symmetric_memory(agreed.plan, agreed.overlapped):
-        with agree_on(mesh, timeout_s):  # mapping is a collective of each tp group
-            symmetric_memory.require(tp, torch.device(mesh.device_type))
+    if tp.size > 1 and asks_for_symmetric_memory(agreed.resolved):
+        with agree_on(mesh, timeout_s):  # all ranks come here, and those of a stage with call sites map memory
+            if agreed.overlapped:
+                symmetric_memory.require(tp, torch.device(mesh.device_type))
     if storage.check_replicated is not False and tp.size > 1:
         names = _full_on_each_rank(module, agreed.plan, storage.compares)
         compare_weights(module, mesh, tp, "tp", names)

@@ -6,7 +6,7 @@ or to a block whose converted input several column linears share (see `shared_in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -109,10 +109,9 @@ def is_plain_linear(module: nn.Module) -> bool:
     return known and "forward" not in module.__dict__
 
 
-def asks_for_symmetric_memory(resolved: ResolvedPlan, call_sites: Sequence[PlannedCallSite]) -> bool:
-    """Whether a plan asks for symmetric memory at its call sites, of which there are none where one rank is alone."""
-    requested = {resolved.plan.options.overlap, *(call_site.requested for call_site in call_sites)}
-    return bool(call_sites) and "symm_mem" in requested
+def asks_for_symmetric_memory(resolved: ResolvedPlan) -> bool:
+    """Whether a plan asks for symmetric memory anywhere: of the plan of the full model, the same on every rank."""
+    return "symm_mem" in {resolved.plan.options.overlap, *(row.contract.overlap for row in resolved.modules.values())}
 
 
 def check_call_sites(
@@ -125,7 +124,7 @@ def check_call_sites(
     call_sites = tuple(planned_call_sites(resolved, model))
     if group.size == 1:  # there is no communication to overlap
         return ()
-    if asks_for_symmetric_memory(resolved, call_sites):
+    if asks_for_symmetric_memory(resolved):
         symmetric.require_cuda(device)
     _check_rules(resolved, model, call_sites)
     requested = {row.contract.overlap or resolved.plan.options.overlap for row in resolved.modules.values()} - {

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from parallelize import _torch_groups as private_groups
-from parallelize import all_gather_linear
+from parallelize import all_gather_linear, build_mesh, load_plan, parallelize_model
 from parallelize.comm.groups import Group
 from parallelize.errors import MeshError
 from parallelize.ops.matmul import chunked_matmul, symmetric_memory
 from parallelize.ops.matmul.row_gather import gather_rows
+from parallelize.styles.notation import parse_style
 from tests.support.linears import OPS, ReferenceLinear
+from tests.support.models import tiny_model
 from tests.support.threads import run_ranks
 
 T = torch.Tensor
@@ -93,3 +97,26 @@ def test_no_rank_uses_it_where_one_cannot(monkeypatch):
     assert first == ["rank 1 cannot map the others' memory"] * 2
     assert second == ["no peer access\nof this device"] * 2
     assert sorted(tried) == [0, 1]
+
+
+def test_a_stage_that_asks_for_it_does_not_leave_the_others_waiting(monkeypatch):
+    """One layer asks, so that one stage of two maps memory; every rank compares what came of it."""
+    mapped: list[int] = []
+    monkeypatch.setattr(symmetric_memory, "require_cuda", lambda device: None)
+    monkeypatch.setattr(symmetric_memory, "require", lambda group, device: mapped.append(dist.get_rank()))
+    llama = load_plan("llama")
+    row = next(rule for rule in llama.rules if rule.pattern == "model.layers.*.mlp.down_proj")
+    styles = ("rowwise(overlap=symm_mem)", "rowwise")
+    rows = [
+        replace(row, pattern=f"model.layers.{layer}.mlp.down_proj", style=parse_style(style))
+        for layer, style in enumerate(styles)
+    ]
+    plan = replace(llama, rules=(*(rule for rule in llama.rules if rule is not row), *rows))
+    models = [tiny_model("llama") for _ in range(4)]
+
+    def body(rank: int) -> None:
+        mesh = build_mesh("cpu", pp=2, tp=2)
+        parallelize_model(models[rank], mesh, plan, num_microbatches=2)
+
+    run_ranks(4, body)
+    assert sorted(mapped) == [0, 1]

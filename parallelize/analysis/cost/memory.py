@@ -88,7 +88,8 @@ def _joined(curves: Sequence[tuple[str, Curve]]) -> tuple[str, Curve]:
 def memory_of(step: RankStep, by_segment: bool = True) -> RankMemory:
     """The memory of the rank of `step`. by_segment: one moment per segment; else one per action."""
     setting, shards = step.setting, step.shards
-    parameters, gradients, optimizer = stored_bytes(shards, setting, step.matrices.names)
+    without_gradient = {shard.name for shard in shards if not step.has_gradient(shard.name)}
+    parameters, gradients, optimizer = stored_bytes(shards, setting, step.matrices.names, without_gradient)
     preallocated = gradients - (0 if _preallocates_gradients(setting) else _new_gradients(step))
     walk = _MemoryWalk(step, by_segment)
     moments = tuple(walk.moments())
@@ -197,12 +198,19 @@ class _MemoryWalk:
 
 
 def stored_bytes(
-    shards: Sequence[ParameterShard], setting: Setting, matrices: Collection[str] = frozenset()
+    shards: Sequence[ParameterShard],
+    setting: Setting,
+    matrices: Collection[str] = frozenset(),
+    without_gradient: Collection[str] = frozenset(),
 ) -> StoredBytes:
-    """Parameters, gradients and optimizer state. matrices: names of parameters that Muon steps as matrices.
+    """Parameters, gradients and optimizer state.
 
     Stage 3 stores parameters in the weights' dtype where compute is narrower; the others store what they compute with, and
     step float32 copies where that is narrower.
+
+    Args:
+        matrices: names of parameters that Muon steps as matrices.
+        without_gradient: names of parameters that no backward reaches: an optimizer makes no state for them.
     """
     elements = stored_elements(shards, setting.zero, counts_gradients=_preallocates_gradients(setting))
     codes = [shard for shard in shards if shard.code_bytes]
@@ -210,15 +218,24 @@ def stored_bytes(
     values = elements.parameters - sum(shard.padded_numel(shard.splits.parameter) for shard in codes)
     narrows = setting.zero == 3 and setting.low_precision
     item = ITEM_BYTES[setting.weights_dtype] if narrows else setting.compute_bytes
+    copies = elements.optimizer * (4 if setting.low_precision and setting.zero < 3 else 0)
+    stepped = [shard for shard in shards if shard.name not in without_gradient]
+    state = 0 if setting.offload_state else _state_bytes(stepped, setting, matrices)
+    return StoredBytes(values * item + code_bytes, elements.gradients * setting.gradient_bytes, copies + state)
+
+
+def _state_bytes(shards: Sequence[ParameterShard], setting: Setting, matrices: Collection[str]) -> int:
     in_float32 = setting.low_precision or setting.zero == 3
     stepped_item = max(4, setting.compute_bytes) if in_float32 else setting.compute_bytes
-    copy_item = 4 if setting.low_precision and setting.zero < 3 else 0
-    state_item = 0 if setting.offload_state else STATE_BYTES[setting.optimizer] * stepped_item // 4
-    gradients, optimizer = elements.gradients * setting.gradient_bytes, elements.optimizer * (state_item + copy_item)
-    if matrices and not setting.offload_state:
-        of_matrices = stored_elements([s for s in shards if s.name in matrices], setting.zero, counts_gradients=False)
-        optimizer -= of_matrices.optimizer * (STATE_BYTES[setting.optimizer] - MOMENTUM_BYTES) * stepped_item // 4
-    return StoredBytes(values * item + code_bytes, gradients, optimizer)
+    state = _optimizer_elements(shards, setting) * (STATE_BYTES[setting.optimizer] * stepped_item // 4)
+    if matrices:
+        of_matrices = _optimizer_elements([shard for shard in shards if shard.name in matrices], setting)
+        state -= of_matrices * (STATE_BYTES[setting.optimizer] - MOMENTUM_BYTES) * stepped_item // 4
+    return state
+
+
+def _optimizer_elements(shards: Sequence[ParameterShard], setting: Setting) -> int:
+    return stored_elements(shards, setting.zero, counts_gradients=False).optimizer
 
 
 def buffer_bytes(shards: Sequence[ParameterShard], setting: Setting) -> int:

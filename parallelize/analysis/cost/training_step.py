@@ -180,7 +180,7 @@ class RankStep:
         alone = self.setting.zero == 3
         sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
         for shard in self.shards:
-            for ranks, numel in shard.pending if shard.trained and self._has_gradient(shard.name) else ():
+            for ranks, numel in shard.pending if shard.trained and self.has_gradient(shard.name) else ():
                 for name in shard.names:
                     sizes[name if alone else "pending reductions", ranks] += numel
         for (name, ranks), numel in sizes.items():
@@ -188,7 +188,7 @@ class RankStep:
             message = Message("all_reduce", "tp", len(ranks), size, name, "backward")
             yield message, self.setting.step_microbatches if alone else 1
 
-    def _has_gradient(self, name: str) -> bool:
+    def has_gradient(self, name: str) -> bool:
         """Whether the parameter of the layer that was recorded in the place of this one got a gradient."""
         unit = self.stages.unit_of(name) if self.stages is not None else None
         recorded = name if unit is None else self.trace.representatives[unit] + name.removeprefix(unit)

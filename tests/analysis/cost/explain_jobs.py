@@ -296,8 +296,9 @@ class StorageMode(TorchDispatchMode):
         for x in tensors:
             self._serials[x.untyped_storage()._cdata] = 0
 
-    def serial_of(self, x: torch.Tensor) -> int | None:
-        return self._serials.get(x.untyped_storage()._cdata)
+    def serials_of(self, tensors: list[torch.Tensor]) -> set[int]:
+        """Of those whose storages were allocated while this followed them."""
+        return {serial for x in tensors if (serial := self._serials.get(x.untyped_storage()._cdata))}
 
     def peak(self, without: set[int]) -> int:
         now = most = 0
@@ -325,16 +326,15 @@ def _memory_of(job: Trained) -> Any:
     data = data_of(parallel.module)
     flat = [bucket.flat for bucket in getattr(data and data.engine, "buckets", ()) if hasattr(bucket, "flat")]
     peaks = []
-    for _ in range(3):  # some are higher by what Python's garbage collector has not freed yet
+    for _ in range(5):  # some are higher by what the garbage collector or a thread of gloo has not freed yet
         optimizer.zero_grad()
         with StorageMode() as storages:
             storages.ignore(
                 [*params, *parallel.module.buffers(), job.inputs["input_ids"], job.inputs["targets"], *flat]
             )
             parallel.step(**job.inputs)
-        gradients = [to_local(p.grad) for p in parallel.module.parameters() if p.grad is not None]
-        peaks.append(storages.peak({serial for grad in gradients if (serial := storages.serial_of(grad))}))
-    grads = [to_local(p.grad) for p in parallel.module.parameters() if p.grad is not None]
+        peaks.append(storages.peak(storages.serials_of(_gradients(parallel.module))))
+    grads = _gradients(parallel.module)
     state = [
         to_local(x)
         for values in optimizer.state.values()
@@ -350,6 +350,11 @@ def _memory_of(job: Trained) -> Any:
         "buffers": _distinct(list(pool._free)) if (pool := getattr(data and data.engine, "_pool", None)) else 0,
     }
     return job.coordinate("pp"), job.coordinate("tp"), job.coordinate("dp"), measured
+
+
+def _gradients(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Local tensors. Who keeps them over the next step keeps their memory, which that step would have freed."""
+    return [to_local(p.grad) for p in module.parameters() if p.grad is not None]
 
 
 def _distinct(tensors: list[torch.Tensor]) -> int:

@@ -122,6 +122,13 @@ def test_modules_that_are_gathered_over_cp(two_processes, family, options):
     check(two_processes, family, {"cp": 2}, options, length=64)
 
 
+@pytest.mark.variants(every=2)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_state_of_parameters_without_a_gradient(two_processes, zero):
+    """An optimizer makes none for those that only choose tokens."""
+    check(two_processes, "deepseek_v32", {"dp": 2}, {"zero": zero}, model={"num_hidden_layers": 2})
+
+
 @pytest.mark.variants(every=4)
 @pytest.mark.parametrize("options", [{"zero": 0}, {"zero": 2, "recompute": "full"}], ids=str)
 @pytest.mark.parametrize("to_one_rank", [True, False])

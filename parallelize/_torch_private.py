@@ -95,25 +95,6 @@ wrap: Callable[..., DTensor] = partial(DTensor.__new__, DTensor, requires_grad=F
 """
 
 
-def function_of(cls: Any) -> Callable[..., Any]:
-    """`cls.apply` of an autograd Function without its preparations for functorch, which take 1.2 us a call (since 2.0).
-
-    Compilers, which know `apply` alone, and transforms of functorch, which `apply` refuses, get `apply`.
-    """
-    in_c = super(torch.autograd.Function, cls).apply
-
-    def run(*args: Any) -> Any:
-        if _is_traced() or _transforms_are_active():
-            return cls.apply(*args)
-        return in_c(*args)
-
-    return run
-
-
-_is_traced = torch.compiler.is_dynamo_compiling
-_transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
 def at_least(major: int, minor: int, version: str = torch.__version__) -> bool:
     """Whether this is a version of torch or a later one, for what differs without a name to look for."""
     return tuple(map(int, version.split(".")[:2])) >= (major, minor)
@@ -207,16 +188,6 @@ def schedule_orders(
     per_rank: Any = get_schedule_ops(name, ranks, microbatches, stages_per_rank)
     flat = [[part for op in order if op for part in getattr(op, "sub_actions", None) or (op,)] for order in per_rank]
     return [[(op.stage_index, op.computation_type.value, op.microbatch_index) for op in order] for order in flat]
-
-
-def intercept_call(module: Any, call: Callable[..., Any] | None) -> None:
-    """Run `call` instead of all that calling `module` does, hooks included (the attribute of `Module.compile`, 2.0). None: not any more."""
-    module._compiled_call_impl = call
-
-
-def call_module(module: Any, args: tuple, kwargs: dict) -> Any:
-    """Call a module without what `intercept_call` set: hooks and forward."""
-    return module._call_impl(*args, **kwargs)
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Any]:

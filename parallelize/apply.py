@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize.applied.compiled_graphs import serve_compilers
 from parallelize.applied.data_assignments import follow_data_assignments
 from parallelize.applied.early_optimizers import refuse_early_optimizers
 from parallelize.applied.gradient_guard import NOT_REDUCED, guard_gradients
@@ -367,6 +368,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, agreed: _Agreed, storage: Storag
     guard_stock_methods(module)
     count_optimizer_writes()
     follow_data_assignments()
+    serve_compilers(module)
     plan_later_adapters(module)
     serve_resizing(module)
     guard_partial_values()

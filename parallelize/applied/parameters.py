@@ -6,7 +6,7 @@ complete, a hook moves it to the DTensor, before any post-backward of a wrapper.
 its storage or its `requires_grad` has changed, so that `fully_shard`, `.to()`, `load_state_dict(assign=True)`, freezing and
 mixed precision work.
 
-Under `torch.compile` the slot traces `to_local()` instead, because a compiled graph has no host cost to avoid.
+A compiled graph reads the same leaf (`compiled_graphs.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from parallelize import _torch_private as private
+from parallelize._torch_dynamo import traced_local_of
 from parallelize.applied.layout_tensor.layout_dtensor import layout_of, with_layout
 from parallelize.applied.pending_reductions import PendingReduction, PendingReductions
 from parallelize.applied.records import Shared, mark_of, mark_parameter
@@ -93,6 +94,15 @@ class Slot:
             return self.leaf
         return self._refresh(param)
 
+    def prepare(self, parameters: dict[str, Any]) -> None:
+        """Make the leaf that a graph is about to read; not for what a wrapper stores between forwards (`fully_shard`)."""
+        param = parameters.get(self.key)
+        if not isinstance(param, DTensor) or not param.is_leaf:
+            return
+        is_assigned = self.param is not None and param.device_mesh == self.param.device_mesh
+        if mark_of(param).own or is_assigned:
+            self.local(parameters)
+
     def _refresh(self, param: Any) -> torch.Tensor:
         if not isinstance(param, DTensor):
             raise ModelError(
@@ -136,18 +146,14 @@ class Slot:
         return pad_to(grad, dim, self.source.shape[dim])
 
     def _traced(self, param: Any) -> torch.Tensor:
-        """What a compiled graph reads.
+        """What a compiled graph reads: the eager leaf, as long as it is current, which Dynamo guards.
 
-        A parameter with a pending reduction is read as the eager leaf, whose hook adds its gradient to the pending ones, as
-        long as Dynamo can guard that the leaf is current. Otherwise the gradient is reduced inside the graph.
+        Otherwise it is computed in the graph, and its gradient is reduced there.
         """
-        if (
-            self.reduction is not None
-            and self.leaf is not None
-            and param is self.param
-            and param.requires_grad == self.trains
-        ):
-            return self.leaf
+        leaf = self.leaf
+        is_of_param = leaf is not None and param is self.param and self.trains == param.requires_grad
+        if is_of_param and traced_local_of(param) is self.source:
+            return leaf
         local = param.to_local()
         if self.valid is not None:
             local = local.narrow(self.valid[0], 0, self.valid[1])

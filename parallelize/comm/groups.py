@@ -208,6 +208,8 @@ class Group:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[...] on each rank -> [size, ...], in rank order."""
+        if torch.compiler.is_compiling() and x.ndim:
+            return functional.gathered(x, self.pg).view(self.size, *x.shape)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:])) if x.ndim else x.new_empty((self.size,))
         blocking.all_gather(out, x if x.ndim else x.reshape(1), self.pg)
         return out.view(self.size, *x.shape)
@@ -222,6 +224,8 @@ class Group:
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[size * n, ...] on each rank -> this rank's [n, ...] of the sum."""
+        if torch.compiler.is_compiling():  # torch 2.11 takes a result that a graph writes in place for a constant
+            return functional.scattered_sum(x, self.pg)
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         blocking.reduce_scatter(out, x, self.pg)
         return out

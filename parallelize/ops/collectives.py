@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
-from parallelize._torch_private import function_of
+from parallelize._torch_dynamo import function_of
 from parallelize.comm import blocking
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from parallelize import _torch_private as private
+from parallelize._torch_dynamo import InterceptedCall
 from parallelize.applied.records import Cut
 from parallelize.comm.handshake import digest
 from parallelize.errors import ModelError, Problem
@@ -93,13 +94,14 @@ class StageRunner:
         self.module, self.cut, self.region = module, cut, region
         self.units = cut.stages.units
         self.modules: dict[str, nn.Module] = {}
+        self._calls: list[_UnitCall] = []
         self.current: _RunningForward | None = None
         self.absent = AbsentParameters(module, cut)
         self._last_user = {source: cut.stages.stage_of_unit(target) for source, target in cut.stages.cuts.skips}
         for index, unit in enumerate(self.units):
             if unit in cut.facts.aliases:
                 self.modules[unit] = inner = module.get_submodule(unit)
-                private.intercept_call(inner, _UnitCall(self, index, inner))
+                self._calls.append(_UnitCall(self, index, inner))
         # the end of a stage is caught inside the call of the root, so that wrappers around the model see a normal return
         forward = module.__dict__.get("forward") or MethodType(type(module).forward, module)
         forward = forward.forward if isinstance(forward, _Ending) else forward  # of an earlier runner
@@ -107,8 +109,8 @@ class StageRunner:
 
     def release(self) -> None:
         """Intercept no calls any more: another runner takes the place of this one."""
-        for inner in self.modules.values():
-            private.intercept_call(inner, None)
+        for call in self._calls:
+            call.release()
 
     def run(
         self,
@@ -154,11 +156,11 @@ class StageRunner:
 
     # -- units ----------------------------------------------------------------------------------------------------
 
-    def call(self, index: int, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def call(self, index: int, unit_call: InterceptedCall, args: tuple, kwargs: dict) -> Any:
         """The intercepted call of the unit with this index."""
         now = self.current
         if now is None and self._may_run_alone(self.units[index]):
-            return private.call_module(module, args, kwargs)
+            return unit_call.inside(args, kwargs)
         if now is None:
             raise ModelError(
                 Problem(
@@ -181,7 +183,7 @@ class StageRunner:
             args, kwargs = self._received_call(now, args, kwargs)
         elif now.first > 0 and not now.entered:
             raise self._order(index, f"is called before {self.units[now.first]}")
-        out = private.call_module(module, args, kwargs)
+        out = unit_call.inside(args, kwargs)
         unit = self.units[index]
         if unit in self._last_user:
             now.skips[unit] = out
@@ -365,14 +367,15 @@ def _name(module: nn.Module | None, key: int | str) -> str:
     return names[key] if key < len(names) else str(key)
 
 
-class _UnitCall:
+class _UnitCall(InterceptedCall):
     """The interception of a unit's call. Copies of the model are not part of the pipeline and have none."""
 
     def __init__(self, runner: StageRunner, index: int, module: nn.Module):
-        self.runner, self.index, self.module = runner, index, module
+        super().__init__(module)
+        self.runner, self.index = runner, index
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.runner.call(self.index, self.module, args, kwargs)
+        return self.runner.call(self.index, self, args, kwargs)
 
 
 class _Ending:

@@ -9,9 +9,9 @@ what the checkpoint leaves to its caller:
 - Key/value caches, to which a replay would append a second time, are not passed.
 - A replay makes the same decisions in overlapped linears as its forward.
 
-Under `torch.compile` the compiler gets the graph with the ops whose results are saved. A planned unit changes its parameter
-table while it runs, which Dynamo supports in such a graph only with `skip_fwd_side_effects_in_bwd_under_checkpoint`;
-otherwise it runs the unit in eager mode (or, with `fullgraph=True`, raises an error).
+Under `torch.compile` the compiler gets the graph with the ops whose results are saved. A unit is one graph or none: where its
+forward would break the graph (dropout, experts that exchange tokens) Dynamo runs it in eager mode, or raises an error with
+`fullgraph=True`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from parallelize import _torch_private as private
+from parallelize._torch_dynamo import traces_graph
 from parallelize.applied.records import applied, mark_applied
 from parallelize.applied.step_results import expected
 from parallelize.errors import ModelError, Problem
@@ -169,7 +170,7 @@ def _replay_cache(kinds: frozenset[str], ops: frozenset[Any], copies: set[Result
 
 def _contexts(kinds: frozenset[str], ops: frozenset[Any], copies: set[ResultKey]) -> Any:
     """The contexts for a compiler; for a forward that it leaves to eager mode, the contexts of the forward and replays."""
-    if torch.compiler.is_compiling():
+    if traces_graph():
         return create_selective_checkpoint_contexts(traced_ops(kinds, ops))
     return SavePolicy(ops).contexts(_replay_cache(kinds, ops, copies))
 

@@ -321,16 +321,28 @@ def on_local_parameters(
             attributes.pop(key, None)
 
 
-def _traced(self: Any, planned: Planned, args: tuple, kwargs: dict, converted: Mapping[str, Conversion] = _NONE) -> Any:
-    """The same for Dynamo, which in torch 2.11 can trace a store into `_parameters` but not a removal from a dictionary."""
+def _traced(
+    self: Any,
+    planned: Planned,
+    args: tuple,
+    kwargs: dict,
+    converted: Mapping[str, Conversion] = _NONE,
+    replaced: Mapping[str, torch.Tensor | None] | None = None,
+) -> Any:
+    """The same for Dynamo, which in torch 2.11 can trace a store into `_parameters` but not a removal from a dictionary.
+
+    replaced: other tensors to read for some parameters.
+    """
     parameters = self._parameters
-    stored = [parameters[slot.key] for slot in planned.slots]
+    stored = {key: parameters[key] for key in (*(slot.key for slot in planned.slots), *(replaced or ()))}
     for slot in planned.slots:
         local = slot.local(parameters)
         parameters[slot.key] = converted[slot.key](local) if slot.key in converted else local
+    for key, value in (replaced or {}).items():
+        parameters[key] = value
     out = planned.run_stock(self, args, kwargs)
-    for slot, parameter in zip(planned.slots, stored, strict=True):
-        parameters[slot.key] = parameter
+    for key, parameter in stored.items():
+        parameters[key] = parameter
     return out
 
 
@@ -367,6 +379,8 @@ def on_shard(
     self: Any, planned: Planned, bias: torch.Tensor | None, args: tuple, kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """The stock forward of a linear on its shard, with another bias in the place of its own."""
+    if torch.compiler.is_dynamo_compiling():
+        return _traced(self, planned, args, kwargs, replaced={"bias": bias} if "bias" in self._parameters else None)
     attributes, parameters = self.__dict__, self._parameters
     shown = {key: attributes[key] for key in ("bias",) if key in attributes}
     for slot in planned.slots:

@@ -354,3 +354,35 @@ def paths_differ(rank: int) -> tuple[str, ...]:
     except ParallelizeError as error:
         return (*error.slugs, dict(error.problems[0].rows)["error"])
     return ()
+
+
+def compiled_layers(rank: int, compiled_first: bool, schedule: str) -> tuple[int, float]:
+    """A pipeline of layers that were compiled before or after the plan: the number of graphs of this rank, and the error."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    num_graphs = 0
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        nonlocal num_graphs
+        num_graphs += 1
+        return aot_eager(graph, inputs)
+
+    def compile_layers(module: nn.Module) -> None:
+        for layer in module.get_submodule("model.layers"):
+            layer.compile(backend=backend)
+
+    torch._dynamo.reset()
+    model = tiny_model("llama", torch.float64, num_hidden_layers=4)
+    full = copy.deepcopy(model)
+    ids, _ = tiny_batch(length=8)
+    full(input_ids=ids, labels=ids).loss.backward()
+    if compiled_first:
+        compile_layers(model)
+    parallel = parallelize_model(model, build_mesh("cpu", pp=2), num_microbatches=2, schedule=schedule)
+    if not compiled_first:
+        compile_layers(parallel.module)
+    parallel.step(input_ids=ids, labels=ids)
+    gradients = {name: p.grad for name, p in parallel.module.named_parameters() if p.grad is not None}
+    expected = {name: p.grad for name, p in full.named_parameters() if name in gradients}
+    torch._dynamo.reset()
+    return num_graphs, worst(gradients, expected)[0]

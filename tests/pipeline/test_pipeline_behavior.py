@@ -51,6 +51,14 @@ def test_the_failing_rank_keeps_its_own_traceback(two_processes):
     assert sorted(causes) == ["None", "ValueError('bang')"]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("compiled_first", [True, False], ids=["before the plan", "after it"])
+def test_compiled_layers_stay_compiled(two_processes, compiled_first, schedule):
+    for num_graphs, error in two_processes.run(jobs.compiled_layers, compiled_first, schedule):
+        assert num_graphs, "the layers run in eager mode"
+        assert error < 1e-6  # the loss is computed in float32
+
+
 @pytest.mark.sweep
 def test_a_dead_process_is_named():
     from tests.support.processes import Pool

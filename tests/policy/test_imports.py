@@ -17,7 +17,7 @@ from tests.policy.sources import PATHS, module_name, tree_of
 pytestmark = pytest.mark.xdist_group("sources")
 ROOMS_BY_FLOOR = (
     "errors _torch_groups _torch_modes _torch_private ops.random",
-    "layout mesh randomness styles terminal checkpoint.format",
+    "_torch_dynamo layout mesh randomness styles terminal checkpoint.format",
     "comm models plan",
     "dims ops",
     "applied.layout_tensor collectives",
@@ -48,6 +48,7 @@ COMMAND = "the command line answers without torch: a command imports what it run
 OPTIONAL = "an optional package"
 PRIVATE = "private names of torch, each with the version that has it"
 LAZY = {  # file to what its functions import: modules of this package in full, of others the package
+    "_torch_dynamo": {"torch": PRIVATE},
     "_torch_groups": {"torch": PRIVATE},
     "_torch_private": {"torch": PRIVATE},
     "analysis.commands": {
@@ -274,12 +275,8 @@ def test_loose_modules_are_the_words_and_the_order_of_application():
     loose = {name for name in FILES if "." not in name}
     words = {"errors", "layout", "mesh"}
     public = {"collectives"}  # functions that users call by its name
-    assert (
-        loose
-        == {"__init__", "__main__", "_torch_groups", "_torch_modes", "_torch_private", "apply", "training"}
-        | words
-        | public
-    )
+    private = {f"_torch_{what}" for what in ("dynamo", "groups", "modes", "private")}
+    assert loose == {"__init__", "__main__", "apply", "training"} | private | words | public
 
 
 def test_every_room_says_what_it_is_for():

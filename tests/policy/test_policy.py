@@ -21,7 +21,7 @@ import parallelize
 from tests.policy.sources import PATHS, ROOT, module_name, tree_of
 
 pytestmark = pytest.mark.xdist_group("sources")
-PRIVATE_NAMES_OF_TORCH = {"_torch_private.py", "_torch_groups.py", "_torch_modes.py"}
+PRIVATE_NAMES_OF_TORCH = {"_torch_private.py", "_torch_groups.py", "_torch_modes.py", "_torch_dynamo.py"}
 PRIVATE_ATTRIBUTES = {"_local_tensor", "_spec", "_C", "_execution_engine", "_op_dispatcher"}
 TORCH_FREE = {"errors", "mesh", "layout", "terminal", "styles", "plan", "cli", "__main__", "__init__"}
 

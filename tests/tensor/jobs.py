@@ -228,70 +228,6 @@ def loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
 
 
-def compiled(rank: int, backend: str, sequence_parallel: bool, overlap: str = "off") -> dict[str, Any]:
-    """A model with one decoder layer compiled with fullgraph, against eager: differences, and collectives in its graphs."""
-    from collections import Counter
-
-    from torch._dynamo.backends.common import aot_autograd
-
-    from parallelize.comm.groups import Group
-
-    model = tiny_model("llama", torch.float64)
-    parallelize_module(model, build_mesh("cpu", tp=2), sequence_parallel=sequence_parallel, overlap=overlap)
-    layer = model.model.layers[1]
-    ids, labels = tiny_batch(length=8)
-    counts: Counter = Counter()
-
-    def counting(which: str):
-        def compile_graph(graph, inputs):
-            for node in graph.graph.nodes:
-                if "c10d" in str(node.target) and "wait" not in str(node.target):
-                    counts[which + " " + str(node.target).split(".")[1].split("_into")[0].split("_tensor")[0]] += 1
-            return graph.forward
-
-        return compile_graph
-
-    def step() -> torch.Tensor:
-        model.zero_grad()
-        logits = model(input_ids=ids).logits
-        loss_of(logits, labels).backward()
-        return logits.detach()
-
-    def run() -> tuple:
-        return step(), full_gradients(model)
-
-    expected = run()
-    torch._dynamo.reset()
-    chosen: Any = backend
-    if backend == "counting":
-        chosen = aot_autograd(fw_compiler=counting("forward"), bw_compiler=counting("backward"))
-    sent: list = []
-    real = Group.all_reduce
-
-    def noted(group: Any, x: torch.Tensor, *args: Any) -> None:  # what is sent outside graphs: the pending reductions
-        sent.append(x.numel())
-        real(group, x, *args)
-
-    Group.all_reduce = noted
-    try:
-        step()
-        eager_sent = list(sent)
-        layer.compile(fullgraph=True, backend=chosen)
-        run()
-        sent.clear()
-        actual = step(), full_gradients(model)
-    finally:
-        Group.all_reduce = real
-    torch._dynamo.reset()
-    return {
-        "output": worst({"": actual[0]}, {"": expected[0]})[0],
-        "gradients": worst(actual[1], expected[1])[0],
-        "compiled": dict(counts),
-        "step": sent,
-        "eager step": eager_sent,
-    }
-
-
 def tied_state_and_reload(rank: int) -> None:
     """State dicts are in original order, load from whole tensors, and keep ties."""
     for family in ("llama", "phi3", "gpt2"):
@@ -717,38 +653,3 @@ def styles_like_stock(rank: int, whose: str, configuration: str) -> list[torch.T
     out.square().sum().backward()
     grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
     return [out.detach(), *(i.grad for i in inputs if i.is_floating_point()), *grads]
-
-
-def compiled_then_changed(rank: int) -> list[float]:
-    """A compiled layer keeps finding its parameters: after assigning others, after a cast and back, after freezing."""
-    model, other = tiny_model("llama", torch.float64), tiny_model("llama", torch.float64, seed=5)
-    reference = copy.deepcopy(other)
-    ids, labels = tiny_batch(length=8)
-    parallelize_module(model, build_mesh("cpu", tp=2), sequence_parallel=True)
-    torch._dynamo.reset()
-    model.model.layers[1].compile(fullgraph=True, backend="aot_eager")
-
-    def step(net: nn.Module) -> None:
-        net.zero_grad()
-        loss_of(net(input_ids=ids).logits, labels).backward()
-
-    def error() -> float:
-        step(model)
-        step(reference)
-        expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-        return worst(full_gradients(model), expected)[0]
-
-    step(model)
-    model.load_state_dict(other.state_dict(), assign=True)
-    errors = [error()]
-    for net in (model, reference):
-        net.float().double()
-    errors.append(error())
-    for net in (model, reference):
-        net.model.layers[1].input_layernorm.weight.requires_grad_(False)
-    errors.append(error())
-    for net in (model, reference):
-        net.model.layers[1].input_layernorm.weight.requires_grad_(True)
-    errors.append(error())
-    torch._dynamo.reset()
-    return errors

@@ -6,9 +6,11 @@ import shutil
 
 import pytest
 
-from tests.tensor import jobs, overlap_jobs
+from tests.tensor import compile_jobs as jobs
+from tests.tensor import overlap_jobs
 
 pytestmark = pytest.mark.processes
+DROPOUT = {"resid_pdrop": 0.5, "attn_pdrop": 0.5}
 BACKENDS = ["aot_eager", *(["inductor"] if shutil.which("g++") else [])]
 
 
@@ -40,9 +42,56 @@ def test_same_collectives_for_sequence_parallelism(two_processes):
 
 
 @pytest.mark.sweep
-def test_a_compiled_layer_follows_its_parameters(two_processes):
-    for result in two_processes.run(jobs.compiled_then_changed, timeout_s=240):
-        assert max(result) < 1e-12, result
+@pytest.mark.parametrize("whole", [False, True], ids=["layer", "model"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
+def test_compiled_modules_follow_their_parameters(two_processes, sequence_parallel, whole):
+    for errors in two_processes.run(jobs.compiled_then_changed, sequence_parallel, whole, timeout_s=240):
+        assert max(errors) < 1e-12, errors
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["layer", "model"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
+def test_graphs_read_plain_tensors(two_processes, sequence_parallel, whole):
+    """DTensors at the edge of a graph cost the host more than the rest of a small layer."""
+    for num_dtensors in two_processes.run(jobs.dtensors_of_graphs, sequence_parallel, whole, timeout_s=240):
+        assert len(num_dtensors) > 1 and not any(num_dtensors), num_dtensors
+
+
+CASES = [
+    ("llama", {"cp": 2}, {}, {}),
+    ("llama", {"cp": 2}, {"ulysses": 2}, {}),
+    ("llama", {"dp": 2}, {"zero": 1}, {}),
+    ("llama", {"dp": 2}, {"zero": 2}, {}),
+    ("llama", {"dp": 2}, {"zero": 3}, {}),
+    ("gpt2", {"tp": 2}, {"sequence_parallel": True}, DROPOUT),
+    ("gpt2", {"tp": 2}, {"sequence_parallel": True, "recompute": "full"}, DROPOUT),
+    ("gpt2", {"tp": 2}, {"recompute": "selective"}, DROPOUT),
+    ("mixtral", {"tp": 2}, {"sequence_parallel": True}, {}),
+    ("mixtral", {"dp": 2}, {"ep": 2}, {}),
+    ("mixtral", {"dp": 2}, {"ep": 2, "recompute": "full"}, {}),
+    ("mixtral", {"dp": 2}, {"ep": 2, "zero": 3}, {}),
+    ("mixtral", {"dp": 2}, {"etp": 2}, {}),
+    ("deepseek_v3", {"tp": 2}, {"ep": 2, "sequence_parallel": True}, {}),
+]
+
+
+@pytest.mark.variants(every=4)
+@pytest.mark.parametrize(("family", "axes", "options", "config"), CASES, ids=str)
+def test_compiled_layers_of_the_whole_mesh(two_processes, family, axes, options, config):
+    """Experts' tokens travel outside of graphs, whose messages have sizes that the ranks tell each other.
+
+    A recomputed unit is one graph or none; with such experts or with dropout it is none.
+    """
+    has_graphs = "recompute" not in options
+    arguments = (family, axes, options, config)
+    for num_graphs, errors in two_processes.run(jobs.steps_of_compiled_layers, *arguments, timeout_s=240):
+        assert num_graphs or not has_graphs
+        assert max(errors) < 1e-12, errors
+
+
+def test_collectives_of_plain_tensors(two_processes):
+    for errors in two_processes.run(jobs.compiled_collectives, timeout_s=240):
+        assert max(max(pair) for pair in errors.values()) < 1e-12, errors
 
 
 def test_overlapped_linears_are_in_the_graph(two_processes):

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from parallelize._torch_dynamo import not_traced
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
 from parallelize.ops import replay_cache
@@ -88,8 +89,9 @@ def outputs_of_tokens(form: ExpertForm, ranks: ExpertRanks) -> Callable[[Any, T,
     return run
 
 
+@not_traced
 def _exchanged(self: Any, form: ExpertForm, ranks: ExpertRanks, tokens: T, choices: T, weights: T) -> T:
-    """The output of this rank's tokens."""
+    """The output of this rank's tokens. No graph has it: the host reads from other ranks how many rows each message has."""
 
     def find_routes() -> Routes:
         call = CallForm.of(ranks.fqn, tokens, weights)

@@ -103,7 +103,8 @@ def backward_inputs(outputs: Sequence[T], grads: Sequence[T | None], inputs: Seq
 
 def _unsplittable(node: Node) -> ModelError:
     what = f"torch {torch.__version__} cannot begin a backward at {node.name()}, which computes with weights"
-    fix = "use torch 2.13 or newer, a schedule that does not split backward (1f1b), or neither fuse_loss nor overlap"
+    fix = "use torch 2.13 or newer, a schedule that does not split backward (1f1b), or "
+    fix += "none of fuse_loss, overlap and compiled layers"
     return ModelError(Problem("split-backward", what, fix=fix))
 
 

@@ -135,7 +135,8 @@ def test_out_of_memory_leaves_a_report(tmp_path):
     path = write_run(tmp_path, model={"name": "own_models:huge"})
     assert run(path) == 1
     reports = sorted(file.name for file in (tmp_path / "checkpoints" / "reports").iterdir())
-    assert reports == ["out-of-memory-rank-0.txt", "out-of-memory-rank-1.txt"]
+    # torchrun ends the other rank when the first has failed, which may be before that one runs out of memory
+    assert reports and set(reports) <= {"out-of-memory-rank-0.txt", "out-of-memory-rank-1.txt"}
     assert "the largest tensors:" in (tmp_path / "checkpoints/reports" / reports[0]).read_text()
 
 

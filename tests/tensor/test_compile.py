@@ -49,12 +49,20 @@ def test_compiled_modules_follow_their_parameters(two_processes, sequence_parall
         assert max(errors) < 1e-12, errors
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["layer", "model"])
+@pytest.mark.variants(every=4)
+@pytest.mark.parametrize("whole", [False, True], ids=["layer", "model"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_graphs_read_plain_tensors(two_processes, sequence_parallel, whole):
     """DTensors at the edge of a graph cost the host more than the rest of a small layer."""
     for num_dtensors in two_processes.run(jobs.dtensors_of_graphs, sequence_parallel, whole, timeout_s=240):
         assert len(num_dtensors) > 1 and not any(num_dtensors), num_dtensors
+
+
+@pytest.mark.sweep
+def test_graphs_treat_leaves_as_parameters(two_processes):
+    """Whose sizes are constants, and which CUDA graphs do not copy."""
+    for bare, planned in two_processes.run(jobs.constant_inputs, timeout_s=240):
+        assert bare == planned and bare[0], (bare, planned)
 
 
 CASES = [
@@ -75,7 +83,7 @@ CASES = [
 ]
 
 
-@pytest.mark.variants(every=4)
+@pytest.mark.variants(every=14)
 @pytest.mark.parametrize(("family", "axes", "options", "config"), CASES, ids=str)
 def test_compiled_layers_of_the_whole_mesh(two_processes, family, axes, options, config):
     """Experts' tokens travel outside of graphs, whose messages have sizes that the ranks tell each other.
@@ -89,7 +97,9 @@ def test_compiled_layers_of_the_whole_mesh(two_processes, family, axes, options,
         assert max(errors) < 1e-12, errors
 
 
+@pytest.mark.sweep
 def test_collectives_of_plain_tensors(two_processes):
+    """Of which graphs of torch 2.11 drop the gradient where a result is the same tensor as another value."""
     for errors in two_processes.run(jobs.compiled_collectives, timeout_s=240):
         assert max(max(pair) for pair in errors.values()) < 1e-12, errors
 

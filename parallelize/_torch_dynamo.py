@@ -65,12 +65,19 @@ def call_around_compilation(before: Callable[..., None], after: Callable[..., No
 
 
 def leave_side_effects_out_of_replays(leave_out: bool) -> bool:
-    """Whether a checkpointed forward that has side effects is traced, and its replay leaves them out. Returns what was set (2.8)."""
+    """Whether a checkpointed forward that has side effects is traced, and its replay leaves them out. Returns what was set (2.8).
+
+    Without the switch Dynamo runs such a forward in eager mode.
+    """
     from torch._dynamo import config
 
-    before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
-    config.skip_fwd_side_effects_in_bwd_under_checkpoint = leave_out
+    before = getattr(config, _SWITCH, leave_out)
+    if before != leave_out:
+        setattr(config, _SWITCH, leave_out)
     return before
+
+
+_SWITCH = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
 def traces_graph() -> bool:

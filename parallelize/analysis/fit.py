@@ -332,5 +332,6 @@ def _try(
 
 
 def _resident_bytes(subject: Subject, setting: Setting) -> int:
-    """Bytes that the first pp rank stores over the step. They are known without a recording."""
+    """Bytes that the first pp rank stores over the step. They are known without a recording, which alone tells what parameters get
+    no gradient: the optimizer state of those is counted too."""
     return sum(stored_bytes(subject.shards(setting, 0), setting, subject.matrix_parameters(setting, 0)))

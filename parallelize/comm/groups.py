@@ -224,7 +224,7 @@ class Group:
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[size * n, ...] on each rank -> this rank's [n, ...] of the sum."""
-        if torch.compiler.is_compiling():  # torch 2.11 takes a result that a graph writes in place for a constant
+        if torch.compiler.is_compiling():
             return functional.scattered_sum(x, self.pg)
         out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
         blocking.reduce_scatter(out, x, self.pg)

@@ -147,30 +147,6 @@ def dtensors_of_graphs(rank: int, sequence_parallel: bool, whole: bool) -> list[
     return num_dtensors
 
 
-def constant_inputs(rank: int) -> list[tuple[int, int]]:
-    """Of the graph of a bare layer and of a planned one: inputs that a CUDA graph does not copy, and sizes that are variables."""
-    from torch._dynamo.backends.debugging import aot_eager
-
-    numbers: list[tuple[int, int]] = []
-
-    def backend(graph: Any, inputs: list[Any]) -> Any:
-        dicts = [node.meta.get("tensor_dict", {}) for node in graph.graph.find_nodes(op="placeholder")]
-        num_static = sum("_dynamo_static_input_type" in attributes for attributes in dicts)
-        numbers.append((num_static, sum(isinstance(x, torch.SymInt) for x in inputs)))
-        return aot_eager(graph, inputs)
-
-    ids, labels = tiny_batch(length=8)
-    for is_planned in (False, True):
-        torch._dynamo.reset()
-        model = tiny_model("llama")
-        if is_planned:
-            parallelize_module(model, build_mesh("cpu", tp=2), sequence_parallel=True)
-        model.model.layers[1].compile(fullgraph=True, backend=backend)
-        loss_of(model(input_ids=ids).logits, labels).backward()
-    torch._dynamo.reset()
-    return numbers
-
-
 def steps_of_compiled_layers(
     rank: int, family: str, axes: dict[str, int], options: dict[str, Any], config: dict[str, Any]
 ) -> tuple[int, list[float]]:

@@ -58,13 +58,6 @@ def test_graphs_read_plain_tensors(two_processes, sequence_parallel, whole):
         assert len(num_dtensors) > 1 and not any(num_dtensors), num_dtensors
 
 
-@pytest.mark.sweep
-def test_graphs_treat_leaves_as_parameters(two_processes):
-    """Whose sizes are constants, and which CUDA graphs do not copy."""
-    for bare, planned in two_processes.run(jobs.constant_inputs, timeout_s=240):
-        assert bare == planned and bare[0], (bare, planned)
-
-
 CASES = [
     ("llama", {"cp": 2}, {}, {}),
     ("llama", {"cp": 2}, {"ulysses": 2}, {}),

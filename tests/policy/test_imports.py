@@ -115,9 +115,13 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
     "loop.wandb_logger": {"wandb": OPTIONAL},
     "loop.loggers": {"huggingface_hub": OPTIONAL, "torch": "its writer needs tensorboard, an optional package"},
     "models.transformers_models": {"transformers": OPTIONAL},
+    "ops.vocabulary.kernel_choice": {
+        "ops.vocabulary.logit_kernels": "it needs triton, which torch for CPUs does not bring"
+    },
     "trainers.trainer": {"transformers": OPTIONAL},
     "trainers.trainer_loaders": {"transformers": OPTIONAL},
     "trainers.trainer_weights": {"peft": OPTIONAL},
+    "vocabulary.generation.fixed_cache": {"transformers": OPTIONAL},
     "verification.runner": {
         "verification.threads": "they load torch.testing, which is slow to import, and serve one backend of three",
     },

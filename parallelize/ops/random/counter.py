@@ -27,6 +27,16 @@ class Key(NamedTuple):
     late: int
 
 
+class KeyTensors(NamedTuple):
+    """A key as two tensors [] of int64 on the device of the indices, for CUDA graphs, in which a number is constant."""
+
+    start: torch.Tensor
+    late: torch.Tensor
+
+
+AnyKey = Key | KeyTensors
+
+
 def key(seed: int, name: str, *numbers: int) -> Key:
     """The key of a seed, a name, and any numbers (a step, a call). Stable over processes and versions."""
     text = "\0".join(map(str, (seed, name, *numbers)))
@@ -41,7 +51,7 @@ _WEYL = _signed(0x9E3779B97F4A7C15)
 _MIX = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB), _signed(0xD6E8FEB86659FD93))
 
 
-def bits(stream: Key, index: torch.Tensor) -> torch.Tensor:
+def bits(stream: AnyKey, index: torch.Tensor) -> torch.Tensor:
     """64 random bits for each index (int64, any shape), as int64. `index` is overwritten and returned.
 
     Shifts are logical: torch's are arithmetic, so the copies of the sign bit are masked.
@@ -69,7 +79,7 @@ def uniform(stream: Key, index: torch.Tensor, dtype: torch.dtype = torch.float64
     return top.to(dtype if exact else torch.float32).mul_(2.0**-count).to(dtype)
 
 
-def open_uniform(stream: Key, index: torch.Tensor) -> torch.Tensor:
+def open_uniform(stream: AnyKey, index: torch.Tensor) -> torch.Tensor:
     """Numbers inside (0, 1), as exact float64: (k + 1/2) / 2^52, so that 1 - u is exact as well. `index` is overwritten."""
     return _top(bits(stream, index), 52).to(torch.float64).add_(0.5).mul_(2.0**-52)
 

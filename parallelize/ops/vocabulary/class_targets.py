@@ -11,12 +11,29 @@ A rank knows q for its shard of the vocabulary. Source: `torch.nn.CrossEntropyLo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from parallelize.errors import Problem, ShapeError
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary, local_ids
 
 T = torch.Tensor
+
+
+@dataclass(frozen=True)
+class RowTerms:
+    """A multiple of q that is two numbers a row: `of_all` for each class, and `of_id` more for the class `ids`.
+
+    Attributes:
+        ids: [n], positions in this rank's shard.
+        of_id: [n], 0 where the id is on another rank.
+        of_all: [n], or None for 0.
+    """
+
+    ids: T
+    of_id: T
+    of_all: T | None
 
 
 class HardTargets:
@@ -60,6 +77,12 @@ class HardTargets:
             out += self.smoothing * (relative.sum(-1) if self.weight is None else relative @ self.weight)
         return out
 
+    def row_terms(self, scale: T) -> RowTerms | None:
+        """scale [n] * q; None if its smoothing has a weight for each class."""
+        if self.smoothing and self.weight is not None:
+            return None
+        return RowTerms(self.ids, self._of_id(scale), scale * self.smoothing if self.smoothing else None)
+
     def subtract_(self, out: T, scale: T) -> None:
         """out [n, V/P] -= scale [n] * q."""
         if not out.shape[-1]:
@@ -68,8 +91,10 @@ class HardTargets:
             out -= (scale * self.smoothing).unsqueeze(-1)
         elif self.smoothing and self.weight is not None:
             out.addr_(scale, self.weight, alpha=-self.smoothing)
-        change = (scale * self.id_weight).masked_fill(self.outside, 0.0).neg_()
-        out.scatter_add_(-1, self.ids.unsqueeze(-1), change.unsqueeze(-1))
+        out.scatter_add_(-1, self.ids.unsqueeze(-1), self._of_id(scale).neg_().unsqueeze(-1))
+
+    def _of_id(self, scale: T) -> T:
+        return (scale * self.id_weight).masked_fill(self.outside, 0.0)
 
 
 class SoftTargets:
@@ -96,6 +121,9 @@ class SoftTargets:
 
     def dot(self, z: T, highest: T) -> T:
         return (z - highest.unsqueeze(-1)).mul_(self._q()).sum(-1)
+
+    def row_terms(self, scale: T) -> None:
+        """None: each class has a value of its own."""
 
     def subtract_(self, out: T, scale: T) -> None:
         out.sub_(self._q() * scale.unsqueeze(-1))

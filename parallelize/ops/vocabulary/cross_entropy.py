@@ -14,7 +14,11 @@ from parallelize.comm.groups import Group
 from parallelize.errors import Problem, ShapeError
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.vocabulary.class_targets import HardTargets, SoftTargets, Targets, check_class_weight, soft_shard
+from parallelize.ops.vocabulary.kernel_choice import kernels_for
+from parallelize.ops.vocabulary.softmax import SavedStatistics, logits_gradient, lowest_of, working_dtype
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary, check_ids
+
+T = torch.Tensor
 
 
 class _CrossEntropy(Function):
@@ -31,15 +35,7 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: Targets, group: Group, z_loss: float) -> torch.Tensor:
-        width = logits.shape[-1]
-        work = logits if logits.dtype == torch.float64 else logits.float()
-        highest = work.amax(-1) if width else work.new_full(work.shape[:-1], -torch.inf)
-        if group.size > 1:
-            group.all_reduce(highest, dist.ReduceOp.MAX)
-        # everything is relative to the maximum: a small loss would be lost in the difference z - lse of two large numbers
-        shifted = work - highest.unsqueeze(-1)
-        target = targets.dot(shifted, torch.zeros_like(highest))
-        total = shifted.exp_().sum(-1)
+        highest, total, target = _relative_sums(logits, targets, group)
         mass = targets.mass() if targets.full_mass is None else targets.full_mass
         if group.size > 1:
             group.all_reduce(total)
@@ -59,11 +55,31 @@ class _CrossEntropy(Function):
         refuse_double_backward()
         logits, highest, log_total, mass = ctx.saved_tensors
         targets, z_loss = ctx.args
-        work = logits if logits.dtype == torch.float64 else logits.float()
-        out = (work - highest.unsqueeze(-1)).sub_(log_total.unsqueeze(-1)).exp_()
-        out *= (grad * (mass + 2.0 * z_loss * (log_total + highest) if z_loss else mass)).unsqueeze(-1)
-        targets.subtract_(out, grad)
+        of_softmax = grad * (mass + 2.0 * z_loss * (log_total + highest) if z_loss else mass)
+        out = logits_gradient(logits, targets, SavedStatistics(highest, log_total, mass), grad, of_softmax)
         return out.to(logits.dtype), None, None, None
+
+
+def _relative_sums(logits: T, targets: Targets, group: Group) -> tuple[T, T, T]:
+    """(M, the largest logit of all ranks; this rank's sum of exp(z - M); this rank's sum of q (z - M)) of logits [n, V/P]: [n] each.
+
+    Relative to the maximum: a small loss would be lost in the difference z - lse of two large numbers.
+    """
+    kernels = kernels_for(logits)
+    if kernels is not None:
+        highest, total = kernels.row_totals(logits, lowest_of(torch.float32))
+        if group.size > 1:
+            local_highest = highest.clone()
+            group.all_reduce(highest, dist.ReduceOp.MAX)
+            total *= (local_highest - highest).exp_()
+        return highest, total, targets.dot(logits, highest)
+    work = logits.to(working_dtype(logits))
+    highest = work.amax(-1) if logits.shape[-1] else work.new_full(work.shape[:-1], -torch.inf)
+    if group.size > 1:
+        group.all_reduce(highest, dist.ReduceOp.MAX)
+    shifted = work - highest.unsqueeze(-1)
+    target = targets.dot(shifted, torch.zeros_like(highest))
+    return highest, shifted.exp_().sum(-1), target
 
 
 @dataclass(frozen=True)

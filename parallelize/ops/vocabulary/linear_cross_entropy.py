@@ -24,7 +24,7 @@ from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.vocabulary.class_targets import Targets
-from parallelize.ops.vocabulary.softmax import Statistics, statistics, working_dtype
+from parallelize.ops.vocabulary.softmax import SavedStatistics, Statistics, logits_gradient, statistics, working_dtype
 
 T = torch.Tensor
 Tail = Callable[[T], T]
@@ -82,6 +82,13 @@ class HeadLoss:
             factor = factor + 2.0 * self.z_loss * (stats.log_total + stats.highest)
         return scale * factor
 
+    def logits_gradient(
+        self, z: T, stats: Statistics | SavedStatistics, tokens: slice, scale: T, of_entropy: T | None = None
+    ) -> T:
+        """[n, V/P], given the gradients of the losses, `scale` [n], and of the entropies. Without a tail it may overwrite z."""
+        targets, of_softmax = self.targets_of(tokens), self.softmax_scale(stats, scale)
+        return logits_gradient(z, targets, stats, scale, of_softmax, of_entropy, overwrite=self.tail is None)
+
 
 def check_storage(weight: T, why: str = "before the loss or the deferred logits were computed") -> None:
     """Raises: ModelError `weight-let-go` if `fully_shard` has freed a weight that the loss still needs."""
@@ -94,13 +101,18 @@ def check_storage(weight: T, why: str = "before the loss or the deferred logits 
         raise ModelError(Problem("weight-let-go", what, fix=fix))
 
 
-def default_chunk(tokens: int, hidden_size: int) -> int:
-    """An eighth of the tokens, but not more than have logits of a quarter of the size of the head's own gradient.
+def default_chunk(hidden: T, weight: T) -> int:
+    """Tokens whose logits exist at the same time, for hidden states [N, H] and a head [V/P, H]. Measured: docs/vocabulary.md.
 
-    At least 128, because fewer make the matmuls slow. Larger chunks need more memory and are not faster. Measured:
-    docs/vocabulary.md.
+    An eighth of N, but not more than have logits of a quarter of the size of the head's own gradient; at least 128, because fewer
+    make the matmuls slow. On a CPU larger chunks are not faster. On a GPU they are, where each adds to the head's gradient, which
+    is read and written for that. In half precision H tokens cost no memory there: their logits are as large as the rounded gradient,
+    which exists later.
     """
-    return max(128, min(-(-tokens // 8), hidden_size // 4))
+    tokens, width = hidden.shape
+    if hidden.is_cuda and weight.requires_grad and weight.dtype.itemsize == 2:
+        return max(128, width)
+    return max(128, min(-(-tokens // 8), width // 4))
 
 
 class _Sum(Function):
@@ -200,13 +212,11 @@ def _forward_chunk(
     differentiable = gradients is not None and gradients.any
     raw, z = _logits(hidden, weight, bias, loss.tail, differentiable)
     stats = loss.statistics(z.detach(), tokens, maskable=bias is not None)
-    grad, stats.local_softmax = stats.local_softmax, stats.local_softmax[:0]
     if gradients is not None and differentiable:
         scale = loss.counts(tokens, stats.highest)
-        of_softmax = loss.softmax_scale(stats, scale)
-        grad *= (of_softmax if stats.local_weight is None else of_softmax * stats.local_weight).unsqueeze(-1)
-        loss.targets_of(tokens).subtract_(grad, scale)
+        grad = loss.logits_gradient(z.detach(), stats, tokens, scale)
         gradients.add(tokens, hidden, weight, _through_tail(raw, z, grad))
+    stats.local_softmax = None
     return stats
 
 
@@ -228,34 +238,10 @@ def _recomputed_gradients(
             raw, z = _logits(hidden[tokens], weight, bias, loss.tail, True)
             stats = SavedStatistics(*(value[tokens] for value in saved))
             of_entropy = None if entropy_scale is None else entropy_scale[tokens]
-            of_softmax = loss.softmax_scale(stats, scale[tokens])
-            grad = logits_gradient(z.detach(), stats, of_softmax, of_entropy)
-            loss.targets_of(tokens).subtract_(grad, scale[tokens])
+            grad = loss.logits_gradient(z.detach(), stats, tokens, scale[tokens], of_entropy)
             gradients.add(tokens, hidden[tokens], weight, _through_tail(raw, z, grad))
             del raw, z, grad
     return gradients.take(needs, None)
-
-
-@dataclass(frozen=True)
-class SavedStatistics:
-    """What backward needs of `Statistics`: [n] each."""
-
-    highest: T
-    log_total: T
-    mass: T
-    entropies: T | None = None
-
-
-def logits_gradient(z: T, stats: SavedStatistics, of_softmax: T, of_entropy: T | None) -> T:
-    """[n, V/P]: of_softmax p + of_entropy d(entropy), with d(entropy)/dz_c = -p_c (log p_c + entropy)."""
-    log_p = (z - stats.highest.unsqueeze(-1)).sub_(stats.log_total.unsqueeze(-1))
-    if of_entropy is None:
-        return log_p.exp_().mul_(of_softmax.unsqueeze(-1))
-    assert stats.entropies is not None
-    p = log_p.exp()
-    constant = of_softmax - of_entropy * stats.entropies
-    log_p.masked_fill_(p == 0.0, 0.0)  # 0 log 0 is 0, whatever the output gradient is
-    return log_p.mul_(-of_entropy.unsqueeze(-1)).add_(constant.unsqueeze(-1)).mul_(p)
 
 
 def _logits(hidden: T, weight: T, bias: T | None, tail: Tail | None, differentiable: bool) -> tuple[T, T]:
@@ -290,23 +276,31 @@ class _GradientAccumulator:
         self.needs, self.any, self.dtype = needs, any(needs), weight.dtype
         self.work = working_dtype(weight)
         self.hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
-        self.weight = weight.new_zeros(weight.shape, dtype=self.work) if needs[1] else None
+        self.weight = weight.new_empty(weight.shape, dtype=self.work) if needs[1] else None
+        if self.weight is not None and not hidden.shape[0]:
+            self.weight.zero_()
+        self.is_first = True
         self.bias = weight.new_zeros(weight.shape[0], dtype=self.work) if needs[2] else None
 
     def add(self, tokens: slice, hidden: T, weight: T, grad: T) -> None:
         if self.bias is not None:
-            self.bias += grad.sum(0)
+            self.bias += grad.sum(0, dtype=self.work)
         grad = grad.to(self.dtype)
         if self.hidden is not None:
             torch.mm(grad, weight, out=self.hidden[tokens])
-        if self.weight is None:
-            return
+        if self.weight is not None:
+            self._add_to_weight(self.weight, grad, hidden)
+
+    def _add_to_weight(self, total: T, grad: T, hidden: T) -> None:
+        beta, self.is_first = 0.0 if self.is_first else 1.0, False  # 0: what is stored is not read
         if self.work == self.dtype:
-            self.weight.addmm_(grad.t(), hidden)
+            total.addmm_(grad.t(), hidden, beta=beta)
         elif _accumulates_wider(grad):
-            torch.addmm(self.weight, grad.t(), hidden, out_dtype=self.work, out=self.weight)
+            torch.addmm(total, grad.t(), hidden, beta=beta, out_dtype=self.work, out=total)
+        elif beta:
+            total += grad.t() @ hidden
         else:
-            self.weight += grad.t() @ hidden
+            total.copy_(grad.t() @ hidden)
 
     def has(self, needs: tuple[bool, ...]) -> bool:
         """Whether none of these was taken."""
@@ -320,9 +314,17 @@ class _GradientAccumulator:
             grad = getattr(self, name) if need else None
             if grad is not None:
                 setattr(self, name, None)
-                grad = (grad if scale is None else grad.mul_(scale)).to(self.dtype)
+                grad = _scaled(grad, scale, self.dtype)
             out.append(grad)
         return out[0], out[1], out[2]
+
+
+def _scaled(grad: T, scale: T | None, dtype: torch.dtype) -> T:
+    """grad * scale in `dtype`; overwrites `grad` where that needs no more memory or time."""
+    # in one pass: a CPU would store the wide product too
+    if scale is not None and grad.is_cuda and grad.dtype != dtype:
+        return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
+    return (grad if scale is None else grad.mul_(scale)).to(dtype)
 
 
 def _accumulates_wider(x: T) -> bool:

@@ -1,7 +1,8 @@
 """Softmax over a vocabulary that is sharded over ranks: one all-gather of a few values per token.
 
-Each rank computes the softmax of its shard. From the maximum, the sum of exponentials and other sums of all shards, every rank
-computes the same statistics. Nothing here has autograd: autograd Functions use it.
+Each rank computes the softmax of its shard, or on a GPU its maximum and sum of exponentials alone. From those and other sums of all
+shards, every rank computes the same statistics, and from these the gradient of its logits. Nothing here has autograd: autograd
+Functions use it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from parallelize.comm.groups import Group
 from parallelize.ops import replay_cache
 from parallelize.ops.vocabulary.class_targets import Targets
+from parallelize.ops.vocabulary.kernel_choice import kernels_for
 
 T = torch.Tensor
 
@@ -27,7 +29,7 @@ class Statistics:
         dot: sum q (z - M).
         mass: sum q.
         moment: sum exp(z - M) (z - M), if it was requested.
-        local_softmax: [n, V/P], softmax within this rank's shard; may be overwritten.
+        local_softmax: [n, V/P], softmax within this rank's shard; may be overwritten. None if kernels compute the gradient.
         local_weight: the probability of this rank's shard; None for one rank, where it is 1.
     """
 
@@ -36,7 +38,7 @@ class Statistics:
     dot: T
     mass: T
     moment: T | None
-    local_softmax: T
+    local_softmax: T | None
     local_weight: T | None
 
     @property
@@ -51,6 +53,16 @@ class Statistics:
         return self.log_total - self.moment * torch.exp(-self.log_total)
 
 
+@dataclass(frozen=True)
+class SavedStatistics:
+    """What backward needs of `Statistics`: [n] each."""
+
+    highest: T
+    log_total: T
+    mass: T
+    entropies: T | None = None
+
+
 def statistics(z: T, targets: Targets, group: Group, *, moment: bool = False, maskable: bool = True) -> Statistics:
     """Softmax statistics of logits z [n, V/P].
 
@@ -61,7 +73,11 @@ def statistics(z: T, targets: Targets, group: Group, *, moment: bool = False, ma
     Cost: one all-gather of 4 values per token (5 with `moment`).
     """
     work, lowest = working_dtype(z), lowest_of(working_dtype(z))
-    if z.shape[-1]:
+    softmax: T | None
+    kernels = None if moment else kernels_for(z)
+    if kernels is not None:
+        (highest, total), softmax = kernels.row_totals(z, lowest), None
+    elif z.shape[-1]:
         highest = z.amax(-1).to(work).clamp_(min=lowest)
         softmax = torch.softmax(z, -1, dtype=work)
         total = softmax.amax(-1).reciprocal_()
@@ -74,6 +90,7 @@ def statistics(z: T, targets: Targets, group: Group, *, moment: bool = False, ma
         total = torch.zeros_like(highest)
     values = [highest, total, targets.dot(z, highest), targets.mass()]
     if moment:
+        assert softmax is not None
         relative = (z - highest.unsqueeze(-1)).clamp_(min=lowest)  # so that exp(-inf) (-inf) is 0
         values.append(relative.mul_(softmax).sum(-1) * total)
     if group.size == 1:
@@ -81,7 +98,7 @@ def statistics(z: T, targets: Targets, group: Group, *, moment: bool = False, ma
     return _combined(values, softmax, group)
 
 
-def _combined(values: list[T], softmax: T, group: Group) -> Statistics:
+def _combined(values: list[T], softmax: T | None, group: Group) -> Statistics:
     """[n] values of each rank -> the statistics over all ranks, equal on every rank."""
     gathered = replay_cache.run_collective("all_gather", group.all_gather, torch.stack(values))
     highs, totals, dots, masses, *moments = gathered.unbind(1)
@@ -92,6 +109,50 @@ def _combined(values: list[T], softmax: T, group: Group) -> Statistics:
     moment = ((moments[0] + totals * below) * scale).sum(0) if moments else None
     weight = totals[group.rank] * scale[group.rank] / total
     return Statistics(highest, total.log(), (dots + masses * below).sum(0), masses.sum(0), moment, softmax, weight)
+
+
+def logits_gradient(
+    z: T,
+    targets: Targets,
+    stats: Statistics | SavedStatistics,
+    scale: T,
+    of_softmax: T,
+    of_entropy: T | None = None,
+    *,
+    overwrite: bool = False,
+) -> T:
+    """of_softmax p - scale q + of_entropy d(entropy), with d(entropy)/dz_c = -p_c (log p_c + entropy).
+
+    Shapes: z and the result [n, V/P], all else [n]. In float32 at least, or in z's dtype if kernels serve (see `kernel_choice`),
+    which round it themselves.
+
+    Args:
+        overwrite: whether the result may take the place of `z`.
+    """
+    kernels, terms = kernels_for(z), targets.row_terms(scale)
+    if kernels is not None and terms is not None and of_entropy is None:
+        out = z if overwrite else torch.empty_like(z, memory_format=torch.contiguous_format)
+        return kernels.row_gradients(z, out, stats.highest, stats.log_total, of_softmax, terms)
+    out = _softmax_gradient(z, stats, of_softmax, of_entropy)
+    targets.subtract_(out, scale)
+    return out
+
+
+def _softmax_gradient(z: T, stats: Statistics | SavedStatistics, of_softmax: T, of_entropy: T | None) -> T:
+    """The gradient's part that does not depend on targets."""
+    softmax = stats.local_softmax if isinstance(stats, Statistics) else None
+    if softmax is not None and of_entropy is None:
+        assert isinstance(stats, Statistics)
+        factor = of_softmax if stats.local_weight is None else of_softmax * stats.local_weight
+        return softmax.mul_(factor.unsqueeze(-1))
+    log_p = (z - stats.highest.unsqueeze(-1)).sub_(stats.log_total.unsqueeze(-1))
+    if of_entropy is None:
+        return log_p.exp_().mul_(of_softmax.unsqueeze(-1))
+    assert stats.entropies is not None
+    p = log_p.exp()
+    constant = of_softmax - of_entropy * stats.entropies
+    log_p.masked_fill_(p == 0.0, 0.0)  # 0 log 0 is 0, whatever the output gradient is
+    return log_p.mul_(-of_entropy.unsqueeze(-1)).add_(constant.unsqueeze(-1)).mul_(p)
 
 
 def working_dtype(x: T) -> torch.dtype:

@@ -93,7 +93,7 @@ class Head:
         return -losses.view(lead), entropies.masked_fill(prepared.ignored, 0.0).view(lead) if entropy else None
 
     def _work(self, flat: T, targets: Any, ignored: T | None, dtype: torch.dtype, **options: Any) -> HeadLoss:
-        chunk = self.chunk if self.chunk is not None else default_chunk(*flat.shape)
+        chunk = self.chunk if self.chunk is not None else default_chunk(flat, self.weight)
         return HeadLoss(targets, ignored, self.vocabulary.group, chunk, dtype, self.tail, **options)
 
     def _flat(self, hidden: T) -> T:

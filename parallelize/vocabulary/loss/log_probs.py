@@ -13,8 +13,13 @@ from parallelize.errors import Problem, ShapeError
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.vocabulary.class_targets import HardTargets
 from parallelize.ops.vocabulary.cross_entropy import prepare_targets
-from parallelize.ops.vocabulary.linear_cross_entropy import SavedStatistics, logits_gradient
-from parallelize.ops.vocabulary.softmax import statistics, temperature_scaled, working_dtype
+from parallelize.ops.vocabulary.softmax import (
+    SavedStatistics,
+    logits_gradient,
+    statistics,
+    temperature_scaled,
+    working_dtype,
+)
 from parallelize.vocabulary.logits.deferred_logits import DeferredLogits
 from parallelize.vocabulary.logits.forms import linear_head, shard_of
 from parallelize.vocabulary.logits.head import check_token_ids
@@ -142,8 +147,8 @@ class _TokenStatistics(Function):
         z, *values = ctx.saved_tensors
         saved = SavedStatistics(*values)
         scale = torch.zeros_like(saved.highest) if grad is None else -grad
-        out = logits_gradient(z, saved, scale * saved.mass, entropy_grad if ctx.entropy else None)
-        ctx.targets.subtract_(out, scale)
+        of_entropy = entropy_grad if ctx.entropy else None
+        out = logits_gradient(z, ctx.targets, saved, scale, scale * saved.mass, of_entropy)
         return out.to(z.dtype), None, None, None
 
 

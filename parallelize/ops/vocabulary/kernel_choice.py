@@ -1,0 +1,40 @@
+"""Whether this package's own kernels serve logits: those of a GPU whose Triton works, outside of compiled graphs.
+
+In a compiled graph the compiler fuses PyTorch's ops.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from parallelize._torch_dynamo import traces_graph
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
+
+
+def kernels_for(z: torch.Tensor) -> ModuleType | None:
+    """`logit_kernels` if it serves logits z [n, V/P], else None."""
+    if not z.is_cuda or z.dtype not in _DTYPES or not z.numel() or z.stride(-1) != 1:
+        return None
+    if type(z) not in _PLAIN or traces_graph():
+        return None  # a stand-in without storage, or a tensor that is not only its storage
+    return _tried_kernels(z.device)
+
+
+@cache
+def _tried_kernels(device: torch.device) -> ModuleType | None:
+    """The kernels, after a first call of one: Triton needs a C compiler and a GPU that it knows."""
+    try:
+        from parallelize.ops.vocabulary import logit_kernels
+
+        logit_kernels.row_totals(torch.zeros(1, 1, device=device), 0.0)
+    except Exception as error:
+        what = f"the loss runs PyTorch's kernels, which are slower, because Triton's fail on {device}"
+        warnings.warn(f"{what}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+        return None
+    return logit_kernels

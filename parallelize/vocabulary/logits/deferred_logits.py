@@ -29,7 +29,7 @@ from parallelize.vocabulary.logits.sharded_logits import (
     HANDLERS,
     ShardedLogits,
     is_attribute,
-    mark,
+    logits_of_head,
     simplified,
     stock_arguments,
 )
@@ -164,7 +164,9 @@ class DeferredLogits(ShardedLogits):
 def logits_of(hidden: T, head: Head, sharded: bool) -> T:
     """The logits of a head: `ShardedLogits`, or the full logits (one all-gather)."""
     local, vocabulary = head.logits(hidden), head.vocabulary
-    return mark(local, vocabulary) if sharded else ops.gather(local, vocabulary.group, -1, vocabulary.full, "replicate")
+    if sharded:
+        return logits_of_head(local, vocabulary)
+    return ops.gather(local, vocabulary.group, -1, vocabulary.full, "replicate")
 
 
 def defer(hidden: T, head: Head, sharded: bool, registered: tuple[T, ...]) -> DeferredLogits:

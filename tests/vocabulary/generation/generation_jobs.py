@@ -84,6 +84,23 @@ def tokens_differ(rank: int, family: str, tp: int, options: dict[str, Any]) -> l
     return wrong
 
 
+def compiled_tokens_differ(rank: int, options: dict[str, Any]) -> bool:
+    """Whether tokens of `transformers`' compiled loop, which it runs on a GPU for static caches, differ from the unsharded model's."""
+    from torch._dynamo.utils import counters
+    from transformers import CompileConfig
+
+    model = lively_model("llama")
+    planned = parallelize_module(copy.deepcopy(model), build_mesh("cpu", tp=2), **options)
+    how = CompileConfig(backend="eager", mode=None)
+    how._compile_all_devices = True
+    torch._dynamo.reset()
+    counters.clear()
+    actual = stock(planned, cache_implementation="static", compile_config=how)
+    assert counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    return not torch.equal(actual, stock(model))
+
+
 def generators_after(rank: int) -> tuple[bool, bool]:
     """(whether a rank seeded alike is where the unsharded run would be; whether one seeded otherwise is where it was)."""
     model = lively_model("llama")

@@ -24,6 +24,14 @@ def test_tokens_on_four_ranks(four_processes, family, options):
     assert four_processes.run(jobs.tokens_differ, family, 4, options) == [[]] * 4
 
 
+@pytest.mark.variants(every=3)
+@pytest.mark.parametrize(
+    "options", [*MODES, {"loss_parallel": True, "fuse_loss": True}], ids=["tensor", "sequence-loss", "fused"]
+)
+def test_compiled_tokens_on_two_ranks(two_processes, options):
+    assert two_processes.run(jobs.compiled_tokens_differ, options) == [False] * 2
+
+
 @pytest.mark.on_cpus("the generator of the CPU is looked at")
 def test_generators_after_a_generation(two_processes):
     first, second = two_processes.run(jobs.generators_after)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import nn
 
 from parallelize.comm.groups import Group
 from parallelize.ops.random.counter import block_size
@@ -16,6 +17,7 @@ from parallelize.ops.random.counter import block_size
 T = torch.Tensor
 
 _DIGIT = 4  # bits of the threshold that one reduction determines, with 2^4 sums per row
+_WIDE_DIGIT = 7  # the same for weights that are sorted, whose sums are looked up
 _LOG2_E, _LN2 = 1.44269504088896340736, 0.69314718055994530942
 _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 """ln 2 as a sum of two numbers; the first ends in zeros, so that its product with an exponent is exact. [fdlibm]"""
@@ -51,9 +53,14 @@ _EXP = tuple(1.0 / math.factorial(n) for n in range(13, -1, -1))
 """1 / n!, highest n first; the argument is below 0.35, so the first omitted term is below 5e-18."""
 
 
-def nucleus(weights: T, p: T, bits: int, group: Group) -> T:
-    """Mask [B, n] of the smallest set of the heaviest tokens whose mass reaches p of the total."""
-    threshold, missing = _threshold(weights, p, bits, group)
+def nucleus(weights: T, p: T, bits: int, group: Group, *, by_sorting: bool = False) -> T:
+    """Mask [B, n] of the smallest set of the heaviest tokens whose mass reaches p of the total.
+
+    Args:
+        by_sorting: how the threshold is found, the same on every rank. Without a sort the host waits for counts.
+    """
+    find = _threshold_of_sorted if by_sorting else _threshold
+    threshold, missing = find(weights, p, bits, group)
     needed = (missing + threshold - 1) // threshold  # number of tokens at the threshold, lowest ids first
     heavier, equal = weights > threshold.unsqueeze(-1), weights == threshold.unsqueeze(-1)
     local_quota = _quota(equal.sum(-1), needed, group).unsqueeze(-1)
@@ -92,6 +99,28 @@ def _threshold(weights: T, p: T, bits: int, group: Group) -> tuple[T, T]:
         low = low + (chosen.squeeze(-1) << shift)
         high = low + (1 << shift)
     return low, target - above
+
+
+def _threshold_of_sorted(weights: T, p: T, bits: int, group: Group) -> tuple[T, T]:
+    """As `_threshold`, of weights that are sorted first: each round looks up the mass from each of 2^_WIDE_DIGIT weights on."""
+    ordered = weights.sort(-1).values
+    # the mass from each place on, and nothing beyond the last
+    reach = nn.functional.pad(ordered.flip(-1).cumsum(-1).flip(-1), (0, 1))
+
+    def mass_from(thresholds: T) -> T:
+        """The mass [B, n], over all ranks, of tokens of at least each of thresholds [B, n]."""
+        mass = reach.gather(-1, torch.searchsorted(ordered, thresholds))
+        if group.size > 1:
+            group.all_reduce(mass)
+        return mass
+
+    low = weights.new_zeros(len(weights), 1)
+    digits = torch.arange(1 << _WIDE_DIGIT, device=weights.device)
+    target = _target_mass(mass_from(low), p.unsqueeze(-1) if p.ndim else p)
+    for shift in reversed(range(0, bits + 1, _WIDE_DIGIT)):
+        enough = mass_from(low + (digits << shift)) >= target
+        low = low + ((enough.sum(-1, keepdim=True) - 1) << shift)
+    return low.squeeze(-1), (target - mass_from(low + 1)).squeeze(-1)
 
 
 def _target_mass(total: T, p: T) -> T:

@@ -14,6 +14,7 @@ from parallelize.layout import even_interval
 from parallelize.ops.random.counter import key, open_uniform
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 from parallelize.vocabulary.logits.sharded_logits import mark
+from parallelize.vocabulary.sampling import candidates, noise
 from parallelize.vocabulary.sampling.candidates import Candidates, keep_min_p, keep_top_k, keep_top_p
 from parallelize.vocabulary.sampling.mass import masses
 from parallelize.vocabulary.sampling.noise import gumbel
@@ -93,6 +94,24 @@ def allowed(candidates: Candidates, **options) -> torch.Tensor:
     )
     out = torch.zeros(len(candidates.logits), vocab, dtype=torch.bool)
     return out.scatter_(1, candidates.ids.expand(candidates.logits.shape), candidates.logits > -torch.inf)
+
+
+@pytest.mark.parametrize(("tp", "vocab"), [(1, 67), (2, 1001), (4, 5), (4, 1001)])
+def test_tokens_are_the_same_without_waits(tp, vocab, monkeypatch):
+    """As a GPU computes them: see `no_waits`."""
+    kinds = kinds_of_logits(vocab)
+    expected = {(name, n): sample(z, **options) for name, z in kinds.items() for n, options in enumerate(OPTIONS)}
+    calls = []
+    for module in (candidates, noise):
+        monkeypatch.setattr(module, "avoids_waits", lambda device, count: calls.append(count) or True)
+
+    def body(rank):
+        shards = {name: shard(z, tp) for name, z in kinds.items()}
+        return {(name, n): sample(shards[name], **OPTIONS[n]) for name, n in expected}
+
+    for actual in run_ranks(tp, body):
+        assert [case for case, tokens in expected.items() if not torch.equal(actual[case], tokens)] == []
+    assert calls
 
 
 @pytest.mark.variants(every=10)

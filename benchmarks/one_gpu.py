@@ -13,7 +13,7 @@ between GPUs, and everything that is made of it, cannot be tried with one.
 | prediction | the planned step's time over what `explain` predicts of it, and |
 | memory | the allocator's peak of a planned step over what `explain` predicts of it |
 | load, save | `load_pretrained` onto the device and `Checkpointer.save`, in GB/s, files in the page cache; raw reads beside it |
-| generate | greedy tokens/s of `transformers`' `generate` on the planned and on the bare model; tokens are compared |
+| generate | greedy tokens/s of `transformers`' `generate` on the planned and on the bare model, and of ours; tokens are compared |
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from parallelize import (
     build_on_meta,
     destroy_groups,
     explain,
+    generate,
     load_pretrained,
     parallelize_module,
 )
@@ -186,19 +187,25 @@ def prediction(args: argparse.Namespace) -> dict[str, float]:
 
 
 def generation(contenders: Contenders) -> dict[str, Any]:
-    """Greedy tokens per second of `transformers`' loop."""
+    """Greedy tokens per second of `transformers`' loop on both models, and of `parallelize.generate`."""
     args = contenders.args
     prompt = contenders.ids[:, :32]
     keywords = dict(max_new_tokens=args.new, min_new_tokens=args.new, do_sample=False, pad_token_id=0)
     models = {"planned": contenders.planned, "bare": contenders.bare}
     work = {name: lambda model=model: model.generate(prompt, **keywords) for name, model in models.items()}
-    if not torch.equal(work["planned"](), work["bare"]()):
+    ours = dict(max_new_tokens=args.new, temperature=0.0, eos_token_id=[])
+    work["parallelize.generate"] = lambda: generate(contenders.planned, prompt, **ours)
+    contenders.planned.eval()
+    results = {name: run() for name, run in work.items()}
+    if any(not torch.equal(ids, results["bare"]) for ids in results.values()):
         raise SystemExit("the planned model generates other tokens than the bare one")
     times = interleaved(work, max(2, args.rounds // 2), before=lambda: _wait(contenders.device))
+    contenders.planned.train()
     tokens = args.batch * args.new
     return {
         "tokens_per_s": {name: tokens / statistics.median(seconds) for name, seconds in times.items()},
         "bare/planned": ratio(times, "bare", "planned"),
+        "bare/parallelize.generate": ratio(times, "bare", "parallelize.generate"),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 
 from parallelize.errors import ModelError, Problem, ShapeError
 from parallelize.models.wrapped_models import forward_signature
-from parallelize.ops.random.counter import key
+from parallelize.ops.random.counter import Key, key
 from parallelize.ops.vocabulary.vocabulary_shard import check_ids
+from parallelize.vocabulary.generation.captured_decoding import CapturedDecoding, is_worthwhile, why_not
 from parallelize.vocabulary.generation.growing_cache import reserve
 from parallelize.vocabulary.generation.transformers_generate import fast_generation, refuse_split
 from parallelize.vocabulary.logits.forms import shard_of
@@ -36,6 +38,7 @@ def generate(
     rows: T | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
+    cuda_graph: bool | None = None,
 ) -> T:
     """Continue prompts with a causal model of `transformers`, with or without a plan, by `parallelize.sample`.
 
@@ -51,12 +54,16 @@ def generate(
             has position n, from 0.
         eos_token_id: id or ids that end a row. None: those of the model's `generation_config`; []: no id ends a row.
         pad_token_id: fills a row after its end. None: that of the model, or else the first `eos_token_id`, or 0.
+        cuda_graph: whether a forward of one token is captured and replayed. None: on a GPU, for 8 new tokens or more, if the
+            model and its cache allow it (docs/vocabulary.md). True: or else raise.
 
     Returns: [B, S + n], prompts and new tokens, where n <= max_new_tokens is the number of the longest row.
     Raises: before the first forward, ModelError `training-mode`, `no-cache`, `cut-model`, `generate-over-ep`; ShapeError
-        `bad-prompts`, `bad-mask`, `right-padding`, `bad-option`, `too-long`, `id-out-of-range`.
+        `bad-prompts`, `bad-mask`, `right-padding`, `bad-option`, `too-long`, `id-out-of-range`. After the prompt's, ModelError
+        `no-cuda-graph`.
     Cost: one forward of S tokens, then one forward per new token, and the communication of one `sample` per token. Gloo ranks of
-        one host sum through shared memory meanwhile (see `through_shared_memory`); a plain cache grows in place.
+        one host sum through shared memory meanwhile (see `through_shared_memory`); a plain cache grows in place. A CUDA graph
+        costs one more forward.
     """
     parameters = _check_model(model)
     _check_prompts(input_ids, attention_mask)
@@ -67,17 +74,14 @@ def generate(
     options = SamplingOptions.of(torch.Size((batch,)), input_ids.device, temperature, top_k, top_p, min_p, rows)
     tokens = torch.cat([input_ids, input_ids.new_full((batch, max_new_tokens), pad)], dim=1)
     extra_inputs = _ExtraInputs(attention_mask, start + max_new_tokens, parameters)
+    drawn_tokens = _DrawnTokens(model, extra_inputs, options, seed, cuda_graph)
     ended = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
-    cache, stop = None, start
+    stop = start
     with fast_generation(getattr(model, "_orig_mod", model)):  # compiled or not
         for new in range(max_new_tokens):
-            first = 0 if new == 0 else stop - 1
-            inputs = extra_inputs(first, stop)
-            out = model(input_ids=tokens[:, first:stop], past_key_values=cache, use_cache=True, **inputs)
-            cache = _cache_of(model, out)
-            if new == 0:
-                reserve(cache, start + max_new_tokens)
-            drawn = draw(Candidates.of(*shard_of(out.logits[:, -1])), options, key(seed, "sample", new))
+            drawn = (
+                drawn_tokens.after_prompt(input_ids, max_new_tokens) if new == 0 else drawn_tokens(tokens, stop, new)
+            )
             tokens[:, stop] = torch.where(ended, pad, drawn)
             stop += 1
             if stops:
@@ -85,6 +89,63 @@ def generate(
                 if bool(ended.all()):
                     break
     return tokens[:, :stop].clone()
+
+
+class _DrawnTokens:
+    """The new tokens [B] of one call: after the prompt, and then after each token, from a graph if there is one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        extra_inputs: _ExtraInputs,
+        options: SamplingOptions,
+        seed: int,
+        cuda_graph: bool | None,
+    ):
+        self.model, self.extra_inputs, self.options = model, extra_inputs, options
+        self.seed, self.cuda_graph = seed, cuda_graph
+        self.cache: Any = None
+        self.captured: CapturedDecoding | None = None
+
+    def after_prompt(self, ids: T, new_tokens: int) -> T:
+        start = ids.shape[1]
+        out = _run(self.model, self.extra_inputs(0, start), ids, self.cache)
+        self.cache, longest = _cache_of(self.model, out), start + new_tokens
+        if self._captures(ids, new_tokens - 1):
+            mask = self.extra_inputs.mask
+            forward = partial(_run, self.model, self.extra_inputs.constant)
+            self.captured = CapturedDecoding(forward, self.options, self.cache, start, longest, mask)
+            self.cache = None
+        else:
+            reserve(self.cache, longest)
+        return self._draw(out, 0)
+
+    def __call__(self, tokens: T, stop: int, new: int) -> T:
+        """The `new`-th token, after `stop` tokens."""
+        ids, inputs = tokens[:, stop - 1 : stop], self.extra_inputs(stop - 1, stop)
+        if self.captured is not None:
+            return self.captured(ids, inputs.get("position_ids"), self._key(new))
+        return self._draw(_run(self.model, inputs, ids, self.cache), new)
+
+    def _draw(self, out: Any, new: int) -> T:
+        return draw(Candidates.of(*shard_of(out.logits[:, -1])), self.options, self._key(new))
+
+    def _key(self, new: int) -> Key:
+        return key(self.seed, "sample", new)
+
+    def _captures(self, ids: T, forwards: int) -> bool:
+        """Raises: ModelError `no-cuda-graph`."""
+        if self.cuda_graph is False or (self.cuda_graph is None and not (ids.is_cuda and is_worthwhile(forwards))):
+            return False
+        why = why_not(self.model, self.cache) if ids.is_cuda else f"runs on {ids.device.type}"
+        if why and self.cuda_graph:
+            what = f"{type(self.model).__name__} {why}"
+            raise ModelError(Problem("no-cuda-graph", what, fix="cuda_graph=None, which decodes without one"))
+        return not why
+
+
+def _run(model: nn.Module, constant: dict[str, Any], ids: T, cache: Any, inputs: dict[str, T] | None = None) -> Any:
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, **constant, **(inputs or {}))
 
 
 class _ExtraInputs:

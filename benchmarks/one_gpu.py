@@ -8,12 +8,12 @@ between GPUs, and everything that is made of it, cannot be tried with one.
 
 | figure | |
 |---|---|
-| step | forward, backward and AdamW step, planned at tp 1 over the bare module, in turns; losses are compared first |
+| step | forward, backward and AdamW step, planned at tp 1 (with `local_optimizer`) over the bare module, in turns; losses are compared first |
 | mfu | the model's operations (6 for each parameter and token, and attention's) over `--peak-tflops`, planned and bare |
 | prediction | the planned step's time over what `explain` predicts of it, and |
 | memory | the allocator's peak of a planned step over what `explain` predicts of it |
 | load, save | `load_pretrained` onto the device and `Checkpointer.save`, in GB/s, files in the page cache; raw reads beside it |
-| generate | greedy tokens/s of `transformers`' `generate` on the planned and on the bare model, and of ours; tokens are compared |
+| generate | tokens/s of `transformers`' `generate` on the planned and on the bare model, and of ours, greedy and sampled; tokens are compared |
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from parallelize import (
     explain,
     generate,
     load_pretrained,
+    local_optimizer,
     parallelize_module,
 )
 from parallelize.analysis.cost.machine import profile_of
@@ -88,6 +89,8 @@ class Contenders:
 
     def step_of(self, model: Any) -> Callable[[], float]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=self.device.type == "cuda")
+        if model is self.planned:
+            optimizer = local_optimizer(optimizer)
 
         def step() -> float:
             loss = model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
@@ -187,26 +190,48 @@ def prediction(args: argparse.Namespace) -> dict[str, float]:
 
 
 def generation(contenders: Contenders) -> dict[str, Any]:
-    """Greedy tokens per second of `transformers`' loop on both models, and of `parallelize.generate`."""
-    args = contenders.args
-    prompt = contenders.ids[:, :32]
-    keywords = dict(max_new_tokens=args.new, min_new_tokens=args.new, do_sample=False, pad_token_id=0)
-    models = {"planned": contenders.planned, "bare": contenders.bare}
-    work = {name: lambda model=model: model.generate(prompt, **keywords) for name, model in models.items()}
-    ours = dict(max_new_tokens=args.new, temperature=0.0, eos_token_id=[])
-    work["parallelize.generate"] = lambda: generate(contenders.planned, prompt, **ours)
-    contenders.planned.eval()
+    """Tokens per second, greedy and sampled, of `transformers`' loop on both models and of `parallelize.generate`.
+
+    The latter runs captured forwards, whose attention is another kernel: in half precision it chooses another token where two have
+    about the same logit. So its tokens are checked by the logits of a forward of all of them.
+    """
+    args, planned = contenders.args, contenders.planned.eval()
+    prompt, new = contenders.ids[:, :32], args.new
+    length = dict(max_new_tokens=new, min_new_tokens=new, pad_token_id=0)
+    models = {"planned": planned, "bare": contenders.bare}
+    draws = dict(do_sample=True, temperature=0.8, top_p=0.9, top_k=0)
+    work = {
+        name: lambda model=model: model.generate(prompt, do_sample=False, **length) for name, model in models.items()
+    }
+    work["ours"] = lambda: generate(planned, prompt, max_new_tokens=new, temperature=0.0, eos_token_id=[])
+    work["bare, sampled"] = lambda: contenders.bare.generate(prompt, **draws, **length)
+    work["ours, sampled"] = lambda: generate(
+        planned, prompt, max_new_tokens=new, temperature=0.8, top_p=0.9, eos_token_id=[]
+    )
     results = {name: run() for name, run in work.items()}
-    if any(not torch.equal(ids, results["bare"]) for ids in results.values()):
+    if not torch.equal(results["planned"], results["bare"]):
         raise SystemExit("the planned model generates other tokens than the bare one")
+    shortfall = largest_shortfall(contenders.bare, results["ours"], prompt.shape[1])
+    if shortfall > 0.03:
+        raise SystemExit(f"parallelize.generate chooses tokens whose logits are {shortfall} of the highest below it")
     times = interleaved(work, max(2, args.rounds // 2), before=lambda: _wait(contenders.device))
-    contenders.planned.train()
-    tokens = args.batch * args.new
+    planned.train()
+    tokens = args.batch * new
     return {
         "tokens_per_s": {name: tokens / statistics.median(seconds) for name, seconds in times.items()},
         "bare/planned": ratio(times, "bare", "planned"),
-        "bare/parallelize.generate": ratio(times, "bare", "parallelize.generate"),
+        "bare/ours": ratio(times, "bare", "ours"),
+        "bare/ours, sampled": ratio(times, "bare, sampled", "ours, sampled"),
+        "largest shortfall of a logit": shortfall,
     }
+
+
+@torch.no_grad()
+def largest_shortfall(model: Any, ids: torch.Tensor, start: int) -> float:
+    """By how much the logits of the tokens from `start` on are below the highest at their positions, relative to the largest logit."""
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits[:, start - 1 :].float()
+    chosen = logits.gather(-1, ids[:, start:, None]).squeeze(-1)
+    return float((logits.amax(-1) - chosen).max() / logits.abs().max())
 
 
 def files(contenders: Contenders) -> dict[str, Any]:

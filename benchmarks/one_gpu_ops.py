@@ -1,4 +1,4 @@
-"""Single ops of a GPU against PyTorch's own: head and loss in one, and the attention kernels of a ring.
+"""Single ops of a GPU against PyTorch's own: head and loss in one, a loss of logits, and the attention kernels of a ring.
 
     python -m benchmarks.one_gpu_ops                     # bfloat16, sizes of Llama 3 8B
     python -m benchmarks.one_gpu_ops --device cpu        # small ones, to try the script
@@ -6,6 +6,7 @@
 | figure | |
 |---|---|
 | head and loss | `linear_cross_entropy` against `F.cross_entropy(F.linear(...).float())`: time and peak memory, forward and backward |
+| loss | `cross_entropy` of half-precision logits against `F.cross_entropy` of them in float32, forward and backward |
 | attention | what a ring of one rank runs against `scaled_dot_product_attention`, causal, forward and backward |
 """
 
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from benchmarks.memory import peak_bytes
 from benchmarks.record import write_record
 from benchmarks.timing import interleaved, medians_ms, ratio
-from parallelize import linear_cross_entropy
+from parallelize import cross_entropy, linear_cross_entropy
 from parallelize.comm.groups import Group
 from parallelize.context.sequence_shards import SequenceLayout
 from parallelize.ops.attention.ring_attention import Masking, ring_attention
@@ -48,6 +49,22 @@ def head_and_loss(args: argparse.Namespace, dtype: torch.dtype) -> Work:
         return [loss, *torch.autograd.grad(loss, (hidden, weight))]
 
     return {"stock": stock, "fused": fused}
+
+
+def loss_of_logits(args: argparse.Namespace, dtype: torch.dtype) -> Work:
+    torch.manual_seed(0)
+    logits = torch.randn(args.tokens // 2, args.vocab, dtype=dtype, device=args.device).requires_grad_()
+    targets = torch.randint(args.vocab, (args.tokens // 2,), device=args.device)
+
+    def stock() -> list[torch.Tensor]:
+        loss = F.cross_entropy(logits.float(), targets)
+        return [loss, *torch.autograd.grad(loss, logits)]
+
+    def ours() -> list[torch.Tensor]:
+        loss = cross_entropy(logits, targets)
+        return [loss, *torch.autograd.grad(loss, logits)]
+
+    return {"stock": stock, "ours": ours}
 
 
 def attention(args: argparse.Namespace, dtype: torch.dtype) -> Work:
@@ -109,7 +126,12 @@ def main() -> None:
         setattr(args, name, getattr(args, name) or value)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     result = {"setting": {name: getattr(args, name) for name in SMALL} | {"device": args.device, "dtype": str(dtype)}}
-    for name, work, ours in (("head and loss", head_and_loss, "fused"), ("attention", attention, "ring")):
+    contenders = (
+        ("head and loss", head_and_loss, "fused"),
+        ("loss", loss_of_logits, "ours"),
+        ("attention", attention, "ring"),
+    )
+    for name, work, ours in contenders:
         result[name] = measure(_synchronized(work(args, dtype)), ours, args)
         print(f"{name}: {result[name]}", flush=True)
     write_record(args.json, result)

@@ -73,7 +73,7 @@ def apply(module: Any, spec: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     from parallelize import parallelize_model
-    from parallelize._torch_groups import fake_store
+    from parallelize.torch_private.torch_groups import fake_store
 
     dist.init_process_group("fake", rank=0, world_size=spec.world_size, store=fake_store())
     mesh = init_device_mesh("cpu", spec.sizes, mesh_dim_names=spec.names)

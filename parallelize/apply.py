@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallelize import _torch_private as private
 from parallelize.applied.compiled_graphs import serve_compilers
 from parallelize.applied.data_assignments import follow_data_assignments
 from parallelize.applied.early_optimizers import refuse_early_optimizers
@@ -76,6 +75,7 @@ from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_st
 from parallelize.tensor.torch_styles.module_style import ModuleStyle
 from parallelize.tensor.torch_styles.shard_misuse import misused_shards, refuse_training_of_unclaimed
 from parallelize.tensor.torch_styles.watched_forwards import watch_first_forwards
+from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 from parallelize.watchdog.watching import name_in_watch
 from parallelize.zero.other_optimizers import watch_optimizers

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.analysis.context_findings import gathered_over_cp
 from parallelize.analysis.cost.setting import Setting, check_setting, make_setting
 from parallelize.analysis.dims_findings import dims_findings
@@ -33,6 +32,7 @@ from parallelize.plan.rows import ModuleRow
 from parallelize.plan.schema import Plan
 from parallelize.styles.contract import Conversion
 from parallelize.tensor.planned_forward import FIX_SHAPES
+from parallelize.torch_private import torch_tensors as private
 
 _OF_OPERATIONS = ("mixed-sequence", "mixed-features", "divided-features")  # which name the line that is wrong
 BATCH, SEQUENCE = 2, 24  # of the forward on meta; the sequence is rounded up to a multiple of tp

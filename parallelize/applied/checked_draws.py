@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
+from parallelize.torch_private import torch_tensors as private
 
 aten = torch.ops.aten
 

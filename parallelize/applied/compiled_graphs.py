@@ -14,8 +14,8 @@ import weakref
 
 from torch import nn
 
-from parallelize._torch_dynamo import call_around_compilation, leave_side_effects_out_of_replays
 from parallelize.applied.records import applied
+from parallelize.torch_private.torch_dynamo import call_around_compilation, leave_side_effects_out_of_replays
 
 _planned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _set_before: list[bool] = []

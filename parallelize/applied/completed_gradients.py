@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from parallelize import _torch_private as private
+from parallelize.torch_private import torch_tensors as private
 
 
 class Receiver(Protocol):

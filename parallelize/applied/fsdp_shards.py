@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import with_layout
 from parallelize.applied.records import applied
+from parallelize.torch_private import torch_tensors as private
 
 
 def restore_layouts(root: nn.Module, *_: Any) -> None:

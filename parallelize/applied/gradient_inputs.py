@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.applied.records import mark_of
 from parallelize.errors import ModelError, Problem
+from parallelize.torch_private import torch_tensors as private
 
 
 @lru_cache(maxsize=1)

@@ -18,8 +18,8 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from parallelize import _torch_private as private
 from parallelize.applied.records import applied
+from parallelize.torch_private import torch_tensors as private
 
 _callbacks: weakref.WeakKeyDictionary[nn.Module, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from parallelize import _torch_private as private
 from parallelize.applied.records import applied, mark_applied
 from parallelize.errors import ModelError, Problem
+from parallelize.torch_private import torch_tensors as private
 
 _OF_TO = "Module.to.<locals>.convert"
 """What `.to()` applies to each tensor."""

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
+from parallelize.torch_private import torch_tensors as private
 
 
 def refuse_wrapped(module: nn.Module) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from parallelize import _torch_private as private
-from parallelize._torch_dynamo import traced_local_of
 from parallelize.applied.layout_tensor.layout_dtensor import layout_of, with_layout
 from parallelize.applied.pending_reductions import PendingReduction, PendingReductions
 from parallelize.applied.records import Shared, mark_of, mark_parameter
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.collectives import pad_to
+from parallelize.torch_private import torch_tensors as private
+from parallelize.torch_private.torch_dynamo import traced_local_of
 
 _local_of, _wrap = private.local_of, private.wrap
 _is_traced = torch.compiler.is_dynamo_compiling

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
+from parallelize.torch_private import torch_tensors as private
 
 
 @cache

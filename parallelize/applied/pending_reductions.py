@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import Function
 
-from parallelize import _torch_private as private
 from parallelize.applied.completed_gradients import CompletedGradients
 from parallelize.comm.groups import Group
+from parallelize.torch_private import torch_tensors as private
 
 MAX_OPEN = 8  # backward passes inside each other (reentrant recompute); older entries are of passes that failed
 

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import with_layout, wrap_like
 from parallelize.applied.layout_tensor.stored_order import layout_group, store, store_like, unshard
 from parallelize.applied.records import PlanRecord, Shared, applied, mark_parameter, not_parallelized, record_of
@@ -26,6 +25,7 @@ from parallelize.comm.groups import Group
 from parallelize.layout import Layout, SlicePair, chunked, replicated
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ParameterRow
+from parallelize.torch_private import torch_tensors as private
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.local_pairs import layout_axis, local_pairs, local_window
 from parallelize.applied.records import record_of
 from parallelize.applied.sharding import rows_by_name
 from parallelize.layout import Layout, SlicePair, replicated
+from parallelize.torch_private import torch_tensors as private
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from parallelize import _torch_private as private
 from parallelize.applied.records import mark_of
+from parallelize.torch_private import torch_tensors as private
 
 
 @cache

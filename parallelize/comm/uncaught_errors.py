@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from parallelize import _torch_groups as private_groups
+from parallelize.torch_private import torch_groups as private_groups
 
 _KEY = "parallelize/uncaught"
 LATE = "did not come in time"

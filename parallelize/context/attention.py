@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallelize import _torch_private as private
 from parallelize.context.cached_attention import attend_to_cache
 from parallelize.context.forward_state import Context, ContextAttention, ForwardSequences
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.all_to_all import HeadSplit, to_head_shards, to_sequence_shards
 from parallelize.ops.attention.ring_attention import Masking, ring_attention
 from parallelize.ops.attention.weight_dropout import WeightDropout
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

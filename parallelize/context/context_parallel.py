@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize import _torch_private as private
 from parallelize.applied.local_config import LocalConfig
 from parallelize.applied.other_wrappers import refuse_wrappers
 from parallelize.applied.records import cut_of, facts_of, mark_applied, record_of, resolution_of
@@ -38,6 +37,7 @@ from parallelize.randomness.dropout.not_installed import refuse_early_dropout, r
 from parallelize.tensor.attention_calls import AttentionCalls
 from parallelize.tensor.refused_outputs import refuse_attentions
 from parallelize.tensor.region import Region
+from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.generation.transformers_generate import install_generation
 
 

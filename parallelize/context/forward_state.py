@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize import _torch_private as private
 from parallelize.applied.records import applied
 from parallelize.applied.step_results import expected
 from parallelize.comm.groups import Group, axis_group, group_for
@@ -21,6 +20,7 @@ from parallelize.context.sequence_shards import Run, SequenceLayout
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import replay_cache
 from parallelize.tensor.region import Region
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

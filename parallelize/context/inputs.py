@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize import _torch_private as private
 from parallelize.context.cache_shards import cache_refused
 from parallelize.context.cached_calls import KEEP, CachedCall, cached_call, check_mask
 from parallelize.context.forward_state import Context
@@ -24,6 +23,7 @@ from parallelize.context.sequence_shards import SequenceLayout
 from parallelize.errors import ModelError, Problem, ShapeError
 from parallelize.models.wrapped_models import forward_signature, stock_model
 from parallelize.plan.schema import Plan
+from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.loss.losses import valid_tokens
 
 T = torch.Tensor

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize import _torch_private as private
 from parallelize.context.forward_state import Context, context_of
 from parallelize.context.gathered_tokens import gather_tokens
 from parallelize.context.inputs import next_tokens, select_tokens
 from parallelize.errors import ModelError, Problem, ShapeError
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from parallelize._torch_private import hidden_worker_info
 from parallelize.applied.stored_slices import data_rank
 from parallelize.data.sample_reader import SampleReader, Source, not_a_position
 from parallelize.data.worker_messages import WorkerMessage, packed, unpacked
 from parallelize.errors import CheckpointError, DataError, Problem, ShapeError
 from parallelize.mesh import SAMPLE_AXES
 from parallelize.ops.random.counter import key
+from parallelize.torch_private.torch_tensors import hidden_worker_info
 
 
 class IterableBatches:

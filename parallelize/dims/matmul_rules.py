@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.dims.factors import Dim, regroup, size_of
 from parallelize.dims.record import Contraction, Record, line_of_model
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

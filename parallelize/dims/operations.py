@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.dims.factors import new_dim, regroup
 from parallelize.dims.matmul_rules import attention_rule, bmm_rule, convolution_rule, mm_rule
 from parallelize.dims.record import Dims, Lookup, Record
@@ -30,6 +29,7 @@ from parallelize.dims.shape_rules import (
     view_rule,
 )
 from parallelize.dims.two_parts import complex_numbers, gated_halves
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 Rule = Callable[[Record, str, tuple, dict, Any], None]

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from parallelize import _torch_private as private
 from parallelize.dims.boundaries import Boundaries, boundaries_of
 from parallelize.dims.factors import leaves, new_dim, size_of
 from parallelize.dims.operations import apply_rule
 from parallelize.dims.record import HiddenCall, Ratio, Record, SizeRead
 from parallelize.models.nested_tensors import tensors_in
 from parallelize.plan.resolved import ResolvedPlan
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 Source = tuple[str, str, int]

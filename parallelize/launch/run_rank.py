@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize import _torch_private as private
 from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
 from parallelize.comm.groups import destroy_groups
 from parallelize.comm.meshes import build_mesh
@@ -53,6 +52,7 @@ from parallelize.launch.preflight.roll_call import LIMIT_S, Facts, remarks, roll
 from parallelize.launch.preflight.timed_links import timed_links
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
 from parallelize.terminal.console import ENVIRONMENT, FINE, MISTAKE, status_of
+from parallelize.torch_private import torch_tensors as private
 from parallelize.watchdog.watching import watch
 
 MISTAKES = (LaunchError, PlanError, MeshError, ModelError, ShapeError, DataError, GradientError)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.local_pairs import layout_axis
 from parallelize.applied.records import Shared, applied, cut_of, mark_of, mesh_of
 from parallelize.applied.sharding import shared_of_parameters
@@ -20,6 +19,7 @@ from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import GradientError, Problem, short_list
 from parallelize.layout import even_interval
 from parallelize.loop.gradient_groups import Groups, sharding_groups
+from parallelize.torch_private import torch_tensors as private
 
 _local_of = private.local_of
 _UNSHARDED: Groups = ()

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from parallelize import _torch_private as private
 from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.meshes import mesh_spec
 from parallelize.loop.clip import stages_device
+from parallelize.torch_private import torch_tensors as private
 
 _STAGED: MutableMapping[Any, DeviceMesh] = WeakIdKeyDictionary()  # parameters of pipeline stages
 _MESHES: weakref.WeakKeyDictionary[Optimizer, DeviceMesh] = weakref.WeakKeyDictionary()

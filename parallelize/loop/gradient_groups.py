@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from parallelize import _torch_private as private
+from parallelize.torch_private import torch_tensors as private
 
 Groups = tuple[dist.ProcessGroup, ...]
 

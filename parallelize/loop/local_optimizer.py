@@ -13,9 +13,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
 from parallelize.errors import ModelError, Problem, ShapeError
+from parallelize.torch_private import torch_tensors as private
 
 # the update of each element depends only on that element's gradient and state; state tensors are updated in place
 ELEMENTWISE = {

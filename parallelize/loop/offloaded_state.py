@@ -12,9 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
 from parallelize.errors import ModelError, Problem
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 CHUNK_BYTES = 256 << 20

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.loop.clip import norm_of
+from parallelize.torch_private import torch_tensors as private
 
 _STAGED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id, as tensors compare elementwise
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
+from parallelize.torch_private import torch_tensors as private
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
 from parallelize.applied.records import mesh_of
 from parallelize.applied.stored_slices import StoredSlices
@@ -24,6 +23,7 @@ from parallelize.optimizers.matrices import SPLITS, matrices_of, matrix_names
 from parallelize.optimizers.matrix_exchange import MatrixExchange
 from parallelize.optimizers.orthogonalize import COEFFICIENTS, LEARNING_RATES, adjusted_lr, orthogonalized
 from parallelize.optimizers.owners import assign_owners
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 MATRICES, ELEMENTS = "matrices", "elements"

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.comm.groups import Group
 from parallelize.context.inputs import FIRST
 from parallelize.errors import Problem, ShapeError
 from parallelize.pipeline.payload import Meta, Nested, unpickled
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

@@ -21,13 +21,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from parallelize._torch_groups import ranks_are_threads
-from parallelize._torch_modes import modes_of_this_thread
-from parallelize._torch_private import counts_collectives
 from parallelize.comm.turns import is_second, run_in_turns
 from parallelize.errors import ModelError, Problem
 from parallelize.pipeline.schedules import Action
 from parallelize.recomputation.recompute import recomputed
+from parallelize.torch_private.torch_groups import ranks_are_threads
+from parallelize.torch_private.torch_modes import modes_of_this_thread
+from parallelize.torch_private.torch_tensors import counts_collectives
 
 Run = Callable[[Action], None]
 

@@ -126,7 +126,7 @@ def _1f1b(rank: int, ranks: int, microbatches: int) -> list[Action]:
 def _torch_orders(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
     if ranks == 1 and microbatches < SCHEDULES[name].least_per_rank:  # PyTorch refuses this
         return [_depth_first(stages_per_rank, microbatches)]
-    from parallelize._torch_private import schedule_orders  # lazy, so that this file needs no torch
+    from parallelize.torch_private.torch_tensors import schedule_orders  # lazy, so that this file needs no torch
 
     orders = schedule_orders(SCHEDULES[name].torch_name, ranks, microbatches, stages_per_rank)
     if orders is None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize import _torch_private as private
-from parallelize._torch_dynamo import InterceptedCall
 from parallelize.applied.records import Cut
 from parallelize.comm.handshake import digest
 from parallelize.errors import ModelError, Problem
@@ -27,6 +25,8 @@ from parallelize.pipeline.absent_parameters import AbsentParameters
 from parallelize.pipeline.payload import Nested, StageHeader
 from parallelize.plan.learned_prompts import prompt_encoders
 from parallelize.tensor.region import Region
+from parallelize.torch_private import torch_tensors as private
+from parallelize.torch_private.torch_dynamo import InterceptedCall
 from parallelize.zero.router_loss import receive_router_sums, router_sums_to_send
 
 T = torch.Tensor

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from parallelize import _torch_private as private
 from parallelize.applied.stored_slices import data_rank
 from parallelize.comm.groups import axis_group
 from parallelize.comm.handshake import Facts, differing_rows, digest, silent_ranks
@@ -28,6 +27,7 @@ from parallelize.mesh import DATA_AXES, SAMPLE_AXES, MeshSpec
 from parallelize.pipeline.rank_weights import signed, text_digest, weight_in, weight_of
 from parallelize.pipeline.replica_check import ReplicaCheck
 from parallelize.pipeline.ties import TieGroup
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

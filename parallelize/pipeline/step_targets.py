@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize import _torch_private as private
 from parallelize.context.inputs import IGNORED, next_tokens
 from parallelize.errors import ModelError, Problem
 from parallelize.models.wrapped_models import num_prompt_logits
+from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.loss.losses import cross_entropy
 
 T = torch.Tensor

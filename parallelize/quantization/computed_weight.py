@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
+from parallelize.torch_private import torch_tensors as private
 
 _IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__", "__set__")
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

@@ -15,13 +15,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import layout_of, with_layout
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import of_elements
 from parallelize.plan.block_formats import LEAST_BLOCK, BlockFormat, block_format
 from parallelize.quantization.block_codes import BYTES, dequantize
 from parallelize.quantization.computed_weight import not_written, written_weight
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize._torch_private import in_data_worker
 from parallelize.errors import ModelError, Problem
+from parallelize.torch_private.torch_tensors import in_data_worker
 
 State = dict[str, Any]  # states of the generators: "torch", "python", and "cuda", "numpy" if they are used
 

@@ -35,10 +35,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from parallelize import _torch_private as private
 from parallelize.errors import PlanError, Problem, did_you_mean
 from parallelize.ops import replay_cache
 from parallelize.ops.library import KERNELS, LIBRARY
+from parallelize.torch_private import torch_tensors as private
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring_attention")
 DEFAULT = ("matmul", "attention", "collectives")

@@ -29,8 +29,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from parallelize import _torch_private as private
-from parallelize._torch_dynamo import traces_graph
 from parallelize.applied.records import applied, mark_applied
 from parallelize.applied.step_results import expected
 from parallelize.errors import ModelError, Problem
@@ -40,6 +38,8 @@ from parallelize.randomness.dropout.call_sites import dropout_scope
 from parallelize.recomputation.saving import SavePolicy, traced_ops
 from parallelize.tensor.planned_forward import installed
 from parallelize.tensor.shared_input import SharedInput
+from parallelize.torch_private import torch_tensors as private
+from parallelize.torch_private.torch_dynamo import traces_graph
 
 log = logging.getLogger("parallelize")
 T = torch.Tensor

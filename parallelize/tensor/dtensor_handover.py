@@ -14,10 +14,10 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from parallelize import _torch_private as private
 from parallelize.comm.groups import Group
 from parallelize.ops import replay_cache
 from parallelize.ops.collectives import gather_dim, reduce_scatter_dim, refuse_double_backward, split_dim
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 _SPECS = "_parallelize_specs"

@@ -16,11 +16,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from parallelize import _torch_private as private
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
 from parallelize.ops import replay_cache
+from parallelize.torch_private import torch_tensors as private
 
 
 class _Pass:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallelize._torch_private import plain_local
 from parallelize.ops import replay_cache
+from parallelize.torch_private.torch_tensors import plain_local
 
 T = torch.Tensor
 

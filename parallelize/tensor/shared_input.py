@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize import _torch_private as private
 from parallelize.applied.records import applied
 from parallelize.layout import even_interval
 from parallelize.ops import collectives as ops
 from parallelize.ops.matmul.overlapped_linear import OverlappedLinear
 from parallelize.tensor.overlap_sites import CallSite
 from parallelize.tensor.region import Region
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from parallelize import _torch_private as private
 from parallelize.comm.groups import axis_group
 from parallelize.comm.meshes import mesh_spec
 from parallelize.context.forward_state import context_of
@@ -17,6 +16,7 @@ from parallelize.context.local_sequences import gather_sequence
 from parallelize.errors import ModelError, Problem
 from parallelize.mesh import SAMPLE_AXES
 from parallelize.pipeline.microbatch_inputs import broadcast_nested
+from parallelize.torch_private import torch_tensors as private
 from parallelize.trainers.trainer_loaders import data_rank_of
 from parallelize.vocabulary.logits.sharded_logits import ShardedLogits
 

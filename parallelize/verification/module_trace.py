@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize import _torch_private as private
 from parallelize.errors import ParallelizeError
 from parallelize.models.nested_tensors import floating_in
+from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.logits.deferred_logits import DeferredLogits
 from parallelize.vocabulary.logits.sharded_logits import ShardedLogits
 

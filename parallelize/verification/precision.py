@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from parallelize import _torch_private as private
 from parallelize.recomputation.unit import recompute_units_in
+from parallelize.torch_private import torch_tensors as private
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 

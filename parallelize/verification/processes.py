@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize import _torch_groups as private_groups
 from parallelize.errors import HandshakeError, ParallelizeError, Problem
+from parallelize.torch_private import torch_groups as private_groups
 from parallelize.verification.configuration import Request
 from parallelize.verification.runner import ProgressCallback, RunResult, on_this_rank
 from parallelize.verification.user_errors import location_of, summary

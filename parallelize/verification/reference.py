@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.models.model_source import copy_of
 from parallelize.models.nested_tensors import floating_in
 from parallelize.randomness.dropout.install import install_dropout
 from parallelize.randomness.dropout.position import Position
 from parallelize.randomness.dropout.router_noise import routers_that_draw
+from parallelize.torch_private import torch_tensors as private
 from parallelize.verification.batch import IGNORED
 from parallelize.verification.compare import ReferenceValues
 from parallelize.verification.configuration import Configuration, Mode, name_of

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize import _torch_groups as private_groups
 from parallelize.errors import HandshakeError, Problem
+from parallelize.torch_private import torch_groups as private_groups
 
 TIMEOUT_S = 120.0
 _GRACE_S = 5.0  # for other threads to end after one has failed

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource
 from parallelize.plan.options import options_of
+from parallelize.torch_private import torch_tensors as private
 from parallelize.verification.compare import ORDER, Errors
 from parallelize.verification.configuration import Request, checked, name_of, without_weights
 from parallelize.verification.processes import on_gloo

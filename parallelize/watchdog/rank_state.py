@@ -20,7 +20,12 @@ from parallelize.watchdog.call_log import CallLog, CollectiveCall, GroupCalls
 
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
-_COMMUNICATES = (f"{_PACKAGE}/comm/", f"{_PACKAGE}/watchdog/", f"{_PACKAGE}/_torch_groups.py", f"{_TORCH}/distributed/")
+_COMMUNICATES = (
+    f"{_PACKAGE}/comm/",
+    f"{_PACKAGE}/watchdog/",
+    f"{_PACKAGE}/torch_private/torch_groups.py",
+    f"{_TORCH}/distributed/",
+)
 _WORKS_ALONE = (f"{_TORCH}/distributed/checkpoint/", f"{_TORCH}/distributed/fsdp/")
 _DISPATCHES = f"{_TORCH}/_ops.py"
 _PYTHON = sysconfig.get_path("stdlib")

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
 from parallelize.comm.groups import Group
 from parallelize.layout import even_interval
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

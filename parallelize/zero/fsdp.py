@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from parallelize import _torch_private as private
 from parallelize.applied.fsdp_shards import restore_layouts
 from parallelize.applied.records import applied, cut_of, mark_parameter, record_of, require_record
 from parallelize.applied.sharding import shared_of_parameters
@@ -22,6 +21,7 @@ from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import ModelError, Problem
 from parallelize.plan.parameter_shards import expert_zero_dim
 from parallelize.plan.resolved import ResolvedPlan
+from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.loss.fuse_loss import deferred_heads, watch_writes
 from parallelize.zero.data_options import DataOptions
 from parallelize.zero.data_ranks import DataRanksOf

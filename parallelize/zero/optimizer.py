@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallelize import _torch_private as private
 from parallelize.applied.later_changes import plan_changes
 from parallelize.applied.records import cut_of, mark_of, mark_parameter, mesh_of, record_of
 from parallelize.applied.stored_slices import named_once
@@ -21,6 +20,7 @@ from parallelize.loop import offloaded_state
 from parallelize.loop.grad_scaler import agree_on_overflow
 from parallelize.loop.local_optimizer import ELEMENTWISE, local_optimizer
 from parallelize.loop.stock_clip import serve_stock_clip
+from parallelize.torch_private import torch_tensors as private
 from parallelize.zero.optimizer_masters import save_masters
 from parallelize.zero.optimizer_shards import OptimizerShard, gather_parameters
 from parallelize.zero.reducer import added

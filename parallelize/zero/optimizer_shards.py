@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
 from parallelize.comm.groups import Group
 from parallelize.comm.meshes import mesh_spec
 from parallelize.layout import even_interval
+from parallelize.torch_private import torch_tensors as private
 from parallelize.zero.buckets import matrix_shape, to_local
 
 T = torch.Tensor

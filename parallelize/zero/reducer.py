@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
+from parallelize.torch_private import torch_tensors as private
 from parallelize.zero.buckets import (
     AllReduceBucket,
     Bucket,

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallelize import _torch_groups as private_groups
-from parallelize import _torch_private as private
 from parallelize.comm.groups import Group
 from parallelize.errors import HandshakeError, Problem
+from parallelize.torch_private import torch_groups as private_groups
+from parallelize.torch_private import torch_tensors as private
 from parallelize.zero.unit_groups import unit_groups, watch_messages
 
 _CONTEXT = 4

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallelize import _torch_private as private
 from parallelize.comm.groups import Group
+from parallelize.torch_private import torch_tensors as private
 from parallelize.zero.unit_groups import (
     before_reduction,
     fill_unsharded_gradients,

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from parallelize._torch_private import hidden_worker_info, in_data_worker
 from parallelize.checkpoint.format.json_encoder import decode, encode
 from parallelize.checkpoint.run import run_state
 from parallelize.data.iterable_batches import IterableBatches, _Samples
 from parallelize.data.packing import PackedDocuments
 from parallelize.errors import CheckpointError, DataError, ShapeError
 from parallelize.randomness.generators import _uses_cuda
+from parallelize.torch_private.torch_tensors import hidden_worker_info, in_data_worker
 from tests.data.test_global_batches import data_mesh, flat
 
 WORKERS = pytest.mark.parametrize("workers", [0, 1, 2])

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize import _torch_private as private
 from parallelize.dims.factors import Factor, leaves
 from parallelize.dims.record import Dims, Record
 from parallelize.dims.trace import record_forward
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from parallelize import Muon, build_optimizer
-from parallelize._torch_private import plain_local
 from parallelize.errors import ModelError
 from parallelize.loop import offloaded_state
+from parallelize.torch_private.torch_tensors import plain_local
 from tests.optimizers import muon_jobs as jobs
 from tests.support.models import tiny_model
 from tests.support.refused import Block, refused

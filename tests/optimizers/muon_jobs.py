@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize import Muon, build_mesh, export_weights, parallelize_model
-from parallelize._torch_private import plain_local
 from parallelize.applied.stored_slices import StoredSlices, named_once
 from parallelize.optimizers.matrices import matrix_names
+from parallelize.torch_private.torch_tensors import plain_local
 from parallelize.zero.buckets import as_gradient
 from tests.support.models import tiny_batch
 

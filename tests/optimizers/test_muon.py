@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from parallelize import Muon, build_mesh, parallelize_model
-from parallelize._torch_private import plain_local
 from parallelize.comm.groups import Group
 from parallelize.optimizers.matrices import matrices_of, matrix_names
+from parallelize.torch_private.torch_tensors import plain_local
 from tests.optimizers import muon_jobs as jobs
 from tests.support.models import tiny_model
 from tests.support.threads import run_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallelize._torch_private import at_least
+from parallelize.torch_private.torch_tensors import at_least
 from tests.pipeline import behavior_jobs as jobs
 
 pytestmark = pytest.mark.processes

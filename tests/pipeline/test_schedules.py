@@ -316,7 +316,9 @@ def test_text_of_messages():
     ],
 )
 def test_needs_are_checked_before_anything_is_built(arguments, slugs, fix, monkeypatch):
-    monkeypatch.setattr("parallelize._torch_private.schedule_orders", lambda *_: pytest.fail("PyTorch was asked"))
+    monkeypatch.setattr(
+        "parallelize.torch_private.torch_tensors.schedule_orders", lambda *_: pytest.fail("PyTorch was asked")
+    )
     with pytest.raises(ParallelizeError) as error:
         build_schedule(*arguments)
     assert error.value.slugs == slugs
@@ -336,7 +338,7 @@ def test_counts_that_are_advised_work(name):
 
 
 def test_a_torch_without_the_schedule_is_an_error(monkeypatch):
-    monkeypatch.setattr("parallelize._torch_private.schedule_orders", lambda *_: None)
+    monkeypatch.setattr("parallelize.torch_private.torch_tensors.schedule_orders", lambda *_: None)
     with pytest.raises(PlanError) as error:
         build_schedule("zbv", 2, 4)
     assert error.value.slugs == ("unknown-schedule",)
@@ -370,7 +372,7 @@ def test_a_bad_schedule_is_named_by_its_first_wrong_or_stuck_actions(orders, tex
 
 def test_what_pytorch_answers_is_checked_too(monkeypatch):
     orders = [[(0, "F", 0), (0, "B", 0), (1, "F", 0), (1, "B", 0)]]
-    monkeypatch.setattr("parallelize._torch_private.schedule_orders", lambda *_: orders)
+    monkeypatch.setattr("parallelize.torch_private.torch_tensors.schedule_orders", lambda *_: orders)
     with pytest.raises(PlanError) as error:
         build_schedule("looped_bfs", 1, 1)
     assert error.value.slugs == ("bad-schedule",)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from parallelize import ModelError
-from parallelize import _torch_private as private
 from parallelize.pipeline.split_backward import backward_inputs
+from parallelize.torch_private import torch_tensors as private
 
 
 class Net(nn.Module):

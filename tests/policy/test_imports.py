@@ -16,8 +16,8 @@ from tests.policy.sources import PATHS, module_name, tree_of
 
 pytestmark = pytest.mark.xdist_group("sources")
 ROOMS_BY_FLOOR = (
-    "errors _torch_groups _torch_modes _torch_private ops.random",
-    "_torch_dynamo layout mesh randomness styles terminal checkpoint.format",
+    "errors torch_private ops.random",
+    "layout mesh randomness styles terminal checkpoint.format",
     "comm models plan",
     "dims ops",
     "applied.layout_tensor collectives",
@@ -48,9 +48,6 @@ COMMAND = "the command line answers without torch: a command imports what it run
 OPTIONAL = "an optional package"
 PRIVATE = "private names of torch, each with the version that has it"
 LAZY = {  # file to what its functions import: modules of this package in full, of others the package
-    "_torch_dynamo": {"torch": PRIVATE},
-    "_torch_groups": {"torch": PRIVATE},
-    "_torch_private": {"torch": PRIVATE},
     "analysis.commands": {
         "analysis.cost.machine": COMMAND,
         "analysis.cost.setting": COMMAND,
@@ -89,7 +86,7 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
         "verification.torchrun": COMMAND,
     },
     "pipeline.schedules": {
-        "_torch_private": "describing a schedule needs no torch; only comparing it with PyTorch's does",
+        "torch_private.torch_tensors": "describing a schedule needs no torch; only comparing it with PyTorch's does",
     },
     "checkpoint.export.engines": {"vllm": OPTIONAL},
     "checkpoint.format.folders": {"fcntl": "missing on Windows, where folders are not locked"},
@@ -118,6 +115,9 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
     "ops.vocabulary.kernel_choice": {
         "ops.vocabulary.logit_kernels": "it needs triton, which torch for CPUs does not bring"
     },
+    "torch_private.torch_dynamo": {"torch": PRIVATE},
+    "torch_private.torch_groups": {"torch": PRIVATE},
+    "torch_private.torch_tensors": {"torch": PRIVATE},
     "trainers.trainer": {"transformers": OPTIONAL},
     "trainers.trainer_loaders": {"transformers": OPTIONAL},
     "trainers.trainer_weights": {"peft": OPTIONAL},
@@ -240,8 +240,8 @@ def test_public_names_do_not_go_around_the_floors(line):
 
 
 def test_the_targets_of_imports_are_found():
-    lines = "from parallelize import __version__, _torch_private, plan\nimport parallelize.layout, torch\nfrom torch import nn"
-    assert list(imported(ast.parse(lines))) == ["_torch_private", "plan.__init__", "layout"]
+    lines = "from parallelize import __version__, apply, plan\nimport parallelize.layout, torch\nfrom torch import nn"
+    assert list(imported(ast.parse(lines))) == ["apply", "plan.__init__", "layout"]
 
 
 def inside_functions(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -279,8 +279,7 @@ def test_loose_modules_are_the_words_and_the_order_of_application():
     loose = {name for name in FILES if "." not in name}
     words = {"errors", "layout", "mesh"}
     public = {"collectives"}  # functions that users call by its name
-    private = {f"_torch_{what}" for what in ("dynamo", "groups", "modes", "private")}
-    assert loose == {"__init__", "__main__", "apply", "training"} | private | words | public
+    assert loose == {"__init__", "__main__", "apply", "training"} | words | public
 
 
 def test_every_room_says_what_it_is_for():

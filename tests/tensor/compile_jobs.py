@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from parallelize import build_mesh, full_gradients, parallelize_model, parallelize_module
-from parallelize._torch_private import plain_local
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
+from parallelize.torch_private.torch_tensors import plain_local
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import loss_of, worst
 

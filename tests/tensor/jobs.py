@@ -536,9 +536,9 @@ def embedding_gradient(rank: int, whose: str) -> dict[str, int]:
 
 def any_axis_order(rank: int) -> list[float]:
     """tp first in the mesh: its ranks are not neighbors; groups over several axes and over any ranks."""
-    from parallelize import _torch_groups as private_groups
     from parallelize import axis_group, group_for, mesh_spec
     from parallelize.checkpoint.run.rank_sync import RankSync
+    from parallelize.torch_private import torch_groups as private_groups
 
     mesh = build_mesh("cpu", tp=2, dp=2)
     spec = mesh_spec(mesh)

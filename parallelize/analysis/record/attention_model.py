@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from parallelize import _torch_private as private
 from parallelize.analysis.record.grouped_model import grouped_experts, grouped_matmul
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallelize import _torch_groups as private_groups
 from parallelize.errors import MeshError, Problem
 from parallelize.mesh import MeshSpec
+from parallelize.torch_private import torch_groups as private_groups
 
 
 @contextmanager

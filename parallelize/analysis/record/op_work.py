@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.analysis.record.trace_data import Kernel
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 aten: Any = torch.ops.aten

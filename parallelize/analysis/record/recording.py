@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelize import _torch_private as private
 from parallelize.analysis.record.attention_model import forwards_on_meta
 from parallelize.analysis.record.layer_dedup import LayerClasses, drop_represented
 from parallelize.analysis.record.scopes import Scopes
@@ -45,6 +44,7 @@ from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.stages import Stages
 from parallelize.recomputation.recompute import recompute
 from parallelize.tensor.experts.balanced_routing import experts_of
+from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.loss.fuse_loss import fuse_heads
 from parallelize.vocabulary.loss.losses import valid_tokens
 from parallelize.zero.buckets import to_local

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from parallelize import _torch_private as private
+from parallelize.torch_private import torch_tensors as private
 
 
 class Scopes:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize import _torch_private as private
 from parallelize.analysis.record.attention_model import forwards_on_meta
 from parallelize.analysis.record.scopes import Scopes
 from parallelize.analysis.record.trace_data import LOSS
@@ -22,6 +21,7 @@ from parallelize.analysis.record.tracing import MeshAxes, Tracer
 from parallelize.applied.records import record_of
 from parallelize.comm.meshes import mesh_spec
 from parallelize.mesh import MeshSpec
+from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.logits.sharded_logits import ShardedLogits
 
 T = torch.Tensor

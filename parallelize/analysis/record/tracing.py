@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_groups as private_groups
-from parallelize import _torch_private as private
 from parallelize.analysis.record.op_work import kernel_of
 from parallelize.analysis.record.scopes import Scopes
 from parallelize.analysis.record.trace_data import LOSS, OUTSIDE, Kernel, Message
 from parallelize.mesh import MeshSpec
 from parallelize.ops.library import KERNELS, NAMESPACE
+from parallelize.torch_private import torch_groups as private_groups
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

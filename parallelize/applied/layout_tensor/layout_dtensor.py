@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor import layout_operations
 from parallelize.applied.layout_tensor.dispatch_by_mode import ask_by_mode
 from parallelize.applied.layout_tensor.layout_shard import LayoutShard
 from parallelize.applied.layout_tensor.local_pairs import layout_axis, local_pairs
 from parallelize.applied.layout_tensor.stored_order import layout_group, store_like, unshard
 from parallelize.layout import Layout, SlicePair
+from parallelize.torch_private import torch_tensors as private
 
 
 class LayoutDTensor(DTensor):

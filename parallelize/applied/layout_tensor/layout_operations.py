@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.layout_shard import LayoutShard
 from parallelize.applied.layout_tensor.local_pairs import local_pairs
 from parallelize.applied.layout_tensor.stored_order import layout_group, store_like, unshard
+from parallelize.torch_private import torch_tensors as private
 
 aten = torch.ops.aten
 

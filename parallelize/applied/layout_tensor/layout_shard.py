@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.stored_order import store
 from parallelize.comm.groups import Group
 from parallelize.errors import Problem, ShapeError
 from parallelize.layout import Layout
+from parallelize.torch_private import torch_tensors as private
 
 
 class LayoutShard(private.StridedShard):

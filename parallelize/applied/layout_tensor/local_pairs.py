@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from parallelize import _torch_private as private
 from parallelize.layout import Interval, Layout, SlicePair, even_interval, part_inside
+from parallelize.torch_private import torch_tensors as private
 
 
 def local_pairs(tensor: Any, layout: Layout, tp_rank: int) -> list[tuple[SlicePair, bool]]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.applied.layout_tensor.local_pairs import layout_axis
 from parallelize.comm.groups import Group
 from parallelize.layout import Layout, even_interval
 from parallelize.ops.collectives import gather_dim, pad_to
+from parallelize.torch_private import torch_tensors as private
 
 
 def layout_group(mesh: Any) -> Group:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from parallelize._torch_private import tree_leaves, tree_map, written_tensors
 from parallelize.checkpoint.format.boxes import Part, full_part
+from parallelize.torch_private.torch_tensors import tree_leaves, tree_map, written_tensors
 
 aten = torch.ops.aten
 

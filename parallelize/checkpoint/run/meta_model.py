@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize import _torch_private as private
 from parallelize.applied.meta_buffers import Rebuild, allocate
 from parallelize.applied.stored_slices import named_once
 from parallelize.checkpoint.format.host_memory import Arena
 from parallelize.checkpoint.run.fill_tensors import clear_padding
 from parallelize.checkpoint.run.local_tensors import LocalTensor
+from parallelize.torch_private import torch_tensors as private
 from parallelize.zero.buckets import to_local
 from parallelize.zero.shard_data import data_of
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from parallelize._torch_dynamo import traces_graph
+from parallelize.torch_private.torch_dynamo import traces_graph
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)

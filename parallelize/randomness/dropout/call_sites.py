@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from parallelize import _torch_private as private
 from parallelize.applied.records import applied
 from parallelize.applied.step_results import SequenceRegion, ShardedSequences, expected
 from parallelize.errors import ModelError, Problem
@@ -34,6 +33,7 @@ from parallelize.randomness.dropout.global_index import (
 )
 from parallelize.randomness.dropout.masks import attention, drop, mask, uniform_numbers
 from parallelize.randomness.dropout.position import Clock
+from parallelize.torch_private import torch_tensors as private
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from parallelize import _torch_private as private
 from parallelize.ops.random.counter import IndexRun, Key, blocks, keep_mask, open_uniform
+from parallelize.torch_private import torch_tensors as private
 
 
 def mask(shape: torch.Size, global_index: tuple[torch.Tensor, list[IndexRun]], key: Key, p: float) -> torch.Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.random.counter import Key, key
 from parallelize.ops.replay_cache import remembered
+from parallelize.torch_private import torch_tensors as private
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.randomness.init.recipes import Recipe
 from parallelize.randomness.init.recorder import InitRecording, RecordedOp, View
+from parallelize.torch_private import torch_tensors as private
 
 Take = Callable[[str, torch.Tensor], None]
 

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallelize import _torch_private as private
 from parallelize.applied.forward_rows import BatchPart, ForwardRows, batch_part, call_arguments, forward_rows
 from parallelize.applied.records import cut_of, mesh_of
 from parallelize.applied.stored_slices import data_rank
@@ -28,6 +27,7 @@ from parallelize.mesh import SAMPLE_AXES
 from parallelize.ops.replay_cache import in_recompute
 from parallelize.plan.model_facts import describe
 from parallelize.tensor.experts.balanced_routing import choices_of, experts_of
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

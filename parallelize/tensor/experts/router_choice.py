@@ -22,13 +22,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from parallelize import _torch_private as private
 from parallelize.applied.forward_rows import ForwardRows
 from parallelize.applied.records import applied, mark_applied
 from parallelize.errors import ModelError, Problem, ShapeError, short_list
 from parallelize.ops.replay_cache import in_recompute, is_remembered, remembered
 from parallelize.tensor.experts.sparse_mixer import FUNCTION, ReplacedMaxima
 from parallelize.tensor.syntax import own_attribute, parsed, receiver
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 _TOPK = (torch.topk, torch.Tensor.topk)

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallelize._torch_dynamo import not_traced
 from parallelize.comm.groups import Group
 from parallelize.ops import collectives as ops
 from parallelize.ops import replay_cache
@@ -33,6 +32,7 @@ from parallelize.ops.experts.routes import Routes, indices_of, routes_of
 from parallelize.ops.experts.transfers import Transfers, arrive, collect, dispatch, give_back
 from parallelize.tensor.experts.expert_forms import ExpertForm
 from parallelize.tensor.planned_forward import Conversion
+from parallelize.torch_private.torch_dynamo import not_traced
 
 T = torch.Tensor
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize import _torch_private as private
 from parallelize.applied.records import PlanRecord, record_of, resolution_of
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import Chunk, Interval, packed
@@ -26,6 +25,7 @@ from parallelize.plan.adapters import layer_name
 from parallelize.plan.learned_prompts import PREFIX_ENCODER
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
+from parallelize.torch_private import torch_tensors as private
 
 Heads = dict[int, tuple[Interval, ...]]
 """Number of a layer -> for each rank of `tp`, the key/value heads of its attention there."""

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import even_interval
 from parallelize.ops import collectives as ops
@@ -25,6 +24,7 @@ from parallelize.ops.all_to_all import HeadSplit, to_head_shards, to_sequence_sh
 from parallelize.tensor.attention_calls import AttentionCalls
 from parallelize.tensor.planned_forward import argument_of, convert_argument
 from parallelize.tensor.region import Region
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from parallelize import _torch_private as private
 from parallelize.applied.parameters import Slot
 from parallelize.applied.pending_reductions import PendingReduction, PendingReductions
 from parallelize.applied.records import applied
@@ -24,6 +23,7 @@ from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.placements import local_input
 from parallelize.tensor.planned_forward import Planned
 from parallelize.tensor.shared_conversion import SharedConversion
+from parallelize.torch_private import torch_tensors as private
 
 ParallelStyle: Any = private.parallel_style_class()
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize import _torch_private as private
 from parallelize.applied.records import applied
 from parallelize.errors import ModelError, Problem
 from parallelize.tensor.watch.shard_dims import Kind
+from parallelize.torch_private import torch_tensors as private
 
 
 def refuse_adapters(module: nn.Module, prefix: str, planned_names: Collection[str]) -> None:

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize import _torch_private as private
 from parallelize.applied.later_changes import is_of_packages
 from parallelize.applied.records import applied, record_of
 from parallelize.tensor.planned_forward import installed
 from parallelize.tensor.watch.added_parts import refuse_adapters, refuse_kept
 from parallelize.tensor.watch.shard_dims import Kind, ShardDim
 from parallelize.tensor.watch.shard_follower import ShardFollower
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.plan.pattern import generic
 from parallelize.tensor.planned_forward import is_shape_error, misread_shard
@@ -24,6 +23,7 @@ from parallelize.tensor.watch.added_parts import Given, refuse_added
 from parallelize.tensor.watch.child_reads import reads_parameter
 from parallelize.tensor.watch.shard_dims import ShardDim
 from parallelize.tensor.watch.shard_operations import Call, mixes, scrambles, shard_of_result
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

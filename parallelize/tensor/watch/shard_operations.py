@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.tensor.watch.shard_dims import ShardDim, broadcasts, removed
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
+from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.linear_cross_entropy import check_storage
 from parallelize.ops.vocabulary.softmax import temperature_scaled
+from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.logits.head import Head
 from parallelize.vocabulary.logits.row_functions import ROW_FUNCTIONS
 from parallelize.vocabulary.logits.sharded_logits import (

@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
+from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.logits.classes_first import ClassesFirst, order_of
 
 T = torch.Tensor

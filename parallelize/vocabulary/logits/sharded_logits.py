@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallelize import _torch_private as private
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.cross_entropy import prepare_targets, token_losses
 from parallelize.ops.vocabulary.softmax import working_dtype
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
+from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.logits.row_functions import JOINS, ROW_FUNCTIONS, local_tensor, refuse
 
 T = torch.Tensor

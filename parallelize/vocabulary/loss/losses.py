@@ -10,9 +10,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel as stock_loss_parallel
 
-from parallelize import _torch_private as private
 from parallelize.ops.vocabulary.cross_entropy import prepare_targets, token_losses
 from parallelize.ops.vocabulary.softmax import working_dtype
+from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.logits.deferred_logits import DeferredLogits
 from parallelize.vocabulary.logits.forms import linear_head, shard_of
 from parallelize.vocabulary.logits.head import sum_over_data_axes

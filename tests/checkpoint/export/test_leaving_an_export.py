@@ -157,7 +157,7 @@ def test_a_failure_of_one_rank_is_told_before_the_exchange(base, monkeypatch):
 
 
 def test_nothing_of_an_export_stays_in_the_store(base):
-    from parallelize import _torch_groups as private_groups
+    from parallelize.torch_private import torch_groups as private_groups
 
     def body(rank, model):
         exporter = WeightExporter(model, bucket="8KB")

@@ -22,8 +22,8 @@ from parallelize import (
     parallelize_module,
     recompute,
 )
-from parallelize import _torch_private as private
 from parallelize.comm.groups import Group
+from parallelize.torch_private import torch_tensors as private
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import compare, planned_run, reference_run, worst
 from tests.support.threads import run_ranks

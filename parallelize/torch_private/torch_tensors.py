@@ -1,4 +1,4 @@
-"""Private names of torch; `_torch_groups` has those of process groups, and no other file uses any.
+"""Private names of torch for tensors, DTensors, autograd and modules; the files beside this one have all others.
 
 Each entry says what it is for, and in which version it first appeared.
 An absent name disables the feature that needs it, never the import of the package.

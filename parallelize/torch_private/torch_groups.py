@@ -1,4 +1,4 @@
-"""Private names of torch for process groups, and for ranks that are simulated; `_torch_private` has all others.
+"""Private names of torch for process groups, and for ranks that are simulated.
 
 Each entry says what it is for, and in which version it first appeared. An absent name disables the feature that needs it.
 """

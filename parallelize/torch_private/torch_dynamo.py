@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from parallelize._torch_private import at_least
+from parallelize.torch_private.torch_tensors import at_least
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from collections import Counter
 
 import torch.distributed as dist
 
-from parallelize import _torch_groups
 from parallelize.mesh import short_name
+from parallelize.torch_private import torch_groups
 
 
 def test_names_of_large_groups_are_short_and_differ():
@@ -30,9 +30,9 @@ class Slow(Counter):
 
 
 def test_groups_that_threads_make_at_the_same_time_have_different_names(monkeypatch):
-    monkeypatch.setattr(_torch_groups, "_groups_made", {dist.group.WORLD: Slow()})
+    monkeypatch.setattr(torch_groups, "_groups_made", {dist.group.WORLD: Slow()})
     turns: list[int] = []
-    threads = [threading.Thread(target=lambda: turns.append(_torch_groups._turn((0, 1)))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: turns.append(torch_groups._turn((0, 1)))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -15,7 +15,7 @@ from parallelize.errors import Problem, ShapeError
 from parallelize.ops.collectives import refuse_double_backward
 from parallelize.ops.vocabulary.class_targets import HardTargets, SoftTargets, Targets, check_class_weight, soft_shard
 from parallelize.ops.vocabulary.kernel_choice import kernels_for
-from parallelize.ops.vocabulary.softmax import SavedStatistics, logits_gradient, lowest_of, working_dtype
+from parallelize.ops.vocabulary.softmax import SavedStatistics, logits_gradient, working_dtype
 from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary, check_ids
 
 T = torch.Tensor
@@ -67,7 +67,7 @@ def _relative_sums(logits: T, targets: Targets, group: Group) -> tuple[T, T, T]:
     """
     kernels = kernels_for(logits)
     if kernels is not None:
-        highest, total = kernels.row_totals(logits, lowest_of(torch.float32))
+        highest, total = kernels.row_totals(logits, torch.finfo(torch.float32).min)
         if group.size > 1:
             local_highest = highest.clone()
             group.all_reduce(highest, dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Whether this package's own kernels serve logits: those of a GPU whose Triton works, outside of compiled graphs.
+"""Whether this package's own kernels serve logits: on a GPU where Triton works, outside of compiled graphs.
 
 In a compiled graph the compiler fuses PyTorch's ops.
 """
@@ -23,18 +23,18 @@ def kernels_for(z: torch.Tensor) -> ModuleType | None:
         return None
     if type(z) not in _PLAIN or traces_graph():
         return None  # a stand-in without storage, or a tensor that is not only its storage
-    return _tried_kernels(z.device)
+    return _tried_kernels(z.device, z.dtype)
 
 
 @cache
-def _tried_kernels(device: torch.device) -> ModuleType | None:
-    """The kernels, after a first call of one: Triton needs a C compiler and a GPU that it knows."""
+def _tried_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """The kernels, after a first call of each: Triton needs a C compiler, and a GPU that it knows and that has the dtype."""
     try:
         from parallelize.ops.vocabulary import logit_kernels
 
-        logit_kernels.row_totals(torch.zeros(1, 1, device=device), 0.0)
+        logit_kernels.try_out(torch.zeros(1, 1, device=device, dtype=dtype))
     except Exception as error:
-        what = f"the loss runs PyTorch's kernels, which are slower, because Triton's fail on {device}"
+        what = f"losses run PyTorch's kernels, which take more time and memory, because Triton's fail on {device} in {dtype}"
         warnings.warn(f"{what}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
         return None
     return logit_kernels

@@ -22,7 +22,7 @@ from torch.autograd import Function
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.ops.collectives import refuse_double_backward
-from parallelize.ops.vocabulary.class_targets import Targets
+from parallelize.ops.vocabulary.class_targets import HardTargets, Targets
 from parallelize.ops.vocabulary.softmax import SavedStatistics, Statistics, logits_gradient, statistics, working_dtype
 from parallelize.torch_private import torch_tensors as private
 
@@ -52,6 +52,16 @@ class HeadLoss:
     tail: Tail | None = None
     z_loss: float = 0.0
     entropy: bool = False
+
+    @property
+    def has_gradients_in_place(self) -> bool:
+        """Whether kernels of a GPU compute gradients in the place of logits, without other tensors of their size."""
+        return (
+            self.tail is None
+            and not self.entropy
+            and isinstance(self.targets, HardTargets)
+            and not self.targets.smoothing
+        )
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
         for start in range(0, num_tokens, self.chunk):
@@ -101,16 +111,19 @@ def check_storage(weight: T, why: str = "before the loss or the deferred logits 
         raise ModelError(Problem("weight-let-go", what, fix=fix))
 
 
-def default_chunk(hidden: T, weight: T) -> int:
+def default_chunk(hidden: T, weight: T, *, in_place: bool = False) -> int:
     """Tokens whose logits exist at the same time, for hidden states [N, H] and a head [V/P, H]. Measured: docs/vocabulary.md.
+
+    Args:
+        in_place: whether on a GPU each chunk's gradient takes the place of its logits, and is added to that of the head.
 
     An eighth of N, but not more than have logits of a quarter of the size of the head's own gradient; at least 128, because fewer
     make the matmuls slow. On a CPU larger chunks are not faster. On a GPU they are, where each adds to the head's gradient, which
-    is read and written for that. In half precision H tokens cost no memory there: their logits are as large as the rounded gradient,
-    which exists later.
+    is read and written for that. In half precision, in place, H tokens cost no memory there: their logits are as large as the
+    rounded gradient, which exists later.
     """
     tokens, width = hidden.shape
-    if hidden.is_cuda and weight.requires_grad and weight.dtype.itemsize == 2:
+    if in_place and hidden.is_cuda and weight.requires_grad and weight.dtype.itemsize == 2:
         return max(128, width)
     return max(128, min(-(-tokens // 8), width // 4))
 

@@ -1,52 +1,64 @@
-"""Decoding on a GPU without Python: the forward and draw of one token, captured in a CUDA graph and replayed for the others.
+"""Decoding on a GPU from a CUDA graph: the forward and draw of one token, captured once and replayed for the others.
 
 They are hundreds of short kernels, which the host starts more slowly than a GPU runs them. A graph of them, with their collectives,
 is started by one call. It repeats what was captured, with the same tensors: ids, positions and the key of the draw are copied into
 it, and the cache has a fixed size (`fixed_cache`). When the cache is full, a larger one is made and captured anew.
 
-Of each graph the second replay is compared with a forward that is not captured: if its logits differ, or nothing could be captured,
-decoding goes on without a graph, with a warning. Ranks need not agree on that: all of them run the same collectives in any case.
+Forwards with the first such cache, captured and not, are compared with one that reads the prompt's own cache. Of each graph the second
+replay is compared too, for what Python would do otherwise from token to token. If logits differ on a rank, or a forward waits for the
+GPU or cannot be captured, all ranks go on without a graph, with a warning that says why.
 """
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallelize.applied.records import applied
+from parallelize.comm.groups import Group
+from parallelize.errors import ModelError, Problem
 from parallelize.ops.random.counter import Key, KeyTensors
-from parallelize.vocabulary.generation.fixed_cache import can_be_fixed, set_length, with_fixed_room
+from parallelize.torch_private import torch_cuda as private_cuda
+from parallelize.vocabulary.generation.fixed_cache import set_length, why_not_fixed, with_fixed_room
 from parallelize.vocabulary.logits.forms import shard_of
 from parallelize.vocabulary.sampling.candidates import Candidates
 from parallelize.vocabulary.sampling.draw import SamplingOptions, can_be_captured, draw
 
 T = torch.Tensor
-_FEWEST = 8  # tokens for which a capture and its check are worth their time
-_LEAST_ROOM, _ROOM_STEP = 256, 64  # in tokens; attention's kernels want rows of masks that are aligned
+_MIN_NEW_TOKENS = 16  # for which a capture and its comparisons are worth their time
+_MIN_ROOM, _ROOM_STEP = 256, 64  # in tokens; attention's kernels want rows of masks that are aligned
+_MASKED = ("sdpa", "eager")  # attention that reads a mask, which hides the empty places of a fixed cache
 
 
-def why_not(model: nn.Module, key_values: Any) -> str:
-    """Why the decoding of a model cannot be captured, in words that follow its name; "" if it can."""
+def why_not(model: nn.Module, key_values: Any, tokens: int, device: torch.device) -> str:
+    """Why the decoding of a model cannot be captured, in words that follow its name; "" if it can.
+
+    Args:
+        key_values: its cache of a prompt of `tokens` tokens.
+        device: that of the prompt.
+    """
     if not getattr(model, "_can_compile_fullgraph", False):
         return "does not say that its forward is one graph (`_can_compile_fullgraph` of transformers)"
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if attention not in _MASKED:
+        return f"computes attention by {attention}, not by {' or '.join(_MASKED)}, whose masks hide the empty places of a cache"
     if applied(model).context is not None:
         return "stores a part of each cache on every rank of cp"
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return "gathers its weights in each forward (`fully_shard`)"
-    if not can_be_fixed(key_values):
-        return "has a cache with layers other than transformers' DynamicLayer and DynamicSlidingWindowLayer"
-    return ""
+    if any(parameter.device.type != device.type or parameter.device != device for parameter in model.parameters()):
+        return f"has parameters on other devices than {device}"
+    return why_not_fixed(key_values, tokens)
 
 
 def is_worthwhile(new_tokens: int) -> bool:
-    return new_tokens >= _FEWEST
+    return new_tokens >= _MIN_NEW_TOKENS
 
 
 class CapturedDecoding:
@@ -55,9 +67,11 @@ class CapturedDecoding:
     Args:
         forward: `forward(ids, cache, inputs)`, the model's output.
         options: of the draws.
-        key_values: the cache of the prompt's `tokens` tokens.
+        key_values: the cache of the prompt's `tokens` tokens, which is not changed.
         longest: tokens of the longest possible sequence.
         mask: [B, >= longest] of padded prompts, or None.
+        groups: those whose ranks generate the same tokens.
+        refuse: is called with a reason where no graph is used any more, on all ranks of the groups.
     """
 
     def __init__(
@@ -68,44 +82,51 @@ class CapturedDecoding:
         tokens: int,
         longest: int,
         mask: T | None,
+        groups: Sequence[Group],
+        refuse: Callable[[str], None],
     ):
         self.forward, self.options, self.longest, self.mask = forward, options, longest, mask
-        self.tokens, self.is_refused = tokens, False
+        self.groups, self.refuse = groups, refuse
+        self.tokens, self.replays, self.is_refused = tokens, 0, False
         self.inputs: dict[str, T] = {}
         self.ids: T | None = None
         self.key: T | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self._make_room(key_values)
 
+    def start(self, ids: T, position_ids: T | None, key: Key, expected: T) -> bool:
+        """Run the token after the prompt too, whose logits are `expected` [B, V/P]; whether a graph gives them."""
+        self._load(ids, position_ids, key)
+        self._run_and_capture(expected)
+        self.tokens += 1
+        return self.graph is not None
+
     def __call__(self, ids: T, position_ids: T | None, key: Key) -> T:
         """The next tokens [B], drawn with `key`; a later call overwrites them.
 
         Shapes: ids, position_ids [B, 1].
         """
+        self._load(ids, position_ids, key)
         if self.tokens == self.room:
             self._make_room(self.key_values)
-        self._load(ids, position_ids, key)
-        self.calls += 1
-        if self.calls == 1:
-            self._run()  # loads kernels and libraries
-        elif self.calls == 2:
-            self._capture()
-            self._replay()
-        elif self.calls == 3:
-            self._compare()
+            self._run_and_capture(None)
+        elif self.graph is None:
+            self._run()
         else:
             self._replay()
+            if self.replays == 2:
+                self._compare_once_more()
         self.tokens += 1
         return self.drawn if self.drawn is not None else draw(self.candidates, self.options, key)
 
     def _make_room(self, key_values: Any) -> None:
-        wanted = min(self.longest, self.tokens + max(_LEAST_ROOM, self.tokens // 4))
+        wanted = min(self.longest, self.tokens + max(_MIN_ROOM, self.tokens // 4))
         self.room = -(-wanted // _ROOM_STEP) * _ROOM_STEP
         self.key_values = with_fixed_room(key_values, self.tokens, self.room)
         if self.mask is not None:
             missing = max(0, self.room - self.mask.shape[1])
             self.inputs["attention_mask"] = nn.functional.pad(self.mask, (0, missing), value=1)[:, : self.room]
-        self.graph, self.calls = None, 0
+        self.graph, self.replays = None, 0
 
     def _load(self, ids: T, position_ids: T | None, key: Key) -> None:
         """Copy the inputs to where the graph reads them."""
@@ -126,62 +147,82 @@ class CapturedDecoding:
         if can_be_captured(self.candidates, self.options):
             self.drawn = draw(self.candidates, self.options, KeyTensors(*self.key.unbind()))
 
-    def _capture(self) -> None:
+    def _run_and_capture(self, expected: T | None) -> None:
+        """One token without a graph and, if that may be, from one; its logits are `expected`, if they are known."""
+        waits: list[str] = []
+        with private_cuda.noted_waits(waits):
+            self._run()  # loads kernels and libraries as well
         if self.is_refused:
             return
-        graph = torch.cuda.CUDAGraph()
+        uncaptured = self.candidates, self.drawn
+        expected = self.candidates.logits if expected is None else expected
+        reason = f"its forward waits for the GPU at {waits[0]}" if waits else ""
+        if not reason and not _agree(self.candidates.logits, expected):
+            reason = "its forward with a cache of fixed size gives other logits"
+        if self._is_served(reason):
+            set_length(self.key_values, self.tokens)
+            graph, reason = self._capture()
+            if self._is_served(reason):
+                self.graph = graph
+                self._replay()
+                agrees = _agree(self.candidates.logits, expected)
+                if self._is_served("" if agrees else "its captured forward gives other logits"):
+                    return
+        self.graph = None
+        self.candidates, self.drawn = uncaptured
+        set_length(self.key_values, self.tokens + 1)
+
+    def _capture(self) -> tuple[torch.cuda.CUDAGraph | None, str]:
+        assert self.ids is not None
         try:
-            # other threads may allocate meanwhile: they are not captured
-            with _no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._run()
+            return private_cuda.captured(self._run, self.ids.device), ""
         except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
-            self._refuse(f"its forward cannot be captured ({reason})")
-            return
-        self.graph = graph
+            first_line = str(error).strip().partition("\n")[0]
+            return None, f"its forward cannot be captured ({first_line})"
 
     def _replay(self) -> None:
-        if self.graph is None:
-            self._run()
-        else:
-            self.graph.replay()
+        assert self.graph is not None
+        self.graph.replay()
+        self.replays += 1
 
-    def _compare(self) -> None:
-        """One token twice, with the graph and without."""
-        results = self.candidates, self.drawn
-        self._replay()
+    def _compare_once_more(self) -> None:
+        """The same token without the graph: what Python counts would be another number now."""
+        of_graph = self.candidates, self.drawn
         replayed = self.candidates.logits.clone()
         set_length(self.key_values, self.tokens)
         self._run()
-        if not _agree(replayed, self.candidates.logits):
-            self._refuse("a replay of its captured forward gives other logits")
+        agrees = _agree(replayed, self.candidates.logits)
+        if self._is_served("" if agrees else "another replay of its captured forward gives other logits"):
+            self.candidates, self.drawn = of_graph
+        else:
             self.graph = None
-        elif self.graph is not None:  # whose next replays write there
-            self.candidates, self.drawn = results
 
-    def _refuse(self, why: str) -> None:
-        self.is_refused = True
-        what = f"generate decodes without a CUDA graph, which takes several times as long: {why}"
-        warnings.warn(f"{what}. cuda_graph=False decodes so without this warning", RuntimeWarning, stacklevel=5)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A context without garbage collections: one that frees memory of the GPU would end a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    def _is_served(self, reason: str) -> bool:
+        """Whether no rank of the groups has a reason not to go on; the same on all of them."""
+        is_refused = torch.tensor(int(bool(reason)), device=self.candidates.logits.device)
+        for group in self.groups:
+            if group.size > 1:
+                group.all_reduce(is_refused, dist.ReduceOp.MAX)
+        if bool(is_refused):
+            self.is_refused = True
+            self.refuse(reason or "another rank cannot use a graph")
+        return not self.is_refused
 
 
-def _agree(replayed: T, expected: T) -> bool:
+def no_graph(what: str) -> ModelError:
+    return ModelError(Problem("no-cuda-graph", what, fix="cuda_graph=None, which decodes without one"))
+
+
+def warn_of(reason: str) -> None:
+    what = f"generate decodes without a CUDA graph, which is slower: {reason}"
+    warnings.warn(f"{what}. cuda_graph=False decodes so without this warning", RuntimeWarning, stacklevel=3)
+
+
+def _agree(actual: T, expected: T) -> bool:
     """Whether logits differ by no more than kernels that sum in another order."""
     if not expected.numel():
         return True
     tolerance = torch.finfo(expected.dtype).eps ** 0.7  # 3e-2 in bfloat16, 1e-5 in float32
-    difference = torch.where(replayed == expected, 0.0, replayed - expected)  # both may be infinite
+    difference = torch.where(actual == expected, 0.0, actual - expected)  # both may be infinite
     limit = torch.where(expected.isfinite(), expected, 0.0).abs().amax() * tolerance
     return bool(difference.abs().amax() <= limit)

@@ -15,22 +15,32 @@ T = torch.Tensor
 _SERVED = {f"transformers.cache_utils.{name}" for name in ("DynamicLayer", "DynamicSlidingWindowLayer")}
 
 
-def can_be_fixed(key_values: Any) -> bool:
-    """Whether all layers of a cache have keys and values of tokens, of known layouts, for `with_fixed_room`."""
+def why_not_fixed(key_values: Any, tokens: int) -> str:
+    """Why `with_fixed_room` does not serve a cache of a prompt of `tokens` tokens, in words that follow a model's name; or ""."""
     layers = getattr(key_values, "layers", None) or []
-    return bool(layers) and all(map(_is_served, layers)) and _static_layer() is not None
+    if not layers or not all(_is_served(layer, tokens) for layer in layers):
+        return "has a cache with layers other than transformers' DynamicLayer and DynamicSlidingWindowLayer of the prompt's tokens"
+    if _static_layer() is None:
+        return "is of a version of transformers whose StaticLayer does not count its tokens on the device"
+    return ""
 
 
 def with_fixed_room(key_values: Any, tokens: int, room: int) -> Any:
     """A cache of the same `tokens` tokens with room for `room`.
 
     Args:
-        key_values: a cache for which `can_be_fixed`, or one that this function returned.
+        key_values: a cache that `why_not_fixed` has no reason against, which is not changed; or one that this function returned,
+            whose layers are emptied one by one.
         tokens: how many tokens were written to it. A sliding layer has the last of them.
     """
     from transformers.cache_utils import Cache
 
-    return Cache(layers=[_fixed(layer, tokens, room) for layer in key_values.layers])
+    layers = []
+    for layer in key_values.layers:
+        layers.append(_fixed(layer, tokens, room))
+        if isinstance(layer, _static_layer()):
+            layer.keys = layer.values = None
+    return Cache(layers=layers)
 
 
 def set_length(key_values: Any, tokens: int) -> None:
@@ -48,11 +58,13 @@ def _static_layer() -> Any:
     return StaticLayer if has_count else None
 
 
-def _is_served(layer: Any) -> bool:
-    is_known = f"{type(layer).__module__}.{type(layer).__name__}" in _SERVED
-    return (
-        is_known and _are_tokens(layer.keys) and _are_tokens(layer.values) and not getattr(layer, "record_past", False)
-    )
+def _is_served(layer: Any, tokens: int) -> bool:
+    kind = f"{type(layer).__module__}.{type(layer).__name__}"
+    if kind not in _SERVED or getattr(layer, "record_past", False):
+        return False
+    if not (_are_tokens(layer.keys) and _are_tokens(layer.values)):
+        return False
+    return "Sliding" in kind or layer.keys.shape[-2] == tokens
 
 
 def _are_tokens(x: Any) -> bool:
@@ -61,10 +73,10 @@ def _are_tokens(x: Any) -> bool:
 
 def _fixed(layer: Any, tokens: int, room: int) -> Any:
     fixed = _static_layer()(max_cache_len=room)
-    shown = min(tokens, layer.keys.shape[-2])
-    has_room = isinstance(layer, _static_layer())  # its tokens are the first ones, those of other layers the last ones
+    num_stored = min(tokens, layer.keys.shape[-2])
+    is_fixed = isinstance(layer, _static_layer())  # its tokens are the first ones, those of other layers the last ones
     fixed.lazy_initialization(layer.keys[:, :, :1], layer.values[:, :, :1])
     for new, old in ((fixed.keys, layer.keys), (fixed.values, layer.values)):
-        new[:, :, tokens - shown : tokens].copy_(old[:, :, :shown] if has_room else old[:, :, -shown:])
+        new[:, :, tokens - num_stored : tokens].copy_(old[:, :, :num_stored] if is_fixed else old[:, :, -num_stored:])
     fixed.cumulative_length.fill_(tokens)
     return fixed

@@ -13,9 +13,15 @@ from parallelize.errors import ModelError, Problem, ShapeError
 from parallelize.models.wrapped_models import forward_signature
 from parallelize.ops.random.counter import Key, key
 from parallelize.ops.vocabulary.vocabulary_shard import check_ids
-from parallelize.vocabulary.generation.captured_decoding import CapturedDecoding, is_worthwhile, why_not
+from parallelize.vocabulary.generation.captured_decoding import (
+    CapturedDecoding,
+    is_worthwhile,
+    no_graph,
+    warn_of,
+    why_not,
+)
 from parallelize.vocabulary.generation.growing_cache import reserve
-from parallelize.vocabulary.generation.transformers_generate import fast_generation, refuse_split
+from parallelize.vocabulary.generation.transformers_generate import fast_generation, generating_groups, refuse_split
 from parallelize.vocabulary.logits.forms import shard_of
 from parallelize.vocabulary.sampling.candidates import Candidates
 from parallelize.vocabulary.sampling.draw import SamplingOptions, draw
@@ -54,16 +60,16 @@ def generate(
             has position n, from 0.
         eos_token_id: id or ids that end a row. None: those of the model's `generation_config`; []: no id ends a row.
         pad_token_id: fills a row after its end. None: that of the model, or else the first `eos_token_id`, or 0.
-        cuda_graph: whether a forward of one token is captured and replayed. None: on a GPU, for 8 new tokens or more, if the
-            model and its cache allow it (docs/vocabulary.md). True: or else raise.
+        cuda_graph: whether a forward of one token is captured and replayed. None: on a GPU, for 16 new tokens or more, if the
+            model and its cache allow it (docs/vocabulary.md). True: as None for any number, with an error where it is not.
 
     Returns: [B, S + n], prompts and new tokens, where n <= max_new_tokens is the number of the longest row.
     Raises: before the first forward, ModelError `training-mode`, `no-cache`, `cut-model`, `generate-over-ep`; ShapeError
-        `bad-prompts`, `bad-mask`, `right-padding`, `bad-option`, `too-long`, `id-out-of-range`. After the prompt's, ModelError
+        `bad-prompts`, `bad-mask`, `right-padding`, `bad-option`, `too-long`, `id-out-of-range`. After it, ModelError
         `no-cuda-graph`.
     Cost: one forward of S tokens, then one forward per new token, and the communication of one `sample` per token. Gloo ranks of
         one host sum through shared memory meanwhile (see `through_shared_memory`); a plain cache grows in place. A CUDA graph
-        costs one more forward.
+        costs three more forwards, and memory for two caches while its own is made.
     """
     parameters = _check_model(model)
     _check_prompts(input_ids, attention_mask)
@@ -103,19 +109,20 @@ class _DrawnTokens:
         cuda_graph: bool | None,
     ):
         self.model, self.extra_inputs, self.options = model, extra_inputs, options
+        self.inner = getattr(model, "_orig_mod", model)  # compiled or not
         self.seed, self.cuda_graph = seed, cuda_graph
         self.cache: Any = None
+        self.starting: CapturedDecoding | None = None
         self.captured: CapturedDecoding | None = None
 
     def after_prompt(self, ids: T, new_tokens: int) -> T:
         start = ids.shape[1]
         out = _run(self.model, self.extra_inputs(0, start), ids, self.cache)
         self.cache, longest = _cache_of(self.model, out), start + new_tokens
-        if self._captures(ids, new_tokens - 1):
-            mask = self.extra_inputs.mask
-            forward = partial(_run, self.model, self.extra_inputs.constant)
-            self.captured = CapturedDecoding(forward, self.options, self.cache, start, longest, mask)
-            self.cache = None
+        if self._captures(ids, new_tokens):
+            forward, groups = partial(_run, self.model, self.extra_inputs.constant), generating_groups(self.inner)
+            mask, refuse = self.extra_inputs.mask, partial(_refuse, type(self.inner).__name__, bool(self.cuda_graph))
+            self.starting = CapturedDecoding(forward, self.options, self.cache, start, longest, mask, groups, refuse)
         else:
             reserve(self.cache, longest)
         return self._draw(out, 0)
@@ -125,7 +132,15 @@ class _DrawnTokens:
         ids, inputs = tokens[:, stop - 1 : stop], self.extra_inputs(stop - 1, stop)
         if self.captured is not None:
             return self.captured(ids, inputs.get("position_ids"), self._key(new))
-        return self._draw(_run(self.model, inputs, ids, self.cache), new)
+        out = _run(self.model, inputs, ids, self.cache)
+        if self.starting is not None:
+            expected, _ = shard_of(out.logits[:, -1])
+            if self.starting.start(ids, inputs.get("position_ids"), self._key(new), expected):
+                self.captured, self.cache = self.starting, None
+            else:
+                reserve(self.cache, tokens.shape[1])
+            self.starting = None
+        return self._draw(out, new)
 
     def _draw(self, out: Any, new: int) -> T:
         return draw(Candidates.of(*shard_of(out.logits[:, -1])), self.options, self._key(new))
@@ -133,15 +148,21 @@ class _DrawnTokens:
     def _key(self, new: int) -> Key:
         return key(self.seed, "sample", new)
 
-    def _captures(self, ids: T, forwards: int) -> bool:
+    def _captures(self, ids: T, new_tokens: int) -> bool:
         """Raises: ModelError `no-cuda-graph`."""
-        if self.cuda_graph is False or (self.cuda_graph is None and not (ids.is_cuda and is_worthwhile(forwards))):
+        if self.cuda_graph is False or (self.cuda_graph is None and not (ids.is_cuda and is_worthwhile(new_tokens))):
             return False
-        why = why_not(self.model, self.cache) if ids.is_cuda else f"runs on {ids.device.type}"
+        start = ids.shape[1]
+        why = why_not(self.inner, self.cache, start, ids.device) if ids.is_cuda else f"runs on {ids.device.type}"
         if why and self.cuda_graph:
-            what = f"{type(self.model).__name__} {why}"
-            raise ModelError(Problem("no-cuda-graph", what, fix="cuda_graph=None, which decodes without one"))
+            raise no_graph(f"{type(self.inner).__name__} {why}")
         return not why
+
+
+def _refuse(name: str, is_demanded: bool, reason: str) -> None:
+    if is_demanded:
+        raise no_graph(f"{name}: {reason}")
+    warn_of(reason)
 
 
 def _run(model: nn.Module, constant: dict[str, Any], ids: T, cache: Any, inputs: dict[str, T] | None = None) -> Any:

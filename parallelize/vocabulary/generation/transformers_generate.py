@@ -52,7 +52,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     refuse_split(self)
     with full_logits(self), fast_generation(self), ExitStack() as stack:
         device = _device_of(self)
-        for group in _groups_of(self):
+        for group in generating_groups(self):
             stack.enter_context(same_generator_states(group, device))
         return type(self).generate(self, *args, **kwargs)
 
@@ -62,14 +62,14 @@ def fast_generation(module: nn.Module) -> Iterator[None]:
     """A context in which ranks generate together: sums through shared memory, and over `cp` the last logits on every rank."""
     context = applied(module).context
     with ExitStack() as stack:
-        for group in _groups_of(module):
+        for group in generating_groups(module):
             stack.enter_context(through_shared_memory(group, _device_of(module).type))
         if context is not None:
             stack.enter_context(context.in_generation())
         yield
 
 
-def _groups_of(module: nn.Module) -> list[Group]:
+def generating_groups(module: nn.Module) -> list[Group]:
     """The groups whose ranks generate the same tokens: of `cp`, then of `tp`, so that the first rank's state reaches all."""
     record, context = record_of(module), applied(module).context
     return [part.group for part in (context, record) if part is not None]

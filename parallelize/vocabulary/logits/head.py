@@ -93,8 +93,10 @@ class Head:
         return -losses.view(lead), entropies.masked_fill(prepared.ignored, 0.0).view(lead) if entropy else None
 
     def _work(self, flat: T, targets: Any, ignored: T | None, dtype: torch.dtype, **options: Any) -> HeadLoss:
-        chunk = self.chunk if self.chunk is not None else default_chunk(flat, self.weight)
-        return HeadLoss(targets, ignored, self.vocabulary.group, chunk, dtype, self.tail, **options)
+        loss = HeadLoss(targets, ignored, self.vocabulary.group, 0, dtype, self.tail, **options)
+        in_place = loss.has_gradients_in_place and torch.is_grad_enabled()
+        chunk = self.chunk if self.chunk is not None else default_chunk(flat, self.weight, in_place=in_place)
+        return replace(loss, chunk=chunk)
 
     def _flat(self, hidden: T) -> T:
         return hidden.reshape(prod(hidden.shape[:-1]), hidden.shape[-1])

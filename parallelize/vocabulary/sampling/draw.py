@@ -58,7 +58,7 @@ def sample(
     Raises: ShapeError `bad-option`, `bad-rows`; `bad-logits` if the highest logit of a row is NaN or infinite.
     Cost, per row and rank: an all-gather of 16 bytes. With `top_k`, an all-gather of min(k, V/P) times 16 bytes instead, and
         no other communication. Otherwise one value for `top_p` or `min_p`, and for `top_p` at most 13 reductions of 16
-        values (on a GPU 10 of 128) and an all-gather of one value. No cost grows with the vocabulary.
+        values (up to 2^20 candidates on a GPU 10 of 128) and an all-gather of one value. No cost grows with the vocabulary.
     Source: Gumbel-max, arXiv:1411.0030; top-p, arXiv:1904.09751; min-p, arXiv:2407.01082.
     """
     local, vocabulary = shard_of(logits)
@@ -115,8 +115,9 @@ class SamplingOptions:
 
 def can_be_captured(candidates: Candidates, options: SamplingOptions) -> bool:
     """Whether a CUDA graph may contain the draw: the host waits for nothing in it."""
-    few = candidates if not 0 < options.top_k < candidates.full else replace(candidates, max_local=options.top_k)
-    return options.greedy or few.avoids_waits
+    has_top_k = 0 < options.top_k < candidates.full
+    after_top_k = replace(candidates, max_local=options.top_k) if has_top_k else candidates
+    return options.greedy or after_top_k.avoids_waits
 
 
 def draw(candidates: Candidates, options: SamplingOptions, noise_key: AnyKey) -> T:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-_MOST = 1 << 20  # float64 numbers that a GPU's kernel reads in about the time of its start
+_MAX_CANDIDATES = 1 << 20  # float64 numbers that a GPU's kernel reads in about the time of its start
 
 
 def avoids_waits(device: torch.device, count: int) -> bool:
@@ -16,4 +16,4 @@ def avoids_waits(device: torch.device, count: int) -> bool:
 
     Where ranks communicate, `count` is the same on all of them.
     """
-    return device.type != "cpu" and count <= _MOST
+    return device.type != "cpu" and count <= _MAX_CANDIDATES

@@ -30,7 +30,7 @@ class OnGpu:
 def plain(monkeypatch):
     """Stand-ins count as tensors; the kernels are an object."""
     monkeypatch.setattr(kernel_choice, "_PLAIN", (OnGpu,))
-    monkeypatch.setattr(kernel_choice, "_tried_kernels", lambda device: kernel_choice)
+    monkeypatch.setattr(kernel_choice, "_tried_kernels", lambda device, dtype: kernel_choice)
 
 
 def test_logits_of_a_gpu(plain, monkeypatch):
@@ -42,12 +42,12 @@ def test_logits_of_a_gpu(plain, monkeypatch):
 
 
 def test_a_tensor_without_storage_gets_none(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "_tried_kernels", lambda device: kernel_choice)
+    monkeypatch.setattr(kernel_choice, "_tried_kernels", lambda device, dtype: kernel_choice)
     assert kernels_for(OnGpu()) is None
 
 
 def test_kernels_that_cannot_run_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "parallelize.ops.vocabulary.logit_kernels", raising=False)
-    with pytest.warns(RuntimeWarning, match="the loss runs PyTorch's kernels, which are slower.*triton"):
-        assert kernel_choice._tried_kernels.__wrapped__(torch.device("cpu")) is None
+    with pytest.warns(RuntimeWarning, match="losses run PyTorch's kernels, which take more time and memory.*triton"):
+        assert kernel_choice._tried_kernels.__wrapped__(torch.device("cpu"), torch.float32) is None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallelize import build_mesh, destroy_groups, generate, parallelize_module
+from parallelize import build_mesh, generate, parallelize_module
+from parallelize.vocabulary.generation import captured_decoding
 from parallelize.vocabulary.generation.captured_decoding import CapturedDecoding
 from tests.support import device
 from tests.support.models import FAMILIES
@@ -18,7 +19,7 @@ DECODERS = [family for family in FAMILIES if family != "bert"]
 
 def on_gpu(model, family="", **how):
     ids, mask = (x.cuda() for x in prompts(family))
-    options = {"max_new_tokens": 14, "eos_token_id": [], "pad_token_id": 0} | how
+    options = {"max_new_tokens": 20, "eos_token_id": [], "pad_token_id": 0} | how
     return generate(model, ids, attention_mask=mask, **options)
 
 
@@ -34,22 +35,37 @@ def test_tokens_are_those_without_a_graph(family, recwarn):
 
 def test_a_graph_is_used_and_a_longer_cache_has_another(monkeypatch):
     model = lively_model("llama", torch.float32).cuda()
-    captures = []
-    stock = CapturedDecoding._capture
-    monkeypatch.setattr(CapturedDecoding, "_capture", lambda self: (captures.append(self.room), stock(self))[1])
-    assert torch.equal(
-        on_gpu(model, max_new_tokens=50, cuda_graph=True), on_gpu(model, max_new_tokens=50, cuda_graph=False)
-    )
-    assert captures == [64]
+    rooms, replay = [], CapturedDecoding._replay
+    monkeypatch.setattr(CapturedDecoding, "_replay", lambda self: (rooms.append(self.room), replay(self)))
+    monkeypatch.setattr(captured_decoding, "_MIN_ROOM", 20)
+    monkeypatch.setattr(captured_decoding, "_ROOM_STEP", 1)
+    actual = on_gpu(model, max_new_tokens=50, cuda_graph=True)
+    assert torch.equal(actual, on_gpu(model, max_new_tokens=50, cuda_graph=False))
+    assert rooms == [27] * 20 + [47] * 20 + [57] * 9
 
 
 def test_a_forward_that_waits_for_the_gpu_runs_without_a_graph():
     model = lively_model("llama", torch.float32).cuda()
     expected = on_gpu(model, cuda_graph=False)
     model.model.layers[1].register_forward_hook(lambda module, args, out: out if bool(out.isfinite().all()) else None)
-    with pytest.warns(RuntimeWarning, match="cannot be captured"):
+    with pytest.warns(RuntimeWarning, match=r"waits for the GPU at .*test_captured_decoding_cuda\.py:\d+"):
         actual = on_gpu(model)
     assert torch.equal(actual, expected)
+
+
+def test_a_capture_that_fails_leaves_nothing_behind():
+    """`synchronize` is not noted as a wait, and ends a capture."""
+    model = lively_model("llama", torch.float32).cuda()
+    expected = on_gpu(model, cuda_graph=False)
+    handle = model.model.layers[1].register_forward_hook(lambda module, args, out: torch.cuda.synchronize())
+    stream = torch.cuda.current_stream()
+    with pytest.warns(RuntimeWarning, match="cannot be captured"):
+        assert torch.equal(on_gpu(model), expected)
+    assert torch.cuda.current_stream() == stream
+    torch.rand(3, device="cuda")
+    torch.cuda.empty_cache()
+    handle.remove()
+    assert torch.equal(on_gpu(model, cuda_graph=True), expected)
 
 
 def test_a_forward_with_a_state_of_its_own_is_not_replayed():
@@ -61,22 +77,39 @@ def test_a_forward_with_a_state_of_its_own_is_not_replayed():
         on_gpu(model)
 
 
+def test_every_replay_gives_its_own_token(monkeypatch):
+    """A second replay that differs is found before its token is used."""
+    model = lively_model("llama", torch.float32).cuda()
+    expected = on_gpu(model, temperature=0.0, cuda_graph=False)
+    replay, count = CapturedDecoding._replay, iter(range(1000))
+
+    def wrong_from_the_second_on(self):
+        replay(self)
+        if next(count):
+            self.candidates.logits.fill_(0.0)
+            self.drawn.fill_(5)
+
+    monkeypatch.setattr(CapturedDecoding, "_replay", wrong_from_the_second_on)
+    with pytest.warns(RuntimeWarning, match="another replay of its captured forward"):
+        assert torch.equal(on_gpu(model, temperature=0.0), expected)
+
+
 def _planned(rank: int) -> tuple[bool, int]:
+    """(whether tokens are the unsharded model's, how many came from a graph)."""
     model = lively_model("llama", torch.float32)
-    expected = ours(model, max_new_tokens=12, cuda_graph=False)
+    expected = ours(model, max_new_tokens=20, cuda_graph=False)
     planned = parallelize_module(
         lively_model("llama", torch.float32), build_mesh("cpu", tp=2), sequence_parallel=True, loss_parallel=True
     )
-    count, stock = [], CapturedDecoding._capture
-    CapturedDecoding._capture = lambda self: (stock(self), count.append(self.graph))[0]
+    replays, replay = [], CapturedDecoding._replay
+    CapturedDecoding._replay = lambda self: (replays.append(1), replay(self))
     try:
-        actual = ours(planned, max_new_tokens=12, cuda_graph=True)
+        actual = ours(planned, max_new_tokens=20, cuda_graph=True)
     finally:
-        CapturedDecoding._capture = stock
-        destroy_groups()
-    return torch.equal(actual, expected), sum(graph is not None for graph in count)
+        CapturedDecoding._replay = replay
+    return torch.equal(actual, expected), len(replays)
 
 
 @pytest.mark.skipif(device.CHOSEN != "cuda", reason="PARALLELIZE_TEST_DEVICE=cuda runs it")
 def test_two_ranks(two_processes):
-    assert two_processes.run(_planned) == [(True, 1)] * 2
+    assert two_processes.run(_planned) == [(True, 19)] * 2

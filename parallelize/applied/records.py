@@ -142,7 +142,8 @@ class Applied:
         state_rows: the resolved rows of its own parameters, by key, which state dicts are converted by.
         rebuilt_buffers: values of meta buffers that no checkpoint stores, by key.
         gradient_guard: an applied.gradient_guard.GradientGuard, of a module with parameters.
-        defers_logits: whether it is a head whose matmul is left to the loss. written_weight: the tensor that an optimizer
+        defers_logits: whether it is a head whose matmul is left to the loss. gathers_logits: whether a graph that a compiler traces
+            now gathers its logits. written_weight: the tensor that an optimizer
             writes to under `fully_shard`, of such a head, and its local tensor.
         exporters: those that `export_weights` has built, on the root. plan_later: plans what was added to the model.
         stage_adapters: of a model that was cut into stages: the same, and drops what other stages have, a pipeline.stage_adapters.StageAdapters.
@@ -172,6 +173,7 @@ class Applied:
     rebuilt_buffers: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
     gradient_guard: Any = None
     defers_logits: bool = False
+    gathers_logits: bool = False
     written_weight: tuple[torch.Tensor, ...] = ()
     exporters: object = None
     plan_later: Callable[[nn.Module], None] | None = None

@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 
 import torch
 
@@ -35,12 +36,12 @@ def noted_waits(places: list[str]) -> Iterator[None]:
 
 
 def captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
-    """A graph of what `run` starts on `device`, on a stream of its own.
+    """A graph of what `run` starts on `device`.
 
     Raises: what `run` raises, or RuntimeError if it cannot be captured. The stream is then what it was; so are the allocator and the
     random generator, which torch leaves as they are in a capture (`_cuda_endAllocateToPool`, 2.1; `graphsafe_set_state`, 2.4).
     """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream(device)
     generator = torch.cuda.default_generators[stream.device_index]
     before = generator.clone_state()
     torch.cuda.synchronize(device)
@@ -62,6 +63,18 @@ def captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGr
         raise
     torch.cuda.current_stream(device).wait_stream(stream)
     return graph
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream of a device for all captures: PyTorch keeps a workspace for cuBLAS (32 MiB on Hopper) for each that has run a matmul.
+
+    That of this stream is made here, not in a capture, whose memory pool it would keep.
+    """
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        torch.ones(1, 1, device=device).mm(torch.ones(1, 1, device=device))
+    return stream
 
 
 @contextmanager

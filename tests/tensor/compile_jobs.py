@@ -81,29 +81,6 @@ def compiled(rank: int, backend: str, sequence_parallel: bool, overlap: str = "o
     }
 
 
-def compiled_with_sharded_logits(rank: int, fuse_loss: bool) -> tuple[float, int]:
-    """(error of the gradients of a compiled model whose plan keeps logits sharded, graphs that were compiled)."""
-    from torch._dynamo.backends.debugging import aot_eager
-
-    model = tiny_model("llama", torch.float64)
-    reference = copy.deepcopy(model)
-    ids, labels = tiny_batch(length=8)
-    parallelize_module(model, build_mesh("cpu", tp=2), loss_parallel=True, fuse_loss=fuse_loss)
-    graphs: list[Any] = []
-
-    def backend(graph: Any, inputs: list[Any]) -> Any:
-        graphs.append(graph)
-        return aot_eager(graph, inputs)
-
-    torch._dynamo.reset()
-    forward = torch.compile(model, backend=backend)
-    for call in (forward, reference):
-        call(input_ids=ids, labels=labels).loss.backward()
-    torch._dynamo.reset()
-    expected = {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
-    return worst(full_gradients(model), expected)[0], len(graphs)
-
-
 def compiled_then_changed(rank: int, sequence_parallel: bool, whole: bool) -> list[float]:
     """A compiled model keeps finding its parameters: after assigning others, after a cast and back, after freezing.
 

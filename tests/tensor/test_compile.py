@@ -49,13 +49,6 @@ def test_compiled_modules_follow_their_parameters(two_processes, sequence_parall
         assert max(errors) < 1e-12, errors
 
 
-@pytest.mark.variants(every=2)
-@pytest.mark.parametrize("fuse_loss", [False, True], ids=["sharded", "deferred"])
-def test_a_compiled_model_gathers_its_logits(two_processes, fuse_loss):
-    for error, num_graphs in two_processes.run(jobs.compiled_with_sharded_logits, fuse_loss, timeout_s=240):
-        assert error < 1e-12 and num_graphs == 1
-
-
 @pytest.mark.variants(every=4)
 @pytest.mark.parametrize("whole", [False, True], ids=["layer", "model"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])

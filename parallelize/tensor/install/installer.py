@@ -63,7 +63,7 @@ from parallelize.tensor.row_linear import OverlappedRowLinear
 from parallelize.tensor.shared_conversion import SharedConversion
 from parallelize.tensor.shared_input import SharedInput
 from parallelize.tensor.watch.child_reads import children_read
-from parallelize.vocabulary.logits.sharded_logits import logits_of_head
+from parallelize.vocabulary.logits.sharded_logits import mark
 from parallelize.vocabulary.loss.fuse_loss import deferred_head, mark_deferred
 
 EXPERT_CHUNKS = 4
@@ -278,7 +278,7 @@ class Installer:
         """The op of a boundary conversion, bound to its group; None where there is nothing to do."""
         group, dim, reads = self.group, row.contract.sequence_dim, bool(row.contract.uses)
         if conversion is Conversion.VOCABULARY:
-            return partial(logits_of_head, vocabulary=Vocabulary(self._width(row), group, self.inputs))
+            return partial(mark, vocabulary=Vocabulary(self._width(row), group, self.inputs))
         # tokens are split and gathered by the forward of whole experts itself
         if conversion in (Conversion.NONE, Conversion.SPLIT_TOKENS, Conversion.GATHER_TOKENS) or group.size == 1:
             return None

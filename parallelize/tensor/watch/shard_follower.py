@@ -45,7 +45,7 @@ _DRAWS = frozenset(
     ]
 )
 _POSITIONS = frozenset(("arange", "linspace", "range"))
-_TORCH, _PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(private.__file__)
+_TORCH, _PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(private.__file__))
 _COLLECTIVES = os.path.join(_TORCH, "distributed")
 _MIXED = "mixed torch.Tensor and DTensor"  # what DTensor says of an operation with both
 

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from parallelize.applied.records import applied, cut_of, record_of
+from parallelize.applied.records import applied, cut_of, mark_applied, record_of
 from parallelize.comm.groups import Group
 from parallelize.comm.same_host import through_shared_memory
 from parallelize.errors import ModelError, Problem
+from parallelize.ops import collectives as ops
+from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 from parallelize.styles.contract import Conversion
 from parallelize.vocabulary.logits.sharded_logits import ShardedLogits
 
@@ -101,14 +104,34 @@ def refuse_split(module: nn.Module) -> None:
 
 @contextmanager
 def full_logits(module: nn.Module) -> Iterator[None]:
-    """A context in which heads that keep their logits sharded gather them (one all-gather per forward)."""
+    """A context in which heads that keep their logits sharded gather them (one all-gather per forward), also in compiled graphs."""
     record = record_of(module)
     rows = record.resolved.modules.values() if record is not None else ()
-    with ExitStack() as hooks:
+    with ExitStack() as changes:
         for row in rows:
-            if row.contract.leave is Conversion.VOCABULARY or row.contract.defers_logits:
-                hooks.callback(module.get_submodule(row.fqn).register_forward_hook(_gather).remove)
+            head = module.get_submodule(row.fqn)
+            if row.contract.defers_logits:
+                changes.callback(head.register_forward_hook(_gather).remove)
+                changes.callback(mark_applied, head, gathers_logits=applied(head).gathers_logits)
+                mark_applied(head, gathers_logits=True)
+            elif row.contract.leave is Conversion.VOCABULARY:
+                changes.enter_context(_output_gathered(applied(head).planned))
         yield
+
+
+@contextmanager
+def _output_gathered(planned: Any) -> Iterator[None]:
+    """A context in which a head's forward gathers its logits instead of marking them, which no graph can contain."""
+    before = planned.leave
+    planned.leave = partial(_gathered, vocabulary=before.keywords["vocabulary"])
+    try:
+        yield
+    finally:
+        planned.leave = before
+
+
+def _gathered(local: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
+    return ops.gather(local, vocabulary.group, -1, vocabulary.full, "replicate")
 
 
 def _gather(module: nn.Module, args: Any, out: Any) -> Any:

@@ -29,7 +29,7 @@ from parallelize.vocabulary.logits.sharded_logits import (
     HANDLERS,
     ShardedLogits,
     is_attribute,
-    logits_of_head,
+    mark,
     simplified,
     stock_arguments,
 )
@@ -164,9 +164,7 @@ class DeferredLogits(ShardedLogits):
 def logits_of(hidden: T, head: Head, sharded: bool) -> T:
     """The logits of a head: `ShardedLogits`, or the full logits (one all-gather)."""
     local, vocabulary = head.logits(hidden), head.vocabulary
-    if sharded:
-        return logits_of_head(local, vocabulary)
-    return ops.gather(local, vocabulary.group, -1, vocabulary.full, "replicate")
+    return mark(local, vocabulary) if sharded else ops.gather(local, vocabulary.group, -1, vocabulary.full, "replicate")
 
 
 def defer(hidden: T, head: Head, sharded: bool, registered: tuple[T, ...]) -> DeferredLogits:

@@ -86,16 +86,6 @@ def mark(local: T, vocabulary: Vocabulary) -> ShardedLogits:
     return out
 
 
-def logits_of_head(local: T, vocabulary: Vocabulary) -> T:
-    """What a planned head returns under `loss_parallel`: its local output [..., V/P] as logits.
-
-    In a graph that a compiler traces, the full logits [..., V]: a graph cannot contain a subclass of tensors.
-    """
-    if torch.compiler.is_compiling():
-        return ops.gather(local, vocabulary.group, -1, vocabulary.full, "replicate")
-    return mark(local, vocabulary)
-
-
 # -- what `ShardedLogits` allows --------------------------------------------------------------------------------------
 
 ELEMENTWISE = {

@@ -88,7 +88,7 @@ def _deferred(module: Any, input: T, weight: T, bias: T | None, vocabulary: Voca
     hidden, cast, bias = autocast_inputs(input, weight, bias)
     head = Head(cast, bias, vocabulary)
     if torch.compiler.is_compiling():  # a traced graph cannot contain deferred logits
-        return logits_of(hidden, head, sharded)
+        return logits_of(hidden, head, sharded and not applied(module).gathers_logits)
     return defer(hidden, head, sharded, (module._parameters["weight"], *applied(module).written_weight))
 
 

@@ -83,7 +83,6 @@ def test_logits_of_any_width(monkeypatch, width, dtype):
     """Also where a row has logits of minus infinity, and is no row of a contiguous tensor."""
     z = torch.randn(9, width + 3, device="cuda").to(dtype)
     z[2, : width // 2] = -torch.inf
-    z[4] = torch.finfo(dtype).min
     targets = torch.randint(width // 2, width, (9,), device="cuda")
     assert kernel_choice.kernels_for(z[:, :width]) is not None and z[:, :width].stride(0) == width + 3
     results = []

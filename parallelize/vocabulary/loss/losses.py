@@ -97,7 +97,7 @@ def linear_cross_entropy(
         scale: multiplies the logits.
         softcap: the logits are softcap * tanh(scale * z / softcap), as in Gemma 2; None: scale * z.
         chunk: tokens per chunk. None: an eighth of the tokens, at most H/4 (their logits then take a quarter of the memory
-            of the weight's gradient), and at least 128.
+            of the weight's gradient), and at least 128; on CUDA H, where that needs no more memory (docs/vocabulary.md).
 
     Returns: as `cross_entropy`.
     Raises: ShapeError `bad-head`, `bad-chunk`, `bad-targets`, `id-out-of-range`, `bad-reduction`, `bad-label-smoothing`,

@@ -24,7 +24,7 @@ def test_tokens_on_four_ranks(four_processes, family, options):
     assert four_processes.run(jobs.tokens_differ, family, 4, options) == [[]] * 4
 
 
-@pytest.mark.variants(every=3)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options", [*MODES, {"loss_parallel": True, "fuse_loss": True}], ids=["tensor", "sequence-loss", "fused"]
 )

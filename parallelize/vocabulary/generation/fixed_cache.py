@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 T = torch.Tensor
+_HIDDEN = 64.0  # value of empty places: 0 times it is 0, and attention that does not mask them gives far other outputs
 _SERVED = {f"transformers.cache_utils.{name}" for name in ("DynamicLayer", "DynamicSlidingWindowLayer")}
 
 
@@ -76,6 +77,7 @@ def _fixed(layer: Any, tokens: int, room: int) -> Any:
     num_stored = min(tokens, layer.keys.shape[-2])
     is_fixed = isinstance(layer, _static_layer())  # its tokens are the first ones, those of other layers the last ones
     fixed.lazy_initialization(layer.keys[:, :, :1], layer.values[:, :, :1])
+    fixed.values.fill_(_HIDDEN)
     for new, old in ((fixed.keys, layer.keys), (fixed.values, layer.values)):
         new[:, :, tokens - num_stored : tokens].copy_(old[:, :, :num_stored] if is_fixed else old[:, :, -num_stored:])
     fixed.cumulative_length.fill_(tokens)

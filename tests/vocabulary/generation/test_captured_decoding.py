@@ -20,6 +20,7 @@ from tests.support.threads import run_ranks
 from tests.vocabulary.generation.generation_jobs import SAMPLED, lively_model, ours, prompts
 
 cache_utils = pytest.importorskip("transformers.cache_utils")
+masking_utils = pytest.importorskip("transformers.masking_utils")
 DECODERS = [family for family in FAMILIES if family != "bert"]
 
 
@@ -118,6 +119,24 @@ def test_a_fixed_cache_that_changes_logits_is_not_used(graphs, monkeypatch):
     monkeypatch.setattr(captured_decoding, "with_fixed_room", with_fewer_tokens)
     with pytest.warns(RuntimeWarning, match="with a cache of fixed size gives other logits"):
         actual = ours(model, max_new_tokens=9)
+    assert Again.made == 0 and torch.equal(actual, expected)
+
+
+def test_attention_that_reads_no_mask_is_noticed(graphs, monkeypatch):
+    """It sees the empty places of a fixed cache, with a graph and without."""
+    model = lively_model("llama")
+    graphs()
+    stock = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def all_seen(*args, **kwargs):
+        mask = stock(*args, **kwargs)
+        return mask if mask is None or mask.shape[-2] > 1 else torch.ones_like(mask)
+
+    ids = prompts("gemma2")[0]  # without padding, which needs a mask
+    expected = generate(model, ids, max_new_tokens=9, eos_token_id=[], cuda_graph=False)
+    monkeypatch.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", all_seen)
+    with pytest.warns(RuntimeWarning, match="with a cache of fixed size gives other logits"):
+        actual = generate(model, ids, max_new_tokens=9, eos_token_id=[])
     assert Again.made == 0 and torch.equal(actual, expected)
 
 

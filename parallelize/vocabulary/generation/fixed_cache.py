@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from parallelize.vocabulary.generation.growing_cache import are_tokens
+
 T = torch.Tensor
 _HIDDEN = 64.0  # value of empty places: 0 times it is 0, and attention that does not mask them gives far other outputs
 _SERVED = {f"transformers.cache_utils.{name}" for name in ("DynamicLayer", "DynamicSlidingWindowLayer")}
@@ -63,13 +65,9 @@ def _is_served(layer: Any, tokens: int) -> bool:
     kind = f"{type(layer).__module__}.{type(layer).__name__}"
     if kind not in _SERVED or getattr(layer, "record_past", False):
         return False
-    if not (_are_tokens(layer.keys) and _are_tokens(layer.values)):
+    if not (are_tokens(layer.keys) and are_tokens(layer.values)):
         return False
     return "Sliding" in kind or layer.keys.shape[-2] == tokens
-
-
-def _are_tokens(x: Any) -> bool:
-    return type(x) is T and x.ndim == 4 and not x.requires_grad
 
 
 def _fixed(layer: Any, tokens: int, room: int) -> Any:

@@ -24,11 +24,12 @@ def reserve(cache: Any, length: int) -> None:
     for layer in getattr(cache, "layers", ()):
         cls = type(layer)
         is_plain = f"{cls.__module__}.{cls.__name__}" == _SERVED and "update" not in vars(layer)
-        if is_plain and _are_tokens(layer.keys) and _are_tokens(layer.values):
+        if is_plain and are_tokens(layer.keys) and are_tokens(layer.values):
             layer.update = _Growing(layer, length).update
 
 
-def _are_tokens(x: Any) -> bool:
+def are_tokens(x: Any) -> bool:
+    """Whether these are keys or values of tokens, [B, heads, tokens, head_dim], in a plain tensor."""
     return type(x) is T and x.ndim == 4 and not x.requires_grad
 
 
@@ -58,7 +59,7 @@ class _Growing:
 
 def _continues(new: T, shown: Any, memory: T) -> bool:
     """Whether new tokens belong behind those that a layer shows, which are the first of `memory`."""
-    if not _are_tokens(shown) or shown.data_ptr() != memory.data_ptr() or shown.stride() != memory.stride():
+    if not are_tokens(shown) or shown.data_ptr() != memory.data_ptr() or shown.stride() != memory.stride():
         return False
     same_rows = new.shape[:2] == shown.shape[:2] and new.shape[3] == shown.shape[3]
     return same_rows and new.dtype == shown.dtype and new.device == shown.device

@@ -21,10 +21,8 @@ from parallelize.applied.records import applied, cut_of, mark_applied, record_of
 from parallelize.comm.groups import Group
 from parallelize.comm.same_host import through_shared_memory
 from parallelize.errors import ModelError, Problem
-from parallelize.ops import collectives as ops
-from parallelize.ops.vocabulary.vocabulary_shard import Vocabulary
 from parallelize.styles.contract import Conversion
-from parallelize.vocabulary.logits.sharded_logits import ShardedLogits
+from parallelize.vocabulary.logits.sharded_logits import ShardedLogits, gathered
 
 
 def install_generation(module: nn.Module) -> None:
@@ -123,15 +121,11 @@ def full_logits(module: nn.Module) -> Iterator[None]:
 def _output_gathered(planned: Any) -> Iterator[None]:
     """A context in which a head's forward gathers its logits instead of marking them, which no graph can contain."""
     before = planned.leave
-    planned.leave = partial(_gathered, vocabulary=before.keywords["vocabulary"])
+    planned.leave = partial(gathered, vocabulary=before.keywords["vocabulary"])
     try:
         yield
     finally:
         planned.leave = before
-
-
-def _gathered(local: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    return ops.gather(local, vocabulary.group, -1, vocabulary.full, "replicate")
 
 
 def _gather(module: nn.Module, args: Any, out: Any) -> Any:

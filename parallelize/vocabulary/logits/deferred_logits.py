@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 
 from parallelize.errors import ModelError, Problem
-from parallelize.ops import collectives as ops
 from parallelize.ops.vocabulary.linear_cross_entropy import check_storage
 from parallelize.ops.vocabulary.softmax import temperature_scaled
 from parallelize.torch_private import torch_tensors as private
@@ -28,6 +27,7 @@ from parallelize.vocabulary.logits.sharded_logits import (
     ELEMENTWISE,
     HANDLERS,
     ShardedLogits,
+    gathered,
     is_attribute,
     mark,
     simplified,
@@ -164,7 +164,7 @@ class DeferredLogits(ShardedLogits):
 def logits_of(hidden: T, head: Head, sharded: bool) -> T:
     """The logits of a head: `ShardedLogits`, or the full logits (one all-gather)."""
     local, vocabulary = head.logits(hidden), head.vocabulary
-    return mark(local, vocabulary) if sharded else ops.gather(local, vocabulary.group, -1, vocabulary.full, "replicate")
+    return mark(local, vocabulary) if sharded else gathered(local, vocabulary)
 
 
 def defer(hidden: T, head: Head, sharded: bool, registered: tuple[T, ...]) -> DeferredLogits:

@@ -75,7 +75,12 @@ class ShardedLogits(torch.Tensor):
 
     def full_tensor(self) -> T:
         """The full logits [..., V] on every rank, with autograd. Cost: one all-gather over the tp group."""
-        return ops.gather(self.to_local(), self.vocabulary.group, -1, self.vocabulary.full, "replicate")
+        return gathered(self.to_local(), self.vocabulary)
+
+
+def gathered(local: T, vocabulary: Vocabulary) -> T:
+    """The full logits [..., V] of this rank's [..., V/P], on every rank, with autograd. Cost: one all-gather over the tp group."""
+    return ops.gather(local, vocabulary.group, -1, vocabulary.full, "replicate")
 
 
 def mark(local: T, vocabulary: Vocabulary) -> ShardedLogits:

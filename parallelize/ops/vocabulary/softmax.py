@@ -140,11 +140,9 @@ def logits_gradient(
 
 def _softmax_gradient(z: T, stats: Statistics | SavedStatistics, of_softmax: T, of_entropy: T | None) -> T:
     """The gradient's part that does not depend on targets."""
-    softmax = stats.local_softmax if isinstance(stats, Statistics) else None
-    if softmax is not None and of_entropy is None:
-        assert isinstance(stats, Statistics)
+    if isinstance(stats, Statistics) and stats.local_softmax is not None and of_entropy is None:
         factor = of_softmax if stats.local_weight is None else of_softmax * stats.local_weight
-        return softmax.mul_(factor.unsqueeze(-1))
+        return stats.local_softmax.mul_(factor.unsqueeze(-1))
     log_p = (z - stats.highest.unsqueeze(-1)).sub_(stats.log_total.unsqueeze(-1))
     if of_entropy is None:
         return log_p.exp_().mul_(of_softmax.unsqueeze(-1))

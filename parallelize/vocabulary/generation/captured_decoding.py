@@ -53,7 +53,7 @@ def why_not(model: nn.Module, key_values: Any, tokens: int, device: torch.device
         return "stores a part of each cache on every rank of cp"
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return "gathers its weights in each forward (`fully_shard`)"
-    if any(parameter.device.type != device.type or parameter.device != device for parameter in model.parameters()):
+    if any(parameter.device != device for parameter in model.parameters()):
         return f"has parameters on other devices than {device}"
     return why_not_fixed(key_values, tokens)
 

@@ -54,7 +54,7 @@ def set_length(key_values: Any, tokens: int) -> None:
 
 @cache
 def _static_layer() -> Any:
-    """`StaticLayer`, if it counts its tokens on the device as those of transformers 5 do, else None."""
+    """`StaticLayer`, if it counts its tokens on the device (5.23 does, 5.0 does not), else None."""
     from transformers.cache_utils import StaticLayer
 
     has_count = isinstance(getattr(StaticLayer(max_cache_len=1), "cumulative_length", None), T)

@@ -200,6 +200,7 @@ def test_a_sliding_layer_keeps_its_last_tokens_where_they_belong():
     assert int(fixed.get_seq_length()) == 6 and fixed.layers[0].keys.shape == (2, 3, 8, 4)
     assert torch.equal(fixed.layers[0].keys[:, :, 3:6], keys[:, :, 3:])
     assert torch.equal(fixed.layers[0].values[:, :, 3:6], values[:, :, 3:])
+    assert (fixed.layers[0].values[:, :, 6:] == 64.0).all()  # hidden by masks, and noticed where they are not read
     assert sliding.keys is not None
     more, _ = fixed.update(keys[:, :, :1], values[:, :, :1], 0)
     assert torch.equal(more[:, :, 6], keys[:, :, 0])

@@ -12,7 +12,7 @@ between GPUs, and everything that is made of it, cannot be tried with one.
 | mfu | the model's operations (6 for each parameter and token, and attention's) over `--peak-tflops`, planned and bare |
 | prediction | the planned step's time over what `explain` predicts of it, and |
 | memory | the allocator's peak of a planned step over what `explain` predicts of it |
-| load, save | `load_pretrained` onto the device and `Checkpointer.save`, in GB/s, files in the page cache; raw reads beside it |
+| load, save | `load_pretrained` and `load_checkpoint` (with hashes) onto the device and `Checkpointer.save`, in GB/s, files in the page cache |
 | generate | tokens/s of `transformers`' `generate` on the planned and on the bare model, and of ours, greedy and sampled; tokens are compared |
 """
 
@@ -41,6 +41,7 @@ from parallelize import (
     destroy_groups,
     explain,
     generate,
+    load_checkpoint,
     load_pretrained,
     local_optimizer,
     parallelize_module,
@@ -257,15 +258,23 @@ def files(contenders: Contenders) -> dict[str, Any]:
         work = {"ours": load, "transformers": load_by_transformers}
         times = interleaved(work, 3, before=lambda: _wait(contenders.device))
         loads = {name: size / statistics.median(seconds) / 1e9 for name, seconds in times.items()}
-        with Checkpointer(Path(folder) / "run", contenders.planned) as checkpoints:
+        run = Path(folder) / "run"
+        with Checkpointer(run, contenders.planned) as checkpoints:
             checkpoints.save(1)
             saves = _seconds(lambda: checkpoints.save(2), contenders.device)
+
+        def load_saved() -> None:
+            model = build_on_meta(LlamaForCausalLM, contenders.config).to(contenders.dtype)
+            load_checkpoint(run, parallelize_module(model, contenders.mesh, "llama"))
+
+        restores = statistics.median(_seconds(load_saved, contenders.device) for _ in range(3))
     return {
         "read_gb_s": size / reads / 1e9,
         "load_gb_s": loads["ours"],
         "transformers_load_gb_s": loads["transformers"],
         "load ours/transformers": ratio(times, "ours", "transformers"),
         "save_gb_s": size / saves / 1e9,
+        "restore_gb_s": size / restores / 1e9,
     }
 
 

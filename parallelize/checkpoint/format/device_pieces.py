@@ -2,7 +2,7 @@
 
 A copy from memory that is not pinned goes through a buffer of the driver, and the host waits for it; and one thread reads the page
 cache at a fraction of the bus's rate. So a box is cut into pieces along its first dims, threads read the next ones, and copies are
-asynchronous on the current stream.
+asynchronous on the current stream. Threads go on with the pieces of the next tensor: most tensors have only a few.
 """
 
 from __future__ import annotations
@@ -11,17 +11,29 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from parallelize.checkpoint.format.boxes import Box, shape_of
+from parallelize.checkpoint.format.digests import BLOCK_BYTES
 from parallelize.checkpoint.format.host_memory import bytes_of
 
 T = torch.Tensor
-PIECE_BYTES = 16 << 20
-_SLOTS, _THREADS = 8, 4
+PIECE_BYTES = 2 * BLOCK_BYTES
+_SLOTS, _THREADS = 16, 8
 Read = Callable[[Box, memoryview], None]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A piece that a thread reads, and the elements on the device that it is for."""
+
+    read: Future
+    memory: T
+    target: T
+    slot: int
 
 
 class DevicePieces:
@@ -29,41 +41,68 @@ class DevicePieces:
 
     Args:
         device: where tensors are; those of the CPU are copied to without pinned memory.
+        piece_bytes: the size of a slot.
 
-    Memory: 8 pieces of 16 MiB, which PyTorch's allocator of pinned memory keeps for the process.
+    Memory: at most 16 pieces of 8 MiB, which PyTorch's allocator of pinned memory keeps for the process.
     """
 
     def __init__(self, device: torch.device, piece_bytes: int = PIECE_BYTES):
         self.device, self.piece_bytes = device, piece_bytes
         self._on_device = device.type != "cpu"
-        self._slots = [
-            torch.empty(piece_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._on_device) for _ in range(_SLOTS)
-        ]
-        self._copied: list[Any] = [torch.Event(device) if self._on_device else None for _ in range(_SLOTS)]
+        self._slots: list[T] = []
+        self._copied: list[Any] = []
+        self._pieces: deque[_Piece] = deque()
+        self._next_slot = 0
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="read")
 
     def fill(self, read: Read, box: Box, dtype: torch.dtype, out: T) -> None:
-        """Read a box, of one dim at least, whose elements have a dtype, into `out`, of any dtype.
+        """Begin to read a box, of one dim at least, whose elements have a dtype, into `out`, of any dtype.
 
-        `out` is ready for operations on the current stream alone.
+        After `finish`, `out` is ready for operations on the current stream alone.
 
-        read: writes a part of the box to memory, in any thread.
-        Raises: what `read` does. `out` then has some of the pieces, and no thread reads any more.
+        read: writes a part of the box to memory, in any thread. Parts of boxes of one dim begin at multiples of `piece_bytes`, or
+            with the box.
+        Raises: what `read` does, of this or of an earlier box. Outputs then have some of the pieces, and no thread reads any more.
         """
-        reading: deque[tuple[Future, T, T, int]] = deque()
         try:
-            for number, (part, target) in enumerate(self._parts(box, dtype, out)):
-                if len(reading) == _SLOTS:
-                    self._copy_first(reading)
-                slot = number % _SLOTS
-                if self._on_device:
-                    self._copied[slot].synchronize()
-                memory = self._slots[slot][: target.numel() * dtype.itemsize].view(dtype).view(target.shape)
-                reading.append((self._threads.submit(read, part, bytes_of(memory)), memory, target, slot))
-            while reading:
-                self._copy_first(reading)
-        finally:
-            wait([future for future, *_ in reading])  # after an error, of what is still read
+            for part, target in self._parts(box, dtype, out):
+                if len(self._pieces) == _SLOTS:
+                    self._copy_first()
+                memory = self._free_slot()[: target.numel() * dtype.itemsize].view(dtype).view(target.shape)
+                future = self._threads.submit(read, part, bytes_of(memory))
+                self._pieces.append(_Piece(future, memory, target, self._next_slot))
+                self._next_slot = (self._next_slot + 1) % _SLOTS
+        except BaseException:
+            self.abandon()
+            raise
+
+    def finish(self) -> None:
+        """Copy what is still read. Raises: as `fill`."""
+        try:
+            while self._pieces:
+                self._copy_first()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def wait_for_reads(self) -> None:
+        """Return when no thread reads. Errors are kept for `finish`."""
+        wait([piece.read for piece in self._pieces])
+
+    def abandon(self) -> None:
+        """Forget what is not copied yet, after its reads."""
+        self.wait_for_reads()
+        self._pieces.clear()
+
+    def _free_slot(self) -> T:
+        """The memory of the next slot, once the device has copied what was there. It is allocated at its first use."""
+        if self._next_slot == len(self._slots):
+            memory = torch.empty(self.piece_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._on_device)
+            self._slots.append(memory)
+            self._copied.append(torch.Event(self.device) if self._on_device else None)
+        elif self._on_device:
+            self._copied[self._next_slot].synchronize()
+        return self._slots[self._next_slot]
 
     def _parts(self, box: Box, dtype: torch.dtype, out: T) -> Iterator[tuple[Box, T]]:
         """Parts of a box that fit a slot, and their elements of `out`."""
@@ -74,18 +113,20 @@ class DevicePieces:
                 for part, target in self._parts(tuple(rest), dtype, out[index - start]):
                     yield ((index, index + 1), *part), target.unsqueeze(0)
             return
-        rows = self.piece_bytes // max(1, row_bytes)
-        for first in range(start, stop, rows):
-            last = min(first + rows, stop)
+        rows, first = self.piece_bytes // max(1, row_bytes), start
+        while first < stop:
+            last = min((first // rows + 1) * rows, stop)
             yield ((first, last), *rest), out[first - start : last - start]
+            first = last
 
-    def _copy_first(self, reading: deque[tuple[Future, T, T, int]]) -> None:
+    def _copy_first(self) -> None:
         """Copy the piece that was begun first, and forget it."""
-        future, memory, target, slot = reading[0]
-        future.result()
-        reading.popleft()  # now, so that an interrupted wait leaves it among those that are waited for
-        if memory.dtype != target.dtype and self._on_device:
+        piece = self._pieces[0]
+        piece.read.result()
+        self._pieces.popleft()  # now, so that an interrupted wait leaves it among those that are waited for
+        memory = piece.memory
+        if memory.dtype != piece.target.dtype and self._on_device:
             memory = memory.to(self.device, non_blocking=True)  # converted there: the host would do it in one thread
-        target.copy_(memory, non_blocking=self._on_device)
+        piece.target.copy_(memory, non_blocking=self._on_device)
         if self._on_device:
-            self._copied[slot].record(torch.accelerator.current_stream(self.device))
+            self._copied[piece.slot].record(torch.accelerator.current_stream(self.device))

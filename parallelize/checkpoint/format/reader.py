@@ -29,6 +29,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self.staging, self.blocks = Scratch(), Scratch()
+        self.using_blocks = Lock()  # of several threads
         self._pieces: dict[torch.device, DevicePieces] = {}
 
     def pieces(self, device: torch.device) -> DevicePieces:
@@ -36,6 +37,16 @@ class Buffers:
         if device not in self._pieces:
             self._pieces[device] = DevicePieces(device)
         return self._pieces[device]
+
+    def finish(self) -> None:
+        """Complete the outputs of reads that were not waited for. Raises: CheckpointError of `TensorFile.read`."""
+        for pieces in self._pieces.values():
+            pieces.finish()
+
+    def wait_for_reads(self) -> None:
+        """Return when no thread reads from a file."""
+        for pieces in self._pieces.values():
+            pieces.wait_for_reads()
 
 
 class TensorFile:
@@ -93,6 +104,7 @@ class TensorFile:
     def close(self) -> None:
         self._map = None
         if self._descriptor >= 0:
+            self._buffers.wait_for_reads()
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -116,7 +128,7 @@ class TensorFile:
             raise CheckpointError(Problem("missing-tensor", f"has no tensor {name!r}", str(self.path)))
         return self.header.entries[name]
 
-    def read(self, name: str, box: Box, out: T, check: bool = True) -> None:
+    def read(self, name: str, box: Box, out: T, check: bool = True, wait: bool = True) -> None:
         """Copy a box of a tensor into `out`.
 
         Args:
@@ -125,6 +137,7 @@ class TensorFile:
             out: a tensor with the shape of the box, of any dtype and on any device.
             check: compare each block that contains elements of the box with its digest, which reads these blocks fully.
                 Without effect for a file without digests.
+            wait: False, where `out` need not be complete before `Buffers.finish`: the next tensor is read meanwhile.
 
         Raises: CheckpointError `corrupt-tensor` with file, tensor and digests; `truncated-file`, `missing-tensor`.
         """
@@ -136,22 +149,32 @@ class TensorFile:
         if out.device.type == "cpu" and plain and out.dtype == torch_dtype(entry.dtype):
             self._read_into(entry, box, bytes_of(out), check)
             return
-        is_checked = check and self._digests is not None
-        if out.device.type == "cuda" and not is_checked and self._read_by_pieces(entry, box, out):
+        check = check and self._digests is not None
+        if out.device.type == "cuda" and self._read_by_pieces(entry, box, out, check):
+            if wait:
+                self._buffers.finish()
             return
         staging = self._buffers.staging.of(volume(box) * entry.item_bytes)
         self._read_into(entry, box, bytes_of(staging), check)
         out.copy_(staging.view(torch_dtype(entry.dtype)).view(shape_of(box)))
 
-    def _read_by_pieces(self, entry: TensorEntry, box: Box, out: T) -> bool:
-        """Read a box, without a check, into a tensor on a device; False, and nothing is read, where it is one number."""
+    def _read_by_pieces(self, entry: TensorEntry, box: Box, out: T, check: bool) -> bool:
+        """Begin to read a box into a tensor on a device. False, and nothing is read, where it is one number, or not a run of the
+        same bytes in file and tensor, and compared with digests.
+        """
         if not box:
+            return False
+        layout, dtype = runs(entry.shape, box), torch_dtype(entry.dtype)
+        if check and not (layout.is_contiguous and out.is_contiguous() and out.dtype == dtype):
             return False
         self._opened()  # by this thread
         pieces = self._buffers.pieces(out.device)
-        pieces.fill(
-            lambda part, memory: self._read_into(entry, part, memory, False), box, torch_dtype(entry.dtype), out
-        )
+        if check:  # in pieces of full blocks
+            span = layout.span[0] * entry.item_bytes, layout.span[1] * entry.item_bytes
+            read_checked = lambda part, memory: self._read_checked(entry, part[0][0], memory)  # noqa: E731
+            pieces.fill(read_checked, (span,), torch.uint8, out.view(-1).view(torch.uint8))
+        else:
+            pieces.fill(lambda part, memory: self._read_into(entry, part, memory, False), box, dtype, out)
         return True
 
     def _read_into(self, entry: TensorEntry, box: Box, data: memoryview, check: bool) -> None:
@@ -240,10 +263,11 @@ class TensorFile:
                 self._read_bytes(entry.start + begin, view)
                 self._check(entry, block, view)
             else:
-                content = bytes_of(self._buffers.blocks.of(end - begin))
-                self._read_bytes(entry.start + begin, content)
-                self._check(entry, block, content)
-                data[at - start : min(end, stop) - start] = content[at - begin : min(end, stop) - begin]
+                with self._buffers.using_blocks:
+                    content = bytes_of(self._buffers.blocks.of(end - begin))
+                    self._read_bytes(entry.start + begin, content)
+                    self._check(entry, block, content)
+                    data[at - start : min(end, stop) - start] = content[at - begin : min(end, stop) - begin]
             at = min(end, stop)
 
     def _read_blocks(self, entry: TensorEntry, start: int, stop: int) -> T:

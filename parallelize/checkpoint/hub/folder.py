@@ -126,9 +126,16 @@ class HubFolder:
         file = self._file_of[name]
         return file.path.name, file.header.entries[name].start
 
-    def read(self, name: str, box: Box, out: T) -> None:
-        """Copy a box of a tensor into `out`. Raises: CheckpointError of `TensorFile.read`."""
-        self._file_of[name].read(name, box, out)
+    def read(self, name: str, box: Box, out: T, wait: bool = True) -> None:
+        """Copy a box of a tensor into `out`; with `wait=False`, before `finish` returns.
+
+        Raises: CheckpointError of `TensorFile.read`.
+        """
+        self._file_of[name].read(name, box, out, wait=wait)
+
+    def finish(self) -> None:
+        """Complete reads that were not waited for. Raises: CheckpointError of `TensorFile.read`."""
+        self._buffers.finish()
 
     def mapped(self, name: str, box: Box) -> T | None:
         """A box of a tensor as a view of the file, or None where it must be read. See `TensorFile.mapped`."""
@@ -186,7 +193,7 @@ class PickledFile:
             {name: _PickledEntry(name, code_of(v.dtype) or "", tuple(v.shape)) for name, v in self.values.items()}
         )
 
-    def read(self, name: str, box: Box, out: T) -> None:
+    def read(self, name: str, box: Box, out: T, wait: bool = True) -> None:
         part = self.values[name][slices_of(box)]
         out.copy_(part)
         self.bytes_read += part.numel() * part.element_size()

@@ -196,8 +196,9 @@ class _Load:
         total += sum(bytes_to_read(item, blocks[item.scales][0]) for item in quantized)
         with Progress("loading", self.sync.is_coordinator, total) as progress, torch.no_grad():
             for job in unread:
-                hub.read(job.source, job.box, job.out)
+                hub.read(job.source, job.box, job.out, wait=False)
                 progress(volume(job.box) * job.out.element_size())
+            hub.finish()
             _compute(hub, sources, destinations)
             _check_twins(hub, sources, jobs)
             for item in quantized:

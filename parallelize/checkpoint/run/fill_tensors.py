@@ -83,6 +83,10 @@ class Files:
             self._files[self._open.popitem(last=False)[0]].close()
         return self._files[name]
 
+    def finish(self) -> None:
+        """Complete reads that were not waited for. Raises: CheckpointError of `TensorFile.read`."""
+        self._buffers.finish()
+
     def close(self) -> None:
         """Close all files."""
         for file in self._files.values():
@@ -150,18 +154,20 @@ def prepare_jobs(
     """Read tensors that are not in use yet, and compare the hashes of the others. No tensor in use is changed."""
     for job in _in_order(files, jobs):
         if job.hidden:
-            files[job.file].read(job.key, job.box, job.out, check)
+            files[job.file].read(job.key, job.box, job.out, check, wait=False)
         elif check:
             files[job.file].check_box(job.key, job.box)
         if progress is not None:
             progress(job.num_bytes)
+    files.finish()
 
 
 def fill_jobs(files: Files, jobs: Sequence[ReadJob]) -> None:
     """Read tensors that are in use, after `prepare_jobs` has succeeded on every rank."""
     for job in _in_order(files, jobs):
         if not job.hidden:
-            files[job.file].read(job.key, job.box, job.out, check=False)
+            files[job.file].read(job.key, job.box, job.out, check=False, wait=False)
+    files.finish()
 
 
 def _in_order(files: Files, jobs: Sequence[ReadJob]) -> list[ReadJob]:

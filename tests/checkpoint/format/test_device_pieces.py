@@ -9,9 +9,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from parallelize.checkpoint.format import digests, reader, writer
 from parallelize.checkpoint.format.boxes import full_box, shape_of
 from parallelize.checkpoint.format.device_pieces import DevicePieces
+from parallelize.checkpoint.format.host_memory import code_of
 from parallelize.checkpoint.format.reader import TensorFile
+from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
+from parallelize.errors import CheckpointError
 
 TENSORS = {
     "matrix": torch.arange(700 * 33, dtype=torch.float32).view(700, 33).to(torch.bfloat16),
@@ -40,7 +44,8 @@ def differences(device: str, folder, tensors=TENSORS, boxes=BOXES, piece_bytes: 
                 for dtype in {tensor.dtype, torch.float32}:
                     # a view of something wider, as a shard of a packed weight is
                     out = torch.zeros((*shape_of(box), 2), dtype=dtype, device=device)[..., 0]
-                    was_read = file._read_by_pieces(file.entry(name), box, out)
+                    was_read = file._read_by_pieces(file.entry(name), box, out, check=False)
+                    pieces.finish()
                     if was_read is (box == ()) or (was_read and not torch.equal(out.cpu(), expected.to(dtype))):
                         wrong.append(f"{name} {box} {dtype}")
     return wrong
@@ -53,6 +58,110 @@ def test_every_kind_of_box(tmp_path):
 def test_rows_that_are_larger_than_a_piece(tmp_path):
     """As those of stacked experts."""
     assert differences("cpu", tmp_path, piece_bytes=24) == []
+
+
+def checked_file(folder, monkeypatch, tensors=TENSORS) -> TensorFile:
+    """A file with digests of blocks of 128 bytes."""
+    for module in (digests, reader, writer):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 128)
+    rows = [TensorToWrite(name, code_of(t.dtype) or "", tuple(t.shape), lambda t=t: t) for name, t in tensors.items()]
+    write_tensors(folder / "checked.safetensors", rows)
+    return TensorFile(folder, "checked.safetensors")
+
+
+def by_pieces(file: TensorFile, monkeypatch, device: str, piece_bytes: int) -> DevicePieces:
+    """All reads of a file into tensors of this device go through pieces, on the CPU too."""
+    pieces = DevicePieces(torch.device(device), piece_bytes)
+    monkeypatch.setattr(file._buffers, "pieces", lambda _: pieces)
+    return pieces
+
+
+def checked_differences(device: str, folder, monkeypatch) -> list[str]:
+    """What reads that are compared with digests, and not waited for, get otherwise than slices of the tensors."""
+    outputs = []
+    with checked_file(folder, monkeypatch) as file:
+        pieces = by_pieces(file, monkeypatch, device, 256)
+        for name, tensor in TENSORS.items():
+            for box in BOXES[name]:
+                expected = tensor[tuple(slice(*side) for side in box)]
+                out = torch.zeros_like(expected, memory_format=torch.contiguous_format).to(device)
+                if file._read_by_pieces(file.entry(name), box, out, check=True):
+                    outputs.append((f"{name} {box}", out, expected))
+        pieces.finish()
+    assert len(outputs) == 5  # runs of bytes
+    return [where for where, out, expected in outputs if not torch.equal(out.cpu(), expected)]
+
+
+def test_runs_of_bytes_are_compared_with_digests(tmp_path, monkeypatch):
+    assert checked_differences("cpu", tmp_path, monkeypatch) == []
+
+
+@pytest.mark.parametrize("at", [0, 1, 3000, 5000 * 8 - 1])
+def test_a_changed_byte_is_named(tmp_path, monkeypatch, at):
+    with checked_file(tmp_path, monkeypatch) as file:
+        entry = file.entry("vector")
+        pieces = by_pieces(file, monkeypatch, "cpu", 256)
+        with open(file.path, "r+b") as raw:
+            raw.seek(entry.start + at)
+            (byte,) = raw.read(1)
+            raw.seek(entry.start + at)
+            raw.write(bytes([byte ^ 1]))
+        with pytest.raises(CheckpointError, match="vector") as raised:
+            file._read_by_pieces(entry, ((0, 5000),), torch.zeros(5000, dtype=torch.int64), check=True)
+            pieces.finish()
+    (problem,) = raised.value.problems
+    first = at // 128 * 128
+    assert (
+        problem.slug == "corrupt-tensor"
+        and ("bytes", f"{first:,} to {min(first + 128, 40000):,} of it") in problem.rows
+    )
+
+
+def test_a_converted_or_scattered_box_is_not_compared_by_pieces(tmp_path, monkeypatch):
+    with checked_file(tmp_path, monkeypatch) as file:
+        by_pieces(file, monkeypatch, "cpu", 256)
+        cube = file.entry("cube")
+        assert not file._read_by_pieces(cube, ((0, 50), (0, 4), (0, 9)), torch.zeros(50, 4, 9), check=True)
+        assert not file._read_by_pieces(
+            cube, ((0, 50), (1, 3), (0, 9)), torch.zeros(50, 2, 9, dtype=torch.float64), check=True
+        )
+
+
+def test_a_closed_file_is_not_read_any_more(tmp_path):
+    """Another file may get its descriptor. What was read is copied afterwards."""
+    save_file(TENSORS, tmp_path / "file.safetensors")
+    file = TensorFile(tmp_path, "file.safetensors")
+    pieces, out = file._buffers.pieces(torch.device("cpu")), torch.zeros(5000, dtype=torch.int64)
+    running, read_bytes = [0], file._read_bytes
+
+    def slowly(start: int, data: memoryview) -> None:
+        running[0] += 1
+        time.sleep(0.1)
+        read_bytes(start, data)
+        running[0] -= 1
+
+    file._read_bytes = slowly  # type: ignore[method-assign]
+    file._read_by_pieces(file.entry("vector"), ((0, 5000),), out, check=False)
+    file.close()
+    assert running == [0] and file._descriptor == -1
+    pieces.finish()
+    assert torch.equal(out, TENSORS["vector"])
+
+
+def test_threads_read_the_next_tensor_meanwhile():
+    """A tensor of one piece would be read by one thread alone."""
+    pieces = DevicePieces(torch.device("cpu"), 8)
+    together = threading.Barrier(3, timeout=20)
+
+    def read(box, memory) -> None:
+        together.wait()
+        memory[:] = bytes(memory.nbytes * [1])
+
+    outputs = [torch.zeros(8, dtype=torch.uint8) for _ in range(3)]
+    for out in outputs:
+        pieces.fill(read, ((0, 8),), torch.uint8, out)
+    pieces.finish()
+    assert all(bool(out.all()) for out in outputs)
 
 
 def test_after_an_error_nothing_is_read_any_more():
@@ -74,4 +183,5 @@ def test_after_an_error_nothing_is_read_any_more():
 
     with pytest.raises(OSError, match="gone"):
         pieces.fill(read, ((0, 100),), torch.float32, out)
+        pieces.finish()
     assert reading == [0] and bool(out[:20].all()) and not bool(out[22:].any())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallelize.checkpoint.format.device_pieces import PIECE_BYTES
-from tests.checkpoint.format.test_device_pieces import differences
+from tests.checkpoint.format.test_device_pieces import checked_differences, differences
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -23,3 +23,7 @@ def test_a_tensor_of_many_pieces(tmp_path):
     boxes = {"a": [((0, 20_000), (0, 7500)), ((0, 20_000), (100, 3000))]}
     torch.cuda._sleep(1_000_000_000)  # so that copies are behind the reads
     assert differences("cuda", tmp_path, tensors, boxes, PIECE_BYTES) == []
+
+
+def test_runs_of_bytes_are_compared_with_digests(tmp_path, monkeypatch):
+    assert checked_differences("cuda", tmp_path, monkeypatch) == []

@@ -6,9 +6,9 @@ on a part of a storage. `recipes` reads distributions from a recording; `stock_g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -99,19 +99,18 @@ class Recorder:
         """Run one dispatched op, and record it if it creates or changes meta tensors."""
         inputs = [leaf for leaf in private.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         random = torch.Tag.nondeterministic_seeded in func.tags
-        reads = {self.view(tensor).storage for tensor in inputs if tensor.is_meta}
+        reads = frozenset(self.view(tensor).storage for tensor in inputs if tensor.is_meta)
         written = {
             self.view(tensor).storage for tensor in private.written_tensors(func, args, kwargs) if tensor.is_meta
         }
-        out = run()
+        fills = random and bool(written) and len(inputs) == 1 and inputs[0] is args[0] and not kwargs.get("generator")
+        out = _filled(func, args, kwargs) if fills else run()
         outputs = [leaf for leaf in private.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         if random and not all(tensor.is_meta for tensor in [*inputs, *outputs]):
             raise _real_draw(str(func))
         created = {self.view(tensor).storage for tensor in outputs if tensor.is_meta and not self.knows(tensor)}
         if created or written:
-            writes = frozenset(created | written)
-            name = func.overloadpacket.__name__
-            self._add(RecordedOp(name, func, args, kwargs, out, writes, frozenset(reads), random))
+            self._add(func.overloadpacket.__name__, func, (args, kwargs, out), created | written, reads, random)
         return out
 
     def truncated(self, tensor: torch.Tensor, mean: float, std: float, low: float, high: float) -> torch.Tensor:
@@ -120,17 +119,31 @@ class Recorder:
             raise _real_draw("trunc_normal_")
         storage = frozenset({self.view(tensor).storage})
         arguments = (tensor, mean, std, low, high)
-        call = torch.nn.init.trunc_normal_
-        self._add(RecordedOp("trunc_normal_", call, arguments, {}, None, storage, storage, True))
+        self._add("trunc_normal_", torch.nn.init.trunc_normal_, (arguments, {}, None), storage, storage, True)
         return tensor
 
-    def _add(self, op: RecordedOp) -> None:
-        """Add an op, with views in place of its meta tensors."""
-        args, kwargs, out = private.tree_map(self._as_view, (op.args, op.kwargs, op.out))
-        self.recording.ops.append(replace(op, args=args, kwargs=kwargs, out=out))
+    def _add(self, name: str, call: Callable, values: tuple, writes: Set[int], reads: Set[int], random: bool) -> None:
+        """Add an op, with views in place of the meta tensors of its arguments, keyword arguments and result."""
+        args, kwargs, out = self._as_views(values)
+        self.recording.ops.append(
+            RecordedOp(name, call, args, kwargs, out, frozenset(writes), frozenset(reads), random)
+        )
 
-    def _as_view(self, leaf: Any) -> Any:
-        return self.view(leaf) if isinstance(leaf, torch.Tensor) and leaf.is_meta else leaf
+    def _as_views(self, value: Any) -> Any:
+        """A value of an op's schema, whose containers are lists, tuples and dicts."""
+        if isinstance(value, torch.Tensor):
+            return self.view(value) if value.is_meta else value
+        if isinstance(value, dict):
+            return {key: self._as_views(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._as_views(inner) for inner in value])
+        return value
+
+
+def _filled(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """The result of an op that fills its first argument with random numbers. On meta PyTorch would take a millisecond for it."""
+    func(torch.empty(0, dtype=args[0].dtype, device="cpu"), *args[1:], **kwargs)  # checks the other arguments
+    return args[0]
 
 
 def _real_draw(name: str) -> ModelError:

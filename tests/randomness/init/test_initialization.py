@@ -503,3 +503,43 @@ def test_a_rank_stores_its_shard_and_one_tensor(how, rank):
         assert measurement["peak"] - measurement["before"] - measurement["stored"] <= one_tensor + (4 << 20), (
             measurement
         )
+
+
+FILLS = {
+    "normal_": lambda x: x.normal_(0.5, 2.0),
+    "uniform_": lambda x: x.uniform_(-1.0, 3.0),
+    "bernoulli_": lambda x: x.bernoulli_(0.25),
+    "exponential_": lambda x: x.exponential_(2.0),
+    "random_": lambda x: x.random_(0, 9),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_recorded_fills_draw_nothing_and_are_repeated(name):
+    def build() -> nn.Module:
+        module = nn.Linear(30, 30, bias=False)
+        with torch.no_grad():
+            assert FILLS[name](module.weight) is module.weight
+        return module
+
+    torch.manual_seed(3)
+    expected = build().weight
+    before = torch.get_rng_state()
+    model = build_on_meta(build)
+    assert torch.equal(torch.get_rng_state(), before) and model.weight.is_meta
+    assert torch.equal(initialize(model, 3, stock=True).weight, expected)
+
+
+@pytest.mark.parametrize("fill", [lambda x: x.normal_(0.0, -1.0), lambda x: x.uniform_(1.0, 0.0)])
+def test_arguments_of_recorded_fills_are_checked(fill):
+    def build() -> nn.Module:
+        module = nn.Linear(2, 2)
+        with torch.no_grad():
+            fill(module.weight)
+        return module
+
+    with pytest.raises(RuntimeError) as stock:
+        build()
+    with pytest.raises(RuntimeError) as recorded:
+        build_on_meta(build)
+    assert str(recorded.value).splitlines()[0] == str(stock.value).splitlines()[0]

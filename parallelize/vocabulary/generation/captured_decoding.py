@@ -150,11 +150,12 @@ class CapturedDecoding:
 
     def _run_and_capture(self, expected: T | None) -> None:
         """One token without a graph and, if that may be, from one; its logits are `expected`, if they are known."""
-        waits: list[str] = []
-        with private_cuda.noted_waits(waits):
-            self._run()  # loads kernels and libraries as well
+        waits = self._waits_of_a_run()  # it loads kernels and libraries as well
         if self.is_refused:
             return
+        if self._on_any_rank(bool(waits)):  # compiled layers are compiled there, which waits too
+            set_length(self.key_values, self.tokens)
+            waits = self._waits_of_a_run()
         uncaptured, logits = (self.candidates, self.drawn), self.candidates.logits
         reason = f"its forward waits for the GPU at {waits[0]}" if waits else ""
         if not reason and expected is not None and not _are_near(logits, expected):
@@ -171,6 +172,12 @@ class CapturedDecoding:
         self.graph = None
         self.candidates, self.drawn = uncaptured
         set_length(self.key_values, self.tokens + 1)
+
+    def _waits_of_a_run(self) -> list[str]:
+        waits: list[str] = []
+        with private_cuda.noted_waits(waits):
+            self._run()
+        return waits
 
     def _capture(self) -> tuple[torch.cuda.CUDAGraph | None, str]:
         assert self.ids is not None
@@ -199,14 +206,18 @@ class CapturedDecoding:
 
     def _is_served(self, reason: str) -> bool:
         """Whether no rank of the groups has a reason not to go on; the same on all of them."""
-        is_refused = torch.tensor(int(bool(reason)), device=self.candidates.logits.device)
-        for group in self.groups:
-            if group.size > 1:
-                group.all_reduce(is_refused, dist.ReduceOp.MAX)
-        if bool(is_refused):
+        if self._on_any_rank(bool(reason)):
             self.is_refused = True
             self.refuse(reason or "another rank cannot use a graph")
         return not self.is_refused
+
+    def _on_any_rank(self, holds: bool) -> bool:
+        """Whether something holds on one of the groups' ranks at least."""
+        count = torch.tensor(int(holds), device=self.candidates.logits.device)
+        for group in self.groups:
+            if group.size > 1:
+                group.all_reduce(count, dist.ReduceOp.MAX)
+        return bool(count)
 
 
 def no_graph(what: str) -> ModelError:

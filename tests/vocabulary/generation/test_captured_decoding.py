@@ -6,6 +6,8 @@ On a GPU: test_captured_decoding_cuda.py.
 from __future__ import annotations
 
 import copy
+import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -160,6 +162,48 @@ def test_one_rank_without_a_graph(graphs, monkeypatch, recwarn):
     assert all(torch.equal(actual, expected) for actual in run_ranks(2, body))
     texts = {str(w.message) for w in recwarn if "CUDA graph" in str(w.message)}
     assert len(texts) == 2 and any("another rank cannot use a graph" in text for text in texts)
+
+
+@pytest.mark.parametrize("rank_that_waits", [0, 1])
+def test_a_wait_of_the_first_forward_alone_is_none(graphs, monkeypatch, rank_that_waits, recwarn):
+    """Compiled layers are compiled in it."""
+    model = lively_model("llama")
+    expected, models = ours(model, max_new_tokens=9), [copy.deepcopy(model) for _ in range(2)]
+    graphs()
+    rank_of_thread, once = threading.local(), set[int]()
+
+    @contextmanager
+    def noted(places: list[str]):
+        if rank_of_thread.value == rank_that_waits and rank_that_waits not in once:
+            once.add(rank_that_waits)
+            places.append("compiler.py:1")
+        yield
+
+    monkeypatch.setattr(captured_decoding.private_cuda, "noted_waits", noted)
+
+    def body(rank):
+        rank_of_thread.value = rank
+        parallelize_module(models[rank], build_mesh("cpu", tp=2), loss_parallel=True)
+        return ours(models[rank], max_new_tokens=9)
+
+    assert all(torch.equal(actual, expected) for actual in run_ranks(2, body))
+    assert once and Again.made and not [w for w in recwarn if "CUDA graph" in str(w.message)]
+
+
+def test_a_forward_that_always_waits_is_not_captured(graphs, monkeypatch):
+    model = lively_model("llama")
+    expected = ours(model, max_new_tokens=9)
+    graphs()
+
+    @contextmanager
+    def noted(places: list[str]):
+        places.append("layer.py:2")
+        yield
+
+    monkeypatch.setattr(captured_decoding.private_cuda, "noted_waits", noted)
+    with pytest.warns(RuntimeWarning, match=r"waits for the GPU at layer\.py:2"):
+        assert torch.equal(ours(model, max_new_tokens=9), expected)
+    assert not Again.made
 
 
 def test_a_graph_that_is_demanded_and_fails(graphs, monkeypatch):

@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-Figures = Callable[[Any], list[Any]]
-"""The numbers of a claim in the result of a record, in the order of its text; a ratio with an interval is a dict."""
+from benchmarks.claim import CHECKS, STEP, WEIGHTS, Claim, Figures
+from benchmarks.gpu_claims import GPU_CLAIMS
 
-
-@dataclass(frozen=True)
-class Claim:
-    """One row of a table.
-
-    Attributes:
-        section: the table. text: what was compared; several figures are separated by `/` in it, as in `measured`.
-        record: the name of the run. figures: from its result.
-        unit: after the figures. faster: ratios are written as "1.5 times faster", above 1 where this package takes less time.
-    """
-
-    section: str
-    text: str
-    record: str
-    figures: Figures
-    unit: str = "times"
-
-
-STEP, GPU, WEIGHTS, CHECKS = "step", "gpu", "weights", "checks"
 _BLOCKS = ("TP, nested", "TP + SP, nested", "TP, flat", "TP + SP, flat")
 
 
@@ -313,71 +293,7 @@ CLAIMS = (
         lambda result: [result["call_us"], result["turn_us"]],
         "us",
     ),
-    Claim(
-        GPU,
-        "step of a plan at tp 1 over the bare module's",
-        "one_gpu",
-        lambda result: [result["step planned/bare"]],
-    ),
-    Claim(
-        GPU,
-        "MFU of the vendor's 989 TFLOP/s: the plan / the bare module",
-        "one_gpu",
-        lambda result: [100 * result["mfu"][name] for name in ("planned", "bare")],
-        "%",
-    ),
-    Claim(
-        GPU,
-        "over what `explain` predicts: peak memory / time of a step",
-        "one_gpu",
-        lambda result: [result["memory"]["measured/predicted"], result["step measured/predicted"]],
-    ),
-    Claim(
-        GPU,
-        "`transformers`' greedy generation, 64 tokens: time of the bare module over the plan's",
-        "one_gpu",
-        lambda result: [result["generate"]["bare/planned"]],
-    ),
-    Claim(
-        GPU,
-        "pretrained weights, files in the page cache, onto the GPU, over `transformers`",
-        "one_gpu",
-        lambda result: [result["files"]["load ours/transformers"]],
-    ),
-    Claim(
-        GPU,
-        "their rate: this package / `transformers` / a checkpoint of this package, saved to the virtual disk",
-        "one_gpu",
-        lambda result: [result["files"][f"{name}_gb_s"] for name in ("load", "transformers_load", "save")],
-        "GB/s",
-    ),
-    Claim(
-        GPU,
-        "step of a plan over the bare module's where the host is slower than the GPU (hidden 1,024, 512 tokens): eager / layers compiled",
-        "one_gpu_small",
-        lambda result: [result["step planned/bare"], result["compiled"]["step planned/bare"]],
-    ),
-    Claim(
-        GPU,
-        "head and loss in one over `F.linear` and `F.cross_entropy`, 8,192 tokens, 128,256 entries: time / memory",
-        "one_gpu_ops",
-        lambda result: [
-            result["head and loss"]["fused/stock"],
-            result["head and loss"]["peak_mib"]["fused"] / result["head and loss"]["peak_mib"]["stock"],
-        ],
-    ),
-    Claim(
-        GPU,
-        "loss of bfloat16 logits over `F.cross_entropy` of them in float32, 4,096 tokens, 128,256 entries, forward and backward",
-        "one_gpu_ops",
-        lambda result: [result["loss"]["ours/stock"]],
-    ),
-    Claim(
-        GPU,
-        "attention as a ring of one rank over `scaled_dot_product_attention`, causal, 8,192 tokens, forward and backward",
-        "one_gpu_ops",
-        lambda result: [result["attention"]["ring/stock"]],
-    ),
+    *GPU_CLAIMS,
     Claim(
         WEIGHTS,
         "1,000 weights of a tensor-parallel model as full tensors on both of two ranks, gathering tensor by tensor over: `WeightExporter` / `export_weights` / its first call, which plans",

@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import CLAIMS, Claim
+from benchmarks.claim import Claim
+from benchmarks.claims import CLAIMS
 from benchmarks.record import RESULTS, read_record
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements.md"
@@ -52,7 +53,9 @@ def row(claim: Claim, results: Path) -> str:
 
 
 def number(figure: Any) -> str:
-    """A figure with three digits; of a ratio its median, with its 95% interval."""
+    """A figure with three digits, a count as it is; of a ratio its median, with its 95% interval."""
+    if isinstance(figure, int):
+        return str(figure)
     if isinstance(figure, dict):
         return f"{figure['median']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]"
     return f"{figure:.1f}" if figure >= 10 else f"{figure:.2f}"

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import tempfile
 import time
@@ -29,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.memory import peak_bytes
+from benchmarks.one_device import peak_of, start, until_done, wait
 from benchmarks.record import write_record
 from benchmarks.timing import interleaved, ratio
 from parallelize import (
@@ -110,7 +108,7 @@ def measure(args: argparse.Namespace, predicted: dict[str, float]) -> dict[str, 
     losses = {name: step() for name, step in steps.items()}
     if abs(losses["planned"] - losses["bare"]) > 1e-3 * abs(losses["bare"]):
         raise SystemExit(f"losses differ: {losses}")
-    times = interleaved(steps, args.rounds, before=lambda: _wait(contenders.device))
+    times = interleaved(steps, args.rounds, before=wait)
     result: dict[str, Any] = {
         "setting": {name: getattr(args, name) for name in SMALL}
         | {"device": args.device, "dtype": str(contenders.dtype)},
@@ -128,7 +126,7 @@ def measure(args: argparse.Namespace, predicted: dict[str, float]) -> dict[str, 
     result["generate"] = generated
     result["files"] = files(contenders)
     contenders.bare = None
-    measured = peak_of(contenders, steps.pop("planned"), steps)
+    measured = peak_with_state(contenders, steps.pop("planned"), steps)
     peak = predicted["peak"]
     result["memory"] = {"measured": measured, "predicted": peak, "measured/predicted": measured / peak}
     return result
@@ -139,7 +137,7 @@ def compiled(contenders: Contenders, steps: dict[str, Callable[[], float]], roun
     for model in (contenders.planned, contenders.bare):
         for layer in model.model.layers:
             layer.compile(fullgraph=True)
-    times = interleaved(steps, rounds, before=lambda: _wait(contenders.device))
+    times = interleaved(steps, rounds, before=wait)
     return {
         "step_ms": {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()},
         "step planned/bare": ratio(times, "planned", "bare"),
@@ -161,7 +159,7 @@ def step_flops(config: Any, batch: int, length: int) -> float:
     return 3 * batch * length * (2 * weights + attention)
 
 
-def peak_of(contenders: Contenders, step: Callable[[], object], other_steps: dict[str, Any]) -> int:
+def peak_with_state(contenders: Contenders, step: Callable[[], object], other_steps: dict[str, Any]) -> int:
     """The peak bytes of a planned step, with weights and optimizer state.
 
     A GPU's allocator says it, once the other model is gone; of the CPU stored bytes are added to what a step allocates.
@@ -170,11 +168,9 @@ def peak_of(contenders: Contenders, step: Callable[[], object], other_steps: dic
     if contenders.device.type == "cuda":
         gc.collect()  # modules of the other model refer to each other
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.memory_allocated() + peak_of(step)
     stored = sum(parameter.to_local().nbytes for parameter in contenders.planned.parameters())
-    return 3 * stored + peak_bytes(step)  # weights, and the two moments of AdamW
+    return 3 * stored + peak_of(step)  # weights, and the two moments of AdamW
 
 
 def prediction(args: argparse.Namespace) -> dict[str, float]:
@@ -209,14 +205,14 @@ def generation(contenders: Contenders) -> dict[str, Any]:
     work["ours, sampled"] = lambda: generate(
         planned, prompt, max_new_tokens=new, temperature=0.8, top_p=0.9, eos_token_id=[]
     )
-    work = {name: _until_done(run, contenders.device) for name, run in work.items()}
+    work = until_done(work)
     results = {name: run() for name, run in work.items()}
     if not torch.equal(results["planned"], results["bare"]):
         raise SystemExit("the planned model generates other tokens than the bare one")
     shortfall = largest_shortfall(contenders.bare, results["ours"], prompt.shape[1])
     if shortfall > 0.03:
         raise SystemExit(f"parallelize.generate chooses tokens whose logits are {shortfall} of the highest below it")
-    times = interleaved(work, max(2, args.rounds // 2), before=lambda: _wait(contenders.device))
+    times = interleaved(work, max(2, args.rounds // 2), before=wait)
     planned.train()
     tokens = args.batch * new
     return {
@@ -244,30 +240,30 @@ def files(contenders: Contenders) -> dict[str, Any]:
         source = Path(folder) / "source"
         contenders.bare.save_pretrained(source)
         size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-        reads = _seconds(lambda: [path.read_bytes() for path in source.glob("*.safetensors")], contenders.device)
+        reads = _seconds(lambda: [path.read_bytes() for path in source.glob("*.safetensors")])
 
         def load() -> None:
             model = build_on_meta(LlamaForCausalLM, contenders.config).to(contenders.dtype)
             load_pretrained(parallelize_module(model, contenders.mesh, "llama"), source, device=contenders.device)
-            _wait(contenders.device)
+            wait()
 
         def load_by_transformers() -> None:
             LlamaForCausalLM.from_pretrained(source, dtype=contenders.dtype, device_map={"": contenders.device})
-            _wait(contenders.device)
+            wait()
 
         work = {"ours": load, "transformers": load_by_transformers}
-        times = interleaved(work, 3, before=lambda: _wait(contenders.device))
+        times = interleaved(work, 3, before=wait)
         loads = {name: size / statistics.median(seconds) / 1e9 for name, seconds in times.items()}
         run = Path(folder) / "run"
         with Checkpointer(run, contenders.planned) as checkpoints:
             checkpoints.save(1)
-            saves = _seconds(lambda: checkpoints.save(2), contenders.device)
+            saves = _seconds(lambda: checkpoints.save(2))
 
         def load_saved() -> None:
             model = build_on_meta(LlamaForCausalLM, contenders.config).to(contenders.dtype)
             load_checkpoint(run, parallelize_module(model, contenders.mesh, "llama"))
 
-        restores = statistics.median(_seconds(load_saved, contenders.device) for _ in range(3))
+        restores = statistics.median(_seconds(load_saved) for _ in range(3))
     return {
         "read_gb_s": size / reads / 1e9,
         "load_gb_s": loads["ours"],
@@ -278,51 +274,17 @@ def files(contenders: Contenders) -> dict[str, Any]:
     }
 
 
-def _until_done(work: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
-    """The same until the device has done it: a loop that reads no token on the host returns before."""
-
-    def run() -> torch.Tensor:
-        out = work()
-        _wait(device)
-        return out
-
-    return run
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
+def _seconds(work: Callable[[], object]) -> float:
+    wait()
     began = time.perf_counter()
     work()
-    _wait(device)
+    wait()
     return time.perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def show(result: dict[str, Any]) -> None:
     for name, value in result.items():
         print(f"{name}: {value}", flush=True)
-
-
-def start(device: str) -> None:
-    """A process group of this process alone."""
-    environment = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29533",
-    }
-    for name, value in environment.items():
-        os.environ.setdefault(name, value)
-    if device == "cuda":
-        torch.cuda.set_device(0)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.memory import peak_bytes
+from benchmarks.one_device import peak_of, until_done, wait
 from benchmarks.record import write_record
 from benchmarks.timing import interleaved, medians_ms, ratio
 from parallelize import cross_entropy, linear_cross_entropy
@@ -90,29 +90,14 @@ def measure(work: Work, ours: str, args: argparse.Namespace) -> dict[str, Any]:
     pairs = zip(*([tensor.detach() for tensor in result] for result in results.values()), strict=True)
     differences = [float((actual - stock).abs().max() / stock.abs().max()) for stock, actual in pairs]
     del results, pairs
-    times = interleaved(work, args.rounds, before=_wait)
-    peaks = {name: _peak(run) for name, run in work.items()}
+    times = interleaved(work, args.rounds, before=wait)
+    peaks = {name: peak_of(run) for name, run in work.items()}
     return {
         "ms": medians_ms(times),
         f"{ours}/stock": ratio(times, ours, "stock"),
         "peak_mib": {name: peak / 2**20 for name, peak in peaks.items()},
         "largest difference": max(differences),
     }
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _peak(run: Callable[[], object]) -> int:
-    """Bytes that a forward and backward allocates at most, beside its inputs."""
-    if not torch.cuda.is_available():
-        return peak_bytes(run)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def main() -> None:
@@ -132,23 +117,9 @@ def main() -> None:
         ("attention", attention, "ring"),
     )
     for name, work, ours in contenders:
-        result[name] = measure(_synchronized(work(args, dtype)), ours, args)
+        result[name] = measure(until_done(work(args, dtype)), ours, args)
         print(f"{name}: {result[name]}", flush=True)
     write_record(args.json, result)
-
-
-def _synchronized(work: Work) -> Work:
-    """Each call until the device has done it."""
-
-    def until_done(run: Callable[[], list[torch.Tensor]]) -> Callable[[], list[torch.Tensor]]:
-        def call() -> list[torch.Tensor]:
-            results = run()
-            _wait()
-            return results
-
-        return call
-
-    return {name: until_done(run) for name, run in work.items()}
 
 
 if __name__ == "__main__":

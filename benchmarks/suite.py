@@ -136,6 +136,7 @@ RUNS = (
     Run("one_gpu", "one_gpu", gpu=True),
     Run("one_gpu_small", "one_gpu", _SHORT_KERNELS, _SHORT_KERNELS, gpu=True),
     Run("one_gpu_ops", "one_gpu_ops", gpu=True),
+    Run("one_gpu_families", "one_gpu_families", gpu=True),
     Run("scale", "scale", "--rounds 1 --small", "--rounds 3"),
 )
 

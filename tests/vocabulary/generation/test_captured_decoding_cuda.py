@@ -44,6 +44,20 @@ def test_a_graph_is_used_and_a_longer_cache_has_another(monkeypatch):
     assert rooms == [27] * 20 + [47] * 20 + [57] * 9
 
 
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_compiled_layers_are_captured(monkeypatch):
+    """They are compiled in a forward of the prompt and in one with the fixed cache, which wait."""
+    monkeypatch.setattr(
+        torch._inductor.config, "compile_threads", 1
+    )  # no pool of processes, which would outlive the test
+    model = lively_model("llama", torch.float32).cuda()
+    expected = on_gpu(model, cuda_graph=False)
+    for layer in model.model.layers:
+        layer.compile()
+    assert torch.equal(on_gpu(model, cuda_graph=True), expected)
+
+
 def test_a_forward_that_waits_for_the_gpu_runs_without_a_graph():
     model = lively_model("llama", torch.float32).cuda()
     expected = on_gpu(model, cuda_graph=False)

@@ -32,9 +32,7 @@ def replay_stock(recipe: Recipe, names: Iterable[str], seed: int | None, take: T
     names_of: dict[int, list[str]] = {}
     for name in names:
         names_of.setdefault(recipe.views[name].storage, []).append(name)
-    dependencies = _Dependencies(recipe.recording)
-    needs = {storage: dependencies.of(storage) for storage in names_of}
-    replayer = _Replayer(recipe, names_of, needs, take, 0 if seed is None else seed)
+    replayer = _Replayer(recipe, names_of, take, 0 if seed is None else seed)
     replayer.run(draw=seed is not None)
 
 
@@ -48,13 +46,13 @@ class _Dependencies:
             for storage in op.writes:
                 self.writers.setdefault(storage, []).append(index)
 
-    def of(self, storage: int) -> list[int]:
-        """Indices of these ops, in order."""
+    def of(self, storage: int, before: int | None = None) -> list[int]:
+        """Indices of these ops, in order. `before`: the content is that before the op of this index."""
         needed: set[int] = set()
-        pending = [(storage, len(self.recording.ops))]
+        pending = [(storage, len(self.recording.ops) if before is None else before)]
         while pending:
-            current, before = pending.pop()
-            for index in reversed([index for index in self.writers.get(current, ()) if index < before]):
+            current, until = pending.pop()
+            for index in reversed([index for index in self.writers.get(current, ()) if index < until]):
                 if index in needed:
                     continue
                 needed.add(index)
@@ -82,11 +80,15 @@ class _Replayer:
 
     Args:
         names: storage -> names of its parameters.
+
+    Attributes:
         needs: storage -> indices of the ops on which it depends.
     """
 
-    def __init__(self, recipe: Recipe, names: dict[int, list[str]], needs: dict[int, list[int]], take: Take, seed: int):
-        self.recipe, self.ops, self.names, self.needs, self.take = recipe, recipe.recording.ops, names, needs, take
+    def __init__(self, recipe: Recipe, names: dict[int, list[str]], take: Take, seed: int):
+        self.recipe, self.ops, self.names, self.take = recipe, recipe.recording.ops, names, take
+        self.dependencies = _Dependencies(recipe.recording)
+        self.needs = {storage: self.dependencies.of(storage) for storage in names}
         self.generator = torch.Generator().manual_seed(seed)
         self.states: dict[int, torch.Tensor] = {}  # index of a draw -> the generator's state before it
 
@@ -119,10 +121,10 @@ class _Replayer:
         if ready or used_later:
             self.states[index] = self.generator.get_state()
         if not ready:
-            self._run_ops([index])
+            self._run_ops(self._with_inputs(index))
             return
         if len(ready) > 1 or any(self.ops[other].random and other != index for other in self.needs[ready[0]]):
-            self._run_ops([index])
+            self._run_ops(self._with_inputs(index))
             after = self.generator.get_state()
             for storage in ready:
                 self._finish(storage)
@@ -131,6 +133,13 @@ class _Replayer:
             self._finish(ready[0])
         if not used_later:
             del self.states[index]
+
+    def _with_inputs(self, index: int) -> list[int]:
+        """A draw, after what its other inputs depend on, such as probabilities, which it checks. Where that is drawn itself, they have
+        no values here."""
+        op = self.ops[index]
+        inputs = {other for storage in op.reads - op.writes for other in self.dependencies.of(storage, index)}
+        return [index] if any(self.ops[other].random for other in inputs) else [*sorted(inputs), index]
 
     def _finish(self, storage: int) -> None:
         """Compute one storage and pass its parameters on."""

@@ -511,6 +511,7 @@ FILLS = {
     "bernoulli_": lambda x: x.bernoulli_(0.25),
     "exponential_": lambda x: x.exponential_(2.0),
     "random_": lambda x: x.random_(0, 9),
+    "by probabilities": lambda x: x.bernoulli_(torch.full((30, 30), 0.25).add_(0.5)),
 }
 
 

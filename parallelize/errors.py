@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -46,6 +48,14 @@ class Problem:
         rows = [*self.rows, ("fix", self.fix)] if self.fix else list(self.rows)
         width = max((len(label) for label, _ in rows), default=0)
         return "\n".join([head, *(f"  {label:<{width}}  {text}" for label, text in rows)])
+
+
+def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, and name the first line that is not of this package among those that led here."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=level)
 
 
 _NUMBER = re.compile(r"(?<=[A-Za-z_])\.\d+(?=[.:,\s]|$)")  # of a layer, in a name

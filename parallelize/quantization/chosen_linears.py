@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
 from torch import nn
 
-from parallelize.errors import ModelError, Problem, did_you_mean, short_list
+from parallelize.errors import ModelError, Problem, did_you_mean, short_list, warn_caller
 from parallelize.plan.adapters import is_adapter_parameter
 from parallelize.plan.block_formats import BlockFormat
 from parallelize.plan.pattern import check_pattern, generic, matches
@@ -135,5 +134,4 @@ def _warn_of_experts(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
     if stacked:
         count = sum(prod(p.shape) for p in stacked.values())
         names = short_list(list(dict.fromkeys(map(generic, stacked))), 4)
-        text = f"quantize leaves stacked experts as they are: {count} parameters in {names}"
-        warnings.warn(text, stacklevel=4)
+        warn_caller(f"quantize leaves stacked experts as they are: {count} parameters in {names}")

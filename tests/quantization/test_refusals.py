@@ -69,8 +69,10 @@ def test_linears_that_cannot_be_quantized():
 
 def test_stacked_experts_stay_and_are_named():
     model = tiny_model("llama4_text")  # whose forward multiplies by all experts at once
-    with pytest.warns(UserWarning, match=r"leaves stacked experts as they are: \d+ parameters in model.layers.\*.feed"):
+    text = r"leaves stacked experts as they are: \d+ parameters in model.layers.\*.feed"
+    with pytest.warns(UserWarning, match=text) as warned:
         quantize(model, "nf4(block=8)")
+    assert [w.filename for w in warned] == [__file__]  # the caller's line
     assert model.model.layers[0].feed_forward.experts.down_proj.is_floating_point()
 
 

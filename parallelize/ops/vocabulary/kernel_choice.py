@@ -5,12 +5,12 @@ In a compiled graph the compiler fuses PyTorch's ops.
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from types import ModuleType
 
 import torch
 
+from parallelize.errors import warn_caller
 from parallelize.torch_private.torch_dynamo import traces_graph
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,6 +35,6 @@ def _tried_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | Non
         logit_kernels.try_out(torch.zeros(1, 1, device=device, dtype=dtype))
     except Exception as error:
         what = f"losses run PyTorch's kernels, which take more time and memory, because Triton's fail on {device} in {dtype}"
-        warnings.warn(f"{what}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+        warn_caller(f"{what}: {type(error).__name__}: {error}", RuntimeWarning)
         return None
     return logit_kernels

@@ -7,7 +7,6 @@ function is replaced, and an error elsewhere.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed.tensor import parallel as stock
 
 from parallelize.applied.pending_reductions import PendingReductions
 from parallelize.applied.records import applied, facts_of
-from parallelize.errors import ModelError, PlanError, Problem, near
+from parallelize.errors import ModelError, PlanError, Problem, near, warn_caller
 from parallelize.tensor.shared_conversion import SharedConversion
 from parallelize.tensor.torch_styles.boundary import (
     PrepareModuleInput,
@@ -79,7 +78,7 @@ def match_styles(module: nn.Module, styles: Any, strict: bool = True) -> list[tu
     if problems:
         raise PlanError(*problems)
     for problem in unmatched:
-        warnings.warn(f"parallelize_module: {problem.what}" + (f"; {problem.fix}" if problem.fix else ""), stacklevel=2)
+        warn_caller(f"parallelize_module: {problem.what}" + (f"; {problem.fix}" if problem.fix else ""))
     return matched
 
 

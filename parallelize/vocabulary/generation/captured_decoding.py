@@ -11,7 +11,6 @@ GPU or cannot be captured, all ranks go on without a graph, with a warning that 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallelize.applied.records import applied
 from parallelize.comm.groups import Group
-from parallelize.errors import ModelError, Problem
+from parallelize.errors import ModelError, Problem, warn_caller
 from parallelize.ops.random.counter import Key, KeyTensors
 from parallelize.ops.vocabulary.softmax import working_dtype
 from parallelize.torch_private import torch_cuda as private_cuda
@@ -226,7 +225,7 @@ def no_graph(what: str) -> ModelError:
 
 def warn_of(reason: str) -> None:
     what = f"generate decodes without a CUDA graph, which is slower: {reason}"
-    warnings.warn(f"{what}. cuda_graph=False decodes so without this warning", RuntimeWarning, stacklevel=3)
+    warn_caller(f"{what}. cuda_graph=False decodes so without this warning", RuntimeWarning)
 
 
 def _agree(actual: T, expected: T) -> bool:

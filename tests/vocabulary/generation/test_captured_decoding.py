@@ -201,8 +201,9 @@ def test_a_forward_that_always_waits_is_not_captured(graphs, monkeypatch):
         yield
 
     monkeypatch.setattr(captured_decoding.private_cuda, "noted_waits", noted)
-    with pytest.warns(RuntimeWarning, match=r"waits for the GPU at layer\.py:2"):
+    with pytest.warns(RuntimeWarning, match=r"waits for the GPU at layer\.py:2") as warned:
         assert torch.equal(ours(model, max_new_tokens=9), expected)
+    assert not warned[0].filename.endswith("captured_decoding.py")  # the caller's line
     assert not Again.made
 
 

@@ -36,6 +36,7 @@ VARIABLE = "PARALLELIZE_TRACE"
 MAX_MODULES = 5_000
 """A model of more modules is not traced by default. A forward of 1,000 modules is recorded in about half a second."""
 SECONDS = 5.0
+"""Of processor time: a machine that stands still, or serves others, must not leave a check out."""
 
 _traced_before: dict[tuple[Any, ...], str] = {}  # in this process, without a mistake; or why it could not be
 _lock = threading.Lock()  # ranks may be threads, and operations of meta tensors are replaced meanwhile
@@ -109,11 +110,11 @@ def _traced(module: nn.Module, resolved: ResolvedPlan, is_quick: bool, inputs: M
 def trace_copy(
     module: nn.Module, resolved: ResolvedPlan, seconds: float | None = None, inputs: Mapping[str, Any] | None = None
 ) -> PlanTrace:
-    """Trace a copy of a module without values. seconds: after which it is given up. inputs: of its forward; None: by the model.
+    """Trace a copy of a module without values. seconds: of processor time, after which it is given up. inputs: of its forward; None: by the model.
 
     Raises: ModelError `unknown-inputs`; TimeoutError; what the forward raises.
     """
-    end = None if seconds is None else time.monotonic() + seconds
+    end = None if seconds is None else time.thread_time() + seconds
     model = as_plain_linears(without_hooks(meta_copy(module))).train()
     if inputs is None:
         with torch.device("meta"):

@@ -43,7 +43,7 @@ def trace_plan(
     Args:
         model: the stock model, on any device. inputs: of its forward.
         resolved: a plan over `tp`; with sequence parallelism, tokens are followed too.
-        end: of `time.monotonic()`, when it is given up; None: never.
+        end: of `time.thread_time()`, when it is given up; None: never.
 
     Returns: what was found. Raises: TimeoutError; whatever the forward raises.
     """

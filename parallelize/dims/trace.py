@@ -37,7 +37,7 @@ def record_forward(
         model: any module on one device, in the mode in which it is to be recorded.
         inputs: keyword arguments of its forward, or positional ones.
         resolved: a plan over `tp`, at whose boundaries dims become others; None: none do.
-        end: of `time.monotonic()`, when it is given up; None: never.
+        end: of `time.thread_time()`, when it is given up; None: never.
 
     Returns: the record. Raises: TimeoutError; whatever the forward raises.
     """
@@ -85,7 +85,7 @@ def _name_parameters(record: Record, model: nn.Module) -> None:
 
 def _recorder(record: Record, end: float | None) -> Any:
     def run(func: Any, args: tuple, kwargs: dict, call: Any) -> Any:
-        if end is not None and time.monotonic() > end:
+        if end is not None and time.thread_time() > end:
             raise TimeoutError("the forward takes too long to be recorded")
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return _scalar_on_meta(args[0])

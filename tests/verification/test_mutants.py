@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from parallelize import load_plan
+from parallelize.analysis.automatic_trace import VARIABLE
 from parallelize.errors import ParallelizeError
 from tests.support.models import FAMILIES
 
@@ -48,7 +50,10 @@ def judged(family: str, mesh: str, every: int = 1) -> list[tuple[str, str, bool,
 
 
 def same_numbers(family: str, plan: Any, tp: int) -> bool:
-    """Whether a planned run equals the unsharded one, by the tests' own comparison, or is refused for its sizes."""
+    """Whether a planned run equals the unsharded one, by the tests' own comparison, or is refused for its sizes.
+
+    Plans are traced, as those of users are and those of most tests are not.
+    """
     import torch
 
     from tests.support.models import tiny_batch, tiny_model
@@ -62,7 +67,8 @@ def same_numbers(family: str, plan: Any, tp: int) -> bool:
     # built here, because threads share the generator that initializes them
     models = [tiny_model(family, torch.float64, **sizes) for _ in range(tp)]
     try:
-        results = run_ranks(tp, lambda rank: planned_run(models[rank], tp, batches, plan=plan, **modes))
+        with patch.dict(os.environ, {VARIABLE: "on"}):
+            results = run_ranks(tp, lambda rank: planned_run(models[rank], tp, batches, plan=plan, **modes))
     except ParallelizeError:
         return True
     try:

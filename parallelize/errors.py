@@ -51,9 +51,9 @@ class Problem:
 
 
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, and name the first line that is not of this package among those that led here."""
+    """Warn, and name the line that led here: the innermost one that is neither of this package nor of torch, which calls it."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (__package__, "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)
 

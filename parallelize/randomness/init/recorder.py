@@ -104,7 +104,7 @@ class Recorder:
             self.view(tensor).storage for tensor in private.written_tensors(func, args, kwargs) if tensor.is_meta
         }
         fills = random and bool(written) and len(inputs) == 1 and inputs[0] is args[0] and not kwargs.get("generator")
-        out = _filled(func, args, kwargs) if fills else run()
+        out = _filled(func, args, kwargs, run) if fills else run()
         outputs = [leaf for leaf in private.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         if random and not all(tensor.is_meta for tensor in [*inputs, *outputs]):
             raise _real_draw(str(func))
@@ -135,14 +135,26 @@ class Recorder:
             return self.view(value) if value.is_meta else value
         if isinstance(value, dict):
             return {key: self._as_views(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._as_views(inner) for inner in value])
+        if isinstance(value, list):
+            return [self._as_views(inner) for inner in value]
+        if isinstance(value, tuple):
+            return tuple(self._as_views(inner) for inner in value)
         return value
 
 
-def _filled(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """The result of an op that fills its first argument with random numbers. On meta PyTorch would take a millisecond for it."""
-    func(torch.empty(0, dtype=args[0].dtype, device="cpu"), *args[1:], **kwargs)  # checks the other arguments
+_CHECKED = torch.Generator()
+
+
+def _filled(func: Any, args: tuple, kwargs: dict, run: Callable[[], Any]) -> Any:
+    """The result of an op that fills its first argument with random numbers. On meta PyTorch would take a millisecond for it.
+
+    One number is drawn in its place, which checks the dtype and the other arguments, where the CPU has a kernel for the dtype.
+    """
+    one_number = torch.empty(1, dtype=args[0].dtype, device="cpu")
+    try:
+        func(one_number, *args[1:], **{**kwargs, "generator": _CHECKED})
+    except NotImplementedError:
+        return run()
     return args[0]
 
 

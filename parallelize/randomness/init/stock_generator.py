@@ -107,39 +107,34 @@ class _Replayer:
                 self._draw(index, ready.get(index, []), index in used_later)
 
     def _used_later(self, ready: dict[int, list[int]]) -> set[int]:
-        """Draws that a storage needs again at a later draw."""
-        return {
+        """Draws that are repeated at a later draw: those that a storage, or an input of that draw, needs."""
+        used = {
             index
             for last, storages in ready.items()
             for storage in storages
             for index in self.needs[storage]
             if index != last and self.ops[index].random
         }
+        draws = [index for index, op in enumerate(self.ops) if op.random]
+        return used | {other for index in draws for other in self._inputs_of(index) if self.ops[other].random}
+
+    def _inputs_of(self, index: int) -> list[int]:
+        """The ops on which the values depend that a draw reads, such as probabilities, beside those that it overwrites."""
+        op = self.ops[index]
+        needed = (self.dependencies.of(storage, index) for storage in op.reads - op.writes)
+        return sorted({other for indices in needed for other in indices})
 
     def _draw(self, index: int, ready: list[int], used_later: bool) -> None:
         """Advance the generator over one draw, and compute the storages that are ready with it."""
-        if ready or used_later:
+        inputs = self._inputs_of(index)
+        if ready or used_later or inputs:
             self.states[index] = self.generator.get_state()
         if not ready:
-            self._run_ops(self._with_inputs(index))
-            return
-        if len(ready) > 1 or any(self.ops[other].random and other != index for other in self.needs[ready[0]]):
-            self._run_ops(self._with_inputs(index))
-            after = self.generator.get_state()
-            for storage in ready:
-                self._finish(storage)
-            self.generator.set_state(after)
-        else:
-            self._finish(ready[0])
+            self._run_ops([*inputs, index])
+        for storage in ready:  # its last draw is this one, after which the generator goes on
+            self._finish(storage)
         if not used_later:
-            del self.states[index]
-
-    def _with_inputs(self, index: int) -> list[int]:
-        """A draw, after what its other inputs depend on, such as probabilities, which it checks. Where that is drawn itself, they have
-        no values here."""
-        op = self.ops[index]
-        inputs = {other for storage in op.reads - op.writes for other in self.dependencies.of(storage, index)}
-        return [index] if any(self.ops[other].random for other in inputs) else [*sorted(inputs), index]
+            self.states.pop(index, None)
 
     def _finish(self, storage: int) -> None:
         """Compute one storage and pass its parameters on."""

@@ -17,7 +17,7 @@ class Claim:
     Attributes:
         section: the table. text: what was compared; several figures are separated by `/` in it, as in `measured`.
         record: the name of the run. figures: from its result.
-        unit: after the figures. faster: ratios are written as "1.5 times faster", above 1 where this package takes less time.
+        unit: after the figures.
     """
 
     section: str

@@ -92,6 +92,7 @@ GPU_CLAIMS = (
         "how often the host waits for the GPU in these steps, the ten families together: bare / plan / `loss_parallel` / `fuse_loss`",
         "one_gpu_families",
         lambda result: [_waits(result, form) for form in ("bare", "plan", "loss parallel", "fused loss")],
+        "waits",
     ),
     Claim(
         GPU,

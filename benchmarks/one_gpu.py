@@ -12,7 +12,7 @@ between GPUs, and everything that is made of it, cannot be tried with one.
 | mfu | the model's operations (6 for each parameter and token, and attention's) over `--peak-tflops`, planned and bare |
 | prediction | the planned step's time over what `explain` predicts of it, and |
 | memory | the allocator's peak of a planned step over what `explain` predicts of it |
-| load, save | `load_pretrained` and `load_checkpoint` (with hashes) onto the device and `Checkpointer.save`, in GB/s, files in the page cache |
+| load, save | `load_pretrained` and `load_checkpoint` (with hashes) onto the device and `Checkpointer.save`, in GB/s, files in the page cache; one thread's reads of them |
 | generate | tokens/s of `transformers`' `generate` on the planned and on the bare model, and of ours, greedy and sampled; tokens are compared |
 """
 
@@ -233,7 +233,7 @@ def largest_shortfall(model: Any, ids: torch.Tensor, start: int) -> float:
 
 
 def files(contenders: Contenders) -> dict[str, Any]:
-    """GB/s of loads onto the device, ours and `transformers`', of a save, and of reading the files' bytes alone."""
+    """GB/s of loads onto the device, ours and `transformers`', of a save and of its load, and of reading the files in one thread."""
     from transformers import LlamaForCausalLM
 
     with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:

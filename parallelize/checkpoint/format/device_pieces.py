@@ -49,8 +49,7 @@ class DevicePieces:
     def __init__(self, device: torch.device, piece_bytes: int = PIECE_BYTES):
         self.device, self.piece_bytes = device, piece_bytes
         self._on_device = device.type != "cpu"
-        self._slots: list[T] = []
-        self._copied: list[Any] = []
+        self._slots: list[tuple[T, Any]] = []  # memory, and the event after its last copy to the device
         self._pieces: deque[_Piece] = deque()
         self._next_slot = 0
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="read")
@@ -98,11 +97,12 @@ class DevicePieces:
         """The memory of the next slot, once the device has copied what was there. It is allocated at its first use."""
         if self._next_slot == len(self._slots):
             memory = torch.empty(self.piece_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._on_device)
-            self._slots.append(memory)
-            self._copied.append(torch.Event(self.device) if self._on_device else None)
-        elif self._on_device:
-            self._copied[self._next_slot].synchronize()
-        return self._slots[self._next_slot]
+            self._slots.append((memory, torch.Event(self.device) if self._on_device else None))
+            return memory
+        memory, copied = self._slots[self._next_slot]
+        if self._on_device:
+            copied.synchronize()
+        return memory
 
     def _parts(self, box: Box, dtype: torch.dtype, out: T) -> Iterator[tuple[Box, T]]:
         """Parts of a box that fit a slot, and their elements of `out`."""
@@ -129,4 +129,4 @@ class DevicePieces:
             memory = memory.to(self.device, non_blocking=True)  # converted there: the host would do it in one thread
         piece.target.copy_(memory, non_blocking=self._on_device)
         if self._on_device:
-            self._copied[piece.slot].record(torch.accelerator.current_stream(self.device))
+            self._slots[piece.slot][1].record(torch.accelerator.current_stream(self.device))

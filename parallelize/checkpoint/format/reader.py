@@ -25,11 +25,16 @@ _MAPPED_BELOW = 1 << 16  # shorter runs are copied from a memory map: one system
 
 
 class Buffers:
-    """Scratch memory for reading, shared by files that are read sequentially."""
+    """Memory for reading, shared by files that one thread reads one after another.
+
+    Attributes:
+        staging, blocks: of that thread.
+        ends: of any thread that has `using_ends`: the first and last block of a run, of which a part is wanted.
+    """
 
     def __init__(self) -> None:
-        self.staging, self.blocks = Scratch(), Scratch()
-        self.using_blocks = Lock()  # of several threads
+        self.staging, self.blocks, self.ends = Scratch(), Scratch(), Scratch()
+        self.using_ends = Lock()
         self._pieces: dict[torch.device, DevicePieces] = {}
 
     def pieces(self, device: torch.device) -> DevicePieces:
@@ -40,13 +45,23 @@ class Buffers:
 
     def finish(self) -> None:
         """Complete the outputs of reads that were not waited for. Raises: CheckpointError of `TensorFile.read`."""
-        for pieces in self._pieces.values():
-            pieces.finish()
+        try:
+            for pieces in self._pieces.values():
+                pieces.finish()
+        except BaseException:
+            for pieces in self._pieces.values():
+                pieces.abandon()
+            raise
 
     def wait_for_reads(self) -> None:
         """Return when no thread reads from a file."""
         for pieces in self._pieces.values():
             pieces.wait_for_reads()
+
+
+def goes_by_pieces(device: torch.device) -> bool:
+    """Whether tensors on a device are filled through `DevicePieces`."""
+    return device.type == "cuda"
 
 
 class TensorFile:
@@ -145,14 +160,14 @@ class TensorFile:
         assert contains(entry.shape, box) and tuple(out.shape) == shape_of(box), (name, entry.shape, box, out.shape)
         if volume(box) == 0:
             return
+        check = check and self._digests is not None
+        if goes_by_pieces(out.device) and self._read_by_pieces(entry, box, out, check):
+            if wait:
+                self._buffers.finish()
+            return
         plain = out.is_contiguous() and not out.is_conj() and not out.is_neg()
         if out.device.type == "cpu" and plain and out.dtype == torch_dtype(entry.dtype):
             self._read_into(entry, box, bytes_of(out), check)
-            return
-        check = check and self._digests is not None
-        if out.device.type == "cuda" and self._read_by_pieces(entry, box, out, check):
-            if wait:
-                self._buffers.finish()
             return
         staging = self._buffers.staging.of(volume(box) * entry.item_bytes)
         self._read_into(entry, box, bytes_of(staging), check)
@@ -263,8 +278,8 @@ class TensorFile:
                 self._read_bytes(entry.start + begin, view)
                 self._check(entry, block, view)
             else:
-                with self._buffers.using_blocks:
-                    content = bytes_of(self._buffers.blocks.of(end - begin))
+                with self._buffers.using_ends:
+                    content = bytes_of(self._buffers.ends.of(end - begin))
                     self._read_bytes(entry.start + begin, content)
                     self._check(entry, block, content)
                     data[at - start : min(end, stop) - start] = content[at - begin : min(end, stop) - begin]

@@ -6,7 +6,8 @@ it, and the cache has a fixed size (`fixed_cache`). When the cache is full, a la
 
 Forwards with the first such cache, captured and not, are compared with one that reads the prompt's own cache. Of each graph the second
 replay is compared too, for what Python would do otherwise from token to token. If logits differ on a rank, or a forward waits for the
-GPU or cannot be captured, all ranks go on without a graph, with a warning that says why.
+GPU or cannot be captured, all ranks go on without a graph, with a warning that says why. The first forward with a cache may wait, as
+it compiles compiled layers: where one rank's does, all run that token again.
 """
 
 from __future__ import annotations

@@ -127,6 +127,33 @@ def test_a_converted_or_scattered_box_is_not_compared_by_pieces(tmp_path, monkey
         )
 
 
+@pytest.mark.parametrize("read", ["a live tensor is checked", "a scattered box is read"])
+def test_a_thread_keeps_its_block_while_others_are_read(tmp_path, monkeypatch, read):
+    """The first block of a shard is checked and then copied in part."""
+    with checked_file(tmp_path, monkeypatch) as file:
+        pieces, out = by_pieces(file, monkeypatch, "cpu", 256), torch.zeros(183, dtype=torch.int64)
+        checked, go_on, check = threading.Event(), threading.Event(), file._check
+
+        def check_slowly(entry, block: int, data: memoryview) -> None:
+            check(entry, block, data)
+            if entry.name == "vector" and block == 1:
+                checked.set()
+                assert go_on.wait(20)
+
+        monkeypatch.setattr(file, "_check", check_slowly)
+        assert file._read_by_pieces(file.entry("vector"), ((17, 200),), out, check=True)
+        assert checked.wait(20)
+        if read == "a live tensor is checked":
+            file.check_box("matrix", ((0, 700), (0, 33)))
+        else:
+            part = torch.zeros(50, 2, 9, dtype=torch.float64)
+            file.read("cube", ((0, 50), (1, 3), (0, 9)), part)
+            assert torch.equal(part, TENSORS["cube"][:, 1:3])
+        go_on.set()
+        pieces.finish()
+    assert torch.equal(out, TENSORS["vector"][17:200])
+
+
 def test_a_closed_file_is_not_read_any_more(tmp_path):
     """Another file may get its descriptor. What was read is copied afterwards."""
     save_file(TENSORS, tmp_path / "file.safetensors")

@@ -557,4 +557,7 @@ def test_arguments_of_recorded_fills_are_checked(fill):
         build()
     with pytest.raises(RuntimeError) as recorded:
         build_on_meta(build)
-    assert isinstance(recorded.value, RuntimeError) and recorded.type in (stock.type, RuntimeError)  # on meta it is this one
+    assert isinstance(recorded.value, RuntimeError) and recorded.type in (
+        stock.type,
+        RuntimeError,
+    )  # on meta it is this one

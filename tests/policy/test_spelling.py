@@ -19,13 +19,13 @@ VERBS = (
     "|stabil|standard|summar|symmetr|synchron|token|util|vector|visual"
 )
 BRITISH = re.compile(
-    rf"""\w*(?:
+    rf"""(?:
     (?:{VERBS}|factor)is(?:e|ation|ing|able) | analys(?:e[dr]?\b|ing)
     | (?:behavi|col|fav|flav|hon|lab|neighb|rig|vig)our
     | (?:cancel|label|model|signal|travel|level|fuel)l(?:ed|ing|er) | (?:cent|fib|theat|lit)re\b | metre
     | judgement | acknowledgement | artefact | catalogue | grey | licence | defence | offence | whilst | amongst | learnt
     | spelt | burnt | mould | programme\b | fulfil\b | sceptic | ageing
-    )\w*""",
+    )""",
     re.IGNORECASE | re.VERBOSE,
 )
 KEPT = {

@@ -75,7 +75,8 @@ def test_layers_of_different_kinds_are_not_equal():
 
 def test_bytes_by_hand():
     """Llama without sequence parallelism: two all-reduces a layer and direction of [batch, sequence, hidden]."""
-    explanation = explain(subject("llama").source, None, "tp=2", sequence=16, batch=1)
+    setting = Setting(MeshSpec(tp=2), sequence=16, batch=1)
+    explanation = explain_subject(subject("llama"), setting, load_machine("cpu"))
     size = 1 * 16 * 64 * 4
     lines = [
         m for m in explanation.ranks[0].messages if m.module.endswith(("o_proj", "down_proj")) and m.phase == "forward"

@@ -60,6 +60,7 @@ def test_inputs_that_are_made_before_are_correct():
     assert slugs(lint(source, "llama", "tp=2")) == []
 
 
+@pytest.mark.sweep
 def test_parameters_of_modules_that_get_the_full_sequence_are_reduced_already():
     """Of the mixers of Jamba, which run on all tokens inside of the sequence-parallel region."""
     assert not slugs(lint(tiny("jamba"), None, "tp=2"))

@@ -76,7 +76,7 @@ CASES = [
 ]
 
 
-@pytest.mark.variants(every=14)
+@pytest.mark.sweep
 @pytest.mark.parametrize(("family", "axes", "options", "config"), CASES, ids=str)
 def test_compiled_layers_of_the_whole_mesh(two_processes, family, axes, options, config):
     """Experts' tokens travel outside of graphs, whose messages have sizes that the ranks tell each other.

@@ -139,6 +139,7 @@ def test_query_key_and_value_of_a_group_together():
     assert "blocks.*.attn: {groups: heads, heads: heads}" in derived.text and derived.share > 0.98
 
 
+@pytest.mark.sweep
 def test_a_learned_activation_between_sharded_linears():
     """What it multiplies by is made of a parameter and a buffer, so that each rank has a part of the parameter's gradient."""
     rules = rules_of(derived_from(models.learned_activation, models.ids))
@@ -162,6 +163,7 @@ def test_queries_and_keys_that_are_normalized():
     )
 
 
+@pytest.mark.sweep
 def test_norms_that_a_condition_modulates():
     """The condition is sharded where a linear makes it, and each block sums over its shards."""
     derived = derived_from(models.Diffusion, models.noisy_tokens)
@@ -184,6 +186,7 @@ class Last(nn.Module):
         return output[0][:, -1]
 
 
+@pytest.mark.sweep
 def test_positional_inputs():
     derived = derive_plan(models.TinyGpt(), tuple(models.ids().values()))
     assert file_of(derived) == PLANS["TinyGpt"]

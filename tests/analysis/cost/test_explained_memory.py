@@ -137,7 +137,7 @@ def test_experts_that_get_all_tokens_or_as_many_as_others(two_processes, to_one_
     check(two_processes, "mixtral", {"dp": 2}, {"ep": 2, **options}, batch=4, model=model, to_one_rank=to_one_rank)
 
 
-@pytest.mark.variants(every=7)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("axes", "options"),
     [

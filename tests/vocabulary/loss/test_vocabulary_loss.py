@@ -85,6 +85,7 @@ def test_logits_of_before_a_step_are_refused_under_zero_3(two_processes):
     assert two_processes.run(jobs.kept_over_a_step) == [("weight-changed",)] * 2
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loss_parallel", [False, True])
 def test_a_compiled_head_makes_its_logits(two_processes, loss_parallel):
     kind = "ShardedLogits" if loss_parallel else "Tensor"

@@ -1,14 +1,14 @@
 """Calls back when a planned model gets another submodule, parameter or forward hook: its next forward is not the one that was watched.
 
-PyTorch has one hook for all registrations of modules, and none for those of hooks, whose method is wrapped. Both cost a look into a
-dictionary.
+PyTorch has one hook for all registrations of modules, and none for those of hooks and for insertions into lists, whose methods are
+wrapped. All cost a look into a dictionary.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -64,6 +64,8 @@ def _install() -> None:
     register_module_module_registration_hook(_registered)
     register_module_parameter_registration_hook(_registered_parameter)
     private.wrap_in_torch("forward hooks", _registering)
+    private.wrap_in_torch("list of modules", _inserting)
+    private.wrap_in_torch("sequence of modules", _inserting)
 
 
 def _registered(parent: nn.Module, name: str, child: Any) -> None:
@@ -79,6 +81,7 @@ def _registered_parameter(parent: nn.Module, name: str, parameter: Any) -> None:
 
 
 def _registering(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
     def register_forward_hook(self: nn.Module, hook: Callable[..., Any], **options: Any) -> Any:
         handle = stock(self, hook, **options)
         if torch.compiler.is_compiling():
@@ -88,3 +91,15 @@ def _registering(stock: Callable[..., Any]) -> Callable[..., Any]:
         return handle
 
     return register_forward_hook
+
+
+def _inserting(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`insert` moves the modules of a list by itself, without registering any."""
+
+    @wraps(stock)
+    def insert(self: Any, index: int, module: nn.Module) -> Any:
+        result = stock(self, index, module)
+        _registered(self, str(index), module)
+        return result
+
+    return insert

@@ -125,6 +125,7 @@ class Pipeline:
         self._adapted = adapted_layers_of(module) if self.cut is not None else []
         self.ties = ties_of(module)
         self.world = axis_group(mesh, *self.spec.names)
+        self._counts_loss = self._is_first_with_its_loss()
         replicas = ReplicaCheck(module, mesh, self.ties, compare_every)
         self.check = StepCheck(mesh, self.device, replicas, check_replicated)
         self.batches = BatchReader(
@@ -403,8 +404,9 @@ class Pipeline:
             return run.failure is not None, loss
         trial = trial if trial is not None and trial.is_running else None
         totals = torch.zeros(2 if trial is None else 3, dtype=torch.float64, device=self.device)  # failures, loss, time
-        totals[0] = float(run.failure is not None)
-        if self._counts_loss():
+        if run.failure is not None:
+            totals[0] = 1
+        if self._counts_loss:
             totals[1] = loss
         if trial is not None:
             totals[2] = trial.own_s or 0.0
@@ -414,8 +416,10 @@ class Pipeline:
             trial.take(float(totals[2]) / self.mesh.size())
         return bool(totals[0] > 0) or self.check.differs(), totals[1]
 
-    def _counts_loss(self) -> bool:
+    def _is_first_with_its_loss(self) -> bool:
         """Whether the loss of this rank is summed: of ranks with the same loss (along tp), only the first."""
+        if self.mesh.size() == 1:
+            return True
         coordinates = self.spec.coordinates(self.mesh.mesh.flatten().tolist().index(dist.get_rank()))
         return all(index == 0 for axis, index in coordinates.items() if axis not in (*DATA_AXES, "pp"))
 

@@ -115,11 +115,10 @@ class StepCheck:
         local = (count.detach().clone() if isinstance(count, torch.Tensor) else torch.tensor(count)).to(self.device)
         if self.mesh.size() == 1:
             return local
-        message = torch.zeros(MESSAGE_BYTES // 8, dtype=torch.int64, device=self.device)
+        of_this_rank = [sequences, sequences**2] if self._counts_sequences else [0, 0]
+        message = torch.tensor([0] * (MESSAGE_BYTES // 8 - 2) + of_this_rank, device=self.device)
         if self._counts and not local.is_floating_point():
             message[0] = local
-        if self._counts_sequences:
-            message[6:] = torch.tensor([sequences, sequences**2])
         if self.compares:
             self._sent = _Facts(batch, settings, self._hyperparameters(), self._tied(), self.replicas.edits())
             self._add_digests(message, self._sent)

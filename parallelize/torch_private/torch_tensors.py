@@ -385,13 +385,16 @@ def will_run(node: Any) -> bool:
 
 def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
     """Replace, in this process, the "norm" that `nn.utils.clip_grad_norm_` takes (2.6), the "unscaling" of `GradScaler` (1.6),
-    "backward" or "grad" of `torch.autograd` (0.2), what registers "forward hooks" of modules (0.2), the "redistribution" of
-    DTensors (2.0), or the constructor of "data parallel" wrappers (1.0)."""
+    "backward" or "grad" of `torch.autograd` (0.2), what registers "forward hooks" of modules (0.2), the insertion into a "list of
+    modules" (1.0) or a "sequence of modules" (2.0), the "redistribution" of DTensors (2.0), or the constructor of "data parallel"
+    wrappers (1.0)."""
     owner, name = {
         "data parallel": (torch.nn.parallel.DistributedDataParallel, "__init__"),
         "backward": (torch.autograd, "backward"),
         "grad": (torch.autograd, "grad"),
         "forward hooks": (torch.nn.Module, "register_forward_hook"),
+        "list of modules": (torch.nn.ModuleList, "insert"),
+        "sequence of modules": (torch.nn.Sequential, "insert"),
         "norm": (torch.nn.utils.clip_grad, "_get_total_norm"),
         "redistribution": (DTensor, "redistribute"),
         "unscaling": (torch.amp.GradScaler, "_unscale_grads_"),

@@ -58,14 +58,23 @@ _FIRST = "get_peft_model(model, config) first, then the plan"
 def plan_later_adapters(model: nn.Module) -> None:
     """Plan adapters that are added to a planned model from now on, before its next forward."""
     prepare_peft()
-    when_changed(model, partial(_changed, weakref.ref(model)))
+    _watch(model)
     mark_applied(model, plan_later=plan_added)
+
+
+def _watch(model: nn.Module) -> None:
+    when_changed(model, partial(_changed, weakref.ref(model)))
 
 
 def _changed(root: weakref.ref[nn.Module]) -> None:
     model = root()
-    if model is not None and not any(hook is _before_forward for hook in model._forward_pre_hooks.values()):
+    if model is not None and not _waiting_hooks(model):
         model.register_forward_pre_hook(_before_forward, prepend=True)
+
+
+def _waiting_hooks(model: nn.Module) -> list[int]:
+    """The hook that a change has left on the model: there is one where something is to be planned before the next forward."""
+    return [key for key, hook in model._forward_pre_hooks.items() if hook is _before_forward]
 
 
 def _before_forward(model: nn.Module, _: Any) -> None:
@@ -73,13 +82,26 @@ def _before_forward(model: nn.Module, _: Any) -> None:
 
 
 def plan_added(model: nn.Module) -> None:
-    """Plan the adapters that were added since the model was planned. Nothing, if there are none.
+    """Plan the adapters that were added since the model was planned. Nothing, if it has not changed or there are none.
 
     Raises: ModelError `added-parameter`.
+    Cost: of a model that has not changed, a look at its hooks. Steps call it, so that it must not look at the modules.
     """
-    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _before_forward]:
+    hooks = _waiting_hooks(model)
+    if not hooks:
+        return
+    for key in hooks:
         del model._forward_pre_hooks[key]
+    try:
+        _plan_added(model)
+    except BaseException:
+        _changed(weakref.ref(model))  # it is still to be planned, or refused again
+        raise
+
+
+def _plan_added(model: nn.Module) -> None:
     plan_later_layers(model)
+    _watch(model)  # modules that are new may be given others
     record = record_of(model)
     if record is None or (record.group.size == 1 and record.folded is None):
         return
@@ -94,10 +116,10 @@ def plan_added(model: nn.Module) -> None:
     copied = [name for name in unplanned if name in edges or applied(model).data is not None]
     cut = cut_of(model)
     if cut is not None and not cut.facts.owners.keys() >= added.keys():
-        return  # a stage that is called by itself, which is refused: the next step takes them
+        _changed(weakref.ref(model))  # a stage that is called by itself, which is refused: the next step takes them
+        return
     if not added and not copied:
         return
-    plan_later_adapters(model)  # the modules of adapters may get others
     _refuse(model, record, facts, copied)
     _check_sizes(facts)
     with torch.inference_mode(False):

@@ -36,7 +36,7 @@ from parallelize.plan.schema import Plan
 from parallelize.plan.stages import Stages
 from parallelize.tensor.overlap_sites import planned_call_sites
 from parallelize.tensor.torch_styles.dicts import is_styles
-from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles
+from parallelize.tensor.torch_styles.lowering import passes_dtensors, plan_of_styles, read_by_code
 from parallelize.tensor.watch.first_forward import unwatched
 
 
@@ -76,7 +76,7 @@ class Subject:
             styled = needed or is_styles(self.plan)
             plan = plan_of_styles(root, self.plan, tp=tp) if styled else plan_or_none(root, self.plan, tp)
             self._plans[key] = plan or plan_or_none(root, None)
-            if plan is not None and plan.kept:
+            if plan is not None and (plan.kept or read_by_code(plan)):
                 what = f"a dict of styles is explained where all of them have rules: {passes_dtensors(plan)}"
                 raise PlanError(Problem("untranslatable-plan", what, fix="styles with local tensors, or a plan"))
         return self._plans[key]

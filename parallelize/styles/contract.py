@@ -166,8 +166,8 @@ class Contract:
         beside: of "whole experts": the child of their block that is computed while their results return; with a "?" if the block
             may have none.
         overlap: one of `OVERLAPS`, where the rule names one; empty means the plan's default.
-        dtensors: where the module may meet DTensors, as PyTorch's styles allow: "" nowhere, "in", or "in and out": it then
-            returns one.
+        dtensors: where the module may meet DTensors, as PyTorch's styles allow: "" nowhere, "in", "in and out": it then
+            returns one, or "in and inside": its own code is given one.
         forward_factory: for a registered style: (module, group of tp) -> a forward(module, *args, **kwargs), which
             replaces the module's own on more than one rank. None: by `compute`.
     """
@@ -222,6 +222,11 @@ class Contract:
     def returns_dtensor(self) -> bool:
         """Whether the output is a DTensor, as a style object asked for."""
         return self.dtensors == "in and out"
+
+    @property
+    def computes_with_dtensors(self) -> bool:
+        """Whether the converted input is a DTensor, as a style object asked for."""
+        return self.dtensors == "in and inside"
 
     @property
     def takes_ids(self) -> bool:

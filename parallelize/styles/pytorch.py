@@ -64,7 +64,10 @@ def _sequence(style: StyleText, module: ModuleFacts, context: StyleContext) -> C
 
 def _gather(style: StyleText, module: ModuleFacts, context: StyleContext) -> Contract:
     dim, inputs = dim_of(style.options["input"]), int(style.options["inputs"])
-    return Contract(style.word, Conversion.GATHER_SEQUENCE, sequence_dim=dim, max_inputs=inputs, dtensors="in")
+    reader = style.options.get("for_code")
+    enter = Conversion.GATHER_SEQUENCE if reader is None else Conversion.LEAVE_REGION
+    dtensors = "in and inside" if reader == "dtensor" else "in"
+    return Contract(style.word, enter, sequence_dim=dim, max_inputs=inputs, dtensors=dtensors)
 
 
 def _dtensors(style: StyleText) -> str:
@@ -96,7 +99,7 @@ for _style in (
     Style(
         "PrepareModuleInput",
         _gather,
-        {"input": None, "inputs": None},
+        {"input": None, "inputs": None, "for_code": ("dtensor", "tensor")},
         traits=Traits(shares_input=True, keeps_layout=True),
         in_plans=False,
     ),

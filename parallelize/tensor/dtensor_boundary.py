@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +13,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from parallelize.comm.groups import Group
 from parallelize.styles.contract import Contract, Conversion
+from parallelize.tensor.gathered_for_code import GatheredForCode, partial_of_gathered
 from parallelize.tensor.placements import BiasedOutput, convert_output, local_input
 from parallelize.tensor.planned_forward import Planned
 from parallelize.tensor.shared_conversion import SharedConversion
+from parallelize.tensor.watched_dtensor import SHARD, Questions, needs_placement
 
 SharedConversions = dict[tuple[str, int], SharedConversion]
 
@@ -22,19 +25,19 @@ SharedConversions = dict[tuple[str, int], SharedConversion]
 def input_conversion(
     contract: Contract, tp: DeviceMesh, group: Group, conversions: SharedConversions
 ) -> Callable | None:
-    """What makes the plain local input that a module computes with; None where it is one already.
+    """What makes the input that a module computes with, most often a plain local tensor; None where it is one already.
 
     conversions: of the column linears of the model, which share them, by conversion and dim.
     """
     traits, dim = contract.traits, contract.sequence_dim
+    if contract.enter is Conversion.LEAVE_REGION:
+        return GatheredForCode(tp, group, dim, not contract.computes_with_dtensors)
     if contract.enter in (Conversion.COPY, Conversion.GATHER_SEQUENCE):
         gathers = contract.enter is Conversion.GATHER_SEQUENCE
         key = contract.enter.value, dim if gathers else 0
         source: Placement = Shard(dim) if gathers else Replicate()
         if key not in conversions:
-            conversions[key] = SharedConversion(
-                partial(local_input, mesh=tp, group=group, source=source, desired=Replicate(), partial_grad=True)
-            )
+            conversions[key] = SharedConversion(partial(_full_input, mesh=tp, group=group, source=source))
         return conversions[key]
     if contract.takes_ids:
         return _full_ids
@@ -46,6 +49,15 @@ def input_conversion(
     return adapt if contract.enter is Conversion.SPLIT_LAST else partial(_local, adapt=adapt)
 
 
+def _full_input(x: torch.Tensor, mesh: DeviceMesh, group: Group, source: Placement) -> torch.Tensor:
+    """The full plain input of a column linear."""
+    needs_placement(x, source)
+    full = partial_of_gathered(x) if source.is_replicate() else None
+    if full is not None:
+        return full
+    return local_input(x, mesh=mesh, group=group, source=source, desired=Replicate(), partial_grad=True)
+
+
 def return_dtensor(
     module: nn.Module, planned: Planned, contract: Contract, tp: DeviceMesh, group: Group, width: int | None
 ) -> None:
@@ -55,9 +67,29 @@ def return_dtensor(
         planned.leave = biased = BiasedOutput(planned.leave, tp, desired)
         module.register_forward_hook(biased.wrap)
         return
-    planned.leave = partial(
-        convert_output, mesh=tp, group=group, source=source, desired=desired, width=width, local=False
-    )
+    returned = partial(convert_output, mesh=tp, group=group, source=source, desired=desired, width=width, local=False)
+    planned.leave = ShardForCode(returned) if contract.traits.by_token else returned
+
+
+class ShardForCode:
+    """The output of a norm on sequence shards: a DTensor, until a forward has shown that its shard will do.
+
+    Args:
+        as_dtensor: makes the DTensor of a shard.
+    """
+
+    __slots__ = ("_as_dtensor", "_questions")
+
+    def __init__(self, as_dtensor: Callable[[torch.Tensor], Any]):
+        self._as_dtensor, self._questions = as_dtensor, Questions(SHARD)
+
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        if self._questions.need_no_dtensor():
+            return y
+        return self._questions.watched(self._as_dtensor(y))
+
+    def __deepcopy__(self, memo: dict) -> ShardForCode:
+        return memo.setdefault(id(self), ShardForCode(self._as_dtensor))
 
 
 def _output_placements(contract: Contract) -> tuple[Placement, Placement]:

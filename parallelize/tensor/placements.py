@@ -26,7 +26,7 @@ def local_input(
     """
     desired = positive(desired, x.ndim)
     if isinstance(x, DTensor):
-        shard = _even_shard(x, x.placements[0])
+        shard = even_shard(x, x.placements[0])
         if shard is not None and desired.is_replicate():
             return redistribute(shard, mesh, group, x.placements[0], desired, partial_grad)
         if x.placements != (desired,):
@@ -122,7 +122,7 @@ def convert(
         return x
     source, desired = positive(source, x.ndim), positive(desired, x.ndim)
     if not local and not torch.compiler.is_compiling():
-        shard = _even_shard(x, source)
+        shard = even_shard(x, source)
         if shard is not None and desired.is_replicate():
             return gathered_as_dtensor(shard, mesh, group, dim_of(source))
     if isinstance(x, DTensor) or not local:
@@ -132,7 +132,7 @@ def convert(
     return redistribute(x, mesh, group, source, desired, partial_grad=False)
 
 
-def _even_shard(x: torch.Tensor, source: Placement) -> torch.Tensor | None:
+def even_shard(x: torch.Tensor, source: Placement) -> torch.Tensor | None:
     """The plain even shard that an input is, or that its DTensor stores, of the placement `source`; None for any other."""
     if not source.is_shard():
         return None

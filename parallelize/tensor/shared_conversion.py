@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from parallelize.ops import replay_cache
+from parallelize.tensor.watched_dtensor import WatchedDTensor, read_by_plan
 from parallelize.torch_private.torch_tensors import plain_local
 
 T = torch.Tensor
@@ -46,6 +47,9 @@ class SharedConversion:
         self._last: _Last | None = None
 
     def __call__(self, x: T) -> T:
+        if type(x) is WatchedDTensor:
+            with read_by_plan(x):
+                return self(x)
         if torch.compiler.is_compiling() or x.is_inference() or _is_captured(x):
             return self.convert(x)
         last, state = self._last, self._state_of(x)

@@ -45,8 +45,14 @@ def plan_of_styles(module: nn.Module, plan: Any, strict: bool = True, tp: int = 
 def passes_dtensors(plan: Plan) -> str:
     """Why DTensors pass between modules, where collectives then cannot overlap with matmuls; empty where they do not."""
     reasons = [f"{item.fqn or 'the model'}: {item.reason}" for item in plan.kept if item.reason]
+    blocks = (f"{rule.pattern or 'the model'}: code may read the gathered input" for rule in read_by_code(plan))
     norms = (rule for rule in plan.rules if rule.style.traits.by_token and "output_type" in rule.style.options)
-    return "; ".join([*reasons, *(f"code may read the DTensor that {rule.pattern} returns" for rule in norms)])
+    return "; ".join([*reasons, *blocks, *(f"code may read the DTensor that {rule.pattern} returns" for rule in norms)])
+
+
+def read_by_code(plan: Plan) -> list[Rule]:
+    """The rules of modules that gather an input for their own code, which computes with it as with any full tensor."""
+    return [rule for rule in plan.rules if rule.style.traits.shares_input and "for_code" in rule.style.options]
 
 
 class _Lowering:
@@ -139,7 +145,7 @@ class _Lowering:
         return StyleText("SequenceParallel", {"dim": dim} | ({"output_type": "dtensor"} if reads else {}))
 
     def _gather(self, fqn: str, target: nn.Module, style: PrepareModuleInput) -> StyleText | str:
-        """One gather of the first input, where only column linears of this dict read it."""
+        """One gather of the first input: for the column linears of this dict, where only they read it, or for any code."""
         sources = [_text(layout) for layout in style.input_layouts[:1]]
         desired = [_text(layout) for layout in style.desired_input_layouts[:1]]
         others = (*style.input_layouts[1:], *style.input_kwarg_layouts.values())
@@ -147,10 +153,13 @@ class _Lowering:
             return "it does more than gather its first input"
         readers = readers_of_input(target.__class__) if _is_stock(target) else None
         linears = [getattr(target, name, None) for name in readers or ()]
+        options = {"input": sources[0], "inputs": str(len(style.input_layouts))}
         if not linears or not self._has_one_name(target) or not all(map(self._reads_replicated, linears)):
-            return "code may read the gathered DTensor"
+            return StyleText(
+                "PrepareModuleInput", {**options, "for_code": "tensor" if style.use_local_output else "dtensor"}
+            )
         self.gathered |= {id(linear) for linear in linears}
-        return StyleText("PrepareModuleInput", {"input": sources[0], "inputs": str(len(style.input_layouts))})
+        return StyleText("PrepareModuleInput", options)
 
     def _reads_replicated(self, module: Any) -> bool:
         """Whether a module is a column linear of the dict whose input is full, and that is called in one place."""

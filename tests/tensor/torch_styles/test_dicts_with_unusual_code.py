@@ -31,6 +31,7 @@ from parallelize import (
     shard_data,
 )
 from parallelize.applied.records import resolution_of
+from parallelize.tensor.torch_styles.lowering import read_by_code
 from tests.support.models import tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
@@ -158,7 +159,7 @@ def test_what_a_decorator_reads_is_not_taken_for_unread():
     def body(rank: int) -> None:
         model = copy.deepcopy(initial)
         parallelize_module(model, build_mesh("cpu", tp=2), ENDS | INNER | {"block": PrepareModuleInput(**GATHER_FIRST)})
-        assert [item.fqn for item in resolution_of(model).plan.kept if item.reason] == ["block"]
+        assert [rule.pattern for rule in read_by_code(resolution_of(model).plan)] == ["block"]
 
     run_ranks(2, body)
 

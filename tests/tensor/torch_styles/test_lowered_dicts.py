@@ -89,6 +89,7 @@ class ReadingAttention(Attention):
     """Computes with the input itself, so that it must be the DTensor that the style makes."""
 
     def forward(self, x, freqs):
+        self.seen = x
         return super().forward(x * 1.0, freqs)
 
 
@@ -224,7 +225,7 @@ def test_a_checkpoint_of_a_dict_is_read_on_another_mesh(tmp_path):
     run_ranks(4, read)
 
 
-def test_a_style_whose_dtensor_is_read_is_applied_as_it_is():
+def test_code_that_computes_with_a_gathered_input_gets_a_dtensor():
     expected_loss, expected = reference()
 
     def body(rank: int) -> None:
@@ -235,12 +236,13 @@ def test_a_style_whose_dtensor_is_read_is_applied_as_it_is():
         with pytest.raises(PlanError, match=r"no-overlap: .*layers\.0\.attention: code may read"):
             parallelize_module(copy.deepcopy(model), mesh, sequence_parallel(stock, False), overlap="chunked")
         parallelize_module(model, mesh, sequence_parallel(stock, False))
-        kept = resolution_of(model).plan.kept
-        assert [item.fqn for item in kept if item.reason] == ["layers.0.attention", "layers.1.attention"]
-        assert "layers.1.attention: PrepareModuleInput: code may read the gathered DTensor" in describe_plan(model)
-        loss = cross_entropy(model(inputs["ids"]), inputs["targets"])
-        loss.backward()
-        assert abs(float(loss) - expected_loss) < 1e-12 and worst(gradients(model), expected)[0] < 1e-12
+        assert not resolution_of(model).plan.kept
+        for _ in range(3):
+            model.zero_grad()
+            loss = cross_entropy(model(inputs["ids"]), inputs["targets"])
+            loss.backward()
+            assert abs(float(loss) - expected_loss) < 1e-12 and worst(gradients(model), expected)[0] < 1e-12
+        assert isinstance(model.layers[0].attention.seen, DTensor)
 
     run_ranks(2, body)
 

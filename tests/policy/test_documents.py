@@ -18,6 +18,7 @@ import yaml
 
 import parallelize
 from parallelize.cli import main
+from parallelize.launch.config.resumed_keys import document_rows
 from tests.support.scripts import run_script
 
 ROOT = Path(__file__).parents[2]
@@ -246,6 +247,13 @@ def test_every_public_name_is_in_the_api_table():
     listed = Counter(name for cell in rows if cell.startswith("`") for name in re.findall(r"`(\w+)`", cell))
     assert set(listed) == set(parallelize.__all__)
     assert not [name for name, times in listed.items() if times > 1]
+
+
+@pytest.mark.torch_free
+def test_what_keys_do_to_a_run_that_goes_on_is_what_the_run_reads():
+    text = (ROOT / "docs" / "run.md").read_text()
+    table = text[text.index("| key | in a run that goes on") :].partition("\n\n")[0]
+    assert table.splitlines()[2:] == list(document_rows())
 
 
 @pytest.mark.torch_free

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from parallelize.checkpoint.format.manifest import Manifest, read_manifest
 from parallelize.checkpoint.format.saving_nodes import KEY as NODES
 from parallelize.checkpoint.run.load import Loading, LoadOptions, load_run
 from parallelize.checkpoint.run.local_tensors import model_on_mesh
 from parallelize.checkpoint.run.metadata import run_metadata
+from parallelize.checkpoint.run.node_files import shared_manifest
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
-from parallelize.checkpoint.run.run_contents import run_of
+from parallelize.checkpoint.run.run_contents import Run, run_of
 from parallelize.checkpoint.run.run_folder import RunFolder
 from parallelize.checkpoint.run.save import write_snapshot
 from parallelize.checkpoint.run.save_time import expected_save_s
@@ -69,6 +72,7 @@ class Checkpointer:
         keep_last: the number of newest checkpoints to keep. None: all.
         keep_every: with `keep_last`: also keep checkpoints whose step is a multiple of this.
         generators: save and restore the generators of torch, Python and NumPy too.
+        about: values for JSON that describe the run, which join those of the manifest's `about`; `newest` reads them.
         timeout_s: how long ranks wait for each other, in seconds.
 
     Attributes:
@@ -97,6 +101,7 @@ class Checkpointer:
         keep_last: int | None = None,
         keep_every: int | None = None,
         generators: bool = True,
+        about: Mapping[str, Any] | None = None,
         timeout_s: float = TIMEOUT_S,
     ):
         _check_retention(keep_last, keep_every)
@@ -113,6 +118,7 @@ class Checkpointer:
         _, self.on_mesh = model_on_mesh(model, mesh)
         self.keep_last, self.keep_every = keep_last, keep_every
         self.values: Any = None
+        self._about = dict(about or {})
         self.save_s = 0.0
         self._saved_step = -1
         self._stopping: Stopping | None = None
@@ -172,7 +178,7 @@ class Checkpointer:
 
     def _metadata(self) -> dict[str, Any]:
         nodes = self._folder.nodes
-        return run_metadata(self.on_mesh) | ({NODES: nodes.metadata()} if nodes.several else {})
+        return self._about | run_metadata(self.on_mesh) | ({NODES: nodes.metadata()} if nodes.several else {})
 
     def _write(self, snapshot: Snapshot, about: dict[str, Any], began: float) -> None:
         write_snapshot(self.root, snapshot, self._sync, about, nodes=self._folder.nodes)
@@ -261,6 +267,27 @@ class Checkpointer:
 
     # -- loading --------------------------------------------------------------------------------------------------
 
+    def newest(self) -> Manifest | None:
+        """The manifest of the checkpoint that `resume` would load, whose `about` describes its run. A collective.
+
+        Returns: None where there is no checkpoint.
+        Raises: CheckpointError of the folder and of the manifest, on every rank; the error of an earlier save in the background.
+        Cost: one small file is read.
+        """
+        self.wait()
+        folder = self._folder.choose(None, False)
+        if folder is None:
+            return None
+        if not self._folder.shared:
+            return shared_manifest(folder, self._sync)
+        manifest, error = None, None
+        try:
+            manifest = read_manifest(folder)
+        except Exception as caught:
+            error = as_parallelize_error(caught)
+        self._sync.agree(error)
+        return manifest
+
     def resume(
         self,
         step: int | None = None,
@@ -269,6 +296,7 @@ class Checkpointer:
         cast: bool = False,
         check: bool = True,
         set_aside: bool = False,
+        new_optimizer: bool = False,
     ) -> int:
         """Load the newest checkpoint, or that of `step`. Without `step`, an empty folder changes nothing. A collective.
 
@@ -278,6 +306,7 @@ class Checkpointer:
             cast: see `load_checkpoint`.
             check: see `load_checkpoint`.
             set_aside: with `step`: rename newer checkpoints, because their steps will be saved again.
+            new_optimizer: leave optimizers as they are, such as of another class than the saved ones.
 
         Returns: the step at which training continues; 0 if there is no checkpoint.
         Raises: CheckpointError `no-checkpoint`, `newer-checkpoints` and those of `load_checkpoint`, on every rank,
@@ -288,16 +317,17 @@ class Checkpointer:
         folder = self._folder.choose(step, set_aside)
         if folder is None:
             return 0
-        loading = self._load(folder, strict, cast, check)
+        run = replace(self.run, optimizers={}) if new_optimizer else self.run
+        loading = self._load(folder, run, LoadOptions(strict, cast, check))
         self.values = loading.values
         if set_aside:
             self._folder.set_aside(loading.manifest.step)
         return loading.manifest.step
 
-    def _load(self, folder: Path, strict: bool, cast: bool, check: bool) -> Loading:
+    def _load(self, folder: Path, run: Run, options: LoadOptions) -> Loading:
         with Progress("loading", self._sync.is_coordinator) as progress:
-            options = LoadOptions(strict, cast, check, progress)
-            return load_run(folder, self.run, self.on_mesh, self._sync, options, shared=self._folder.shared)
+            options = replace(options, progress=progress)
+            return load_run(folder, run, self.on_mesh, self._sync, options, shared=self._folder.shared)
 
     # -- the end --------------------------------------------------------------------------------------------------
 

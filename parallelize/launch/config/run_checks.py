@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallelize.analysis.cost.machine import load_machine
-from parallelize.errors import ModelError, ParallelizeError, Problem
+from parallelize.errors import ModelError, ParallelizeError, Problem, did_you_mean
 from parallelize.launch.config.named_functions import wrong_function
+from parallelize.launch.config.resumed_keys import REFUSED, SECTIONS
 from parallelize.launch.config.run_config import SCHEMA_VERSION, RunConfig
 from parallelize.mesh import SAMPLE_AXES
 from parallelize.plan.block_formats import block_format
@@ -165,6 +166,11 @@ def _checkpoints(config: RunConfig) -> Iterator[Mistake]:
     if section.keep_every and not section.keep_last:
         what = "keep_every without keep_last removes nothing"
         yield Mistake("checkpoints.keep_every", "bad-value", what, "add keep_last")
+    known = (*SECTIONS, *REFUSED)
+    for name in section.may_differ:
+        if name not in known and not any(name.startswith(f"{key}.") for key in REFUSED):
+            what = f"{name} is no key whose change is refused"
+            yield Mistake("checkpoints.may_differ", "bad-value", what, did_you_mean(name, known))
     is_given = any(key.startswith("checkpoints.") for key in config.places)
     if is_given and "checkpoints.folder" not in config.places:
         fix = "checkpoints: {folder: ...}; an empty folder says that nothing is to be saved"
@@ -256,7 +262,7 @@ CHECKS: tuple[Check, ...] = (
     (("data.text", "data.jsonl"), _data_files),
     (("data.function", "data.args"), _data_function),
     (("optimizer.name", "optimizer.args"), _optimizer_class),
-    (("checkpoints.keep_every", "checkpoints.keep_last", "checkpoints.folder"), _checkpoints),
+    (("checkpoints",), _checkpoints),
     (("anomalies", "checkpoints"), _rewind),
     (("checkpoints", "data", "metrics", "watch", *_FOLDERS, *_FILES), _outputs),
     (("options", "mesh"), _options_on_mesh),

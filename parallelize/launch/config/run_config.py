@@ -89,6 +89,9 @@ class CheckpointSection:
     keep_every: int | None = key("count", "with keep_last: steps whose multiples are kept too", None)
     asynchronous: bool = key("flag", "files are written while training goes on", True)
     shared: bool = key("flag", "all nodes see the folder", True)
+    may_differ: tuple[str, ...] = key(
+        "texts", "keys of this file that may say something else than the checkpoint from which the run goes on", ()
+    )
 
 
 @dataclass(frozen=True)

@@ -64,5 +64,9 @@ class AnomalyWatch:
         return {"seen": self.seen, "window": list(self._window)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """After going back to a checkpoint the number of anomalies is that of the process, not the saved one."""
-        self.seen, self._window = max(self.seen, int(state["seen"])), deque(state["window"])
+        """After going back to a checkpoint the number of anomalies is that of the process, not the saved one.
+
+        The window has the file's length, which may be less than the saved one.
+        """
+        self.seen = max(self.seen, int(state["seen"]))
+        self._window = deque(state["window"][-self.section.window :])

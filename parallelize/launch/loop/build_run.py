@@ -20,10 +20,12 @@ from parallelize.errors import DataError, ParallelizeError
 from parallelize.launch.config.key_of_error import naming
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.loop.anomalies import AnomalyWatch
+from parallelize.launch.loop.data_position import DataPosition
 from parallelize.launch.loop.process_memory import used_bytes
+from parallelize.launch.loop.resumed_run import RECORD, record_of
 from parallelize.launch.loop.run_data import argument_names, data_of
 from parallelize.launch.loop.run_metrics import RunMetrics
-from parallelize.launch.loop.run_optimizer import build_optimizer_of, build_schedule_of
+from parallelize.launch.loop.run_optimizer import FileOptions, build_optimizer_of, build_schedule_of
 from parallelize.launch.loop.train_loop import TrainLoop, is_first_rank
 from parallelize.launch.preflight.base_model import prepared_base
 from parallelize.launch.preflight.mesh_choice import ChosenMesh
@@ -59,6 +61,7 @@ def build_run(config: RunConfig, around: Surroundings, stack: ExitStack) -> Trai
     with naming(config, "data"):
         data = data_of(config, names, around.mesh, around.device, _raise_together)
     optimizer = build_optimizer_of(config, parallel)
+    options = FileOptions.of(config.optimizer, optimizer)
     schedule = build_schedule_of(config, optimizer)
     anomalies = AnomalyWatch(config.anomalies)
     checkpoints = None
@@ -70,12 +73,13 @@ def build_run(config: RunConfig, around: Surroundings, stack: ExitStack) -> Trai
                 parallel,
                 optimizer=optimizer,
                 scheduler=schedule,
-                data=data.batches,
+                data=DataPosition(data.batches, config, around.tell),
                 user={"anomalies": anomalies},
                 shared=section.shared,
                 asynchronous=section.asynchronous,
                 keep_last=section.keep_last,
                 keep_every=section.keep_every,
+                about={RECORD: record_of(config)},
                 timeout_s=config.timeout_s,
             )
         stack.enter_context(checkpoints)
@@ -94,6 +98,7 @@ def build_run(config: RunConfig, around: Surroundings, stack: ExitStack) -> Trai
         around.device,
         around.tell,
         anomalies,
+        options,
     )
 
 

@@ -23,9 +23,12 @@ from parallelize.launch.loop.anomalies import GOES_ON, Anomaly, AnomalyWatch
 from parallelize.launch.loop.anomaly_source import largest_gradient, source_of_nonfinite
 from parallelize.launch.loop.process_memory import used_bytes
 from parallelize.launch.loop.profiled_step import ProfiledStep, compare_ranks, profiled
+from parallelize.launch.loop.resumed_run import differences_of, refuse_or_tell
 from parallelize.launch.loop.run_data import RunData
 from parallelize.launch.loop.run_metrics import RunMetrics
+from parallelize.launch.loop.run_optimizer import FileOptions
 from parallelize.pipeline.parallel_model import ParallelModel
+from parallelize.randomness.dropout.install import dropout_clock
 from parallelize.tensor.experts.expert_load import ExpertLoad
 
 Watching = Callable[[], AbstractContextManager[Any]]
@@ -51,6 +54,7 @@ class TrainLoop:
     device: str
     tell: Callable[[str], None]
     anomalies: AnomalyWatch
+    options: FileOptions
     watching: Watching = nullcontext
     saved_step: int = -1
     profile: ProfiledStep | None = field(default=None)
@@ -136,7 +140,7 @@ class TrainLoop:
             return None
         self.optimizer.zero_grad()
         position = self.data.batches.state_dict()
-        back = self.checkpoints.resume()
+        back = self._restore(self.checkpoints)
         self.data.batches.load_state_dict(position)  # the data that led here are not seen again
         self.data.restart()
         self.tell(f"gone back to step {back}; the data go on after the batch of step {step}")
@@ -147,7 +151,8 @@ class TrainLoop:
     def _resume(self) -> int:
         if self.checkpoints is None:
             return 0
-        step = self.checkpoints.resume()
+        new_optimizer = self._compare(self.checkpoints)
+        step = self._restore(self.checkpoints, new_optimizer)
         self.saved_step = step if step else -1
         self.data.restart()
         if step:
@@ -156,6 +161,28 @@ class TrainLoop:
         self.tell(f"save: about {expected_s:.1f} s (estimate); a signal leaves {self.config.grace_s} s")
         if warning := self.stopping.compare(expected_s, "estimated"):
             self.tell(f"warning: {warning}")
+        return step
+
+    def _compare(self, checkpoints: Checkpointer) -> bool:
+        """Compare the file with the newest checkpoint. Returns: whether the optimizer's state begins anew.
+
+        Raises: LaunchError `changed-key`.
+        """
+        manifest = checkpoints.newest()
+        if manifest is None:
+            return False
+        where = f"the checkpoint at step {manifest.step} of {self.config.checkpoints.folder}"
+        differences = differences_of(self.config, manifest, self.parallel, self.optimizer)
+        refuse_or_tell(self.config, differences, where, self.tell)
+        return any(each.key == "optimizer.name" for each in differences)
+
+    def _restore(self, checkpoints: Checkpointer, new_optimizer: bool = False) -> int:
+        """Load the newest checkpoint; what the file decides is again as it says. Returns: the step."""
+        step = checkpoints.resume(new_optimizer=new_optimizer)
+        with naming(self.config, "optimizer.args"):
+            self.options.restore(self.optimizer, self.schedule)
+        if (clock := dropout_clock(self.parallel.module)) is not None:
+            clock.seed = self.config.seed
         return step
 
     def _saves_at(self, step: int) -> bool:

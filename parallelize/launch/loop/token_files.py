@@ -1,6 +1,6 @@
 """Text files as one sequence of tokens: bytes are mapped as they are; what needs a tokenizer is tokenized once, into a file.
 
-The file is named by a hash of its sources, so that ranks and later runs find it. It is published by a rename.
+The file is named by a hash of its sources, so that ranks and later runs find it, and checked by size and hash when they do.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ import hashlib
 import itertools
 import json
 import os
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 
+from parallelize.checkpoint.format import disk
+from parallelize.checkpoint.format.paths import read_small
+from parallelize.checkpoint.format.strict_json import read_json, write_json
 from parallelize.errors import DataError, ParallelizeError, Problem
 
 _CHUNK_TOKENS = 2**20
@@ -121,10 +126,15 @@ def tokenized(documents: Iterable[str], encode: Callable[[str], list[int]]) -> T
     return torch.cat(parts), torch.tensor(starts)
 
 
-def digest_of_sources(paths: Sequence[str], *settings: str) -> str:
-    """A short hash of files, by path, size and time of change, and of how they are read."""
-    stats = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in paths]
-    return hashlib.blake2b(repr((stats, settings)).encode(), digest_size=8).hexdigest()
+def digest_of_sources(paths: Sequence[str], tokenizer: str, key: str) -> str:
+    """A short hash of files, by path, size and time of change, and of how they are read: by which tokenizer's files, and which key."""
+    folder = Path(tokenizer)
+    parts = sorted(str(part) for part in folder.iterdir() if part.is_file()) if tokenizer and folder.is_dir() else []
+    stats = [(os.path.abspath(path), os.stat(path).st_size, os.stat(path).st_mtime_ns) for path in [*paths, *parts]]
+    return hashlib.blake2b(repr((stats, tokenizer, key)).encode(), digest_size=8).hexdigest()
+
+
+# -- the cache ----------------------------------------------------------------------------------------------------
 
 
 def cached_tokens(
@@ -135,47 +145,89 @@ def cached_tokens(
     writes: bool,
     agree: Agree,
 ) -> Tokens:
-    """Tokens from a file, which the ranks with `writes` make where it is missing. All ranks call it.
+    """Tokens from a file, which the ranks with `writes` make where it is missing or damaged. All ranks call it.
 
     agree: called on every rank when the file is there, or with the error for which it is not.
 
     Raises: DataError `unreadable-data`, or what `documents` raises, as `agree` does on every rank.
     """
-    path, starts_path = folder / f"tokens-{digest}.bin", folder / f"tokens-{digest}.starts"
+    cache = TokenCache(folder, digest)
     failed: ParallelizeError | None = None
-    if writes and not path.exists():
-        try:
-            _write_tokens(path, starts_path, documents, tokenizer)
-        except ParallelizeError as error:
-            failed = error
-        except Exception as error:  # of a file, a disk, a tokenizer: the other ranks wait for this one
-            what = f"{type(error).__name__}: {str(error)[:300]}"
-            failed = DataError(Problem("unreadable-data", what, fix="data: text files, or JSON lines, in UTF-8"))
-            failed.__cause__ = error
+    try:
+        if writes and not cache.is_complete(hashes=True):
+            cache.write(documents, tokenizer)
+    except ParallelizeError as error:
+        failed = error
+    except Exception as error:  # of a file, a disk, a tokenizer: the other ranks wait for this one
+        what = f"{type(error).__name__}: {str(error)[:300]}"
+        failed = DataError(Problem("unreadable-data", what, fix="data: text files, or JSON lines, in UTF-8"))
+        failed.__cause__ = error
     agree(failed)
-    ids = torch.from_file(str(path), shared=False, size=os.path.getsize(path) // 4, dtype=torch.int32)
-    count = os.path.getsize(starts_path) // 8
-    return ids, torch.from_file(str(starts_path), shared=False, size=count, dtype=torch.int64)
+    return cache.mapped()
 
 
-def _write_tokens(path: Path, starts_path: Path, documents: Callable[[], Iterable[str]], tokenizer: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    encode = encoder_of(tokenizer)
-    starts = _write_ids(path, (encode(document) for document in documents()))
-    _publish(starts_path, lambda file: file.write(bytes(torch.tensor(starts).view(torch.uint8).tolist())))
-    os.replace(path.with_suffix(f".{os.getpid()}"), path)
+class TokenCache:
+    """Ids and the starts of documents in two files, and a third one with their sizes and hashes, which is published last.
+
+    What a power cut or an interrupted copy leaves does not match it, and is made again.
+    """
+
+    def __init__(self, folder: Path, digest: str):
+        self.folder, self.record = folder, f"tokens-{digest}.json"
+        self.ids, self.starts = folder / f"tokens-{digest}.bin", folder / f"tokens-{digest}.starts"
+
+    def is_complete(self, hashes: bool) -> bool:
+        """Whether the files are those that were written, by size and, where asked for, by hash."""
+        try:
+            described = read_json(read_small(self.folder, self.record, 1 << 16), self.record)
+            files = described["files"]
+            return all(files[path.suffix] == _description(path, hashes, files[path.suffix]) for path in self._files)
+        except (OSError, ParallelizeError, KeyError, TypeError):
+            return False
+
+    @property
+    def _files(self) -> tuple[Path, Path]:
+        return self.ids, self.starts
+
+    def write(self, documents: Callable[[], Iterable[str]], tokenizer: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        encode = encoder_of(tokenizer)
+        starts: list[int] = []
+        _publish(self.ids, lambda file: starts.extend(_write_ids(file, (encode(text) for text in documents()))))
+        _publish(self.starts, lambda file: file.write(bytes(torch.tensor(starts).view(torch.uint8).tolist())))
+        described = {"files": {path.suffix: _description(path, True) for path in self._files}}
+        _publish(self.folder / self.record, lambda file: file.write(write_json(described)))
+        disk.flush_folder(self.folder)
+
+    def mapped(self) -> Tokens:
+        """Raises: DataError `unreadable-data` where this rank sees other files than the rank that has checked them."""
+        if not self.is_complete(hashes=False):
+            fix = "data.cache: a folder that the ranks of a node share, and that nothing else writes to"
+            raise DataError(Problem("unreadable-data", "the tokens have another size here", str(self.ids), fix=fix))
+        ids, starts = (os.path.getsize(path) for path in self._files)
+        return (
+            torch.from_file(str(self.ids), shared=False, size=ids // 4, dtype=torch.int32),
+            torch.from_file(str(self.starts), shared=False, size=starts // 8, dtype=torch.int64),
+        )
 
 
-def _write_ids(path: Path, documents: Iterable[list[int]]) -> list[int]:
-    """Write ids to a file beside `path`; the starts of documents. Raises: DataError `empty-data`."""
+def _description(path: Path, hashes: bool, known: Any = None) -> dict[str, Any]:
+    """Size and hash of a file; without `hashes`, or where the size differs, the hash that is known."""
+    size = path.stat().st_size
+    if known is not None and (not hashes or known["bytes"] != size):
+        return {"bytes": size, "blake3": known["blake3"]}
+    return {"bytes": size, "blake3": blake3().update_mmap(path).hexdigest()}
+
+
+def _write_ids(file: Any, documents: Iterable[list[int]]) -> list[int]:
+    """Write ids; the starts of documents. Raises: DataError `empty-data`."""
     starts, total = [], 0
-    with open(path.with_suffix(f".{os.getpid()}"), "wb") as file:
-        for ids in documents:
-            if ids:
-                starts.append(total)
-                total += len(ids)
-                for first in range(0, len(ids), _CHUNK_TOKENS):
-                    file.write(_as_bytes(ids[first : first + _CHUNK_TOKENS]))
+    for ids in documents:
+        if ids:
+            starts.append(total)
+            total += len(ids)
+            for first in range(0, len(ids), _CHUNK_TOKENS):
+                file.write(_as_bytes(ids[first : first + _CHUNK_TOKENS]))
     if not starts:
         raise DataError(Problem("empty-data", "the documents have no tokens", fix="name data with text"))
     return starts
@@ -186,7 +238,13 @@ def _as_bytes(ids: list[int]) -> bytes:
 
 
 def _publish(path: Path, write: Callable[[Any], Any]) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.new")
-    with open(temporary, "wb") as file:
-        write(file)
-    os.replace(temporary, path)
+    """Write a file beside `path`, to the disk, and rename it."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(temporary, "xb") as file:
+            write(file)
+            file.flush()
+            disk.flush(file.fileno())
+        disk.replace(temporary, path)
+    finally:
+        disk.remove_file(temporary)

@@ -14,7 +14,7 @@ from parallelize.launch.loop import token_files
 from parallelize.launch.loop.checked_rows import collate_or_error
 from parallelize.launch.loop.named_objects import object_of
 from parallelize.launch.loop.run_data import RunData, argument_names, data_of
-from parallelize.launch.loop.run_optimizer import _Factor, optimizer_class
+from parallelize.launch.loop.run_optimizer import factor_of, optimizer_class
 
 
 def files(tmp_path, *texts: str) -> list[str]:
@@ -39,7 +39,7 @@ def test_lines_are_tokenized_once_and_found_again(tmp_path):
     for _ in range(2):
         data = data_of(config, None, None, "cpu", waits.append)
         assert data.batches.num_samples == 2 and waits[-1] is None
-    assert len(list((tmp_path / "cache").iterdir())) == 2  # ids and starts, of one reading
+    assert len(list((tmp_path / "cache").iterdir())) == 3  # ids, starts, sizes and hashes, of one reading
     batch = data.next()
     assert batch["input_ids"].shape == (1, 2) and {"targets", "position_ids"} <= batch.keys()
 
@@ -47,6 +47,53 @@ def test_lines_are_tokenized_once_and_found_again(tmp_path):
 def raised_at_once(error):
     if error is not None:
         raise error
+
+
+DAMAGES = {
+    "none": lambda ids, starts: None,
+    "truncated": lambda ids, starts: ids.write_bytes(ids.read_bytes()[:42]),
+    "zeroed": lambda ids, starts: ids.write_bytes(bytes(ids.stat().st_size)),
+    "empty": lambda ids, starts: ids.write_bytes(b""),
+    "absent": lambda ids, starts: ids.unlink(),
+    "ids beyond the vocabulary": lambda ids, starts: ids.write_bytes(b"\xff\xff\xff\x7f" * (ids.stat().st_size // 4)),
+    "no starts": lambda ids, starts: starts.unlink(),
+    "starts beyond the end": lambda ids, starts: starts.write_bytes((10**12).to_bytes(8, "little")),
+    "of an earlier version": lambda ids, starts: ids.with_suffix(".json").unlink(),
+    "no JSON": lambda ids, starts: ids.with_suffix(".json").write_text("[" * 9999),
+    "no description": lambda ids, starts: ids.with_suffix(".json").write_text('{"files": [1]}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_made_again(tmp_path, damage):
+    """By the rank that writes. The sizes are compared on the others."""
+    readings = []
+
+    def documents():
+        readings.append(1)
+        return ["hello world " * 5, "again"]
+
+    def read(writes=True):
+        return token_files.cached_tokens(tmp_path, "x", documents, "", writes, raised_at_once)
+
+    ids, starts = read()
+    expected = ids.tolist(), starts.tolist()
+    DAMAGES[damage](tmp_path / "tokens-x.bin", tmp_path / "tokens-x.starts")
+    if damage not in ("none", "zeroed", "ids beyond the vocabulary", "starts beyond the end"):
+        with pytest.raises(DataError, match="unreadable-data: the tokens have another size here"):
+            read(writes=False)
+    again = read()
+    assert (again[0].tolist(), again[1].tolist()) == expected and expected[1] == [0, 60]
+    assert len(readings) == (1 if damage == "none" else 2)
+    assert len(list(tmp_path.iterdir())) == 3 and read(writes=False)[0].tolist() == expected[0]
+
+
+def test_a_cache_is_of_the_files_of_its_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    before = token_files.digest_of_sources([], str(tmp_path), "text")
+    (tmp_path / "tokenizer.json").write_text('{"other": 1}')
+    assert token_files.digest_of_sources([], str(tmp_path), "text") != before
+    assert token_files.digest_of_sources([], "", "text") != token_files.digest_of_sources([], "", "body")
 
 
 def test_what_cannot_be_tokenized_is_agreed_on(tmp_path):
@@ -148,10 +195,10 @@ def test_models_get_the_arguments_that_they_name():
 
 
 def test_the_learning_rate_warms_up_and_decays():
-    cosine = _Factor(ScheduleSection(warmup_steps=2, decay="cosine", final_fraction=0.1), 12)
+    cosine = factor_of(ScheduleSection(warmup_steps=2, decay="cosine", final_fraction=0.1), 12)
     assert [round(cosine(step), 3) for step in (0, 1, 2, 11, 50)] == [0.5, 1.0, 1.0, 0.1, 0.1]
-    assert _Factor(ScheduleSection(decay="linear", final_fraction=0.0), 11)(5) == 0.5
-    assert _Factor(ScheduleSection(), 10)(9) == 1.0
+    assert factor_of(ScheduleSection(decay="linear", final_fraction=0.0), 11)(5) == 0.5
+    assert factor_of(ScheduleSection(), 10)(9) == 1.0
 
 
 IDS = torch.tensor([1, 2])

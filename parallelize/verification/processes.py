@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from parallelize.verification.configuration import Request
 from parallelize.verification.runner import ProgressCallback, RunResult, on_this_rank
 from parallelize.verification.user_errors import location_of, summary
 
+_LOOPBACK = "127.0.0.1"
 _START_S = 60.0  # for every process to load Python and torch, in addition to the timeout
 _GRACE_S = 5.0  # for the others to respond after one process has failed
 
@@ -30,7 +32,7 @@ def on_gloo(request: Request, tell: ProgressCallback) -> RunResult:
     """Run every rank in a process of its own."""
     spawn = multiprocessing.get_context("spawn")
     # of this process, which binds it before the ranks start: a free port that is handed on may be taken by a connection meanwhile
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _loopback_store()
     workers: list[tuple[Any, Any]] = []
     tell(f"starting {request.mesh.world_size} processes")
     try:
@@ -51,6 +53,13 @@ def on_gloo(request: Request, tell: ProgressCallback) -> RunResult:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _loopback_store() -> Any:
+    """A store that only this machine reaches. TCPStore alone would listen on every interface."""
+    listening = socket.create_server((_LOOPBACK, 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 @contextmanager
@@ -129,7 +138,7 @@ def _serve(request: Request, rank: int, port: int, pipe: Any) -> None:
     _send(pipe, "at", "")
     try:
         size, timeout = request.mesh.world_size, timedelta(seconds=request.timeout_s)
-        address = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+        address = dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=timeout)
         dist.init_process_group("gloo", store=address, rank=rank, world_size=size, timeout=timeout)
         default: Any = private_groups.default_store()
         store = dist.PrefixStore("verify", default)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from parallelize.comm.meshes import build_mesh
 from parallelize.errors import HandshakeError, ModelError, Problem
 from parallelize.plan.parameter_layouts import dotted
+from parallelize.verification import rank_messages
 from parallelize.verification.blame import blame
 from parallelize.verification.compare import Errors
 from parallelize.verification.configuration import Configuration, Mode, Request, build_configurations
@@ -220,19 +220,23 @@ def _gather_results(
     store: Any, number: int, local: list[RankResult], bound: float, timeout_s: float
 ) -> list[list[RankResult]]:
     """Every rank's results of comparison `number`. Traces are exchanged only when something differs."""
-    errors_by_rank = _exchange(store, f"errors/{number}", [result.errors for result in local], timeout_s)
+    errors_message = rank_messages.errors_message([result.errors for result in local])
+    messages = _exchange(store, f"errors/{number}", errors_message, timeout_s)
+    errors_by_rank = [rank_messages.errors_from(message, rank) for rank, message in enumerate(messages)]
     if all(errors.equal(bound) for each in errors_by_rank for errors in each):
         return [[RankResult(errors, ModuleTrace()) for errors in each] for each in errors_by_rank]
-    traces_by_rank = _exchange(store, f"traces/{number}", [result.trace.on_cpu() for result in local], timeout_s)
+    traces_message = rank_messages.traces_message([result.trace for result in local])
+    messages = _exchange(store, f"traces/{number}", traces_message, timeout_s)
+    traces_by_rank = [rank_messages.traces_from(message, rank) for rank, message in enumerate(messages)]
     return [
         [RankResult(errors, trace) for errors, trace in zip(*of_rank, strict=True)]
         for of_rank in zip(errors_by_rank, traces_by_rank, strict=True)
     ]
 
 
-def _exchange(store: Any, key: str, value: Any, timeout_s: float) -> list[Any]:
-    """Every rank's value. A store works even where a collective has failed."""
-    store.set(f"{key}/{dist.get_rank()}", pickle.dumps(value))
+def _exchange(store: Any, key: str, message: bytes, timeout_s: float) -> list[bytes]:
+    """Every rank's message. A store works even where a collective has failed."""
+    store.set(f"{key}/{dist.get_rank()}", message)
     keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
@@ -240,4 +244,4 @@ def _exchange(store: Any, key: str, value: Any, timeout_s: float) -> list[Any]:
         missing = [rank for rank, rank_key in enumerate(keys) if not store.check([rank_key])]
         what = f"ranks {missing} did not answer in {timeout_s:g} s"
         raise HandshakeError(Problem("ranks-missing", what, fix="look at those ranks' own errors")) from None
-    return [pickle.loads(store.get(rank_key)) for rank_key in keys]
+    return [store.get(rank_key) for rank_key in keys]

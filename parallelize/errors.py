@@ -47,7 +47,15 @@ class Problem:
         head = f"{self.where}: {self.slug}: {self.what}" if self.where else f"{self.slug}: {self.what}"
         rows = [*self.rows, ("fix", self.fix)] if self.fix else list(self.rows)
         width = max((len(label) for label, _ in rows), default=0)
-        return "\n".join([head, *(f"  {label:<{width}}  {text}" for label, text in rows)])
+        return printable("\n".join([head, *(f"  {label:<{width}}  {text}" for label, text in rows)]))
+
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: characters that would control it, or turn the direction of text, are escaped. Names in files may have them."""
+    return _CONTROL.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
 
 
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:

@@ -26,3 +26,8 @@ def test_problems_of_all_layers_are_shown_once_and_counted():
 
 def test_problems_with_other_numbers_are_all_shown():
     assert str(ModelError(of_layer(0), of_layer(0, 0.7))).count("slug") == 2
+
+
+def test_texts_do_not_control_the_terminal():
+    assert str(Problem("slug", "a\x1b[31m\x9b\r\u2066b\tc\nd")) == "slug: a\\x1b[31m\\x9b\\r\\u2066b\tc\nd"
+    assert str(Problem("slug", "\u00e4 \u4e2d \U0001f600")) == "slug: \u00e4 \u4e2d \U0001f600"

@@ -35,6 +35,7 @@ from parallelize.errors import (
     PlanError,
     Problem,
     ShapeError,
+    printable,
 )
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.environment.head_node import resolve_head
@@ -81,7 +82,7 @@ class _Rank:
     def tell(self, text: str) -> None:
         """Print a line on rank 0."""
         if self.rank == 0:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
 
 def run_rank(config: RunConfig, launcher: Launcher, *, other_mesh: bool, dry_run: bool) -> int:

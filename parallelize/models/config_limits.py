@@ -6,6 +6,7 @@ The limits here lie far above every published model, so that what is refused is 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -100,6 +101,9 @@ def _wrong(values: Mapping[str, Any], aliases: Mapping[str, str]) -> Iterator[st
     names = values.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         yield f"architectures is {_shown(names)}, and not a list of names of classes"
+    for path, value in _floats(values):
+        if math.isnan(value):
+            yield f"{path} is NaN, with which every output is"
     positive = {*POSITIVE, *(aliases.get(name, name) for name in POSITIVE)}
     for path, name, value in _numbers(values):
         limit = next(limit for limit in LIMITS if limit.names.search(name))
@@ -122,6 +126,18 @@ def _numbers(value: Any, path: str = "", name: str = "") -> Iterator[tuple[str, 
             yield from _numbers(inner, f"{path}[{index}]", name)
     elif type(value) is int:
         yield path, name, value
+
+
+def _floats(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """(path, value) of every floating-point number."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _floats(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _floats(inner, f"{path}[{index}]")
+    elif type(value) is float:
+        yield path, value
 
 
 def _shown(value: Any) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from parallelize.errors import ParallelizeError, PlanError, Problem, did_you_mean, near
+from parallelize.checkpoint.format.paths import read_named
+from parallelize.errors import CheckpointError, ParallelizeError, PlanError, Problem, did_you_mean, near
 from parallelize.plan.options import AUTO_FLAGS, FLAGS, NUMBERS, Options
 from parallelize.plan.options import NAMES as OPTION_NAMES
 from parallelize.plan.pattern import check_pattern
@@ -30,7 +31,7 @@ from parallelize.plan.schema import (
     Tie,
 )
 from parallelize.plan.tensor_sections import read_cases, read_tensor_sections
-from parallelize.plan.yaml_nodes import Reader, compose
+from parallelize.plan.yaml_nodes import MAX_BYTES, Reader, compose
 
 KEYS = {
     "schema_version",
@@ -100,7 +101,9 @@ def load_plan(name_or_path: str | os.PathLike[str]) -> Plan:
 def read_plan(path: Path) -> Plan:
     """Read one file. Raises: PlanError."""
     try:
-        raw = path.read_bytes()
+        raw = read_named(path, 4 * MAX_BYTES)
+    except CheckpointError as error:
+        raise PlanError(*error.problems) from None
     except OSError as error:
         fix = ", ".join(near(path.stem, shipped_plans()))
         fix = f"a shipped plan: {fix}" if fix else "`parallelize plans` lists the shipped ones"

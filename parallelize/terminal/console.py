@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from parallelize.errors import Problem, folded
+from parallelize.errors import Problem, folded, printable
 
 FINE, PROBLEM_FOUND, MISTAKE, ENVIRONMENT = range(4)
 INTERRUPTED = 130  # as in shells: 128 + SIGINT
@@ -84,6 +84,11 @@ def report(problems: Iterable[Problem], as_json: bool) -> None:
         print(text, file=sys.stderr)
 
 
+def show(text: str) -> None:
+    """Print a result that has names from files, which are not trusted."""
+    print(printable(text))
+
+
 def say(text: str) -> None:
     """Print a remark on stderr, which is not part of the result."""
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from parallelize.terminal.console import PROBLEM_FOUND, add_json, print_json
+from parallelize.terminal.console import PROBLEM_FOUND, add_json, print_json, show
 from parallelize.watchdog.report_file import bad_report, crash_file, read_states
 from parallelize.watchdog.verdict import State, call_text, judge, waiting_text
 
@@ -46,7 +46,7 @@ def _show(options: argparse.Namespace, states: dict[int, State]) -> int:
         )
         return PROBLEM_FOUND
     lines = [line for rank in range(size) for line in rank_lines(rank, states.get(rank), crashes.get(rank, ""))]
-    print("\n".join([str(verdict), "", *lines]))
+    show("\n".join([str(verdict), "", *lines]))
     return PROBLEM_FOUND
 
 

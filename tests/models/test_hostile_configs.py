@@ -83,6 +83,8 @@ VALUES = [
     ({"model_type": "swin", "depths": [2, 10**6]}, "depths[1] is 1,000,000"),
     ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**5}}, "text_config.num_hidden_layers"),
     ({"model_type": "mixtral", "num_local_experts": 10**9}, "the largest published mixtures"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN, with which every output is"),
+    ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_parameters.rope_theta is NaN"),
     ({"architectures": "LlamaForCausalLM"}, "not a list of names"),
     ({"architectures": [1]}, "not a list of names"),
     ({"architectures": 5}, "not a list of names"),

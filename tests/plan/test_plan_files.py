@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from parallelize import PlanError, load_plan, shipped_plans
+from parallelize.checkpoint.format.paths import read_named
 from parallelize.plan.pattern import alternatives, matches
 from parallelize.plan.plan_file import parse_plan, plans_folder
 from parallelize.styles.notation import TRANSFORMERS_WORDS, parse_style
@@ -133,3 +135,19 @@ def test_patterns():
 @pytest.mark.parametrize("text", ["colwise", "colwise(heads)", "colwise(heads+kv)", "gather(x)", "colwise(chunks=2)"])
 def test_style_text_round_trips(text):
     assert str(parse_style(text)) == text and parse_style(str(parse_style(text))) == parse_style(text)
+
+
+def test_what_would_wait_for_a_writer_is_no_plan(tmp_path):
+    """A named pipe, or a device. The pipe of a shell (`<(command)`) has a writer."""
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for path in (str(tmp_path / "pipe.yaml"), "/dev/zero"):
+        with pytest.raises(PlanError, match="unsafe-path: is not a regular file"):
+            load_plan(path)
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        file.write("layers: 2")
+    assert read_named(Path(f"/dev/fd/{reading}"), 1 << 20) == b"layers: 2"
+    os.close(reading)
+    (tmp_path / "large.yaml").write_text("#" * (1 << 21))
+    with pytest.raises(PlanError, match="oversized-file"):
+        load_plan(str(tmp_path / "large.yaml"))

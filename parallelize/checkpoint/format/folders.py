@@ -20,6 +20,7 @@ from pathlib import Path
 
 from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.format.manifest import NAME
+from parallelize.checkpoint.format.paths import read_small
 from parallelize.errors import CheckpointError, Problem, short_list
 
 LATEST = "latest"
@@ -89,8 +90,8 @@ def _check_latest(root: Path, steps: dict[int, Path]) -> None:
     Raises: CheckpointError `not-a-checkpoint`.
     """
     try:
-        name = (root / LATEST).read_text(encoding="utf-8")[:64].strip()
-    except (OSError, ValueError):
+        name = read_small(root, LATEST, 1 << 10).decode()[:64].strip()
+    except (CheckpointError, ValueError):
         return
     if _PUBLISHED.fullmatch(name) and (root / name).is_dir() and root / name not in steps.values():
         what = f"{LATEST} names {name}, which no longer has a manifest"

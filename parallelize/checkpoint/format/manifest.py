@@ -8,6 +8,7 @@ A folder is a checkpoint if and only if it has a valid manifest. Does not import
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from parallelize.checkpoint.format.boxes import Box, contains, full_box, overlap
 from parallelize.checkpoint.format.digests import DIGEST_BYTES, digest_of
 from parallelize.checkpoint.format.dtypes import SIZES
 from parallelize.checkpoint.format.header import FileInfo
-from parallelize.checkpoint.format.paths import check_name, read_small
+from parallelize.checkpoint.format.paths import check_name, open_file, read_small
 from parallelize.checkpoint.format.strict_json import read_json, write_json
 from parallelize.errors import CheckpointError, Problem
 
@@ -116,10 +117,11 @@ def read_manifest(folder: Path) -> Manifest:
 def read_digest(folder: Path) -> str:
     """The digest that a manifest states; empty if there is no manifest, or one that does not begin with a digest."""
     try:
-        with (folder / NAME).open("rb") as file:
-            start = file.read(len(_OPENING) + 2 * DIGEST_BYTES)
-    except OSError:
+        descriptor, _ = open_file(folder, NAME)
+    except CheckpointError:
         return ""
+    with os.fdopen(descriptor, "rb") as file:
+        start = file.read(len(_OPENING) + 2 * DIGEST_BYTES)
     return start[len(_OPENING) :].decode("ascii", "replace") if start.startswith(_OPENING) else ""
 
 

@@ -6,6 +6,7 @@ The names come from an index that is not trusted, so they could be paths to any 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -50,6 +51,32 @@ def open_file(folder: Path, name: str) -> tuple[int, int]:
         what = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(Problem("unreadable-file", what, str(path))) from error
     return descriptor, os.fstat(descriptor).st_size
+
+
+def read_named(path: Path, max_bytes: int) -> bytes:
+    """The content of a file that a user names: a link may lead anywhere, and it may be the pipe of a shell (`<(command)`).
+
+    Raises: OSError; CheckpointError `unsafe-path` for a named pipe, which would wait for a writer, or a device; `oversized-file`.
+    """
+    status = os.stat(path)
+    is_of_shell = stat.S_ISFIFO(status.st_mode) and not path.resolve().exists()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) or is_of_shell):
+        raise CheckpointError(Problem("unsafe-path", "is not a regular file", str(path), fix="name a file"))
+    with open(path, "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        what = f"has more than the {max_bytes} bytes that are allowed for it"
+        raise CheckpointError(Problem("oversized-file", what, str(path), fix="name a smaller file"))
+    return content
+
+
+def copy_file(folder: Path, name: str, target: Path) -> None:
+    """Copy a regular file of a folder to a new file, and flush it. Raises: OSError, and as `open_file`."""
+    descriptor, _ = open_file(folder, name)
+    with os.fdopen(descriptor, "rb") as source, open(target, "xb") as copy:
+        shutil.copyfileobj(source, copy, 1 << 20)
+        copy.flush()
+        os.fsync(copy.fileno())
 
 
 def _linked(folder: Path, path: Path) -> Path:

@@ -21,7 +21,7 @@ from parallelize.checkpoint.format.boxes import shape_of, slices_of
 from parallelize.checkpoint.format.host_memory import empty, torch_dtype
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
 from parallelize.checkpoint.hub.described_tensors import owned_by_rank, tensors_of_model
-from parallelize.checkpoint.hub.extras import write_extras
+from parallelize.checkpoint.hub.extras import carried_files, write_extras
 from parallelize.checkpoint.hub.file_shards import INDEX, HubTensor, assign_files, index_of, parse_size
 from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
 from parallelize.checkpoint.hub.tensor_messages import HubTensors, OwnedBoxes, TensorMessage, as_target, dtype_code
@@ -86,6 +86,8 @@ class _Export:
         local: dict[str, Any] = {}
         try:
             refuse_quantized(self.on_mesh, "save_pretrained")
+            if carry is not None and self.sync.is_coordinator:
+                carried_files(Path(carry))  # before anything is written
             local = self.owned.described()
         except Exception as cause:
             error = as_parallelize_error(cause)

@@ -11,7 +11,7 @@ from torch import nn
 
 from parallelize.applied.local_config import full_config
 from parallelize.applied.stock_class import class_of
-from parallelize.checkpoint.format import disk
+from parallelize.checkpoint.format.paths import copy_file, open_file
 from parallelize.errors import CheckpointError, Problem
 
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
@@ -47,10 +47,24 @@ def write_extras(module: nn.Module, folder: Path, dtype: torch.dtype | None, car
 
 
 def carry_files(source: Path, folder: Path) -> None:
-    """Copy the files that are not weights and do not exist in `folder`. Raises: CheckpointError `missing-file`."""
+    """Copy the files that are not weights and do not exist in `folder`.
+
+    Raises: CheckpointError `missing-file`; `unsafe-path` for a link out of the folder, whose target would be published.
+    """
+    for name in carried_files(source):
+        if not (folder / name).exists():
+            copy_file(source, name, folder / name)
+
+
+def carried_files(source: Path) -> list[str]:
+    """The files of a folder that `carry_files` copies, all of which can be opened. Raises: as it."""
     if not source.is_dir():
         raise CheckpointError(Problem("missing-file", "the folder to copy files from does not exist", str(source)))
-    for path in sorted(source.iterdir()):
-        is_extra = path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHTS)
-        if is_extra and path.name not in _WRITTEN and not (folder / path.name).exists():
-            disk.write_file(folder / path.name, path.read_bytes())
+    files = sorted(path.name for path in source.iterdir() if path.is_file())
+    names = [
+        name for name in files if not name.startswith(".") and not name.endswith(_WEIGHTS) and name not in _WRITTEN
+    ]
+    for name in names:
+        descriptor, _ = open_file(source, name)
+        os.close(descriptor)
+    return names

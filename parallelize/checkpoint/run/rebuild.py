@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,20 +66,37 @@ def rebuild(
     """
     module, on_mesh = model_on_mesh(model, mesh)
     path, state = _saved_state(folder, step, on_mesh, shared)
-    saved_schedulers = state.get("schedulers") or {}
-    for described in saved_schedulers.values():
-        check_buildable(described)  # before anything is loaded
-    saved_optimizers = state.get("optimizers", {})
-    optimizers = {name: _optimizer(module, on_mesh, described) for name, described in saved_optimizers.items()}
+    with _as_described("optimizers and schedulers"):
+        saved_schedulers = dict(state.get("schedulers") or {})
+        scheduled = dict(state.get("scheduled") or {})
+        for described in saved_schedulers.values():
+            check_buildable(described)  # before anything is loaded
+        saved_optimizers = dict(state.get("optimizers") or {})
+    optimizers = {}
+    for name, described in saved_optimizers.items():
+        with _as_described(f"optimizer {name}"):
+            optimizers[name] = _optimizer(module, on_mesh, described)
     loaded_step = load_checkpoint(path, model, optimizer=optimizers, mesh=mesh, shared=shared)
     schedulers = {}
     for name, described in saved_schedulers.items():
-        optimizer = optimizers.get((state.get("scheduled") or {}).get(name))
+        optimizer = optimizers.get(str(scheduled.get(name)))
         if optimizer is None:
             what = f"scheduler {name} was saved without the optimizer whose learning rates it sets"
             raise CheckpointError(Problem("no-optimizer-state", what, fix="build it yourself, and load its state"))
         schedulers[name] = build_scheduler(optimizer, described)
     return Rebuilt(loaded_step, optimizers, schedulers)
+
+
+@contextmanager
+def _as_described(what: str) -> Iterator[None]:
+    """Around what is made as a manifest says, which anybody may have edited. Raises: CheckpointError `bad-value`."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
+        text = f"the manifest describes no {what} that can be built: {reason}"
+        fix = "use another checkpoint; this one was damaged or edited; or build it yourself, and pass it to load_checkpoint"
+        raise CheckpointError(Problem("bad-value", text, fix=fix)) from error
 
 
 def _saved_state(

@@ -20,6 +20,7 @@ from parallelize.terminal.console import (
     as_data,
     print_json,
     report,
+    show,
     shows_progress,
 )
 from parallelize.terminal.progress_line import Progress
@@ -88,9 +89,9 @@ def _inspect(options: argparse.Namespace) -> int:
         shown = info if options.tensors else {key: value for key, value in info.items() if key != "tensors"}
         print_json(shown)
         return FINE
-    print("\n".join([*_summary(info), "", *_totals(info), "", *_table(("file", "bytes"), _files(info))]))
+    show("\n".join([*_summary(info), "", *_totals(info), "", *_table(("file", "bytes"), _files(info))]))
     if options.tensors:
-        print(
+        show(
             "\n".join(["", *_table(("tensor", "dtype", "shape", "more"), list(map(_tensor, info["tensors"].items())))])
         )
     return FINE
@@ -227,10 +228,10 @@ def _report_as_dict(result: CheckReport) -> dict[str, Any]:
 def _print_checked(result: CheckReport) -> None:
     what = f"{_count(result.files, 'file')}, {_count(result.tensors, 'tensor')} or parts of them"
     if result.hashed or not result.unhashed:
-        print(f"{result.folder}: {what}, {result.hashed:,} bytes match their hashes")
+        show(f"{result.folder}: {what}, {result.hashed:,} bytes match their hashes")
     if result.unhashed:
         few = f"{len(result.unhashed)} of {_count(result.files, 'file')} without hashes"
-        print(f"{result.folder}: {what}; {few}: the structure is valid, but changed bytes cannot be detected")
+        show(f"{result.folder}: {what}; {few}: the structure is valid, but changed bytes cannot be detected")
 
 
 def _progress(what: str, options: argparse.Namespace) -> Progress:
@@ -289,5 +290,5 @@ def _print_written(folder: Path, options: argparse.Namespace) -> int:
     sizes = list(info["files"].values())
     for_mesh = f" for the mesh {_mesh(info['mesh'])}" if "mesh" in info else ""
     spread = f", of {min(sizes):,} to {max(sizes):,} bytes" if len(sizes) > 1 else ""
-    print(f"{folder}: {_count(len(info['tensors']), 'tensor')} in {_count(len(sizes), 'file')}{spread}{for_mesh}")
+    show(f"{folder}: {_count(len(info['tensors']), 'tensor')} in {_count(len(sizes), 'file')}{spread}{for_mesh}")
     return FINE

@@ -23,7 +23,7 @@ from parallelize.checkpoint.format.gather import Source, gather
 from parallelize.checkpoint.format.host_memory import torch_dtype
 from parallelize.checkpoint.format.manifest import Manifest, SavedTensor
 from parallelize.checkpoint.format.writer import TensorToWrite, write_tensors
-from parallelize.checkpoint.hub.extras import carry_files, write_extras
+from parallelize.checkpoint.hub.extras import carried_files, carry_files, write_extras
 from parallelize.checkpoint.hub.file_shards import INDEX, HubTensor, assign_files, index_of, parse_size
 from parallelize.checkpoint.hub.names import ModelTensor, parts_to_save
 from parallelize.checkpoint.hub.pretrained import model_tensors
@@ -72,6 +72,8 @@ def to_hub(
     for folder in checkpoint.folders:
         check_target(Path(target), folder)
     checkpoint.check_files()
+    if carry is not None:
+        carried_files(Path(carry))  # before anything is written
     manifest = checkpoint.manifest
     described = manifest.about.get("model") or {}
     config = json.loads(described["config"]) if described.get("config") else None

@@ -12,14 +12,15 @@ from typing import Any
 
 import yaml
 
-from parallelize.errors import LaunchError, ParallelizeError, PlanError, Problem
+from parallelize.checkpoint.format.paths import read_named
+from parallelize.errors import CheckpointError, LaunchError, ParallelizeError, PlanError, Problem
 from parallelize.launch.config.overrides import override
 from parallelize.launch.config.run_checks import CHECKS, Check, problems_of
 from parallelize.launch.config.run_config import ModelSection, RunConfig
 from parallelize.launch.config.run_reader import RunReader
 from parallelize.mesh import MeshSpec
 from parallelize.plan.options import AUTO_FLAGS, FLAGS, NAMES, NUMBERS, Options
-from parallelize.plan.yaml_nodes import compose
+from parallelize.plan.yaml_nodes import MAX_BYTES, compose
 
 _ABSENT = "no-such-file"
 
@@ -41,7 +42,9 @@ def read_run_config(
     Raises: LaunchError `no-such-run`, or every mistake at once, each with its line and column or its argument.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_named(Path(path), 4 * MAX_BYTES).decode("utf-8")
+    except CheckpointError as error:
+        raise LaunchError(*error.problems) from None
     except (OSError, UnicodeDecodeError) as error:
         what = getattr(error, "strerror", None) or str(error)
         raise LaunchError(Problem("no-such-run", what, str(path), fix="the YAML file of a run: docs/run.md")) from None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallelize.errors import LaunchError, Problem
+from parallelize.checkpoint.format.paths import read_small
+from parallelize.checkpoint.format.strict_json import read_json
+from parallelize.errors import CheckpointError, LaunchError, Problem
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.environment.rank_map import RankMap, rank_map
 
 SAVE_TIME = "save-time.json"
 LEAST_LEAD_S, STEPS_S = 60, 30
+_MOST_SAVE_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,10 @@ def save_time_file(config: RunConfig) -> Path:
 
 
 def measured_save_s(config: RunConfig) -> float:
-    """Seconds of the last save of this run; 0 where there was none."""
+    """Seconds of the last save of this run; 0 where there was none, or a file that says something that no save took."""
+    path = save_time_file(config)
     try:
-        return max(0.0, float(json.loads(save_time_file(config).read_text(encoding="utf-8"))["save_s"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        seconds = float(read_json(read_small(path.parent, path.name, 1 << 10), str(path))["save_s"])
+    except (CheckpointError, ValueError, KeyError, TypeError, OverflowError):
         return 0.0
+    return seconds if 0.0 <= seconds <= _MOST_SAVE_S else 0.0

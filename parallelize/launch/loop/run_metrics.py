@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from parallelize.checkpoint.format.paths import read_small
 from parallelize.launch.config.run_config import MetricsSection, RunConfig
 from parallelize.launch.loop.profiled_step import ProfiledStep
 from parallelize.launch.loop.run_page import RunPage
@@ -103,4 +104,4 @@ def _wandb_run(config: RunConfig) -> str | None:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
+    return read_small(path.parent, path.name, 1 << 10).decode().strip()

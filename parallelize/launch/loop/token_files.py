@@ -92,7 +92,7 @@ def texts_of_files(paths: Sequence[str]) -> Iterator[str]:
 
 
 def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
-    """Text to ids: those of a tokenizer's folder, or, without one, the bytes. Nothing is downloaded.
+    """Text to ids: those of a tokenizer's folder, or, without one, the bytes. Nothing is downloaded, and no code of the folder runs.
 
     Raises: DataError `no-tokenizer`.
     """
@@ -101,10 +101,13 @@ def encoder_of(tokenizer: str) -> Callable[[str], list[int]]:
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+        loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any kind, by the files that the folder has
         what = f"{tokenizer} has none: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
         fix = "data.tokenizer: a folder of save_pretrained; without it, bytes are tokens"
+        if "trust_remote_code" in str(error):
+            what = f"{tokenizer} needs code of its own (`auto_map`), which is not run"
+            fix = "data.function: a function of yours that builds the tokenizer, and returns rows"
         raise DataError(Problem("no-tokenizer", what, fix=fix)) from error
     return lambda text: loaded(text)["input_ids"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from parallelize import Checkpointer, CheckpointError, Streams, load_checkpoint, rebuild
+from parallelize.checkpoint.format.manifest import read_manifest
+from parallelize.checkpoint.run import rebuild as rebuild_file
 
 
 class Counter:
@@ -117,6 +120,38 @@ def test_a_scheduler_cannot_be_rebuilt_without_its_optimizer(tmp_path):
         rebuild(nn.Linear(4, 3), tmp_path)
     assert caught.value.slugs == ("no-optimizer-state",)
     assert "scheduler scheduler was saved without" in str(caught.value)
+
+
+FORGED = {
+    "no groups": {"groups": []},
+    "groups of text": {"groups": "abc"},
+    "an unknown argument": {"groups": [{"number": 0, "options": {"lr": "fast"}, "params": ["weight"]}]},
+    "a tensor of nothing": {"groups": [{"number": 0, "options": {"lr": {"$": "tensor"}}, "params": ["weight"]}]},
+    "parameters replaced": {"groups": [{"number": 0, "options": {"params": [1], "lr": 0.1}, "params": ["weight"]}]},
+    "no class": {"class": None},
+    "class of a list": {"class": ["torch", "AdamW"]},
+}
+
+
+@pytest.mark.parametrize("kind", [*FORGED, "no mapping", "schedulers of text", "scheduled of numbers"])
+def test_an_edited_description_is_refused_by_name(tmp_path, kind, monkeypatch):
+    """The digest of a manifest is no signature: anybody can write one that fits."""
+    layer = nn.Linear(4, 3)
+    save(tmp_path, layer, optimizer=stepped(layer.parameters()), scheduler=StepLR(stepped(layer.parameters()), 10))
+    folder = next(tmp_path.glob("step-*7"))
+    state = read_manifest(folder).state
+    if kind in FORGED:
+        state["optimizers"]["optimizer"] |= FORGED[kind]
+    else:
+        state |= {
+            "no mapping": {"optimizers": [1]},
+            "schedulers of text": {"schedulers": "abc"},
+            "scheduled of numbers": {"scheduled": 3},
+        }[kind]
+    monkeypatch.setattr(rebuild_file, "read_manifest", lambda path: replace(read_manifest(path), state=state))
+    with pytest.raises(CheckpointError) as caught:
+        rebuild(nn.Linear(4, 3), tmp_path)
+    assert caught.value.slugs[0] in ("bad-value", "unknown-class")
 
 
 # -- everything else ------------------------------------------------------------------------------------------------------

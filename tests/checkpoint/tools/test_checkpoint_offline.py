@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from parallelize.checkpoint.format import folders
 from parallelize.checkpoint.format.boxes import volume
@@ -385,6 +385,31 @@ def test_files_of_a_tokenizer_are_copied_and_weights_are_not(copied, tmp_path):
     ]  # fmt: skip
     assert (folder / "tokenizer.json").read_text() == "tokenizer.json"
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_links_out_of_the_folder_are_not_published(copied, tmp_path):
+    """Nor copied after hours of writing weights: they are refused first."""
+    (tmp_path / "secret").write_text("secret")
+    extras = tmp_path / "given"
+    extras.mkdir()
+    (extras / "merges.txt").write_bytes(b"\0binary")
+    (extras / "vocab.txt").symlink_to(extras / "merges.txt")
+    folder = to_hub(copied, tmp_path / "hf", carry=extras)
+    assert (folder / "vocab.txt").read_bytes() == b"\0binary" and not (folder / "vocab.txt").is_symlink()
+    (extras / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"unsafe-path: links to .*secret, outside its folder"):
+        to_hub(copied, tmp_path / "other", carry=extras)
+    assert not (tmp_path / "other").exists() or not list((tmp_path / "other").iterdir())
+
+
+def test_names_do_not_control_the_terminal(tmp_path, capsys):
+    name = "a\x1b]0;title\x07\u202e"
+    save_file({name: torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["\x1b[2J"]}))
+    assert main(["checkpoint", "inspect", str(tmp_path), "--tensors"]) == 0
+    shown = capsys.readouterr().out
+    assert "\\x1b]0;title\\x07\\u202e" in shown and "\\x1b[2J" in shown
+    assert all(character.isprintable() or character == "\n" for character in shown)
 
 
 def test_a_custom_module_keeps_its_names_and_nothing_is_imported_for_it(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jsonschema
 import pytest
 import yaml
@@ -111,3 +113,9 @@ def test_the_schema_is_that_of_the_loader():
     for wrong in ({"steps": 0}, {"stepz": 1}, {"schedule": {"decay": "cosin"}}, {"options": {"zeros": 1}}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(wrong, run_schema())
+
+
+def test_a_pipe_is_no_run(tmp_path):
+    os.mkfifo(tmp_path / "run.yaml")
+    with pytest.raises(LaunchError, match="unsafe-path: is not a regular file"):
+        read_run_config(tmp_path / "run.yaml")

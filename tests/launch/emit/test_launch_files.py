@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
 import shutil
@@ -140,3 +141,18 @@ def test_a_mesh_that_does_not_fit_nodes_is_refused(tmp_path):
         emitted(tmp_path, "slurm", mesh="dp=2,tp=16")
     with pytest.raises(LaunchError, match="no-mesh"):
         emitted(tmp_path, "slurm", mesh="auto")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"save_s": 1e999}', '{"save_s": 1e300}', '{"save_s": -5}', '{"save_s": NaN}', "[" * 9999, "\0", "[]", "{}"],
+)
+def test_a_time_that_no_save_took_is_none(tmp_path, text):
+    config = config_of(tmp_path)
+    save_took(config, 1.0)
+    save_time_file(config).write_text(text)
+    job = job_of(config, [], 8, 0)
+    assert (job.save_s, job.lead_s) == (0.0, 60)
+    save_time_file(config).unlink()
+    os.mkfifo(save_time_file(config))
+    assert job_of(config, [], 8, 0).save_s == 0.0

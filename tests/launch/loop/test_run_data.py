@@ -112,6 +112,24 @@ def test_what_cannot_be_tokenized_is_agreed_on(tmp_path):
             token_files.cached_tokens(tmp_path / "cache", "x", documents, tokenizer, True, raised_at_once)
 
 
+def test_no_code_of_a_tokenizer_runs(tmp_path, monkeypatch):
+    """Nor is it asked for at the terminal of a rank."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "auto_map": {"AutoConfig": "evil.Config"}})
+    )
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["evil.Own", None]}})
+    )
+    (tmp_path / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').write('')\nclass Config: pass\nclass Own: pass"
+    )
+    with pytest.raises(DataError, match=r"needs code of its own .`auto_map`., which is not run") as refused:
+        token_files.encoder_of(str(tmp_path))
+    assert refused.value.slugs == ("no-tokenizer",) and not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(
     ("line", "what"), [("{", "no JSON"), ('{"body": 1}', "no text under 'text', but body"), ("3", "int")]
 )

@@ -97,6 +97,8 @@ def _traced(module: nn.Module, resolved: ResolvedPlan, is_quick: bool, inputs: M
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the forward of the job will warn
+            torch.manual_seed(0)  # every rank leaves out the same layers
+            random.seed(0)
             result = trace_copy(module, resolved, SECONDS if is_quick else None, inputs)
     except Exception as error:  # a forward may do anything that tensors without values cannot
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -41,10 +41,15 @@ def computes_otherwise(resolved: ResolvedPlan, module: str) -> bool:
 
 
 def computed_parameters(classes: Classes, resolved: ResolvedPlan) -> Iterator[tuple[str, ParameterRow]]:
-    """Parameters under each name by which a module reads them, where no style computes with them in a way of its own."""
+    """Parameters that the forward computed with, under each name by which a module reads them, where no style does so in a way of its own.
+
+    A forward says nothing about the modules that it leaves out: an optional branch, a layer that is skipped at random.
+    """
+    record = classes.record
     for row in resolved.parameters.values():
         for name in row.fact.names:
-            if name in classes.record.parameters and not computes_otherwise(resolved, name.rpartition(".")[0]):
+            is_computed = record.first_names.get(name) in record.computed_with
+            if is_computed and not computes_otherwise(resolved, name.rpartition(".")[0]):
                 yield name, row
 
 

@@ -131,6 +131,7 @@ class Record:
 
     Attributes:
         parameters: the dims of each parameter, by each of its names. first_names: by each name, the one by which uses name it.
+        computed_with: the parameters that an operation read, by first name; the forward may leave out others, as those of an optional branch.
         fixed: dims that other code sees or gives in full: (dim, of what).
         repeats: factors by which the heads of queries are more than those of keys and values.
         lookups: of embeddings.
@@ -144,6 +145,7 @@ class Record:
 
     parameters: dict[str, Dims] = field(default_factory=dict)
     first_names: dict[str, str] = field(default_factory=dict)
+    computed_with: set[str] = field(default_factory=set)
     mixes: list[Mix] = field(default_factory=list)
     contractions: list[Contraction] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
@@ -231,6 +233,7 @@ class Record:
     def note(self, inputs: list[T], outputs: list[T], operation: str, linear: bool) -> None:
         """Record how results depend on parameters."""
         weights: frozenset[str] = frozenset().union(*(self.weights(x) for x in inputs))
+        self.computed_with |= weights
         alone = bool(weights) and all(self.weights(x) or self.is_constant(x) for x in inputs)
         if all(self.is_constant(x) for x in inputs):
             for out in outputs:

@@ -115,6 +115,23 @@ def test_the_caller_is_left_alone():
     )
 
 
+def test_ranks_that_are_seeded_apart_trace_the_same_layers():
+    """A layer may be left out at random."""
+    draws: list[tuple[float, float]] = []
+
+    def drawing(x):
+        draws.append((float(torch.rand((), device="cpu")), random.random()))
+        return F.relu(x)
+
+    model = Gated(drawing)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        automatic_trace._traced_before.clear()
+        check(model, trace=True)
+    assert len(draws) == 2 and draws[0] == draws[1]
+
+
 class TwoInputs(Gated):
     def forward(self, ids, scale):
         return super().forward(ids) * scale

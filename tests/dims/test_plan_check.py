@@ -159,3 +159,43 @@ def test_a_gradient_that_is_complete_must_not_be_summed():
     text = "schema_version: 1\ntensor_parallel: {up: colwise, down: rowwise, norm: replicate(gradient=partial)}"
     problems = problems_of(Scaled(), parse_plan(text), {"x": torch.randn(2, 3, 12)})
     assert {problem.slug for problem in problems} == {"summed-twice"}
+
+
+class Branches(nn.Module):
+    """A block, and one beside it that a forward runs where it is asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.main, self.side = Mixes(F.gelu), Mixes(F.gelu)
+
+    def forward(self, x, both: bool = False):
+        return self.main(x) + self.side(x) if both else self.main(x)
+
+
+BRANCHES = "schema_version: 1\ntensor_parallel: {main.up: colwise, main.down: rowwise, side.up: UP, side.down: DOWN}"
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "slug"),
+    [
+        ("colwise", "rowwise", ""),
+        ("'colwise(chunks=2)'", "'rowwise(chunks=2)'", "divided-features"),
+        ("'colwise(output=full)'", "rowwise", "input-not-sharded"),
+        ("colwise", "replicate", "left-full"),
+    ],
+)
+def test_what_the_forward_does_not_run_is_not_judged(up, down, slug):
+    plan = parse_plan(BRANCHES.replace("UP", up).replace("DOWN", down))
+    x = torch.randn(2, 3, 12)
+    assert problems_of(Branches(), plan, {"x": x}) == []
+    found = {problem.slug for problem in problems_of(Branches(), plan, {"x": x, "both": True})}
+    assert found == ({slug} if slug else set())
+
+
+def test_a_mistake_in_what_the_forward_runs_is_named_beside_a_branch_that_it_leaves_out():
+    text = (
+        BRANCHES.replace("main.up: colwise", "main.up: replicate").replace("UP", "colwise").replace("DOWN", "rowwise")
+    )
+    problems = problems_of(Branches(), parse_plan(text), {"x": torch.randn(2, 3, 12)})
+    assert {problem.slug for problem in problems} == {"left-full", "input-not-sharded"}
+    assert all(problem.what.startswith("main.") for problem in problems)

@@ -207,6 +207,16 @@ _SHAPED = ("view", "reshape", "expand", "zeros", "ones", "empty", "new_zeros", "
 """Functions whose integers are the sizes of the result, in its order: equal sizes are told apart."""
 
 
+def _sizes_in_order(name: str, args: tuple, flat: list[Any], ndim: int) -> dict[int, int]:
+    """The integers that a function was called with, by the dims of its result that have them as sizes; empty where that is not known."""
+    if name in _SHAPED:
+        sizes = [leaf for leaf in flat if isinstance(leaf, int)]
+        return dict(enumerate(sizes)) if len(sizes) == ndim else {}
+    if name == "unflatten" and len(args) == 3:
+        return dict(enumerate(args[2], args[1] % args[0].ndim))
+    return {}
+
+
 class _SizesRead(TorchFunctionMode):
     """Notes which dims of a function's results have a size that was computed from an attribute."""
 
@@ -218,20 +228,22 @@ class _SizesRead(TorchFunctionMode):
         if func is T.__getitem__:
             args = (args[0], _as_slices(args[1]))
         out = func(*args, **(kwargs or {}))
-        leaves = private.tree_leaves((args, kwargs))
-        watched = [leaf for leaf in leaves if isinstance(leaf, _Watched)]
-        limits = [limit for leaf in leaves for limit in _limits(leaf)]
+        flat = private.tree_leaves((args, kwargs))
+        watched = [leaf for leaf in flat if isinstance(leaf, _Watched)]
+        limits = [limit for leaf in flat for limit in _limits(leaf)]
         name = getattr(func, "__name__", "")
         if name == "repeat_interleave":
             self._note_repeats(watched, out)
         elif watched or limits:
-            sizes = [leaf for leaf in leaves if isinstance(leaf, int)] if name in _SHAPED else []
+            before = [leaves(dim) for x in flat if isinstance(x, T) for dim in self.record.dims(x)]
             for result in private.tree_leaves(out):
                 if isinstance(result, T):
-                    if len(sizes) == result.ndim:
-                        self._note(watched, result, name, lambda value, _, index: sizes[index] is value)
+                    sizes = _sizes_in_order(name, args, flat, result.ndim)
+                    if sizes:
+                        self._note(watched, result, name, lambda value, _, index: sizes.get(index) is value)  # noqa: B023
                     else:
-                        self._note(watched, result, name, lambda value, size, _: int(value) == size)
+                        made = [leaves(dim) not in before for dim in self.record.dims(result)]
+                        self._note(watched, result, name, lambda value, size, index: made[index] and value == size)  # noqa: B023
                     if limits and isinstance(args[0], T) and args[0].ndim == result.ndim:
                         source = args[0].shape
                         self._note(limits, result, name, lambda _, size, index: size != source[index])  # noqa: B023

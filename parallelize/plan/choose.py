@@ -12,7 +12,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from parallelize.errors import PlanError, Problem, did_you_mean
+from parallelize.errors import PlanError, Problem, near
 from parallelize.plan.hf_plans import full_words, read_words, words_of
 from parallelize.plan.plan_file import load_plan, read_plan, shipped_plans
 from parallelize.plan.schema import Plan, Rule
@@ -58,13 +58,17 @@ def choose_plan(model: Any) -> tuple[Plan, str]:
     words = words_of(getattr(base, "config", config))
     if words:
         return translate(model, base, words), f"the model's own base_model_tp_plan ({model_type}), translated"
-    raise PlanError(
-        Problem(
-            "no-plan-for-model",
-            f"no shipped plan is for {type(model).__name__} (model type {model_type!r}), and it has no plan of its own",
-            fix=did_you_mean(str(model_type), by_type) + " Or write one: pass a path to a .yaml file",
-        )
-    )
+    raise PlanError(_no_plan(model, model_type, by_type))
+
+
+def _no_plan(model: Any, model_type: Any, by_type: Mapping[str, Plan]) -> Problem:
+    """The problem of a model for which there is no plan."""
+    kind = f" (model type {model_type!r})" if isinstance(model_type, str) else ""
+    what = f"no shipped plan is for {type(model).__name__}{kind}, and it has no plan of its own"
+    fix = 'plan="auto" derives one; `parallelize plans derive package.module:function` writes it to a file. Or write one: a dict of names to styles, a .yaml'
+    close = near(model_type, by_type) if isinstance(model_type, str) else []
+    rows = (("types of similar names", ", ".join(close)),) if close else ()
+    return Problem("no-plan-for-model", what, rows=rows, fix=fix)
 
 
 def translate(model: Any, base: Any, words: dict[str, str]) -> Plan:

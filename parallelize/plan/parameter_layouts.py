@@ -159,7 +159,7 @@ class LayoutMaker:
         head = self._head_width(fact)
         unit = width // parts
         if head is not None and width % head == 0 and unit % head:
-            return [], self._split_units(fact, rule, unit, head)
+            return [], self._split_units(fact, use, rule, unit, head)
         return [unit] * len(counts), None
 
     def width(self, text: str) -> int | None:
@@ -220,14 +220,16 @@ class LayoutMaker:
                     return width
         return None
 
-    def _split_units(self, fact: ParameterFacts, rule: Rule, unit: int, head: int) -> Problem:
-        name = generic(fact.fqn.rpartition(".")[0])
-        what = f"`{rule.style}` makes units of {unit} in {name}, and its heads are {head} wide"
+    def _split_units(self, fact: ParameterFacts, use: Use, rule: Rule, unit: int, head: int) -> Problem:
+        """The problem where a size alone does not say whether a rule counts heads, or something of another width for each head."""
+        assert use.dim is not None
+        width, sizes = fact.shape[use.dim], " + ".join(use.unit)
+        what = f"`{rule.style}` of {generic(fact.fqn)} does not say what its {width} elements are: {sizes} of {unit}, or {width // head} heads of {head}"
         return Problem(
             "uneven-heads",
             what,
             rule.where,
-            fix="name the sizes of the chunks that the weight contains, and their widths: `heads*1` for a number for each head",
+            fix=f"name the width of each chunk: `{use.unit[0]}*{unit}` for {unit} for each of {use.unit[0]}; or the size that counts its heads",
         )
 
     def _split_heads(self, fact: ParameterFacts, layout: Layout, rule: Rule) -> Problem | None:

@@ -80,6 +80,28 @@ def test_attributes_that_give_sizes(function, attributes, expected):
     assert reads_of(function, **attributes) == expected
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x[..., :9].unflatten(-1, (m.heads, m.width)),
+        lambda m, x: x.split(m.width, -1)[0],
+        lambda m, x: x.narrow(-1, 2, m.width),
+    ],
+)
+def test_sizes_that_coincide_are_told_apart_by_what_an_operation_made(function):
+    """Three heads of three features, and three tokens."""
+    results = []
+
+    def kept(module, x):
+        results.extend([x[:, :3], function(module, x[:, :3])])
+        return results[1]
+
+    record = record_forward(Reads(kept, heads=3, width=3), (X,))
+    tokens, (*_, heads, width) = leaves(record.dims(results[0])[1]), map(leaves, record.dims(results[1]))
+    read = {(each.attribute, *leaves(each.dim)) for each in record.reads}
+    assert ("width", *width) in read and not read & {("heads", *width), ("width", *heads), ("width", *tokens)}
+
+
 def test_equal_sizes_are_told_apart_by_their_position():
     record = record_forward(Reads(lambda m, x: x.view(2, 5, m.heads, 3, m.size), heads=2, size=2), (X,))
     fast, slow = ([read for read in record.reads if read.attribute == name] for name in ("size", "heads"))

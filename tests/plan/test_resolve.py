@@ -167,6 +167,13 @@ def test_plans_are_chosen_by_model():
     assert error.value.slugs == ("no-plan-for-model",) and "llama" in str(error.value)
 
 
+def test_a_model_of_ones_own_without_a_plan_is_told_of_derivation():
+    with pytest.raises(PlanError) as error:
+        choose_plan(Net())
+    text = str(error.value)
+    assert 'plan="auto"' in text and "plans derive" in text and not any(kind in text for kind in ("None", "convnext"))
+
+
 def test_every_model_type_has_one_plan():
     seen = [kind for name in shipped_plans() for kind in load_plan(name).model_types]
     assert len(seen) == len(set(seen))

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from parallelize.dims.factors import Dim, Factor, leaves, size_of
 from parallelize.dims.parts import divide_into_parts
 from parallelize.dims.record import Record
+from parallelize.plan.transposed_linear import is_conv1d
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,7 @@ def _norms_over_features(record: Record, modules: Mapping[str, nn.Module]) -> di
 
 def is_linear(module: nn.Module) -> bool:
     """Linear, the Conv1D of `transformers`, which stores [in, out], or a convolution that sums over all of its channels."""
-    return isinstance(module, nn.Linear) or hasattr(module, "nf") or is_convolution(module)
+    return isinstance(module, nn.Linear) or is_conv1d(module) or is_convolution(module)
 
 
 def is_convolution(module: nn.Module | None) -> bool:
@@ -353,4 +354,4 @@ def is_grouped(module: nn.Module | None) -> bool:
 
 
 def output_dim(linear: nn.Module) -> int:
-    return 1 if hasattr(linear, "nf") else 0
+    return 1 if is_conv1d(linear) else 0

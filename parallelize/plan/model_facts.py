@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from parallelize.plan.inner_experts import inner_experts
+from parallelize.plan.transposed_linear import is_conv1d
 from parallelize.styles.style import ModuleFacts
 
 _INTEGER_BYTES = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
@@ -180,7 +181,7 @@ def _kind(module: Any, shapes: dict[str, tuple[int, ...]]) -> str:
     if len(weight) == 2 and not extra:
         if hasattr(module, "num_embeddings"):
             return "embedding"
-        if getattr(module, "nf", None) == weight[1]:
+        if is_conv1d(module):
             return "conv1d"
         if getattr(module, "out_features", None) == weight[0]:
             return "linear"

@@ -12,6 +12,7 @@ from parallelize.errors import ModelError, Problem, did_you_mean, short_list, wa
 from parallelize.plan.adapters import is_adapter_parameter
 from parallelize.plan.block_formats import BlockFormat
 from parallelize.plan.pattern import check_pattern, generic, matches
+from parallelize.plan.transposed_linear import is_conv1d
 from parallelize.quantization.quantized_experts import stacked_weights
 from parallelize.quantization.quantized_linear import partial_block
 
@@ -65,12 +66,12 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> dict[str, Any]:
 
 def _is_linear(module: nn.Module) -> bool:
     """Whether it is a linear of any class: refused where it cannot be quantized, rather than left out."""
-    return isinstance(module, nn.Linear) or hasattr(module, "nf")
+    return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def _is_stock(module: Any) -> bool:
     """Whether it is `nn.Linear`, or the Conv1D of `transformers`, with its own forward."""
-    is_known = type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    is_known = type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and is_conv1d(module))
     return is_known and "forward" not in module.__dict__
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from parallelize.applied.records import mesh_of
 from parallelize.errors import ModelError, Problem
 from parallelize.plan.block_formats import BlockFormat, block_format
+from parallelize.plan.transposed_linear import is_conv1d
 from parallelize.quantization.block_codes import dequantize as dequantized_weight
 from parallelize.quantization.block_codes import quantize_rows
 from parallelize.quantization.chosen_linears import Names, chosen_modules, features
@@ -82,7 +83,7 @@ def quantize_linear(linear: nn.Module, form: BlockFormat) -> None:
     in_features, out_features = features(linear)
     weight, bias = linear._parameters.pop("weight"), linear._parameters.pop("bias", None)
     assert weight is not None
-    for key in _CONV1D:
+    for key in _CONV1D if is_conv1d(linear) else ():
         linear.__dict__.pop(key, None)
     made.__class__ = QuantizedLinear
     assert isinstance(made, QuantizedLinear)

@@ -23,6 +23,7 @@ from parallelize.ops.matmul.overlapped_linear import algorithm_of, decide
 from parallelize.plan.adapters import is_adapted
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
+from parallelize.plan.transposed_linear import is_conv1d
 from parallelize.styles.contract import Conversion
 
 
@@ -105,7 +106,7 @@ def _consumers(block: str, resolved: ResolvedPlan, model: ModelFacts) -> list[st
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether the forward is known to be a linear: `nn.Linear`, or `transformers`' Conv1D (its weight is [in, out])."""
-    known = type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    known = type(module) is nn.Linear or (type(module).__name__ == "Conv1D" and is_conv1d(module))
     return known and "forward" not in module.__dict__
 
 

@@ -21,6 +21,7 @@ from parallelize.applied.step_results import expected
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import even_interval
+from parallelize.plan.transposed_linear import is_conv1d
 from parallelize.tensor.input_widths import advice_on_widths
 
 Conversion = Callable[[torch.Tensor], torch.Tensor]
@@ -366,7 +367,7 @@ def _rowwise_stock(self: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = convert_argument(planned.enter, planned.argument, args, kwargs)
     bias = None if planned.bias is None else planned.bias.local(self._parameters)
     # Conv1D cannot run without a bias
-    hidden = torch.zeros_like(bias) if bias is not None and hasattr(self, "nf") else None
+    hidden = torch.zeros_like(bias) if bias is not None and is_conv1d(self) else None
     out = planned.leave(on_shard(self, planned, hidden, args, kwargs).contiguous())
     if bias is None:
         return out

@@ -17,6 +17,7 @@ from parallelize.applied.records import applied
 from parallelize.layout import even_interval
 from parallelize.ops import collectives as ops
 from parallelize.ops.matmul.overlapped_linear import OverlappedLinear
+from parallelize.plan.transposed_linear import is_conv1d
 from parallelize.tensor.overlap_sites import CallSite
 from parallelize.tensor.region import Region
 from parallelize.torch_private import torch_tensors as private
@@ -156,7 +157,7 @@ class SharedInput:
             planned, parameters = applied(linear).planned, linear._parameters
             assert planned is not None and planned.weight is not None
             weight = planned.weight.local(parameters)
-            weight = weight.t() if hasattr(linear, "nf") else weight
+            weight = weight.t() if is_conv1d(linear) else weight
             if weight.shape != (self.widths[index], x.shape[-1]):
                 sharded = True  # by a wrapper that unshards it when the linear itself is called
             elif self.misses[index] < _MAX_MISSES and (casts or weight.dtype == x.dtype):

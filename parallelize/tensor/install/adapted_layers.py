@@ -21,6 +21,7 @@ from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
 from parallelize.ops import collectives as ops
 from parallelize.plan.adapters import BASE
+from parallelize.plan.transposed_linear import is_conv1d
 from parallelize.tensor.planned_forward import Planned, add_bias, convert_argument, hide_local, installed, on_shard
 from parallelize.tensor.planned_forward import on_local_parameters as run_stock
 
@@ -84,7 +85,7 @@ def _layer(self: Any, input: torch.Tensor) -> torch.Tensor:
     if planned.weight is None:
         return on_shard(self, planned, bias, (input,), {})
     weight = planned.weight.local(self._parameters)
-    if not hasattr(self, "nf"):
+    if not is_conv1d(self):
         return F.linear(input, weight, bias)
     out = input @ weight  # Conv1D stores its weight as [in, out]
     return out if bias is None else out + bias

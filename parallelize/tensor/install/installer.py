@@ -22,6 +22,7 @@ from parallelize.plan.adapters import BASE
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ModuleRow, ParameterRow, RegionRow
+from parallelize.plan.transposed_linear import is_conv1d
 from parallelize.styles.contract import Contract, Conversion
 from parallelize.styles.style import ModuleFacts
 from parallelize.tensor.dtensor_boundary import SharedConversions, input_conversion, return_dtensor
@@ -343,7 +344,7 @@ class Installer:
         by_sequence = planned.op in ("all_gather_linear", "linear_reduce_scatter")
         region = self.region if by_sequence else None
         if not planned.consumers:
-            transposed = hasattr(module, "nf")
+            transposed = is_conv1d(module)
             shape = self._largest_shape(planned.fqn)
             features = (shape[0], shape[1]) if transposed else (shape[1], shape[0])
             row_linear = OverlappedRowLinear(
@@ -376,7 +377,7 @@ class Installer:
         return max(layout.local_shape(rank) for rank in range(self.group.size))
 
     def _out_dim(self, fqn: str) -> int:
-        return 1 if hasattr(self.model.objects[fqn], "nf") else 0
+        return 1 if is_conv1d(self.model.objects[fqn]) else 0
 
     def _local_width(self, fqn: str) -> int:
         """Output features of a column linear on this rank."""

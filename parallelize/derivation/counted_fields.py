@@ -30,7 +30,9 @@ def counts(config: Any) -> dict[str, int]:
     """Whole numbers of a config, other than those that count or name something else than features and heads."""
     if config is None:
         return {}
-    numbers = {name: value for name, value in vars(config).items() if type(value) is int and value > 1}
+    numbers = {
+        name: value for name, value in vars(config).items() if type(value) is int and value > 1 and name.isidentifier()
+    }
     numbers |= {f"{name}.{index}": value for name, index, value in _heads_of_stages(config) if value > 1}
     return {
         name: value for name, value in numbers.items() if not _NO_COUNT.search(name) and dotted(config, name) == value

@@ -324,12 +324,12 @@ class Drafting:
         """PyTorch's attention reads the weights of its child, so that both have rules of their own."""
         for name, module in self.classes.modules.items():
             if isinstance(module, nn.MultiheadAttention):
+                out = f"{name}.out_proj".lstrip(".")
                 if name in self.banned or name not in self.ran:
-                    self.draft.styles[name] = self.draft.styles[f"{name}.out_proj"] = "replicate"
+                    self.draft.styles[name] = self.draft.styles[out] = "replicate"
                     continue
                 heads = self._size_name(module.num_heads)
-                self.draft.styles[name] = f"multihead({heads})"
-                self.draft.styles[f"{name}.out_proj"] = f"rowwise({heads})"
+                self.draft.styles[name], self.draft.styles[out] = f"multihead({heads})", f"rowwise({heads})"
 
     # -- state-space mixers -----------------------------------------------------------------------------------------------
 

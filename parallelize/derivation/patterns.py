@@ -12,6 +12,7 @@ from itertools import takewhile
 from math import prod
 
 from parallelize.plan.pattern import alternatives, generic
+from parallelize.plan.yaml_nodes import MAX_SCALAR
 
 
 def pattern_rules(styles: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
@@ -46,8 +47,9 @@ def _of_some(pattern: str, members: list[str], styles: Mapping[str, str]) -> dic
         columns = [sorted({parts[i] for parts in chosen}, key=_number) for i in range(len(chosen[0]))]
         if not style:
             continue
-        if len(chosen) == prod(map(len, columns)):
-            rules[".".join(_segments(columns, every))] = style
+        pattern = ".".join(_segments(columns, every))
+        if len(chosen) == prod(map(len, columns)) and len(pattern) <= MAX_SCALAR:
+            rules[pattern] = style
         else:
             rules |= {".".join(parts): style for parts in chosen}
     return rules
@@ -78,6 +80,7 @@ def _merged(rules: dict[str, str]) -> dict[str, str]:
     for (parent, style), names in siblings.items():
         together = braces(names)
         is_plain = not any("{" in name or "*" in name for name in names) and not style.startswith("gather")
+        is_plain = is_plain and len(parent) + len(together) < MAX_SCALAR
         needs_quotes = together.startswith("{") and parent == _layer_of(f"{parent}.x")
         for name in [together] if is_plain and not needs_quotes else names:
             merged[f"{parent}.{name}" if parent else name] = style

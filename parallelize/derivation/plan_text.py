@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallelize.derivation.patterns import nested, pattern_rules
-from parallelize.plan.pattern import generic
+from parallelize.plan.pattern import generic, readable
 from parallelize.plan.schema import SCHEMA_VERSION
+from parallelize.plan.yaml_nodes import as_scalar
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,15 @@ def plan_text(heading: Heading, sections: Sections, names: Sequence[str]) -> str
     lines = [f"# {line}" for line in heading.about]
     lines.append(f"schema_version: {SCHEMA_VERSION}")
     if heading.model_type:
-        lines.append(f"model_type: {heading.model_type}")
+        lines.append(f"model_type: {as_scalar(heading.model_type)}")
     elif heading.class_name:
-        lines.append(f"classes: {heading.class_name}")
+        lines.append(f"classes: {as_scalar(heading.class_name)}")
     if heading.base:
-        lines.append(f"base: {heading.base}")
+        lines.append(f"base: {as_scalar(heading.base)}")
     if sections.sizes:
         lines.append("sizes:")
-        lines += [f"  {name}: {_size(name, sections)}" for name in sections.sizes]
-    regions = ["{" + ", ".join(f"{key}: {value}" for key, value in region.items()) + "}" for region in sections.regions]
+        lines += [f"  {as_scalar(name)}: {_size(name, sections)}" for name in sections.sizes]
+    regions = [_mapping(region) for region in sections.regions]
     if len(regions) > 1:
         lines += ["sequence_parallel:", *(f"  - {region}" for region in regions)]
     else:
@@ -75,18 +76,25 @@ def plan_text(heading: Heading, sections: Sections, names: Sequence[str]) -> str
 
 
 def _size(name: str, sections: Sections) -> str:
-    source = sections.sizes[name]
-    return f"{{from: {source}, below_tp: replicate}}" if name in sections.replicated_below_tp else str(source)
+    source, is_shared = sections.sizes[name], name in sections.replicated_below_tp
+    text = as_scalar(source, inside_braces=is_shared) if isinstance(source, str) else str(source)
+    return f"{{from: {text}, below_tp: replicate}}" if is_shared else text
+
+
+def _mapping(texts: Mapping[str, str]) -> str:
+    """Texts by name, in braces."""
+    pairs = ((as_scalar(key, inside_braces=True), as_scalar(text, inside_braces=True)) for key, text in texts.items())
+    return "{" + ", ".join(f"{key}: {text}" for key, text in pairs) + "}"
 
 
 def _rules(sections: Sections, names: Sequence[str]) -> list[str]:
     lines: list[str] = []
-    for pattern, style in nested(pattern_rules(sections.styles, names)).items():
+    for pattern, style in nested(pattern_rules(_readable(sections.styles), map(readable, names))).items():
         if isinstance(style, str):
-            lines.append(f"  {_key(pattern)}: {style}")
+            lines.append(f"  {as_scalar(pattern)}: {style}")
         else:
-            lines.append(f"  {_key(pattern)}:")
-            lines += [f"    {_key(inner)}: {text}" for inner, text in style.items()]
+            lines.append(f"  {as_scalar(pattern)}:")
+            lines += [f"    {as_scalar(inner)}: {text}" for inner, text in style.items()]
     for word, reasons in (("gathered", sections.gathered), ("whole", sections.whole)):
         lines += [f"  # {word}: {', '.join(patterns)}: {reason}" for reason, patterns in _reasons(reasons).items()]
     if sections.default:
@@ -94,24 +102,21 @@ def _rules(sections: Sections, names: Sequence[str]) -> list[str]:
     return lines
 
 
+def _readable(texts: Mapping[str, str]) -> dict[str, str]:
+    return {readable(name): text for name, text in texts.items()}
+
+
 def _reasons(whole: Mapping[str, str]) -> dict[str, list[str]]:
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, reason in whole.items():
-        pattern, text = generic(name), " ".join(generic(word) if "." in word else word for word in reason.split(" "))
+        pattern = generic(readable(name))
+        text = " ".join(generic(word) if "." in word else word for word in reason.split())
         if pattern not in reasons[text]:
             reasons[text].append(pattern)
     return reasons
 
 
 def _local(sections: Sections, names: Sequence[str]) -> list[str]:
-    texts = {
-        module: "{" + ", ".join(f"{key}: {size}" for key, size in sorted(sizes.items())) + "}"
-        for module, sizes in sections.local.items()
-    }
-    rules = pattern_rules(texts, names)
-    return ["local:", *(f"  {_key(pattern)}: {text}" for pattern, text in rules.items())] if rules else []
-
-
-def _key(pattern: str) -> str:
-    """Braces at the beginning of a key are a mapping of YAML, and digits alone are a number."""
-    return f'"{pattern}"' if pattern.startswith(("{", "*")) or pattern.isdigit() else pattern
+    texts = {module: _mapping(dict(sorted(sizes.items()))) for module, sizes in sections.local.items()}
+    rules = pattern_rules(_readable(texts), map(readable, names))
+    return ["local:", *(f"  {as_scalar(pattern)}: {text}" for pattern, text in rules.items())] if rules else []

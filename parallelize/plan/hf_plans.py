@@ -10,7 +10,6 @@ Torch-free.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +19,7 @@ from parallelize.plan.expert_words import USUAL, words_of_weights
 from parallelize.plan.pattern import alternatives, generic, matches
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.schema import SCHEMA_VERSION, Plan, Rule
+from parallelize.plan.yaml_nodes import as_scalar
 from parallelize.styles.notation import EXPERT_WEIGHT_WORDS, EXPERT_WORDS, parse_style, transformers_word
 from parallelize.styles.style import STYLES, StyleText
 
@@ -38,7 +38,6 @@ ATTRIBUTES = {
     "num_key_value_heads": "kv_heads",
     "num_key_value_groups": "heads/kv_heads",
 }
-_PLAIN_KEY = re.compile(r"[A-Za-z_]\w*[.][\w.*{},]*\??\Z|[A-Za-z]\w{3,}\??\Z")
 
 
 def words_of(config: Any) -> dict[str, str]:
@@ -239,7 +238,7 @@ def _local(foreign: ForeignPlan, units: Mapping[str, str]) -> list[str]:
     for block in sorted({pattern.rpartition(".")[0] for pattern in units}):
         attributes = {name: size for name, size in ATTRIBUTES.items() if name in foreign.counts.get(block, {})}
         local = ", ".join(f"{name}: {size}" for name, size in attributes.items() if set(size.split("/")) <= known)
-        lines += [f"  {_key(block)}: {{{local}}}"] if local else []
+        lines += [f"  {as_scalar(block)}: {{{local}}}"] if local else []
     return ["local:", *lines] if lines else []
 
 
@@ -259,22 +258,17 @@ def _head_lines(foreign: ForeignPlan, notes: Iterable[str]) -> Iterator[str]:
     yield from (f"# - {note}" for note in notes)
     yield f"schema_version: {SCHEMA_VERSION}"
     if foreign.model_type:
-        yield f"model_type: {_key(foreign.model_type)}"
+        yield f"model_type: {as_scalar(foreign.model_type)}"
     if foreign.base:
-        yield f"base: {_key(foreign.base)}"
+        yield f"base: {as_scalar(foreign.base)}"
 
 
 def _rules(lines: Iterable[_Line]) -> Iterator[str]:
     yield "tensor_parallel:"
-    texts = [(f"  {_key(line.pattern)}: {line.style}", line.comment) for line in lines]
+    texts = [(f"  {as_scalar(line.pattern)}: {line.style}", line.comment) for line in lines]
     width = max((len(text) for text, comment in texts if comment and len(text) <= _COMMENTS_AT), default=0)
     for text, comment in texts:
         yield f"{text:<{width}}  # {comment}" if comment else text
-
-
-def _key(text: str) -> str:
-    """The text as a YAML key, quoted where YAML might read it as something else."""
-    return text if _PLAIN_KEY.match(text) and text.lower() not in ("true", "false", "null") else json.dumps(text)
 
 
 def _is_gathered(style: StyleText) -> bool:

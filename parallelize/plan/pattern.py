@@ -14,7 +14,13 @@ from functools import lru_cache
 
 from parallelize.errors import PlanError, Problem
 
-_VALID = re.compile(r"(?:[A-Za-z0-9_]|\*(?!\*)|\{[A-Za-z0-9_,]+\})+\Z")
+_VALID = re.compile(r"(?:[\w-]|\*(?!\*)|\{[\w,-]+\})+\Z")
+_UNREADABLE = re.compile(r"[^\w.-]+")
+
+
+def readable(name: str) -> str:
+    """A pattern of one name: what no pattern can have, as a key of a ModuleDict may, is `*`."""
+    return _UNREADABLE.sub("*", name)
 
 
 def is_default(pattern: str) -> bool:
@@ -22,8 +28,13 @@ def is_default(pattern: str) -> bool:
     return pattern.rpartition(".")[2] == "**"
 
 
-def check_pattern(pattern: str, where: str, defaults: bool = False) -> None:
-    """defaults: whether the last segment may be `**`. Raises: PlanError `bad-pattern`."""
+def check_pattern(pattern: str, where: str, defaults: bool = False, root: bool = False) -> None:
+    """defaults: whether the last segment may be `**`. root: whether it may be empty, which names the model itself.
+
+    Raises: PlanError `bad-pattern`.
+    """
+    if root and not pattern:
+        return
     segments = pattern.split(".")
     for segment in segments[:-1] if defaults and is_default(pattern) else segments:
         if not _VALID.match(segment):
@@ -32,7 +43,7 @@ def check_pattern(pattern: str, where: str, defaults: bool = False) -> None:
                     "bad-pattern",
                     f"cannot read segment {segment!r} of {pattern!r}",
                     where,
-                    fix="segments of letters, digits, _, `*` (one segment or a part of it) and {a,b}, joined by dots",
+                    fix="segments of letters, digits, _, -, `*` (one segment or a part of it) and {a,b}, joined by dots",
                 )
             )
 

@@ -93,7 +93,7 @@ def _rules_below(reader: Reader, node: yaml.Node, prefix: str) -> Iterator[Rule]
         if text is None:
             continue
         try:
-            check_pattern(pattern, reader.where(key_node), defaults=True)
+            check_pattern(pattern, reader.where(key_node), defaults=True, root=True)
             yield Rule(pattern, parse_style(text, reader.where(value)), reader.where(key_node), optional)
         except PlanError as error:
             reader.problems.extend(error.problems)
@@ -136,7 +136,7 @@ def _patterns(reader: Reader, top: dict[str, yaml.Node], key: str) -> Iterator[t
     for pattern, key_node, node in reader.mapping(top[key], key) if key in top else ():
         optional, pattern = "?" in pattern, pattern.replace("?", "")
         try:
-            check_pattern(pattern, reader.where(key_node))
+            check_pattern(pattern, reader.where(key_node), root=True)
         except PlanError as error:
             reader.problems.extend(error.problems)
         yield pattern, optional, node

@@ -8,6 +8,8 @@ Torch-free.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +76,7 @@ class Reader:
         if not isinstance(node, yaml.ScalarNode):
             fix = "quote a pattern that begins with `{`" if isinstance(node, yaml.MappingNode) else "write one text"
             self.wrong(node, "wrong-type", f"{what} must be text, this is {_shown(node)}", fix)
-        elif node.tag != "tag:yaml.org,2002:str":
+        elif node.tag != _TEXT:
             kind = node.tag.rpartition(":")[2]
             self.wrong(node, "wrong-type", f"{what} must be text; YAML reads {node.value[:40]!r} as {kind}", "quote it")
         elif len(node.value) > MAX_SCALAR:
@@ -115,6 +117,27 @@ class Reader:
             return () if text is None else (text,)
         texts = (self.text(item, f"an item of {what}") for item in node.value)
         return tuple(text for text in texts if text is not None)
+
+
+def as_scalar(text: str, inside_braces: bool = False) -> str:
+    """A text as a scalar of YAML that `Reader.text` reads as the same text: bare where it may be, else in double quotes.
+
+    inside_braces: whether it is written between `{` and `}`, where commas and braces separate.
+    """
+    is_bare = (_BARE_INSIDE if inside_braces else _BARE).match(text) and _tag_of(text) == _TEXT
+    return text if is_bare else json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+_BARE = re.compile(r"[A-Za-z0-9_](?:[\w.,*{}()=+/?-]| (?!\Z|#))*\Z")
+_BARE_INSIDE = re.compile(r"[A-Za-z0-9_](?:[\w.*()=+/?-]| (?!\Z|#))*\Z")
+_TEXT = "tag:yaml.org,2002:str"
+
+
+def _tag_of(text: str) -> str:
+    """What YAML takes a bare scalar for."""
+    known = yaml.SafeLoader.yaml_implicit_resolvers
+    tags = (tag for first in (text[:1], None) for tag, expression in known.get(first, ()) if expression.match(text))
+    return next(tags, _TEXT)
 
 
 def is_decimal(text: str) -> bool:

@@ -179,6 +179,80 @@ def test_each_file_can_be_read(styles):
     assert read == styles
 
 
+ODD = [
+    "",
+    "no",
+    "null",
+    "true",
+    "1",
+    "0x1",
+    "1_0",
+    "1e5",
+    "2001-01-01",
+    "a-b",
+    "\u00e9",
+    "on.yes",
+    "1.off",
+    "a-b.0",
+    "no.0",
+]
+"""Names that YAML reads as something else than text, or that have other characters than letters, digits and `_`."""
+UNREADABLE = ["q,k", "a b", "x: y", "# z", "*", "{u}", "'", '"', "?", "line\nbreak", "a//b", "=", "<<"]
+
+
+def _odd_text(styles, local=(), sizes=(), regions=(), whole=(), name="Model"):
+    sections = Sections(
+        styles,
+        dict(sizes),
+        list(dict(sizes)),
+        {module: {attribute: next(iter(sizes), "heads")} for module, attribute in local},
+        dict(whole),
+        regions=[dict(zip(("layers", "leave"), pair, strict=True)) for pair in regions],
+    )
+    return plan_text(Heading((), class_name=name, base=name), sections, [*ODD, *UNREADABLE])
+
+
+_odd = st.sampled_from(ODD)
+_any = st.sampled_from([*ODD, *UNREADABLE])
+_words = st.sampled_from(["colwise", "rowwise", "colwise(output=full)"])
+
+
+@settings(max_examples=150)
+@given(
+    st.dictionaries(_odd, _words, min_size=1, max_size=8),
+    st.lists(st.tuples(_odd, st.sampled_from(["no", "h", "true"])), max_size=3),
+    st.dictionaries(st.sampled_from(["no", "heads", "y"]), st.sampled_from([4, "on", "no", "n_heads"]), min_size=1),
+    st.lists(st.tuples(_any.filter(bool), _any.filter(bool)), max_size=2),
+    st.dictionaries(_any, _any),
+    st.sampled_from(["True", "No", "Model", "Null"]),
+)
+def test_names_that_yaml_reads_otherwise_are_read_as_they_are(styles, local, sizes, regions, whole, name):
+    plan = parse_plan(_odd_text(styles, local, sizes, regions, whole, name), "derived")
+    rules = [rule for rule in plan.rules if rule.pattern != "**"]
+    assert {name: str(rule.style) for name in ODD for rule in rules if matches(rule.pattern, name)} == styles
+    assert {item.pattern for item in plan.local} >= {module for module, _ in local if module.count(".") == 0}
+    assert {size: source.source for size, source in plan.sizes.items()} == sizes
+    assert [(region.layers, region.leave) for region in plan.regions] == regions
+    assert plan.classes == (name,) and plan.base == name
+
+
+@settings(max_examples=60)
+@given(st.dictionaries(_any, st.just("colwise"), min_size=1, max_size=12))
+def test_a_name_that_no_pattern_has_is_matched_by_what_is_written(styles):
+    plan = parse_plan(_odd_text(styles), "derived")
+    assert all(any(matches(rule.pattern, name) for rule in plan.rules if rule.pattern != "**") for name in styles)
+
+
+def test_a_pattern_is_no_longer_than_what_a_file_may_have():
+    names = [f"layers.{index}.up" for index in range(600)]
+    few = dict.fromkeys(names[::2], "colwise")
+    siblings = dict.fromkeys((f"table_of_{index:03}_words" for index in range(200)), "embedding")
+    text = plan_text(Heading((), "opt"), Sections(few | siblings, {}, [], {}, {}), [*names, *siblings])
+    rules = [rule for rule in parse_plan(text, "derived").rules if rule.pattern != "**"]
+    matched = {name for rule in rules for name in [*names, *siblings] if matches(rule.pattern, name)}
+    assert matched == few.keys() | siblings.keys()
+
+
 def test_a_file_of_a_type_says_so():
     text = plan_text(
         Heading((), model_type="opt", base="model"), Sections(styles_of("embed"), {}, [], {}, {}, default=""), NAMES

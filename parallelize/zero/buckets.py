@@ -137,15 +137,19 @@ class AllReduceBucket(Bucket):
         self.reduced = False
 
     def take(self, param: Any) -> None:
-        view = self.views[self.count(param)]
-        grad = to_local(param.grad)
-        if grad.data_ptr() != view.data_ptr() or grad.dtype != view.dtype:
-            view.copy_(grad)
+        self._into_buffer(param, self.views[self.count(param)])
+
+    def _into_buffer(self, param: Any, view: T) -> None:
+        if not _is_same(to_local(param.grad), view):
+            view.copy_(to_local(param.grad))
             param.grad = as_gradient(param, view)
 
     def reopen(self) -> None:
         """Divide sums by the number of ranks: a backward adds to them, and the next all-reduce multiplies them again."""
         if self.reduced and any(param.grad is not None for param in self.params):
+            for param, view in zip(self.params, self.views, strict=True):
+                if param.grad is not None:  # which the user may have replaced
+                    self._into_buffer(param, view)
             self.flat.mul_(1.0 / self.num_ranks)
         self.reduced = False
 
@@ -313,9 +317,13 @@ class ReduceScatterBucket(Bucket):
         if not self.shown:
             return
         for n, param in enumerate(self.params):
-            if id(param) in self.seen and param.grad is None:  # zero_grad
-                self._sum_of(n).zero_()
-                self.seen.discard(id(param))
+            if id(param) in self.seen:
+                value = self._sum_of(n)
+                if param.grad is None:  # zero_grad
+                    value.zero_()
+                    self.seen.discard(id(param))
+                elif not _is_same(to_local(param.grad), value):  # which the user has replaced
+                    value.copy_(to_local(param.grad))
             param.grad = None
         self.shown = False
         if not self.seen:
@@ -325,6 +333,10 @@ class ReduceScatterBucket(Bucket):
         self.seen.clear()
         self.shown = False
         self.sums = self.sums.new_zeros(0)
+
+
+def _is_same(grad: T, value: T) -> bool:
+    return grad.data_ptr() == value.data_ptr() and grad.dtype == value.dtype
 
 
 def _reduce_scatter(out: T, full: T, group: Group, pool: BufferPool) -> Any:

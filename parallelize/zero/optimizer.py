@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -175,10 +174,8 @@ def _is_absent(item: Any) -> bool:
 
 
 def _wrap_steps(built: Optimizer, module: nn.Module, data: DataRecord) -> None:
-    """Around the optimizer's own `step`, `zero_grad` and `add_param_group`: gradients in, parameters out."""
-    inner_step, inner_zero, inner_add = built.step, built.zero_grad, built.add_param_group
-    any_built: Any = built
-    own_class: Any = type(built)
+    """Around the optimizer's own `step` and `add_param_group`: gradients in, parameters out."""
+    inner_step, inner_add = built.step, built.add_param_group
     by_stepped = {id(shard.stepped): shard for shard in data.shards}
 
     def stepped_shards() -> list[OptimizerShard]:
@@ -194,21 +191,17 @@ def _wrap_steps(built: Optimizer, module: nn.Module, data: DataRecord) -> None:
         own_shards = stepped_shards()
         for shard in own_shards:
             shard.follow_edits()
-            shard.refresh(keeps=True)
-        inner_step(**keywords)
+            shard.begin_step()
+        try:
+            inner_step(**keywords)
+        finally:
+            for shard in own_shards:
+                shard.end_step()
         with torch.no_grad():
             for shard in own_shards:
                 shard.publish()
             gather_parameters(own_shards)
         return loss
-
-    def clear_gradients(set_to_none: bool) -> None:
-        inner_zero(set_to_none)
-        for shard in stepped_shards():
-            if set_to_none:
-                shard.param.grad = shard.stepped.grad = None
-            elif shard.param.grad is not None:
-                shard.param.grad.detach().zero_()
 
     def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
         take_later(data)
@@ -218,16 +211,3 @@ def _wrap_steps(built: Optimizer, module: nn.Module, data: DataRecord) -> None:
     save_masters(built, lambda parameter: by_stepped.get(id(parameter)))
     built.add_param_group = MethodType(add_param_group, built)  # type: ignore[method-assign]
     built.step = MethodType(step, built)  # type: ignore[method-assign]
-    any_built.clear_gradients, any_built.__class__ = clear_gradients, _with_clearing(own_class)
-
-
-@cache
-def _with_clearing(cls: Any) -> Any:
-    """The class with a `zero_grad` that clears the model's gradients too. It is of the class, not of the object, as wrappers
-    that inherit from the class of what they wrap call it there: Lightning's do."""
-
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        self.clear_gradients(set_to_none)
-
-    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(cls.__name__, (cls,), {"zero_grad": zero_grad, **names})

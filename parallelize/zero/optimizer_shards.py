@@ -11,12 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from parallelize.applied.layout_tensor.kept_gradients import keep_gradient
 from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
 from parallelize.comm.groups import Group
 from parallelize.comm.meshes import mesh_spec
 from parallelize.layout import even_interval
 from parallelize.torch_private import torch_tensors as private
-from parallelize.zero.buckets import matrix_shape, to_local
+from parallelize.zero.buckets import as_gradient, matrix_shape, to_local
 
 T = torch.Tensor
 
@@ -37,6 +38,11 @@ def split_spec(param: Any, mesh: DeviceMesh, axis: str) -> Any:
     return private.spec(submesh, placements, torch.empty(shape, dtype=local.dtype, device="meta"))
 
 
+def _without_split(spec: Any) -> Any:
+    """The spec of a tensor of which each rank of the data axis, the first of the mesh, has all rows."""
+    return type(spec)(spec.mesh, (Replicate(), *spec.placements[1:]), tensor_meta=spec.tensor_meta)
+
+
 _EDIT_BLOCK = 1 << 15
 """Elements that a CPU compares at once, so that what it rounds stays in its cache."""
 
@@ -49,14 +55,24 @@ class OptimizerShard:
         group: the group over which its rows are split; a group of size 1 splits nothing.
         spec: the spec of the DTensor that `stepped` becomes. None: the parameter's own.
         master: the dtype of a wider copy that the optimizer steps. None: no copy.
+        splits_gradient: whether the parameter's gradient, too, has this rank's rows alone, as under stage 2.
 
     Attributes:
         stepped: what the optimizer steps: the parameter, a view of this rank's rows, or a wider copy of them.
         even: whether every rank has as many rows.
     """
 
-    def __init__(self, name: str, param: Any, group: Group, spec: Any, master: torch.dtype | None):
+    def __init__(
+        self,
+        name: str,
+        param: Any,
+        group: Group,
+        spec: Any,
+        master: torch.dtype | None,
+        splits_gradient: bool = False,
+    ):
         self.name, self.param, self.group, self.spec = name, param, group, spec
+        self._is_full = group.size > 1 and not splits_gradient  # the gradient has the rows of all ranks
         rows, _ = matrix_shape(to_local(param).shape)
         self.start, self.stop = even_interval(rows, group.size, group.rank)
         self.even = rows % group.size == 0
@@ -65,8 +81,12 @@ class OptimizerShard:
         if self.has_master:
             value = value.to(master, copy=True)
         self._is_loaded = False  # the master, since the last step
-        self._taken: tuple[weakref.ref[T], int] | None = None  # the parameter's gradient, and its version
-        self.stepped = param if group.size == 1 and not self.has_master else self._parameter(value)
+        self._rows: Any = None  # while an optimizer steps, the gradient of `stepped`
+        self._steps = False  # whether an optimizer steps now
+        self._wrapper: weakref.ref[Any] | None = None  # of the gradient that `stepped` shows
+        self.stepped: Any = param if group.size == 1 and not self.has_master else self._parameter(value)
+        if self.stepped is not param:
+            keep_gradient(self.stepped, self)
 
     def _parameter(self, value: T) -> nn.Parameter:
         wrapped = wrap_like(self.param, value, self.spec) if self.spec or isinstance(self.param, DTensor) else value
@@ -80,28 +100,62 @@ class OptimizerShard:
             return local.reshape(1)[self.start : self.stop]
         return local[self.start : self.stop]
 
-    def refresh(self, keeps: bool = False) -> None:
-        """Before a step: follow the parameter to new storage (after `.to()`), and take this step's gradient.
+    @property
+    def gradient(self) -> Any:
+        """`stepped.grad`: all of the parameter's own gradient, in the dtype of `stepped`; in a step this rank's rows of it."""
+        if self._steps:
+            return self._rows
+        grad = self._widened()
+        return self._wrapped(grad) if grad is not None and self._is_full else grad
 
-        keeps: a gradient that was taken in another dtype, and scaled since, is not taken again from one that is unchanged.
-        """
-        if self.stepped is self.param:
+    @gradient.setter
+    def gradient(self, value: Any) -> None:
+        if self._steps:
+            self._rows = value
             return
+        if self._is_full and isinstance(value, DTensor) and value.device_mesh == self.stepped.device_mesh:
+            value = as_gradient(self.param, to_local(self._replicated(value)))
+        self._set(value)
+
+    def _set(self, grad: Any) -> None:
+        if grad is not None and grad.dtype != self.param.dtype:
+            self.param.grad_dtype = None  # else PyTorch refuses a gradient that is wider than the parameter
+        self.param.grad = grad
+
+    def _widened(self) -> Any:
+        """The parameter's gradient, after it was converted to the dtype of `stepped`, where gradients are summed in a narrower
+        one: scaling must not round it."""
+        grad = self.param.grad
+        if grad is not None and grad.dtype != self.stepped.dtype:
+            local = to_local(grad).to(self.stepped.dtype)
+            self._set(wrap_like(grad, local) if isinstance(grad, DTensor) else local)
+        return self.param.grad
+
+    def _wrapped(self, grad: Any) -> Any:
+        """A full gradient on the mesh of `stepped`, so that it can be computed with; the same object while it is in use."""
+        wrapper = None if self._wrapper is None else self._wrapper()
+        if wrapper is None or to_local(wrapper) is not to_local(grad):
+            wrapper = wrap_like(self.stepped, to_local(grad), _without_split(private.spec_of(self.stepped)))
+            self._wrapper = weakref.ref(wrapper)
+        return wrapper
+
+    def _replicated(self, value: Any) -> Any:
+        """A gradient on the mesh of `stepped` with the rows of all ranks: gathered where it has those of this rank alone."""
+        placements = (Replicate(), *value.placements[1:])
+        return value if value.placements[0] == placements[0] else value.redistribute(placements=placements)
+
+    def begin_step(self) -> None:
+        """Follow the parameter to new storage (after `.to()`), and let `stepped.grad` be this rank's rows of the gradient."""
         if not self.has_master:
             current = self.slice_of(to_local(self.param).detach())
             stepped = to_local(self.stepped)
             if current.data_ptr() != stepped.data_ptr() or current.dtype != stepped.dtype:
                 self._move(current)
-        grad = None if self.param.grad is None else to_local(self.param.grad)
-        if not (keeps and grad is not None and self._is_taken(grad)):
-            self.stepped.grad = self._gradient()
-        self._taken = None if grad is None else (weakref.ref(grad), grad._version)
+        self._rows, self._steps = self._own_rows(), True
 
-    def _is_taken(self, grad: T) -> bool:
-        """Whether the optimizer's gradient is a wider copy of this one, as it is now."""
-        if self._taken is None or self.stepped.grad is None:
-            return False
-        return self._taken[0]() is grad and self._taken[1] == grad._version and grad.dtype != self.stepped.grad.dtype
+    def end_step(self) -> None:
+        """Let `stepped.grad` be the parameter's gradient again."""
+        self._rows, self._steps = None, False
 
     def _move(self, current: T) -> None:
         new = self._parameter(current)
@@ -110,11 +164,11 @@ class OptimizerShard:
         else:
             self.stepped.data = new.data
 
-    def _gradient(self) -> Any:
+    def _own_rows(self) -> Any:
         if self.param.grad is None:
             return None
         grad = to_local(self.param.grad)
-        if tuple(grad.shape) != tuple(to_local(self.stepped).shape):  # stages 0 and 1: gradients are not split
+        if self._is_full:
             grad = self.slice_of(grad)
         if grad.dtype != self.stepped.dtype:
             grad = grad.to(self.stepped.dtype)
@@ -169,7 +223,7 @@ def gather_parameters(shards: list[OptimizerShard]) -> None:
     small: dict[tuple, list[OptimizerShard]] = {}
     works = []  # all are started before one is waited for, so that their latencies overlap
     for shard in shards:
-        if shard.group.size == 1 or not shard.param.requires_grad:
+        if shard.group.size == 1 or not (shard.param.requires_grad or shard.param.grad is not None):
             continue
         local = to_local(shard.param).detach()
         if shard.even and local.is_contiguous() and local.numel() * local.element_size() >= GATHER_BYTES:

@@ -51,7 +51,7 @@ def optimizer_shard(parameter: ReducedParameter, ranks: DataRanks, master: torch
     if parameter.param.ndim == 0:  # every rank steps a scalar
         return OptimizerShard(parameter.name, parameter.param, Group.alone(), None, master)
     spec = split_spec(parameter.param, ranks.mesh, ranks.shard_axis) if ranks.zero else None
-    return OptimizerShard(parameter.name, parameter.param, ranks.split_group, spec, master)
+    return OptimizerShard(parameter.name, parameter.param, ranks.split_group, spec, master, parameter.is_split)
 
 
 def stepped_in_shards(shard: OptimizerShard, zero: int) -> bool:

@@ -209,9 +209,7 @@ def _take_later_adapters(
     def current() -> Iterator[tuple[str, Any]]:
         return ((name, p) for name, p in module.named_parameters() if not engine.shards(name, p))
 
-    engine.added = Reducer(
-        [], options.reduce_dtype, current=current, after=partial(_refresh, shards), bucket_bytes=options.bucket_bytes
-    )
+    engine.added = Reducer([], options.reduce_dtype, current=current, bucket_bytes=options.bucket_bytes)
     casts = RefusesCasts(())
     module.register_forward_pre_hook(casts)
     later = LaterParameters(module, mesh, 1, options, None, engine.added, shards, casts, engine)
@@ -272,22 +270,11 @@ def _reducer(
         dtype,
         frozen=[parameter for parameter in parameters if not parameter.param.requires_grad],
         current=module.named_parameters,
-        after=partial(_after_step, shards, RunningStatistics(module, data_group(mesh))),
+        after=RunningStatistics(module, data_group(mesh)).share,
         specs={id(shard.param): shard.spec for shard in shards},
         bucket_bytes=options.bucket_bytes,
         defer=options.defer and splits,
     )
-
-
-def _after_step(shards: list[OptimizerShard], statistics: RunningStatistics) -> None:
-    """Set this step's gradients on what the optimizer steps, so that `param_groups` can be clipped and scaled."""
-    _refresh(shards)
-    statistics.share()
-
-
-def _refresh(shards: list[OptimizerShard]) -> None:
-    for shard in shards:
-        shard.refresh()
 
 
 def _after_load(data: DataRecord | None, prefix: str, owner: nn.Module, _: Any) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parallelize.applied.layout_tensor import layout_operations
 from parallelize.applied.layout_tensor.dispatch_by_mode import ask_by_mode
+from parallelize.applied.layout_tensor.kept_gradients import KeptGradient
 from parallelize.applied.layout_tensor.layout_shard import LayoutShard
 from parallelize.applied.layout_tensor.local_pairs import layout_axis, local_pairs
 from parallelize.applied.layout_tensor.stored_order import layout_group, store_like, unshard
@@ -26,7 +27,7 @@ from parallelize.layout import Layout, SlicePair
 from parallelize.torch_private import torch_tensors as private
 
 
-class LayoutDTensor(DTensor):
+class LayoutDTensor(KeptGradient, DTensor):
     """A DTensor that is stored by `layout` along tp. `placements` shows a `LayoutShard` there.
 
     Attributes:

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from parallelize.analysis.linting import Finding as Finding
     from parallelize.analysis.linting import lint as lint
     from parallelize.analysis.show.explanation import Explanation as Explanation
+    from parallelize.applied.full_values import full_gradients as full_gradients
+    from parallelize.applied.full_values import full_parameter as full_parameter
+    from parallelize.applied.full_values import full_state_dict as full_state_dict
     from parallelize.applied.meta_buffers import materialize as materialize
     from parallelize.applied.report import describe_plan as describe_plan
     from parallelize.applied.report import overlap_counts as overlap_counts
     from parallelize.applied.report import overlap_report as overlap_report
-    from parallelize.applied.sharding import ShardInfo as ShardInfo
-    from parallelize.applied.sharding import full_gradients as full_gradients
-    from parallelize.applied.sharding import full_parameter as full_parameter
-    from parallelize.applied.sharding import full_state_dict as full_state_dict
-    from parallelize.applied.sharding import shard_info as shard_info
+    from parallelize.applied.shard_info import ShardInfo as ShardInfo
+    from parallelize.applied.shard_info import shard_info as shard_info
     from parallelize.applied.tied_names import tied_names as tied_names
     from parallelize.apply import parallelize_module as parallelize_module
     from parallelize.checkpoint.export.engines import named_tensors as named_tensors

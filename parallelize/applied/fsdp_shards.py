@@ -30,6 +30,13 @@ def _conversion_of(owner: nn.Module, key: str) -> Callable[[Any], Any] | None:
     return None if row is None or row.layout.is_canonical else partial(with_layout, layout=row.layout)
 
 
+def reshard_units(module: nn.Module) -> None:
+    """Under `fully_shard`, reshard the parameters that are still gathered after a forward."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
 def watch_fully_shard(root: nn.Module) -> None:
     """Call `restore_layouts` before forwards and state dicts of a model that has such parameters."""
     if any(not row.layout.is_canonical for module in root.modules() for row in applied(module).state_rows.values()):

@@ -7,57 +7,23 @@ the state dict return the original order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelize.applied.layout_tensor.layout_dtensor import with_layout, wrap_like
-from parallelize.applied.layout_tensor.stored_order import layout_group, store, store_like, unshard
-from parallelize.applied.records import PlanRecord, Shared, applied, mark_parameter, not_parallelized, record_of
+from parallelize.applied.layout_tensor.stored_order import store, store_like
+from parallelize.applied.records import PlanRecord, Shared, applied, mark_parameter
 from parallelize.applied.step_results import ParameterSlot
 from parallelize.comm.groups import Group
-from parallelize.layout import Layout, SlicePair, chunked, replicated
+from parallelize.layout import Layout
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.rows import ParameterRow
 from parallelize.torch_private import torch_tensors as private
-
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """How one parameter is sharded: the global ranks, the full shape, and the slices that each rank stores.
-
-    `ranks[i]` stores `layout.slices(i)`. Checkpoints write the same pairs.
-
-    Attributes:
-        fqn: the name of the parameter. A tied parameter has one `ShardInfo` for each of its names.
-        ranks: the global ranks of the tp group, in the order of the group.
-        layout: which slices of the full tensor each rank of the group stores.
-        names: all names of the parameter on this rank; several if it is tied (`tied_names` has those on other stages too).
-    """
-
-    fqn: str
-    ranks: tuple[int, ...]
-    layout: Layout
-    names: tuple[str, ...] = ()
-
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        """The shape of the full parameter."""
-        return self.layout.shape
-
-    def slices(self, rank: int) -> tuple[SlicePair, ...]:
-        """The (local, full) pairs of slices that the global rank `rank` stores."""
-        return self.layout.slices(self.ranks.index(rank))
-
-    def multiplicity(self, pair: SlicePair) -> int:
-        """The number of ranks that store the elements of `pair`, which is one of `slices(rank)`."""
-        return sum(any(pair.full == other.full for other in self.slices(rank)) for rank in self.ranks)
 
 
 def join_tied_slots(module: nn.Module) -> None:
@@ -93,121 +59,6 @@ def shared_of_parameters(module: nn.Module) -> dict[int, Shared]:
 
 def shared_of(layout: Layout, rank: int) -> Shared:
     return tuple((layout.dim or 0, start, stop, len(ranks)) for start, stop, ranks in layout.shared(rank))
-
-
-def shard_info(module: nn.Module) -> dict[str, ShardInfo]:
-    """Parameter name -> how it is sharded over `tp`, for every DTensor parameter.
-
-    Args:
-        module: a model that `parallelize_module` returned.
-
-    Returns: a `ShardInfo` by parameter name. A tied parameter is listed under each of its names.
-    Raises: ModelError `not-parallelized`.
-    Cost: no communication.
-    """
-    return {
-        name: ShardInfo(name, group.ranks, layout, names)
-        for layout, group, names in _planned_parameters(module)
-        for name in names
-    }
-
-
-def _planned_parameters(module: nn.Module) -> Iterator[tuple[Layout, Group, tuple[str, ...]]]:
-    """(layout, group, names) of each parameter, from the plan or, after a dict of styles, from its placements."""
-    record = record_of(module)
-    rows = rows_by_name(record) if record is not None else {}
-    if record is not None:
-        planned = {row.fqn: row for row in rows.values()}
-        yield from ((row.layout, record.group_for(row), row.fact.names) for row in planned.values())
-    names: dict[int, list[str]] = {}
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name, parameter in parameters.items():
-        if isinstance(parameter, DTensor) and name not in rows:
-            names.setdefault(id(parameter), []).append(name)
-    if not names and record is None:
-        raise not_parallelized(module)
-    groups: dict[Any, Group] = {}
-    for aliases in names.values():
-        dtensor: Any = parameters[aliases[0]]
-        mesh = dtensor.device_mesh
-        group = groups.setdefault(mesh, layout_group(mesh))
-        dim = private.shard_dim(dtensor.placements[-1])
-        shape = tuple(dtensor.shape)
-        layout = replicated(shape, group.size) if dim is None else chunked(shape, dim, group.size)
-        yield layout, group, tuple(aliases)
-
-
-def full_parameter(module: nn.Module, fqn: str, value: Any = None) -> torch.Tensor:
-    """A parameter in its original order and shape, on every rank of `tp`. A collective: call it on all of them.
-
-    Args:
-        module: a model that `parallelize_module` returned.
-        fqn: the name of the parameter.
-        value: a DTensor stored like the parameter (its gradient, an optimizer state) to unshard instead.
-
-    Returns: a full tensor on the parameter's device. A parameter that is no DTensor is returned itself.
-    Raises: ModelError `not-parallelized`, AttributeError for a name that the model does not have.
-    Cost: one all-gather over `tp` of the parameter's bytes, and one over each axis that ZeRO shards it over.
-    """
-    stored = module.get_parameter(fqn) if value is None else value
-    if not isinstance(stored, DTensor):
-        return stored
-    layout, group = next((layout, group) for layout, group, names in _planned_parameters(module) if fqn in names)
-    return unshard(stored, layout, group)
-
-
-def full_state_dict(module: nn.Module, *, every_rank: bool = False) -> dict[str, torch.Tensor]:
-    """The full state dict on the CPU, in the original order: what the unsharded model's `load_state_dict` takes.
-
-    A collective: call it on every rank. Tensors are unsharded one at a time; tied parameters stay one tensor.
-
-    Args:
-        module: a model, parallelized or not.
-        every_rank: return the state dict on every rank. Otherwise only rank 0 returns it.
-
-    Returns: full CPU tensors by name; an empty dict on ranks other than 0 unless `every_rank` is set.
-    Cost: an all-gather of every sharded tensor's bytes, on every rank, over the axes that shard it.
-    """
-    returned_here = every_rank or dist.get_rank() == 0
-    full_by_id: dict[int, torch.Tensor] = {}
-    full_state = {}
-    state = module.state_dict()
-    for name, value in state.items():
-        if id(value) not in full_by_id:
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            full_by_id[id(value)] = full.detach().cpu() if returned_here else full.new_empty(0)
-        if returned_here:
-            full_state[name] = full_by_id[id(value)]
-    return full_state
-
-
-def full_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameter name -> its full gradient on every rank, for every parameter that has one. Tied parameters have one name.
-
-    Args:
-        module: a model that `parallelize_module` returned, or any other.
-
-    Returns: full gradients by parameter name, in original order, on the parameter's device.
-    Cost: one all-gather over `tp` of every sharded gradient's bytes, and one over each axis that ZeRO shards it over. Call
-        it on every rank.
-    """
-    gradients = {}
-    record = record_of(module)
-    any_sharded = record is not None or any(isinstance(parameter, DTensor) for parameter in module.parameters())
-    rows = _planned_parameters(module) if any_sharded else ()
-    planned = {names[0]: (layout, group) for layout, group, names in rows}
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            gradients[name] = _full_gradient(parameter, planned.get(name))
-    return gradients
-
-
-def _full_gradient(parameter: Any, planned: tuple[Layout, Group] | None) -> torch.Tensor:
-    grad = parameter.grad
-    if not isinstance(grad, DTensor):
-        return grad.clone()
-    # the gradient of a parameter without a layout is a DTensor if ZeRO has sharded it
-    return grad.full_tensor() if planned is None or not isinstance(parameter, DTensor) else unshard(grad, *planned)
 
 
 class Sharder:

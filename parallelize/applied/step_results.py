@@ -98,11 +98,24 @@ class GradientEngine(Protocol):
     def reset(self) -> None: ...
 
 
+class SteppedShard(Protocol):
+    """This rank's rows of a parameter as an optimizer steps them: a `zero.optimizer_shards.OptimizerShard`."""
+
+    param: Any
+    stepped: Any
+    has_master: bool
+
+    def follow_edits(self) -> None: ...
+
+
 class DataAxes(Protocol):
     """The data axes, by ZeRO stage: a `zero.shard_data.DataRecord`."""
 
     mesh: DeviceMesh
     zero: int
+
+    @property
+    def shards(self) -> Sequence[SteppedShard]: ...
 
     @property
     def engine(self) -> GradientEngine | None: ...

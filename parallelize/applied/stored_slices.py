@@ -88,8 +88,9 @@ _Alike = tuple[tuple[SlicePair, ...], frozenset[str], tuple[bool, ...]]
 
 def _alike(parameter: DTensor, layout: Layout, rank: int) -> _Alike:
     mesh = parameter.device_mesh
-    axis = (mesh.mesh_dim_names or ("tp",))[layout_axis(mesh)]
-    axes = _sharding_axes(parameter) - {axis} | ({axis} if layout.dim is not None else set())
+    number = layout_axis(mesh)
+    over = set() if number is None else {(mesh.mesh_dim_names or ("tp",))[number]}
+    axes = _sharding_axes(parameter) - over | (over if layout.dim is not None else set())
     pairs = local_pairs(parameter, layout, rank)
     slices, is_first_holder = tuple(pair for pair, _ in pairs), tuple(is_first for _, is_first in pairs)
     return slices, frozenset(axes), is_first_holder

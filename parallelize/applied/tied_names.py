@@ -14,7 +14,7 @@ def tied_names(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 
     Args:
         module: any model, parallelized or not. After `cut_pipeline` these are the ties of the full model, as every rank has them,
-            though it stores only the copies of its own stages (`shard_info` lists those). A tie that was broken by an assignment
+            though it stores only the copies of its own stages (`shard_info` says which ranks store which). A tie that was broken by an assignment
             after the plan is still listed; the first forward refuses it.
 
     Returns: for each parameter with several names, all of them, the first one first. Those of the plan's `ties:` are listed too.

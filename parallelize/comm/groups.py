@@ -125,6 +125,14 @@ class Group:
         """The backend for tensors on this device: "gloo", "nccl", ..."""
         return self.backends.get(device.type) or self.backends.get("", "")
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the group's messages, for a rank that has no tensor of its own to send."""
+        serves_cuda = "cuda" in self.backends or "nccl" in self.backends.values()
+        if serves_cuda and torch.cuda.is_available():  # a group may name a backend of devices that this machine has not
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
     @staticmethod
     def by_key(key: str) -> Group:
         """The group with this `key`: graphs and arguments of ops can contain text, but no group.

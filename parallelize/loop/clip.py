@@ -204,6 +204,7 @@ def _first_index(grad: torch.Tensor, dim: int) -> int:
         return 0
     mesh = grad.device_mesh
     layout_number = layout_axis(mesh)
+    assert layout_number is not None, "elements that several ranks of tp store"
     local_size = grad.shape[dim] // mesh.size(layout_number)
     for axis, placement in enumerate(grad.placements):
         if axis != layout_number and private.shard_dim(placement) == dim:
@@ -219,20 +220,12 @@ def _total_norm(gradients: _LocalGradients, norm_type: float, stages: Group | No
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     sums = list(_sums(gradients, norm_type, device)) if gradients.locals else []
     if stages is not None:  # a stage without gradients takes part too
-        zero = sums[0].new_zeros(()) if sums else torch.zeros((), device=stages_device(stages))
+        zero = sums[0].new_zeros(()) if sums else torch.zeros((), device=stages.device)
         sums = [torch.stack([zero, *sums]).max() if largest else torch.stack([zero, *sums]).sum()]
         sums[0] = sums[0].double()  # stages may differ in dtype
         stages.all_reduce(sums[0], op)
     total = sums[0] if len(sums) == 1 else torch.stack(sums)
     return total.max() if largest else total.sum().pow_(1.0 / norm_type)
-
-
-def stages_device(group: Group) -> torch.device:
-    """The device of the pipeline's tensors, for a stage without any on this rank."""
-    serves_cuda = "cuda" in group.backends or "nccl" in group.backends.values()
-    if serves_cuda and torch.cuda.is_available():  # a group may name a backend of devices that this machine has not
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _sums(gradients: _LocalGradients, norm_type: float, device: torch.device | None) -> Iterator[torch.Tensor]:

@@ -19,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.meshes import mesh_spec
-from parallelize.loop.clip import stages_device
 from parallelize.torch_private import torch_tensors as private
 
 _STAGED: MutableMapping[Any, DeviceMesh] = WeakIdKeyDictionary()  # parameters of pipeline stages
@@ -69,7 +68,7 @@ def _mesh_of_stages(optimizer: Optimizer) -> DeviceMesh | None:
 def _over_ranks(overflows: dict[torch.device, torch.Tensor], mesh: DeviceMesh) -> dict[torch.device, torch.Tensor]:
     """1 on the first device where any rank has an overflow on any of its devices; ranks without gradients take part."""
     group = Group(axis_group(mesh, *mesh_spec(mesh).names))
-    device = next(iter(overflows), None) or stages_device(group)
+    device = next(iter(overflows), None) or group.device
     local = [overflow.reshape(()).to(device) for overflow in overflows.values()]
     worst = torch.stack(local).max() if local else torch.zeros((), device=device)
     group.all_reduce(worst, dist.ReduceOp.MAX)

@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallelize.applied.records import record_of
-from parallelize.applied.sharding import full_parameter
+from parallelize.applied.stage_values import stored_like, unsharded
 from parallelize.applied.stored_slices import data_rank
 from parallelize.context.forward_state import context_of
 from parallelize.context.local_sequences import gather_sequence
@@ -242,12 +241,9 @@ def _full(tensor: T) -> T:
 
 
 def full_value(module: nn.Module, name: str, value: Any) -> T:
-    """The full tensor of a parameter or its gradient, however it is sharded. A collective."""
-    if not isinstance(value, DTensor):
-        return value.detach().clone()
-    if record_of(module) is not None:
-        return full_parameter(module, name, value).detach().clone()
-    return value.full_tensor().detach().clone()
+    """The full tensor of a parameter or its gradient, however it is sharded. A collective over the ranks that store it."""
+    full = unsharded(stored_like(module.get_parameter(name), value))
+    return full.detach().clone() if full is value else full
 
 
 class _TracedRunner:

@@ -38,8 +38,9 @@ def test_ties_over_pipeline_stages_are_known_on_every_rank():
     def body(rank: int) -> None:
         parallel = parallelize_model(copy.deepcopy(base), build_mesh("cpu", pp=2, tp=2))
         assert tied_names(parallel.module) == (PAIR,)
-        own = PAIR[rank // 2]
-        assert shard_info(parallel.module)[own].names == (own,)
+        infos = shard_info(parallel.module)
+        assert infos[PAIR[0]].names == infos[PAIR[1]].names == PAIR
+        assert [infos[name].ranks for name in PAIR] == [(0, 1), (2, 3)]
 
     run_ranks(4, body)
 

@@ -47,6 +47,7 @@ class LayoutDTensor(KeptGradient, DTensor):
         """The placement along each axis of the mesh."""
         mesh, placements = self.device_mesh, private.spec_of(self).placements
         axis = layout_axis(mesh)
+        assert axis is not None
         return (*placements[:axis], LayoutShard(self.tp_layout), *placements[axis + 1 :])
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:

@@ -30,12 +30,12 @@ def _is_first_holder(layout: Layout, tp_rank: int) -> list[bool]:
     return [layout.holders(tp_rank, interval)[0] == tp_rank for interval in layout.owned[tp_rank]]
 
 
-def layout_axis(mesh: Any) -> int:
-    """The number of the axis that layouts are over: tp, or ep of a folded mesh. -1: the mesh has no such axis."""
+def layout_axis(mesh: Any) -> int | None:
+    """The number of the axis that layouts are over: tp, or ep of a folded mesh. None: the mesh has data axes alone."""
     if mesh.ndim == 1:
         return 0
     names = mesh.mesh_dim_names or ()
-    return next((names.index(name) for name in ("tp", "ep") if name in names), -1)
+    return next((names.index(name) for name in ("tp", "ep") if name in names), None)
 
 
 def local_window(tensor: Any, window: list[Interval], skip: int | None) -> list[Interval]:

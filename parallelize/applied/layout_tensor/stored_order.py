@@ -15,7 +15,9 @@ from parallelize.torch_private import torch_tensors as private
 
 def layout_group(mesh: Any) -> Group:
     """The process group of the axis that layouts are over: see `layout_axis`."""
-    return Group(mesh.get_group(layout_axis(mesh)))
+    axis = layout_axis(mesh)
+    assert axis is not None, f"{mesh} has no axis that layouts are over"
+    return Group(mesh.get_group(axis))
 
 
 def store(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:

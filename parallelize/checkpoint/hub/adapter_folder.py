@@ -18,10 +18,10 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallelize.applied.fsdp_shards import reshard_units
 from parallelize.applied.records import mesh_of
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
-from parallelize.checkpoint.run.snapshot import reshard_units
 from parallelize.errors import CheckpointError, ParallelizeError, Problem
 from parallelize.plan.adapters import is_adapter_parameter
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.applied.fsdp_shards import reshard_units
 from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.format.boxes import shape_of, slices_of
 from parallelize.checkpoint.format.host_memory import empty, torch_dtype
@@ -27,7 +28,6 @@ from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
 from parallelize.checkpoint.hub.tensor_messages import HubTensors, OwnedBoxes, TensorMessage, as_target, dtype_code
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
-from parallelize.checkpoint.run.snapshot import reshard_units
 from parallelize.errors import CheckpointError, ParallelizeError, Problem
 
 T = torch.Tensor

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.applied.fsdp_shards import reshard_units
 from parallelize.applied.many_objects import without_cycles
 from parallelize.applied.stored_slices import named_once
 from parallelize.checkpoint.format.boxes import (
@@ -45,7 +46,6 @@ from parallelize.checkpoint.run.fill_tensors import allocate_local
 from parallelize.checkpoint.run.local_tensors import LocalTensor, ModelOnMesh, model_on_mesh, targets
 from parallelize.checkpoint.run.meta_model import MetaModel
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
-from parallelize.checkpoint.run.snapshot import reshard_units
 from parallelize.errors import CheckpointError, Problem, short_list
 from parallelize.terminal.progress_line import Progress
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from parallelize.applied.fsdp_shards import reshard_units
 from parallelize.checkpoint.format.dtypes import is_lossy
 from parallelize.checkpoint.format.host_memory import torch_dtype
 from parallelize.checkpoint.format.json_decoder import decode
@@ -31,7 +32,6 @@ from parallelize.checkpoint.run.optimizer_restore import RestoredOptimizer, plan
 from parallelize.checkpoint.run.rank_sync import RankSync, as_parallelize_error, ranks_by_value
 from parallelize.checkpoint.run.run_contents import Run
 from parallelize.checkpoint.run.scheduler_state import check_scheduler, load_scheduler
-from parallelize.checkpoint.run.snapshot import reshard_units
 from parallelize.checkpoint.run.transfer import Transfer
 from parallelize.errors import CheckpointError, ParallelizeError, Problem, near, short_list
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from parallelize.applied.master_weights import master_weights
 from parallelize.applied.records import cut_of, mesh_of, record_of
 from parallelize.applied.stored_slices import StoredSlices, StoredTensor, named_once
 from parallelize.checkpoint.format.boxes import Box, box_of
@@ -204,12 +205,7 @@ def bare(module: nn.Module) -> nn.Module:
 
 def weights(on_mesh: ModelOnMesh) -> list[LocalTensor]:
     """The model's parameters in the dtype in which they are stepped, and its persistent buffers: `model/<name>`."""
-    data = data_of(on_mesh.module)
-    with_masters = [shard for shard in data.shards if shard.has_master] if data is not None else []
-    for shard in with_masters:
-        shard.follow_edits()
-    masters = {id(shard.param): shard.stepped for shard in with_masters}
-    return parameters(on_mesh, masters)
+    return parameters(on_mesh, master_weights(on_mesh.module))
 
 
 def parameters(on_mesh: ModelOnMesh, masters: Mapping[int, Any] | None = None) -> list[LocalTensor]:

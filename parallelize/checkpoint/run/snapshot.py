@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from parallelize.applied.fsdp_shards import reshard_units
 from parallelize.applied.stored_slices import StoredTensor
 from parallelize.checkpoint.format.host_memory import Arena, code_of
 from parallelize.checkpoint.format.json_encoder import TensorSink, encode
@@ -164,10 +164,3 @@ def _check_extra_state(module: nn.Module) -> None:
             what = f"{name or 'the model'} ({type(inner).__name__}) has extra state, which is not a tensor"
             fix = "pass it as user={...}: an object with state_dict and load_state_dict"
             raise CheckpointError(Problem("extra-state", what, fix=fix))
-
-
-def reshard_units(module: nn.Module) -> None:
-    """Under `fully_shard`, reshard the parameters that are still gathered after a forward."""
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.applied.records import KEY, applied, cut_of, record_of
-from parallelize.applied.sharding import full_parameter
+from parallelize.applied.stage_values import unsharded
 from parallelize.applied.stock_methods import guarded_method
 from parallelize.tensor.planned_forward import installed
 
@@ -57,7 +57,6 @@ def _with_full_parameters(model: nn.Module, module: nn.Module, name: str, full: 
     for key, parameter in module._parameters.items():
         if isinstance(parameter, DTensor):
             if id(parameter) not in full:
-                value = full_parameter(model, f"{name}.{key}").detach().clone()
-                full[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                full[id(parameter)] = nn.Parameter(unsharded(parameter), requires_grad=parameter.requires_grad)
             parameters[key] = full[id(parameter)]
     return plain

@@ -18,6 +18,7 @@ from parallelize.applied.other_wrappers import refuse_wrappers
 from parallelize.applied.records import cut_of, facts_of, mark_applied, record_of, resolution_of
 from parallelize.applied.step_results import expected
 from parallelize.applied.transaction import Transaction
+from parallelize.batch.input_batch import InputBatch
 from parallelize.comm.handshake import agree_on, check_replicas
 from parallelize.comm.meshes import mesh_spec
 from parallelize.context.cached_calls import CachedCall, logits_on_every_rank
@@ -231,11 +232,12 @@ class _RootForward:
 def _over_cp(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The root's forward, on local tokens."""
     context, call = self._applied.context, self._applied.context_call
+    batch = call.inputs.form.batch(args, kwargs)
     if not context.checked:
-        _check_first(self, context, args, kwargs)
+        _check_first(context, batch)
     elif not (context.compared or torch.compiler.is_compiling() or _is_next_token(context, kwargs)):
-        _compare_shapes(context, args, kwargs)
-    args, kwargs, cached = call.inputs.local_call(context, self, args, kwargs)
+        _compare_shapes(context, batch)
+    args, kwargs, cached = call.inputs.local_call(context, self, batch)
     try:
         if context.checked:
             return call.run(context, self, args, kwargs, cached)
@@ -252,18 +254,18 @@ def _is_next_token(context: Context, kwargs: dict) -> bool:
     return context.generating and sequence is not None and sequence.full > 0
 
 
-def _check_first(module: nn.Module, context: Context, args: tuple, kwargs: dict) -> None:
+def _check_first(context: Context, batch: InputBatch) -> None:
     """Before the first forward: all ranks of cp have the same inputs. Raises: HandshakeError `replicas-differ`."""
-    inputs = {f"input {n}": value for n, value in enumerate(args)} | kwargs
-    check_replicas(context.group, {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}, "inputs", "cp")
+    tensors = {name: value for name, value in batch.inputs.items() if isinstance(value, torch.Tensor)}
+    check_replicas(context.group, tensors, "inputs", "cp")
 
 
-def _compare_shapes(context: Context, args: tuple, kwargs: dict) -> None:
+def _compare_shapes(context: Context, batch: InputBatch) -> None:
     """Before each forward outside of a step: ranks whose sequences differ in length would send messages of other sizes.
 
     Raises: ShapeError `ranks-disagree`.
     """
-    tensors = [leaf for leaf in private.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in private.tree_leaves(batch.inputs) if isinstance(leaf, torch.Tensor)]
     if tensors and not tensors[0].is_meta:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors[:6])
         agree(context.group, tensors[0].device, f"forward over cp, inputs {shapes}")

@@ -8,28 +8,27 @@ labels [B, S]         shifted first, under causal attention: the target of a tok
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from parallelize.batch.input_batch import MASK, BatchForm, InputBatch, documents_of
+from parallelize.batch.row_inputs import is_array
 from parallelize.context.cache_shards import cache_refused
 from parallelize.context.cached_calls import KEEP, CachedCall, cached_call, check_mask
 from parallelize.context.forward_state import Context
 from parallelize.context.full_masks import mask_of_model
 from parallelize.context.sequence_shards import SequenceLayout
 from parallelize.errors import ModelError, Problem, ShapeError
-from parallelize.models.wrapped_models import forward_signature, stock_model
+from parallelize.models.wrapped_models import stock_model
 from parallelize.plan.schema import Plan
 from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.loss.losses import valid_tokens
 
 T = torch.Tensor
-FIRST = ("input_ids", "inputs_embeds")
-"""Names of `transformers` for what a model is called with."""
-_MASK, _OTHER_CACHES = "attention_mask", ("past_key_value", "cache_params")
+_OTHER_CACHES = ("past_key_value", "cache_params")
 _CACHES = ("past_key_values", *_OTHER_CACHES)
 IGNORED = -100
 
@@ -43,10 +42,12 @@ class ContextInputs:
     """
 
     def __init__(self, root: nn.Module, plan: Plan):
-        self.name, self.signature = type(root).__name__, forward_signature(root)
-        parameters = self.signature.parameters
-        self.takes_cache = "use_cache" in parameters
         self.positions = "" if plan.positions == "none" else plan.positions
+        self.name, self.form = type(root).__name__, BatchForm(root, positions=self.positions)
+        parameters = self.form.signature.parameters
+        self.takes_cache = bool(self.form.no_cache) or "use_cache" in parameters
+        self.takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.takes_mask = MASK in parameters
         self.positions_from = plan.positions_from
         # other models are called without masks, so packed documents mean nothing there
         self.has_masks = is_registered(stock_model(root))
@@ -61,46 +62,40 @@ class ContextInputs:
             fix = "name the argument under `positions:` in the plan; `positions: none` if positions do not matter"
             raise ModelError(Problem("no-positions", what, fix=fix))
 
-    def bound(self, args: tuple, kwargs: dict) -> inspect.BoundArguments:
-        """The arguments by name. Raises: TypeError, as the model's own forward would."""
-        return self.signature.bind(None, *args, **kwargs)
-
     def local_call(
-        self, context: Context, root: nn.Module, args: tuple, kwargs: dict
-    ) -> tuple[tuple, dict, CachedCall | None]:
+        self, context: Context, root: nn.Module, batch: InputBatch
+    ) -> tuple[tuple, dict[str, Any], CachedCall | None]:
         """The arguments of a call with this rank's tokens. The context learns the length and documents of the sequences.
 
         Returns: (args, kwargs, how the call uses a cache or None).
         Raises: ShapeError `no-sequence`, `short-sequence`, `bad-position-ids`, `bad-mask`, `cache-full`; ModelError
-            `given-mask`, `cache-over-cp`, `labels-over-cp`, `one-row`, `hidden-states-over-cp`.
+            `given-mask`, `cache-over-cp`, `labels-over-cp`, `one-row`, `hidden-states-over-cp`; TypeError, as the model's own
+            forward would.
         """
-        bound = self.bound(args, kwargs)
-        call = bound.arguments
-        var_keyword = next((p.name for p in self.signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
-        extra, new = call.get(var_keyword, {}), length_in(call)
-        cached = cached_call(context, root, {**call, **extra}, new) if self.may_cache else None
+        self.form.signature.bind(None, *batch.args, **batch.kwargs)
+        call, new = dict(batch.inputs), batch.length
+        cached = cached_call(context, root, call, new) if self.may_cache else None
         layout = context.layout_of(new) if cached is None else cached.layout
-        self._refuse({**call, **extra}, new, cached)
+        self._refuse(batch, cached)
         if cached is None:
             _refuse_short(layout)
-        self._begin(context, call, layout.full, new, cached)
+        self._begin(context, batch, call, layout.full, cached)
         if call.get("labels") is not None:
-            if not (self.shifts and var_keyword and context.is_causal):
+            if not (self.shifts and self.takes_more and context.is_causal):
                 raise _labels_refused(self.name)
-            extra = {**extra, **self._labels(context, call["labels"], extra, new)}
+            call |= self._labels(context, call, new)
         if cached is None or cached.splits:
             rank = context.group.rank
             for name, value in call.items():
                 call[name] = value if name in _CACHES else local_tokens(value, layout, rank)
-            extra = {name: local_tokens(value, layout, rank) for name, value in extra.items()}
-        if context.has_gathered and _MASK in self.signature.parameters:
-            call[_MASK] = mask_of_model(context, call, layout.full)
-        if extra:
-            call[var_keyword] = extra
-        self._set_cache(call, cached, context)
-        return bound.args[1:], bound.kwargs, cached
+        if context.has_gathered and self.takes_mask:
+            call[MASK] = mask_of_model(context, call, layout.full)
+        self._set_cache(call, cached, context, _device(batch))
+        return *batch.call(call), cached
 
-    def _set_cache(self, call: dict[str, Any], cached: CachedCall | None, context: Context) -> None:
+    def _set_cache(
+        self, call: dict[str, Any], cached: CachedCall | None, context: Context, device: torch.device
+    ) -> None:
         """The arguments for the cache, and for the tokens whose logits are needed."""
         if self.takes_cache and (cached is None or cached.cache is None):
             call["use_cache"] = False
@@ -108,28 +103,29 @@ class ContextInputs:
             call["past_key_values"] = cached.stock_cache
         if cached is not None and cached.keep and self.slices_logits:
             indices = cached.local_indices(context.group.rank)
-            call[KEEP] = torch.tensor(indices, device=_device(call))
+            call[KEEP] = torch.tensor(indices, device=device)
 
-    def _begin(self, context: Context, call: dict[str, Any], full: int, new: int, cached: CachedCall | None) -> None:
+    def _begin(
+        self, context: Context, batch: InputBatch, call: dict[str, Any], full: int, cached: CachedCall | None
+    ) -> None:
         """Set positions in the full sequence, and turn positions and padding mask into documents, which replace the mask."""
-        mask, positions = call.get(_MASK), call.get(self.positions)
+        mask, positions = batch.mask, batch.positions
         packed = positions if self.packs and mask is None and (cached is None or cached.cache is None) else None
+        documents = documents_of(packed, mask)
         if cached is None:
-            documents = documents_of(packed, mask)
-            padding, packed = (mask, None) if mask is not None else (None, packed)
             marked = documents is not None
-            context.begin(full, documents, padding=padding if marked else None, positions=packed if marked else None)
+            context.begin(full, documents, padding=mask if marked else None, positions=packed if marked else None)
         else:
             check_mask(mask, full)
-            context.begin(full, documents_of(packed, mask), cached.cache, cached.splits)
+            context.begin(full, documents, cached.cache, cached.splits)
         if self.positions and positions is None:
             counted = call.get(self.positions_from) if self.positions_from else None
-            call[self.positions] = _default_positions(counted, full, _device(call))[:, full - new :]
-        if _MASK in call:
-            call[_MASK] = None
+            call[self.positions] = _default_positions(counted, full, _device(batch))[:, full - batch.length :]
+        if MASK in call:
+            call[MASK] = None
 
-    def _refuse(self, call: dict[str, Any], new: int, cached: CachedCall | None) -> None:
-        mask = call.get(_MASK)
+    def _refuse(self, batch: InputBatch, cached: CachedCall | None) -> None:
+        call, mask, new = batch.inputs, batch.mask, batch.length
         if mask is not None and not (isinstance(mask, T) and mask.ndim == 2 and self.has_masks):
             fix = "a padding mask [batch, tokens] of a model of transformers, or none"
             raise ModelError(Problem("given-mask", "this kind of attention mask is not supported over cp", fix=fix))
@@ -140,16 +136,15 @@ class ContextInputs:
         if cached is None and (isinstance(keep, T) or keep):
             what = "logits_to_keep counts from the end of the sequence, which is on one rank"
             raise ModelError(Problem("one-row", what, fix="use_cache=True, or slice gather_sequence(model, logits)"))
-        positions = call.get(self.positions)
+        positions = batch.positions
         if positions is not None and (positions.ndim != 2 or positions.shape[1] != new):
             what = f"{self.positions} {list(positions.shape)} for sequences of {new} tokens"
             raise ShapeError(Problem("bad-position-ids", what, fix=f"[1 or batch, {new}], for the full sequence"))
 
-    def _labels(self, context: Context, labels: T, extra: dict[str, Any], full: int) -> dict[str, Any]:
+    def _labels(self, context: Context, call: dict[str, Any], full: int) -> dict[str, Any]:
         """What the stock loss of causal models needs to compute this rank's part of the mean over all data ranks."""
-        targets = extra.get("shift_labels")
-        targets = next_tokens(labels) if targets is None else targets
-        count = extra.get("num_items_in_batch")
+        targets, count = call.get("shift_labels"), call.get("num_items_in_batch")
+        targets = next_tokens(call["labels"]) if targets is None else targets
         if count is None:
             count = valid_tokens(local_tokens(targets, context.layout_of(full), context.group.rank), context.mesh)
         return {"shift_labels": targets, "num_items_in_batch": count}
@@ -158,21 +153,6 @@ class ContextInputs:
 def is_registered(root: nn.Module) -> bool:
     """Whether a model takes its attention and its masks from the registry of `transformers`."""
     return hasattr(getattr(root, "config", None), "_attn_implementation")
-
-
-def length_of(root: Any, args: tuple, kwargs: dict) -> int:
-    """Tokens of the full sequences in a call of a model on cp. Raises: ShapeError `no-sequence`."""
-    return length_in(root._applied.context_call.inputs.bound(args, kwargs).arguments)
-
-
-def length_in(call: dict[str, Any]) -> int:
-    """The length of the first input [batch, tokens, ..]. Raises: ShapeError `no-sequence`."""
-    values = (call.get(name) for name in (*FIRST, *call))
-    sequence = next((value for value in values if isinstance(value, T) and value.ndim >= 2), None)
-    if sequence is None:
-        what = f"the model is called without a tensor [batch, tokens, ..]: {sorted(call)}"
-        raise ShapeError(Problem("no-sequence", what, fix="model(input_ids=...)"))
-    return sequence.shape[1]
 
 
 def _default_positions(mask: T | None, full: int, device: torch.device) -> T:
@@ -197,11 +177,14 @@ def _refuse_short(layout: SequenceLayout) -> None:
 
 
 def local_tokens(value: Any, layout: SequenceLayout, rank: int) -> Any:
-    """The local tokens of all tensors [batch, full, ..] in a nested value; anything else is unchanged."""
+    """The local tokens of all tensors and arrays [batch, full, ..] in a nested value; anything else is unchanged."""
 
     def split(leaf: Any) -> Any:
-        is_sequence = isinstance(leaf, T) and leaf.ndim >= 2 and leaf.shape[1] == layout.full
-        return select_tokens(leaf, layout, rank, 1) if is_sequence else leaf
+        if not (isinstance(leaf, T) or is_array(leaf)) or leaf.ndim < 2 or leaf.shape[1] != layout.full:
+            return leaf
+        if isinstance(leaf, T):
+            return select_tokens(leaf, layout, rank, 1)
+        return leaf.take([token for run in layout.of_rank(rank) for token in range(*run)], 1)
 
     return private.tree_map(split, value)
 
@@ -225,21 +208,5 @@ def next_tokens(ids: T, ignore_index: int = IGNORED) -> T:
     return F.pad(ids[:, 1:], (0, 1), value=ignore_index)
 
 
-def documents_of(positions: T | None, mask: T | None) -> T | None:
-    """The document of each token, -1 - d for padding; None for one document without padding.
-
-    A document ends where positions do not increase by one, as in `transformers`.
-    """
-    documents = None
-    if positions is not None:
-        starts = positions.diff(dim=1) != 1
-        if bool(starts.any()):
-            documents = F.pad(starts.cumsum(1), (1, 0))
-    if mask is not None and not bool((mask != 0).all()):
-        unmasked = torch.zeros_like(mask, dtype=torch.int64) if documents is None else documents.expand(mask.shape)
-        documents = torch.where(mask != 0, unmasked, -1 - unmasked)
-    return documents
-
-
-def _device(call: dict[str, Any]) -> torch.device:
-    return next(value.device for value in call.values() if isinstance(value, T))
+def _device(batch: InputBatch) -> torch.device:
+    return next(value.device for value in batch.inputs.values() if isinstance(value, T))

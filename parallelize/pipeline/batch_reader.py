@@ -7,24 +7,18 @@ microbatch is divided by it at once, and gradients are sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from parallelize.batch.input_batch import BatchForm, InputBatch
 from parallelize.comm.groups import Group
 from parallelize.context.forward_state import context_of
-from parallelize.context.inputs import length_of
 from parallelize.context.local_sequences import local_targets
 from parallelize.errors import HandshakeError, ModelError, ParallelizeError, Problem
-from parallelize.models.wrapped_models import forward_signature
-from parallelize.pipeline.microbatch_inputs import (
-    MicrobatchInputs,
-    broadcast_nested,
-    named_whole,
-    positional_names,
-    split_batch,
-)
+from parallelize.pipeline.microbatch_inputs import MicrobatchInputs, broadcast_nested, split_batch
 from parallelize.pipeline.step_check import StepCheck
 from parallelize.pipeline.step_targets import beside_prompts, refuse_unshifted, token_loss, token_targets
 from parallelize.vocabulary.loss.losses import valid_tokens
@@ -62,11 +56,9 @@ class BatchReader:
         check: Callable[[], None],
     ):
         self.module, self.comparison, self.num_microbatches = module, comparison, num_microbatches
-        self.stages, self.share_inputs, self.whole = stages, share_inputs, named_whole(whole)
+        self.stages, self.share_inputs, self.form = stages, share_inputs, BatchForm(module, whole)
         self.loss, self.count, self.reads_tokens = loss or token_loss, count or valid_tokens, loss is None
         self._may_be_unshifted = loss is None and refuse_ids  # until targets of a step were compared with its ids
-        self._signature = forward_signature(module)
-        self._names = positional_names(self._signature)
         self.context = context_of(module)
         self.check = check
 
@@ -85,7 +77,7 @@ class BatchReader:
             args, kwargs, targets, labels = broadcast_nested((args, kwargs, targets, labels), *self.stages)
         if labels is not None and not self.reads_tokens:
             kwargs, labels = {**kwargs, "labels": labels}, None
-        batch = {**self._named(args, kwargs), "targets": targets if labels is None else labels}
+        batch = self.form.step_batch(args, kwargs, targets if labels is None else labels)
         microbatches: list[MicrobatchInputs] = []
         error: ParallelizeError | None = None
         try:
@@ -93,8 +85,8 @@ class BatchReader:
                 _refuse_without_gradients()
                 self.check()
             if call != "forward":
-                targets = self._local_targets(args, kwargs, targets, labels)
-            microbatches = split_batch(args, kwargs, targets, self.num_microbatches, self.whole, self._names)
+                targets = self._local_targets(batch, targets, labels)
+            microbatches = split_batch(replace(batch, targets=targets), self.num_microbatches)
         except ParallelizeError as refused:
             error = refused
         total = self._agreed_total(targets, batch, {**settings, "call": call}, microbatches, error)
@@ -105,7 +97,7 @@ class BatchReader:
     def _agreed_total(
         self,
         targets: Any,
-        batch: dict[str, Any],
+        batch: InputBatch,
         settings: dict[str, str],
         microbatches: list[MicrobatchInputs],
         error: ParallelizeError | None,
@@ -115,7 +107,7 @@ class BatchReader:
         settings["error"] = ", ".join(error.slugs) if error is not None else "none"
         try:
             sequences = microbatches[0].batch_size if microbatches else 0
-            total = self.comparison.total(count, batch, settings, sequences)
+            total = self.comparison.total(count, batch.compared(), settings, sequences)
         except HandshakeError as difference:
             raise error or difference from None
         if error is not None:
@@ -131,23 +123,16 @@ class BatchReader:
 
         return loss
 
-    def _named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        """The inputs by name, whether they were passed by position or by name."""
-        try:
-            return dict(self._signature.bind_partial(self.module, *args, **kwargs).arguments) | {"self": None}
-        except TypeError:
-            return {"inputs": args, **kwargs}
-
-    def _local_targets(self, args: tuple, kwargs: dict, targets: Any, labels: Any) -> Any:
+    def _local_targets(self, batch: InputBatch, targets: Any, labels: Any) -> Any:
         """What the loss reads on this rank."""
         if self.reads_tokens:
             targets = token_targets(self.module, targets, labels)
             if self._may_be_unshifted:
-                refuse_unshifted(self.module, args, kwargs, targets)
-            targets = beside_prompts(self.module, (args, kwargs), targets)
+                refuse_unshifted(self.module, batch.inputs, targets)
+            targets = beside_prompts(self.module, batch.inputs, targets)
         if self.context is None or targets is None:
             return targets
-        return local_targets(self.context, length_of(self.module, args, kwargs), targets)
+        return local_targets(self.context, batch.length, targets)
 
 
 def _refuse_without_gradients() -> None:

@@ -168,7 +168,9 @@ class Pipeline:
         Every rank must call it, with the batch of its data rank (the same on all its pp, cp and tp ranks).
 
         Args:
-            args, kwargs: inputs of the full model. Tensors with the batch's size in dim 0 are split into microbatches.
+            args, kwargs: inputs of the full model. Tensors and NumPy arrays with the batch's size in dim 0 are split into
+                microbatches; lists and tuples with an entry for each sequence where `whole` says so. Models of `transformers`
+                are called with `use_cache=False` unless it is passed: beside a cache they do not look for packed documents.
             targets: split in the same way. For the default loss token ids [batch, sequence], -100 for none:
                 `targets[:, i]` is compared with the logits at position i, nothing is shifted; `next_tokens(ids)` gives them.
                 For a `loss` of your own whatever it reads.
@@ -179,8 +181,8 @@ class Pipeline:
         Returns: the mean loss over all data ranks, a scalar without gradient, the same on every rank.
 
         Raises:
-            ShapeError: `no-inputs`, `indivisible-batch`, `unclear-batch-dim` (a tensor that may have the batch's size by chance),
-                before anything runs.
+            ShapeError: `no-inputs`, `indivisible-batch`, `unclear-batch-dim` (a tensor or list that may have the batch's size by
+                chance), before anything runs.
             ModelError: `gradients-off` under `torch.no_grad()`; of the default loss `no-targets`, `labels-and-targets`,
                 `unclear-labels`, `unshifted-targets`. Before anything runs.
             HandshakeError: `ranks-diverged` on every rank, where the ranks of a data rank have different inputs or targets,

@@ -77,7 +77,7 @@ def _with_prompts(module: nn.Module, targets: T) -> T:
     return torch.cat([targets.new_full((targets.shape[0], count), IGNORED), targets], dim=1) if count else targets
 
 
-def refuse_unshifted(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], targets: Any) -> None:
+def refuse_unshifted(module: nn.Module, inputs: Mapping[str, Any], targets: Any) -> None:
     """Refuse targets that are the token ids themselves, in a model that predicts the next token.
 
     Targets that are the next ids, as far as the ids tell, are always accepted.
@@ -85,7 +85,7 @@ def refuse_unshifted(module: nn.Module, args: tuple, kwargs: Mapping[str, Any], 
     Raises: ModelError `unshifted-targets`.
     Cost: three comparisons of token ids; on an accelerator it waits for them.
     """
-    ids = _ids_like(targets, (args, dict(kwargs)))
+    ids = _ids_like(targets, dict(inputs))
     if ids is None or getattr(module, "loss_type", None) not in _SHIFTED:
         return
     target, token, following = targets[:, :-1], ids[:, :-1], ids[:, 1:]

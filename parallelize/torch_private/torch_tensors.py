@@ -190,9 +190,9 @@ def schedule_orders(
     return [[(op.stage_index, op.computation_type.value, op.microbatch_index) for op in order] for order in flat]
 
 
-def tree_flatten(value: Any) -> tuple[list[Any], Any]:
-    """(leaves, structure) of nested containers. The structure can be pickled."""
-    return pytree.tree_flatten(value)
+def tree_flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """(leaves, structure) of nested containers; those of which `is_leaf` is true stay closed. The structure can be pickled."""
+    return pytree.tree_flatten(value, is_leaf)
 
 
 def tree_unflatten(leaves: list[Any], structure: Any) -> Any:

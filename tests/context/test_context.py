@@ -21,7 +21,7 @@ from parallelize import (
     shard_data,
     split_sequence,
 )
-from parallelize.context.inputs import documents_of
+from parallelize.batch.input_batch import documents_of
 from parallelize.plan.plan_file import parse_plan
 from tests.support.context import alone, batch_of, error_of, family, on_mesh
 from tests.support.models import FAMILIES

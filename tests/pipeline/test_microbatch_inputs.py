@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize import ShapeError, build_mesh, full_gradients, next_tokens, parallelize_model
-from parallelize.pipeline.microbatch_inputs import split_batch
+from parallelize.batch.input_batch import BatchForm
+from parallelize.pipeline.microbatch_inputs import MicrobatchInputs, split_batch
 from tests.support.models import tiny_batch, tiny_model
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
@@ -40,6 +41,14 @@ def step(model: nn.Module, *args: torch.Tensor, whole: object = (), **kwargs: to
         return float(parallel.step(*args, targets=next_tokens(IDS), **kwargs))
 
     return run_ranks(1, body)[0]
+
+
+class AnyInputs(nn.Module):
+    def forward(self, **inputs: object) -> None: ...
+
+
+def split(inputs: dict, targets: object = IDS, *, count: int = 2, whole: object = ()) -> list[MicrobatchInputs]:
+    return split_batch(BatchForm(AnyInputs(), whole).step_batch((), inputs, targets), count)
 
 
 def loss(logits: torch.Tensor) -> float:
@@ -80,29 +89,29 @@ SQUARE = torch.arange(16).view(4, 4)
     ],
 )
 def test_what_is_clear(inputs, clear):
-    assert len(split_batch((), inputs, IDS, 1, {})) == 1  # nothing is split
+    assert len(split(inputs, count=1)) == 1  # nothing is split
     if clear:
-        last = split_batch((), inputs, IDS, 2, {})[1].kwargs
+        last = split(inputs)[1].kwargs
         assert torch.equal(last["ids"], inputs["ids"][2:])
         return
     with pytest.raises(ShapeError) as error:
-        split_batch((), inputs, IDS, 2, {})
+        split(inputs)
     assert error.value.slugs == ("unclear-batch-dim",)
 
 
 def test_targets_in_a_dict_are_asked_about_too():
     targets = {"labels": IDS, "reward": torch.ones(4)}
     with pytest.raises(ShapeError, match=r'whole=."targets": False'):
-        split_batch((IDS,), {}, targets, 2, {})
-    parts = split_batch((IDS,), {}, targets, 2, {"targets": False})
+        split({"ids": IDS}, targets)
+    parts = split({"ids": IDS}, targets, whole={"targets": False})
     assert [len(part.targets["reward"]) for part in parts] == [2, 2]
-    assert [len(part.targets) for part in split_batch((IDS,), {}, torch.ones(4), 2, {})] == [2, 2]
+    assert [len(part.targets) for part in split({"ids": IDS}, torch.ones(4))] == [2, 2]
 
 
 def test_the_batch_is_that_of_the_ids_in_any_order_of_inputs():
     inputs = {"classes": torch.ones(3, 2), "input_ids": IDS}
     for named in (inputs, {"table": torch.ones(20, 2), **inputs}):
-        parts = split_batch((), named, None, 2, {})
+        parts = split(named)
         assert [len(part.kwargs["input_ids"]) for part in parts] == [2, 2] and parts[1].batch_offset == 2
 
 

@@ -19,7 +19,7 @@ ROOMS_BY_FLOOR = (
     "errors torch_private ops.random",
     "layout mesh randomness styles terminal checkpoint.format",
     "comm models plan",
-    "dims ops",
+    "batch dims ops",
     "applied.layout_tensor collectives",
     "applied ops.attention ops.experts ops.matmul ops.vocabulary",
     "loop quantization randomness.dropout randomness.init vocabulary.logits watchdog",

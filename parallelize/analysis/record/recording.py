@@ -25,10 +25,10 @@ from parallelize.analysis.record.trace_data import OUTSIDE, MicrobatchTrace, Sta
 from parallelize.analysis.record.tracing import Event, MeshAxes, Tracer
 from parallelize.applied.records import record_of
 from parallelize.apply import apply_plan
+from parallelize.batch.input_batch import BatchForm
 from parallelize.comm.meshes import mesh_spec
 from parallelize.context.context_parallel import apply_context
 from parallelize.context.forward_state import context_of
-from parallelize.context.inputs import length_of
 from parallelize.context.local_sequences import local_targets
 from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.ops.experts.assumed_routing import AssumedRouting
@@ -176,8 +176,9 @@ def _run(
     with torch.device("meta"):
         inputs = batch.make(model, NUM_MICROBATCHES * batch.size)
     targets, context = inputs.pop("targets", None), context_of(model)
+    call = BatchForm(model, dict.fromkeys([*inputs, "targets"], False)).step_batch((), inputs)
     if context is not None:
-        targets = local_targets(context, length_of(model, (), inputs), targets)
+        targets = local_targets(context, call.length, targets)
     targets = beside_prompts(model, inputs, targets)
     tensors = [leaf for leaf in private.tree_leaves((inputs, targets)) if isinstance(leaf, T)]
     tracer.ignore([*map(to_local, model.parameters()), *model.buffers(), *tensors])
@@ -194,7 +195,7 @@ def _run(
         steps=[Action(0, kind, microbatch) for microbatch in range(NUM_MICROBATCHES) for kind in kinds],
         runner=SingleStageRunner(model),
         transport=None,
-        microbatches=split_batch((), inputs, targets, NUM_MICROBATCHES, dict.fromkeys([*inputs, "targets"], False)),
+        microbatches=split_batch(replace(call, targets=targets), NUM_MICROBATCHES),
         signature=(),
         headers={},
         root=model,

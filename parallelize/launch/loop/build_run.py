@@ -115,8 +115,6 @@ def build_model(config: RunConfig, around: Surroundings) -> tuple[ParallelModel,
     """The model on the mesh, the number of its parameters, and the names that a batch may have."""
     with naming(config, "model"):
         source, module, initialize = _module_of(config, around)
-    if hasattr(getattr(module, "config", None), "use_cache"):
-        module.config.use_cache = False  # type: ignore[union-attr]
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     names = argument_names(module)  # before the plan's forwards take any
     with naming(config, "mesh", "plan", "options"):

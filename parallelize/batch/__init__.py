@@ -1,0 +1,1 @@
+"""What one call of a model is given, described once for every axis."""

@@ -18,6 +18,7 @@ from parallelize.comm.groups import Group
 from parallelize.context.forward_state import context_of
 from parallelize.context.local_sequences import local_targets
 from parallelize.errors import HandshakeError, ModelError, ParallelizeError, Problem
+from parallelize.ops.vocabulary.cross_entropy import mean_over
 from parallelize.pipeline.microbatch_inputs import MicrobatchInputs, broadcast_nested, split_batch
 from parallelize.pipeline.step_check import StepCheck
 from parallelize.pipeline.step_targets import beside_prompts, refuse_unshifted, token_loss, token_targets
@@ -119,7 +120,7 @@ class BatchReader:
 
         def loss(output: Any, targets: Any) -> T:
             more = router_loss_of(self.module, output) if self.reads_tokens and not forward_only else 0.0
-            return self.loss(output, targets) / total + more / self.num_microbatches
+            return mean_over(self.loss(output, targets), total) + more / self.num_microbatches
 
         return loss
 

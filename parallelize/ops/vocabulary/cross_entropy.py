@@ -103,10 +103,10 @@ class PreparedTargets:
         if reduction == "none":
             return losses.view(self.shape)
         total = losses.sum() if losses.ndim else losses
-        return total if reduction == "sum" else _mean(total, self.divisor if count is None else count)
+        return total if reduction == "sum" else mean_over(total, self.divisor if count is None else count)
 
 
-def _mean(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+def mean_over(total: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
     """total / count. If no token counts it is NaN, as in torch, with a gradient of 0 for every input of the total."""
     empty = torch.as_tensor(count == 0, device=total.device)
     return torch.where(empty, torch.nan, total / torch.where(empty, 1, count))

@@ -85,6 +85,14 @@ class HeadLoss:
         ones = torch.ones_like(like)
         return ones if self.ignored is None else ones.masked_fill_(self.ignored[tokens], 0.0)
 
+    def without_ignored(self, scale: T) -> T:
+        """The gradients of the losses [N]: 0 for tokens that do not count, also where the mean over none made it infinite."""
+        return scale if self.ignored is None else scale.masked_fill(self.ignored, 0.0)
+
+    def scale_of_sum(self, scale: T) -> T:
+        """The gradient of the sum, a scalar: 0 if no token counts, whose sum does not depend on anything."""
+        return scale if self.ignored is None else scale.masked_fill(self.ignored.all(), 0.0)
+
     def softmax_scale(self, stats: Statistics | SavedStatistics, scale: T) -> T:
         """The factor of the softmax in the gradient of losses whose own gradient is `scale` [n]."""
         factor = stats.mass
@@ -153,9 +161,9 @@ class _Sum(Function):
         used = [private.will_run(node) for node, _ in ctx.next_functions] + [False] * 3
         needs = tuple(need and use for need, use in zip(ctx.needs, used, strict=False))
         if ctx.gradients.has(needs):
-            return *ctx.gradients.take(needs, grad), None, None
+            return *ctx.gradients.take(needs, ctx.loss.scale_of_sum(grad)), None, None
         # a second backward through the same graph: the first one has taken the tensors themselves
-        scale = ctx.loss.counts(slice(0, hidden.shape[0]), saved[0]) * grad
+        scale = ctx.loss.without_ignored(grad.expand(hidden.shape[0]))
         return *_recomputed_gradients(needs, hidden, weight, bias, ctx.loss, tuple(saved), scale, None), None, None
 
 
@@ -184,8 +192,8 @@ class _Tokens(Function):
         hidden, weight, bias, *saved = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(saved[0])
-        elif ctx.loss.ignored is not None:
-            grad = grad.masked_fill(ctx.loss.ignored, 0.0)
+        else:
+            grad = ctx.loss.without_ignored(grad)
         entropy_grad = entropy_grad if ctx.loss.entropy else None
         grads = _recomputed_gradients(ctx.needs, hidden, weight, bias, ctx.loss, tuple(saved), grad, entropy_grad)
         return *grads, None

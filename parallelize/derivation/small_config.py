@@ -12,7 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from parallelize.derivation.divided_config import (
+from parallelize.derivation.state_sizes import with_state_heads
+from parallelize.models.divided_config import (
     HEAD_WIDTH,
     QUERIES,
     QUERY_COUNTS,
@@ -20,9 +21,9 @@ from parallelize.derivation.divided_config import (
     first_of_each_kind,
     keep_layer_indexes,
 )
-from parallelize.derivation.small_images import side_of
-from parallelize.derivation.state_sizes import with_state_heads
-from parallelize.verification.scale import scaled, without_dropout
+from parallelize.models.dropout_rates import without_dropout
+from parallelize.models.small_images import side_of
+from parallelize.verification.scale import scaled
 
 _RATIO = 3  # query heads for each key/value head
 _MAX_LAYERS = 3

@@ -21,7 +21,13 @@ from parallelize.errors import HandshakeError, ModelError, ParallelizeError, Pro
 from parallelize.ops.vocabulary.cross_entropy import mean_over
 from parallelize.pipeline.microbatch_inputs import MicrobatchInputs, broadcast_nested, split_batch
 from parallelize.pipeline.step_check import StepCheck
-from parallelize.pipeline.step_targets import beside_prompts, refuse_unshifted, token_loss, token_targets
+from parallelize.pipeline.step_targets import (
+    beside_prompts,
+    refuse_unshifted,
+    token_loss,
+    token_targets,
+    with_decoder_ids,
+)
 from parallelize.vocabulary.loss.losses import valid_tokens
 from parallelize.zero.router_loss import router_loss_of
 
@@ -86,6 +92,7 @@ class BatchReader:
                 _refuse_without_gradients()
                 self.check()
             if call != "forward":
+batch = self._with_decoder_ids(batch, labels)
                 targets = self._local_targets(batch, targets, labels)
             microbatches = split_batch(replace(batch, targets=targets), self.num_microbatches)
         except ParallelizeError as refused:
@@ -124,10 +131,14 @@ class BatchReader:
 
         return loss
 
+    def _with_decoder_ids(self, batch: InputBatch, labels: Any) -> InputBatch:
+        more = with_decoder_ids(self.module, batch.inputs, labels) if self.reads_tokens and labels is not None else {}
+        return replace(batch, kwargs={**batch.kwargs, **more}) if more else batch
+
     def _local_targets(self, batch: InputBatch, targets: Any, labels: Any) -> Any:
         """What the loss reads on this rank."""
         if self.reads_tokens:
-            targets = token_targets(self.module, targets, labels)
+            targets = token_targets(self.module, targets, labels, batch.mask)
             if self._may_be_unshifted:
                 refuse_unshifted(self.module, batch.inputs, targets)
             targets = beside_prompts(self.module, batch.inputs, targets)

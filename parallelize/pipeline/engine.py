@@ -174,9 +174,9 @@ class Pipeline:
             targets: split in the same way. For the default loss token ids [batch, sequence], -100 for none:
                 `targets[:, i]` is compared with the logits at position i, nothing is shifted; `next_tokens(ids)` gives them.
                 For a `loss` of your own whatever it reads.
-            labels: instead of targets, with the meaning of the stock model: token ids [batch, sequence], -100 for none,
-                which are shifted here (not for models that transformers says are masked or classify tokens). With a `loss` of
-                your own it is an input of the model.
+            labels: instead of targets, with the meaning of the stock model: token ids [batch, sequence] or classes, -100 for
+                none. They are shifted here where the model's own loss shifts them, see `label_loss`; a decoder that was
+                given no input gets what the stock model makes from them. With a `loss` of your own it is an input of the model.
 
         Returns: the mean loss over all data ranks, a scalar without gradient, the same on every rank.
 
@@ -184,7 +184,7 @@ class Pipeline:
             ShapeError: `no-inputs`, `indivisible-batch`, `unclear-batch-dim` (a tensor or list that may have the batch's size by
                 chance), before anything runs.
             ModelError: `gradients-off` under `torch.no_grad()`; of the default loss `no-targets`, `labels-and-targets`,
-                `unclear-labels`, `unshifted-targets`. Before anything runs.
+                `unclear-labels`, `unshifted-targets`, `no-decoder-ids`. Before anything runs.
             HandshakeError: `ranks-diverged` on every rank, where the ranks of a data rank have different inputs or targets,
                 or ranks differ in the call, the mode, or the hyperparameters and steps of an optimizer of `watch`; and
                 where copies of a tied parameter differ in these or in requires_grad. `replicas-differ` and `ties-differ`,

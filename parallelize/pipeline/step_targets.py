@@ -1,11 +1,13 @@
 """Targets of the default loss: the position of a target is that of the logits it is compared with.
 
-Stock causal models take `labels` instead, which are the token ids, and shift them inside. Both are sequences of token ids, so
-that one in place of the other trains another task without an error. A step therefore takes both, by their own names.
+Stock causal models take `labels` instead, which are the token ids, and shift them inside; other stock models do not shift theirs.
+All are sequences of token ids, so that one in place of the other trains another task without an error. A step therefore takes
+both, by their own names.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,25 +16,23 @@ from torch import nn
 
 from parallelize.context.inputs import IGNORED, next_tokens
 from parallelize.errors import ModelError, Problem
-from parallelize.models.wrapped_models import num_prompt_logits
+from parallelize.models.label_loss import label_loss
+from parallelize.models.tiny_copy import own_class
+from parallelize.models.wrapped_models import forward_signature, num_prompt_logits, stock_model
 from parallelize.torch_private import torch_tensors as private
 from parallelize.vocabulary.loss.losses import cross_entropy
 
 T = torch.Tensor
 
-_UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")
-"""Loss types of `transformers` whose labels have the positions of the logits."""
-_SHIFTED = (None, "ForCausalLM")
-"""Those of next tokens. None: what `transformers` has for a model that names no loss, and what models of others have."""
 
-
-def token_targets(module: nn.Module, targets: Any, labels: Any) -> Any:
+def token_targets(module: nn.Module, targets: Any, labels: Any, attention_mask: Any = None) -> Any:
     """The targets of the default loss, from what a step was given.
 
     Args:
-        module: the model, whose `loss_type` says whether its labels are shifted.
+        module: the model, whose class decides what labels mean: see `label_loss`.
         targets: token ids [batch, sequence] at the positions of the logits, or class probabilities; None with labels.
-        labels: token ids as the stock model takes them; None with targets.
+        labels: token ids, or classes, as the stock model takes them; None with targets.
+        attention_mask: of the step's inputs; some classes ignore the labels of padding.
 
     Raises: ModelError `no-targets`, `labels-and-targets`, `unclear-labels`.
     """
@@ -48,18 +48,43 @@ def token_targets(module: nn.Module, targets: Any, labels: Any) -> Any:
         )
         fix = "pass them by name: step(ids, targets=next_tokens(ids)) or step(ids, labels=ids); or a `loss` without targets"
         raise ModelError(Problem("no-targets", what, fix=fix))
-    return _of_labels(module, labels)
+    return _of_labels(module, labels, attention_mask)
 
 
-def _of_labels(module: nn.Module, labels: Any) -> Any:
-    kind = getattr(module, "loss_type", None)
-    if kind in _UNSHIFTED:
-        return labels
-    if kind not in _SHIFTED or not isinstance(labels, T) or labels.ndim != 2:
+def _of_labels(module: nn.Module, labels: Any, attention_mask: Any) -> Any:
+    kind = label_loss(module, labels)
+    if not kind.of_logits:
         form = list(labels.shape) if isinstance(labels, T) else type(labels).__name__
-        what = f"labels {form} of a {type(module).__name__} are no ids [batch, sequence] of a language model"
+        what = f"labels {form} of a {type(stock_model(module)).__name__} are no classes of its logits: {kind.unknown}"
         raise ModelError(Problem("unclear-labels", what, fix="targets= and a `loss` that reads them"))
-    return next_tokens(_with_prompts(module, labels))  # the last prompt predicts the first token
+    targets = kind.targets(labels, attention_mask)
+    if targets.ndim != 2:
+        return targets
+    targets = _with_prompts(module, targets)  # the last prompt predicts the first token
+    return next_tokens(targets) if kind.shift else targets
+
+
+def with_decoder_ids(module: nn.Module, named: Mapping[str, Any], labels: Any) -> dict[str, Any]:
+    """The input of the decoder that a stock model of two makes from its labels, where the step was given none; else nothing.
+
+    Args:
+        named: the inputs of the step, by name.
+
+    Raises: ModelError `no-decoder-ids`.
+    """
+    stock: Any = stock_model(module)
+    given = any(named.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    is_of_two = getattr(getattr(stock, "config", None), "is_encoder_decoder", False)
+    if labels is None or given or not is_of_two or "decoder_input_ids" not in forward_signature(stock).parameters:
+        return {}
+    if hasattr(stock, "prepare_decoder_input_ids_from_labels"):
+        return {"decoder_input_ids": stock.prepare_decoder_input_ids_from_labels(labels=labels)}
+    shift = getattr(sys.modules[own_class(stock).__module__], "shift_tokens_right", None)
+    if shift is None:
+        what = f"{type(stock).__name__} does not say what its decoder reads for these labels"
+        raise ModelError(Problem("no-decoder-ids", what, fix="pass decoder_input_ids too: the labels, shifted right"))
+    config = stock.config
+    return {"decoder_input_ids": shift(labels, config.pad_token_id, config.decoder_start_token_id)}
 
 
 def beside_prompts(module: nn.Module, inputs: Any, targets: Any) -> Any:
@@ -86,12 +111,12 @@ def refuse_unshifted(module: nn.Module, inputs: Mapping[str, Any], targets: Any)
     Cost: three comparisons of token ids; on an accelerator it waits for them.
     """
     ids = _ids_like(targets, dict(inputs))
-    if ids is None or getattr(module, "loss_type", None) not in _SHIFTED:
+    if ids is None:
         return
     target, token, following = targets[:, :-1], ids[:, :-1], ids[:, 1:]
     ignored = target == IGNORED
     repeats, predicts = ((target == other) | ignored for other in (token, following))
-    if bool(repeats.all()) and not bool(predicts.all()):
+    if bool(repeats.all()) and not bool(predicts.all()) and label_loss(module, targets).shift:
         what = f"each of the {int((~ignored).sum())} targets is the token at its own position, not the next one"
         fix = "targets=next_tokens(ids), or labels=ids; a task that copies its input: a `loss` of your own"
         raise ModelError(Problem("unshifted-targets", what, fix=fix))

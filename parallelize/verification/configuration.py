@@ -15,6 +15,7 @@ from torch import nn
 
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
+from parallelize.models.dropout_rates import without_dropout
 from parallelize.models.model_dtype import in_dtype
 from parallelize.models.model_source import ModelSource, copy_of, read_model, source_of
 from parallelize.models.transformers_models import is_config
@@ -35,7 +36,6 @@ from parallelize.verification.scale import (
     perturb,
     scaled,
     sequence_length,
-    without_dropout,
 )
 from parallelize.verification.user_errors import blaming
 

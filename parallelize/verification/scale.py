@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from parallelize.models.dropout_rates import is_rate
 from parallelize.verification.scale_experts import scale_experts, scale_latent_heads
 
 VOCABULARIES = (67, 71, 73)  # primes: no tp size divides them
@@ -252,15 +253,6 @@ _CLEARLY_SMALLER = 0.6  # the deviations of small matrices of the same initializ
 _SMALLEST_RATIO = 0.05
 
 
-def without_dropout(config: Any) -> None:
-    """Set dropout rates in the config to zero, and those of layers and paths that are left out at random."""
-    for name, value in list(vars(config).items()):
-        if isinstance(value, float) and _is_rate(name):
-            setattr(config, name, 0.0)
-        elif name in _AUGMENTATIONS:
-            setattr(config, name, None)
-
-
 def disable_dropout(model: nn.Module) -> None:
     """Set dropout rates of modules to zero, and those of layers and paths that are left out at random."""
     for module in model.modules():
@@ -269,7 +261,7 @@ def disable_dropout(model: nn.Module) -> None:
         ):
             setattr(module, "p", 0.0)  # noqa: B010 - mypy: not every module has `p`
         for name, value in list(vars(module).items()):
-            if isinstance(value, float) and _is_rate(name):
+            if isinstance(value, float) and is_rate(name):
                 setattr(module, name, 0.0)
 
 
@@ -281,22 +273,3 @@ def let_inputs_require_gradients(model: nn.Module) -> None:
     for module in model.modules():
         if vars(module).get("_requires_grad") is True:
             setattr(module, "_requires_grad", False)  # noqa: B010 - mypy: not every module has it
-
-
-_AUGMENTATIONS = ("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
-"""Fields of how far positions are moved at random in training; None: not at all."""
-
-_RATES = (
-    "dropout",
-    "drop_path",
-    "drop_prob",
-    "drop_rate",
-    "layerdrop",
-    "layer_drop",
-    "mask_time_prob",
-    "mask_feature_prob",
-)
-
-
-def _is_rate(name: str) -> bool:
-    return any(rate in name for rate in _RATES) or name.endswith("pdrop")

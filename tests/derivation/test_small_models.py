@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from parallelize import derive_plan
-from parallelize.derivation.divided_config import divided
-from parallelize.derivation.signature_inputs import inputs_by_signature
 from parallelize.derivation.small_config import small_configs
 from parallelize.derivation.small_model import small_model
-from parallelize.derivation.sound_inputs import has_sounds, images_and_sounds_in_text, sounds_in_text
+from parallelize.models.divided_config import divided
 from parallelize.models.image_inputs import has_images, images_in_text
 from parallelize.models.model_source import source_of
+from parallelize.models.signature_inputs import inputs_by_signature
+from parallelize.models.sound_inputs import has_sounds, images_and_sounds_in_text, sounds_in_text
 from parallelize.plan.parameter_layouts import dotted
 from tests.support.refused import WIDTH, Block
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 
 from parallelize import ModelError, build_mesh, next_tokens, parallelize_model
+from parallelize.applied.sharding import full_gradients
 from parallelize.errors import ParallelizeError
-from tests.support.models import tiny_batch, tiny_model
+from tests.support.models import COMMON, GQA, tiny_batch, tiny_model
 from tests.support.threads import run_ranks
 
 MESHES = [{"pp": 2}, {"cp": 2}, {"dp": 2, "tp": 2}, {"dp": 1}]
@@ -145,3 +147,85 @@ def test_a_step_without_gradients_is_refused(axes):
         parallel.step(input_ids=ids, labels=labels)
 
     run_ranks(math.prod(axes.values()), body)
+
+
+def bart(name: str, **more: Any) -> nn.Module:
+    """A model of the BART kind, whose causal class does not shift labels."""
+    import transformers
+
+    sizes = dict(d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2)
+    sizes |= dict(encoder_ffn_dim=24, decoder_ffn_dim=24, vocab_size=67, dropout=0.0, max_position_embeddings=32)
+    sizes |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2)
+    torch.manual_seed(0)
+    return getattr(transformers, name)(transformers.BartConfig(**sizes, **more)).double()
+
+
+def assert_step_is_stock(model: nn.Module, inputs: dict[str, Any], labels: Any, axes: dict[str, int]) -> None:
+    """The loss and every gradient of a step on labels, against those of the stock model, whose loss is in float32."""
+    stock = copy.deepcopy(model)
+    expected = stock(**inputs, labels=labels).loss
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in stock.named_parameters()}
+
+    def body(rank: int) -> None:
+        parallel = parallel_of(model, axes)
+        rows = slice(2 * rank, 2 * rank + 2) if "dp" in axes and axes["dp"] > 1 else slice(None)
+        value = parallel.step(**{name: tensor[rows] for name, tensor in inputs.items()}, labels=labels[rows])
+        torch.testing.assert_close(value, expected.detach(), check_dtype=False, rtol=1e-6, atol=0)
+        for name, gradient in full_gradients(parallel.module).items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-5, atol=1e-7)
+
+    run_ranks(math.prod(axes.values()), body)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+def four_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    ids, _ = tiny_batch(batch=4, length=8)
+    labels = ids.clone()
+    labels[0, 5:] = -100
+    return ids, labels
+
+
+def test_labels_are_not_shifted_where_the_stock_model_does_not_shift_them():
+    ids, labels = four_rows()
+    assert_step_is_stock(bart("BartForCausalLM"), {"input_ids": ids}, labels, {"dp": 2})
+
+
+def test_a_decoder_reads_what_the_stock_model_makes_from_labels():
+    ids, labels = four_rows()
+    assert_step_is_stock(bart("BartForConditionalGeneration"), {"input_ids": ids}, labels, {"tp": 2})
+    assert_step_is_stock(bart("BartForConditionalGeneration"), {"input_ids": ids[:, :6]}, labels, {"dp": 2})
+
+
+class Encoded(nn.Module):
+    """A model of two of the user's own, which transformers has no function for."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(is_encoder_decoder=True)
+        self.table = nn.Embedding(67, 67)
+
+    def forward(self, input_ids, decoder_input_ids=None):
+        return self.table(decoder_input_ids)
+
+
+def test_a_decoder_whose_input_nothing_makes_is_refused():
+    model, (ids, labels) = Encoded(), four_rows()
+
+    def body(rank: int) -> str:
+        parallel = parallel_of(model, {"dp": 2}, plan=None)
+        rows = slice(2 * rank, 2 * rank + 2)
+        parallel.step(ids[rows], decoder_input_ids=ids[rows], labels=labels[rows])
+        return error_of(parallel.step, ids[rows], labels=labels[rows])
+
+    assert all("no-decoder-ids" in text and "decoder_input_ids" in text for text in run_ranks(2, body))
+
+
+def test_classes_of_samples_are_labels():
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(**COMMON, **GQA, num_labels=3)).double()
+    ids, classes = four_rows()[0].clamp(min=3), torch.tensor([0, 2, -100, 1])
+    for axes in ({"tp": 2}, {"dp": 2}, {"pp": 2}):
+        assert_step_is_stock(model, {"input_ids": ids}, classes, axes)

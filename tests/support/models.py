@@ -409,9 +409,9 @@ def shipped_source(family: str) -> Any:
     """The source of a tiny model of `SHIPPED`, with the class that is named there."""
     import transformers
 
+    from parallelize.models.dropout_rates import without_dropout
     from parallelize.models.model_source import ModelSource
     from parallelize.models.transformers_models import maker_of
-    from parallelize.verification.scale import without_dropout
 
     config_name, class_name, sizes = SHIPPED[family]
     config = getattr(transformers, config_name)(**{**COMMON, **sizes})

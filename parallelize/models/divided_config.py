@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from parallelize.derivation.small_images import shrink_images
-from parallelize.verification.scale import without_dropout
+from parallelize.models.dropout_rates import without_dropout
+from parallelize.models.small_images import shrink_images
 
 HEAD_WIDTH = 16
 _MAX_HEADS = 8

@@ -22,6 +22,7 @@ from parallelize.context.forward_state import Context
 from parallelize.context.full_masks import mask_of_model
 from parallelize.context.sequence_shards import SequenceLayout
 from parallelize.errors import ModelError, Problem, ShapeError
+from parallelize.models.label_loss import label_loss
 from parallelize.models.wrapped_models import stock_model
 from parallelize.plan.schema import Plan
 from parallelize.torch_private import torch_tensors as private
@@ -54,7 +55,6 @@ class ContextInputs:
         self.packs = plan.packing == "positions" and self.has_masks
         self.may_cache = self.has_masks and self.takes_cache and "past_key_values" in parameters
         self.slices_logits = KEEP in parameters
-        self.shifts = getattr(root, "loss_type", None) == "ForCausalLM"
         if self.positions and self.positions not in parameters:
             what = (
                 f"{self.name}.forward takes no {self.positions!r}, so it would not know the positions of local tokens"
@@ -81,9 +81,10 @@ class ContextInputs:
             _refuse_short(layout)
         self._begin(context, batch, call, layout.full, cached)
         if call.get("labels") is not None:
-            if not (self.shifts and self.takes_more and context.is_causal):
+            kind = label_loss(root, call["labels"])
+            if not (kind.takes_shifted and kind.divides and self.takes_more and context.is_causal):
                 raise _labels_refused(self.name)
-            call |= self._labels(context, call, new)
+            call |= self._labels(context, kind.targets(call["labels"], batch.mask), call, new)
         if cached is None or cached.splits:
             rank = context.group.rank
             for name, value in call.items():
@@ -141,10 +142,10 @@ class ContextInputs:
             what = f"{self.positions} {list(positions.shape)} for sequences of {new} tokens"
             raise ShapeError(Problem("bad-position-ids", what, fix=f"[1 or batch, {new}], for the full sequence"))
 
-    def _labels(self, context: Context, call: dict[str, Any], full: int) -> dict[str, Any]:
+    def _labels(self, context: Context, labels: T, call: dict[str, Any], full: int) -> dict[str, Any]:
         """What the stock loss of causal models needs to compute this rank's part of the mean over all data ranks."""
         targets, count = call.get("shift_labels"), call.get("num_items_in_batch")
-        targets = next_tokens(call["labels"]) if targets is None else targets
+        targets = next_tokens(labels) if targets is None else targets
         if count is None:
             count = valid_tokens(local_tokens(targets, context.layout_of(full), context.group.rank), context.mesh)
         return {"shift_labels": targets, "num_items_in_batch": count}

@@ -25,7 +25,8 @@ _SEED = 1
 
 def own_class(module: nn.Module) -> type[nn.Module]:
     """The class as its author wrote it: `fully_shard` puts a subclass in its place."""
-    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+    classes: tuple[Any, ...] = type(module).__mro__
+    return next(cls for cls in classes if not issubclass(cls, FSDPModule))
 
 
 def tiny_copies(cls: type[nn.Module], config: Any) -> Iterator[nn.Module]:

@@ -92,7 +92,7 @@ class BatchReader:
                 _refuse_without_gradients()
                 self.check()
             if call != "forward":
-batch = self._with_decoder_ids(batch, labels)
+                batch = self._with_decoder_ids(batch, labels)
                 targets = self._local_targets(batch, targets, labels)
             microbatches = split_batch(replace(batch, targets=targets), self.num_microbatches)
         except ParallelizeError as refused:

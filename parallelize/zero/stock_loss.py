@@ -76,7 +76,7 @@ class _Counts:
         return None
 
     def _totals(
-        self, kind: LabelLoss, labels: T, shifted: T | None, mask: T | None, given: Any, module: nn.Module
+        self, kind: LabelLoss, labels: Any, shifted: T | None, mask: T | None, given: Any, module: nn.Module
     ) -> tuple[T, T]:
         """What the mean over all data ranks is over, and what that of this rank is over."""
         if not kind.mean_over or (kind.adds_router_loss and not kind.divides):

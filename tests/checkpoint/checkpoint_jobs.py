@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize import build_mesh
-from parallelize.applied.sharding import full_parameter
+from parallelize.applied.full_values import full_parameter
 from parallelize.applied.stored_slices import data_rank
 from parallelize.checkpoint.run import optimizer_state as optimizers
 from parallelize.checkpoint.run.checkpointer import Checkpointer

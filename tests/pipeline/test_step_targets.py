@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from parallelize import ModelError, build_mesh, next_tokens, parallelize_model
-from parallelize.applied.sharding import full_gradients
+from parallelize.applied.full_values import full_gradients
 from parallelize.errors import ParallelizeError
 from tests.support.models import COMMON, GQA, tiny_batch, tiny_model
 from tests.support.threads import run_ranks

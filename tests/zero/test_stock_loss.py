@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parallelize import ModelError, build_mesh, parallelize_model
-from parallelize.applied.sharding import full_gradients
+from parallelize.applied.full_values import full_gradients
 from tests.models.test_label_loss import Doubled
 from tests.support.models import COMMON, GQA, tiny_batch, tiny_model
 from tests.support.parity import worst

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from parallelize.applied.stored_slices import data_rank
-from parallelize.data.sample_reader import SampleReader, Source, not_a_position
+from parallelize.data.sample_reader import SampleReader, Source, check_source, not_a_position
 from parallelize.data.worker_messages import WorkerMessage, packed, unpacked
 from parallelize.errors import CheckpointError, DataError, Problem, ShapeError
 from parallelize.mesh import SAMPLE_AXES
@@ -45,7 +45,8 @@ class IterableBatches:
         repeat: whether a source begins again when it ends, so that there is no end. Default: for several sources. One source
             without it is an epoch, which ends with the last full batch.
 
-    Raises: ShapeError `indivisible-batch`; DataError `unequal-ends` for several sources without `repeat`, as a rank cannot
+    Raises: ShapeError `indivisible-batch`; DataError `bad-source` for an iterator (a generator, an open file), which cannot be read
+        again, and for a string or a dict, which is one sample; DataError `unequal-ends` for several sources without `repeat`, as a rank cannot
         know when a source ends that other ranks read; DataError `no-samples`, while iterating, for a source without samples.
     Cost: no communication. One source is read by every data rank, which drops the samples of the others.
     """
@@ -62,6 +63,8 @@ class IterableBatches:
         self.global_batch_size, self.num_sources = global_batch_size, len(listed)
         self.repeat = len(listed) > 1 if repeat is None else repeat
         self.data_index, self.data_ranks = (0, 1) if mesh is None else data_rank(mesh, SAMPLE_AXES)
+        for index, source in enumerate(listed):
+            check_source(source, f"source {index}")
         self._check()
         self._parts = list(self._parts_of_rank(listed))
 

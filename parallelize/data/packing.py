@@ -21,7 +21,13 @@ import torch
 from torch.utils.data import Dataset
 
 from parallelize.context.inputs import IGNORED
-from parallelize.data.sample_reader import SampleReader, not_a_position
+from parallelize.data.sample_reader import (
+    SampleReader,
+    check_samples,
+    is_read_once,
+    not_a_position,
+    refuse_second_read,
+)
 from parallelize.errors import DataError, Problem
 
 T = torch.Tensor
@@ -73,13 +79,16 @@ class PackedDocuments:
         length: tokens per row.
         unshifted: give `labels` instead of `targets`.
 
-    Raises: DataError `bad-row-length`.
+    Raises: DataError `bad-row-length`; `bad-source` for a string or a dict as documents, and for an iterator that is read again.
     Cost: the state is as small as that of `documents`; after loading, one document is read again.
     """
 
     def __init__(self, documents: Any, length: int, *, unshifted: bool = False):
         _check_length(length, length)
         self.documents, self.length, self.unshifted = documents, length, unshifted
+        if not callable(documents):
+            check_samples(documents, "the documents")
+        self._read: list[bool] = []  # shared by copies: whether documents that can be read once were begun with
         self._begin: dict[str, Any] = {"documents": SampleReader(documents).state_dict(), "used": 0}
         self._position = self._begin
 
@@ -90,6 +99,8 @@ class PackedDocuments:
         return other
 
     def __iter__(self) -> Iterator[Row]:
+        if is_read_once(self.documents):
+            refuse_second_read(self.documents, self._read)
         reader = SampleReader(self.documents)
         reader.load_state_dict(self._begin["documents"])
         ids: list[int] = []

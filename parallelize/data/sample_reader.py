@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from parallelize.errors import CheckpointError, DataError, Problem
@@ -35,6 +35,7 @@ class SampleReader:
         self.epoch = self.taken = 0
         self._iterated: Any = None  # the source of this epoch, once its iteration has begun
         self._state: Any = None  # its own state, loaded and not begun with
+        self._returned: list[Any] = []  # the iterator that a function returned last, also to copies of this reader
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -52,7 +53,7 @@ class SampleReader:
 
     def _of_this_epoch(self) -> Iterator[Any]:
         self._state = self._own_state()
-        source: Any = self.source(self.epoch) if callable(self.source) else self.source
+        source: Any = self._of_function() if callable(self.source) else self.source
         _check_kind(source, self._state)
         # a copy: a source that was told where to begin may begin there in later epochs too
         source = self._iterated = _copied(source) if _says_where(source) else source
@@ -60,6 +61,15 @@ class SampleReader:
             source.load_state_dict(self._state)
             return iter(source)
         return itertools.islice(source, self.taken, None)
+
+    def _of_function(self) -> Any:
+        source: Any = self.source(self.epoch)  # type: ignore[operator]
+        check_samples(source, "what a function of the epoch returns")
+        if is_read_once(source):
+            if any(source is earlier for earlier in self._returned):
+                raise _read_once("what a function of the epoch returns again", source)
+            self._returned[:] = [source]
+        return source
 
     def next_epoch(self) -> None:
         """Go to the beginning of the next epoch."""
@@ -76,6 +86,7 @@ class SampleReader:
     def copy(self) -> SampleReader:
         """A reader of the same source, at the same position."""
         other = SampleReader(self.source, self.repeat)
+        other._returned = self._returned
         other.load_state_dict(self.state_dict())
         return other
 
@@ -98,6 +109,55 @@ class SampleReader:
             raise not_a_position("the saved position of a source of samples", state)
         if not callable(self.source):
             _check_kind(self.source, state.get("source"))
+
+
+def check_source(source: Any, name: str) -> None:
+    """Refuse what cannot be iterated again and again, and single samples.
+
+    Raises: DataError `bad-source`.
+    """
+    if callable(source):
+        return
+    check_samples(source, name)
+    if is_read_once(source):
+        raise _read_once(name, source)
+
+
+def check_samples(source: Any, name: str) -> None:
+    """Refuse what is one sample, or nothing that can be iterated. Raises: DataError `bad-source`."""
+    is_sample = isinstance(source, str | bytes | bytearray | Mapping)
+    if is_sample or not (hasattr(source, "__iter__") or hasattr(source, "__getitem__")):
+        what = f"{name} is {_shown(source)}: " + (
+            "a sample, or a name, is no source" if is_sample else "it has no samples"
+        )
+        fix = "an iterable of samples, in a list of sources if it is a list itself: IterableBatches([samples], ...); of a "
+        raise DataError(
+            Problem("bad-source", what, fix=fix + "file, a function that opens it: lambda epoch: open(name)")
+        )
+
+
+def is_read_once(source: Any) -> bool:
+    """Whether a source is an iterator, which is spent when it was read, and cannot begin at a state of its own."""
+    return isinstance(source, Iterator) and not _says_where(source)
+
+
+def refuse_second_read(source: Any, begun: list[bool]) -> None:
+    """Let an iterator be read once. begun: what its readers share. Raises: DataError `bad-source`."""
+    if begun:
+        raise _read_once("what is read again", source)
+    begun.append(True)
+
+
+def _read_once(name: str, source: Any) -> DataError:
+    what = f"{name} is {_shown(source)}, an iterator: what was read ahead, or in an earlier epoch, cannot be read again"
+    fix = "a function that makes a new one, lambda epoch: read(epoch); or an object whose __iter__ does"
+    return DataError(Problem("bad-source", what, fix=fix))
+
+
+def _shown(source: Any) -> str:
+    """The kind of a source, and what it is where it is short: no addresses of objects."""
+    text = repr(source)
+    return f"a {type(source).__name__}" + (f", {text[:40]}" if isinstance(source, str | bytes | int | float) else "")
 
 
 def _is_count(value: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from parallelize.data.global_batches import GlobalBatches
+from parallelize.data.iterable_batches import IterableBatches
 from parallelize.data.loader_check import check_loader
 from parallelize.errors import DataError
 from tests.data.test_global_batches import data_mesh
@@ -111,3 +112,40 @@ def test_a_dispatcher_over_the_world_is_refused():
     check_loader(loader, data_mesh(0, 1))
     with pytest.raises(DataError, match="takes part 0 of 1; this rank is data rank 1 of 2"):
         check_loader(loader, mesh)
+
+
+class Prepared(BatchSampler):
+    """As accelerate's `prepare` leaves a batch sampler."""
+
+    def __init__(self, batches, count, index):
+        self.batch_sampler, self.num_processes, self.process_index = batches, count, index
+
+
+@pytest.mark.parametrize("kind", ["GlobalBatches", "DistributedSampler"])
+def test_a_loader_that_is_divided_twice_is_refused(kind):
+    mesh = data_mesh(1, 2)
+    divided = GlobalBatches(16, 4, mesh=mesh) if kind == "GlobalBatches" else distributed(2, 1).batch_sampler
+    with pytest.raises(DataError, match=rf"Prepared and {kind} takes one of 2 parts") as caught:
+        check_loader(DataLoader(DATA, batch_sampler=Prepared(divided, 2, 1)), mesh)
+    assert caught.value.slugs == ("divided-twice",)
+    check_loader(DataLoader(DATA, batch_sampler=Prepared(GlobalBatches(16, 4), 1, 0)), data_mesh(0, 1))
+
+
+def test_our_batches_of_another_mesh_are_refused():
+    mesh = data_mesh(1, 2)
+    batches = GlobalBatches(16, 4)
+    loaders = [DataLoader(DATA, batch_sampler=batches), IterableBatches([DATA], 4).loader()]
+    for loader in [*loaders, batches.track(loaders[0])]:
+        with pytest.raises(DataError, match="takes part 0 of 1; this rank is data rank 1 of 2") as caught:
+            check_loader(loader, mesh)
+        assert caught.value.slugs == ("loader-over-world",) and "mesh=mesh" in str(caught.value)
+    check_loader(IterableBatches([DATA], 4, mesh=mesh).loader(), mesh)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_that_nothing_divides_is_warned_of(shuffle, caplog):
+    loader = DataLoader(DATA, batch_size=4, shuffle=shuffle)
+    check_loader(loader, data_mesh(0, 1))
+    assert not caplog.records
+    check_loader(loader, data_mesh(1, 2))
+    assert "nothing in the loader divides its samples over the 2 data ranks" in caplog.text

@@ -11,16 +11,17 @@ from torch import nn
 
 from parallelize.applied.local_config import full_config
 from parallelize.applied.stock_class import class_of
+from parallelize.checkpoint.format import disk
 from parallelize.checkpoint.format.paths import copy_file, open_file
 from parallelize.errors import CheckpointError, Problem
 
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
-_WRITTEN = ("config.json", "generation_config.json")
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 
 def write_extras(module: nn.Module, folder: Path, dtype: torch.dtype | None, carry: str | os.PathLike | None) -> None:
     """Write config.json and generation_config.json of a `transformers` model, and copy the files of `carry` that are not
-    weights.
+    weights; its generation_config.json where the model's says no more than its config does.
 
     Args:
         module: the module whose config is written.
@@ -40,10 +41,32 @@ def write_extras(module: nn.Module, folder: Path, dtype: torch.dtype | None, car
             for name, value in saved.items():
                 setattr(config, name, value)
         generation: Any = getattr(module, "generation_config", None)
-        if generation is not None and module.can_generate():  # type: ignore[operator]
-            generation.save_pretrained(folder)
+        if generation is not None and module.can_generate() and not _is_carried(generation, config, carry):  # type: ignore[operator]
+            _write_generation(generation, folder)
     if carry is not None:
         carry_files(Path(carry), folder)
+
+
+def _is_carried(generation: Any, config: Any, carry: str | os.PathLike | None) -> bool:
+    """Whether the file of `carry` is copied as it is: the model has its settings, or those with which its config builds any model."""
+    if carry is None or not (Path(carry) / _GENERATION).is_file():
+        return False
+    made = type(generation)
+    return generation in (made.from_model_config(config), made.from_pretrained(carry))
+
+
+def _write_generation(generation: Any, folder: Path) -> None:
+    try:
+        generation.save_pretrained(folder)
+    except ValueError:  # transformers reads some published ones with a warning, and refuses to write them
+        disk.write_file(folder / _GENERATION, generation.to_json_string().encode())
+
+
+def read_generation_config(module: Any, folder: str | os.PathLike) -> Any:
+    """The settings of generation in a folder, for a `transformers` model that has some; None where there are none."""
+    generation = getattr(module, "generation_config", None)
+    has_file = (Path(folder) / _GENERATION).is_file()
+    return type(generation).from_pretrained(folder) if generation is not None and has_file else None
 
 
 def carry_files(source: Path, folder: Path) -> None:
@@ -61,9 +84,7 @@ def carried_files(source: Path) -> list[str]:
     if not source.is_dir():
         raise CheckpointError(Problem("missing-file", "the folder to copy files from does not exist", str(source)))
     files = sorted(path.name for path in source.iterdir() if path.is_file())
-    names = [
-        name for name in files if not name.startswith(".") and not name.endswith(_WEIGHTS) and name not in _WRITTEN
-    ]
+    names = [name for name in files if not name.startswith(".") and not name.endswith(_WEIGHTS) and name != _CONFIG]
     for name in names:
         descriptor, _ = open_file(source, name)
         os.close(descriptor)

@@ -31,6 +31,7 @@ from parallelize.checkpoint.hub.adapted_models import (
     names_of_adapters,
     new_adapters,
 )
+from parallelize.checkpoint.hub.extras import read_generation_config
 from parallelize.checkpoint.hub.folder import HubFolder
 from parallelize.checkpoint.hub.mapped_weights import check_mappable, map_parameters
 from parallelize.checkpoint.hub.names import ComputedTensor, ModelTensor, TensorSources, find_sources, source_names
@@ -86,7 +87,8 @@ def load_pretrained(
     Each rank reads only its own shards. A model on the meta device is allocated first and filled in place. A model with
     values is changed only after everything was read. Floating-point tensors are converted to the dtype of the model; the weights
     of quantized linears are quantized while they are read, a part at a time. With adapters of PEFT, the folder is that of the stock
-    model: adapters keep their values, and those on the meta device get PEFT's initial ones, from torch's generator.
+    model: adapters keep their values, and those on the meta device get PEFT's initial ones, from torch's generator. As with
+    `from_pretrained`, the folder's generation_config.json becomes the model's `generation_config`.
 
     Args:
         model: an unsharded, parallelized or pipelined module, with or without ZeRO; or a `ParallelModel`.
@@ -140,7 +142,7 @@ class _Load:
         reshard_units(self.module)
         tensors = model_tensors(self.on_mesh, self.sync)
         self.adapters = new_adapters(self.module)
-        loaded, error = None, None
+        loaded, error, generation = None, None, None
         staged: list[tuple[LocalTensor, T]] = []
         try:
             with without_cycles(), HubFolder(folder, allow_pickle=allow_pickle) as hub:
@@ -153,6 +155,7 @@ class _Load:
                     allow_missing=allow_missing,
                     allow_unexpected=allow_unexpected,
                 )
+                generation = read_generation_config(stock.module, folder)
                 loaded = self._read(hub, stock.of_model(sources), staged)
         except Exception as cause:  # every rank must reach the rendezvous below
             error = as_parallelize_error(cause)
@@ -165,6 +168,8 @@ class _Load:
             for tensor, values in staged:
                 tensor.stored.local.copy_(values)
         assert loaded is not None
+        if generation is not None:
+            stock.module.__dict__["generation_config"] = generation
         return loaded
 
     def _read(self, hub: HubFolder, sources: TensorSources, staged: list[tuple[LocalTensor, T]]) -> Loaded:

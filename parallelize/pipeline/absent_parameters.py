@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from parallelize.applied.later_prompts import replace_once
 from parallelize.applied.records import Cut, applied, mark_applied
+from parallelize.plan.adapters import BASE
 from parallelize.plan.learned_prompts import prompt_encoders
 
 
@@ -64,10 +66,21 @@ def drop_parameters(module: nn.Module) -> None:
             mark_applied(inner, absent={**applied(inner).absent, **new})
             # some modules print the shape of their weight
             inner.__dict__["extra_repr"] = partial(str, "on another stage")
+        if BASE in inner._modules:
+            inner.__dict__ |= {"merge": MethodType(_mark_merged, inner), "unmerge": MethodType(_mark_unmerged, inner)}
         for name in inner._parameters:
             inner._parameters[name] = None
         for name in inner._buffers:
             inner._buffers[name] = None
+
+
+def _mark_merged(layer: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+    """What PEFT's `merge` leaves of a layer that another stage has."""
+    layer.merged_adapters = list(adapter_names or layer.active_adapters)
+
+
+def _mark_unmerged(layer: Any) -> None:
+    layer.merged_adapters = []
 
 
 def show_absent_to_peft() -> None:

@@ -25,7 +25,7 @@ BASE, ORIGINAL, COPIES = "base_layer", "original_module", "modules_to_save"
 
 _PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B", "ia3_l")
 _WITHOUT_PARAMETERS = ("lora_dropout",)
-_TOKENS = ".token_adapter"
+TOKENS = ".token_adapter"
 _VARIANTS = ("DoraLinearVariant", "ALoraLinearVariant", "QALoraLinearVariant")
 
 
@@ -61,7 +61,9 @@ def layer_name(name: str) -> str:
 def peft_prefix(model: ModelFacts) -> str:
     """What stands before the names of the stock model, with a dot; empty where PEFT does not wrap it."""
     name, module = "", model.root
-    while type(module).__module__.partition(".")[0] == "peft":
+    while any(
+        cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__
+    ):  # `fully_shard` changes the class
         child = next((key for key in ("base_model", "model") if f"{name}{key}" in model.modules), "")
         if not child:
             return ""
@@ -96,7 +98,7 @@ def refuse_over_axes(model: ModelFacts, mesh: MeshSpec) -> None:
     Raises: PlanError `unplanned-adapter`.
     """
     problems = [*unserved_over_stages(model)] if mesh.ranks("pp") > 1 else []
-    tokens = next((name for name in model.modules if name.endswith(_TOKENS)), "")
+    tokens = next((name for name in model.modules if name.endswith(TOKENS)), "")
     if tokens and mesh.ranks("tp") > 1:
         what = (
             f"{tokens} trains some rows of an embedding (trainable_token_indices), of which a rank of tp stores a shard"

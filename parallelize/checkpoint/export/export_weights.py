@@ -30,6 +30,7 @@ from parallelize.checkpoint.format.host_memory import torch_dtype
 from parallelize.checkpoint.hub.described_tensors import owned_by_rank, tensors_of_model
 from parallelize.checkpoint.hub.file_shards import HubTensor, parse_size
 from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
+from parallelize.checkpoint.hub.saved_adapters import adapter_state, refuse_unmerged
 from parallelize.checkpoint.hub.tensor_messages import (
     HubTensors,
     OwnedBoxes,
@@ -140,11 +141,13 @@ class WeightExporter:
         error: ParallelizeError | None = None
         self._described: dict[str, Any] = {}
         self._planned: tuple[str, list[BucketPlan]] = ("", [])
+        self._adapters: Any = None
         try:
             self._code, self._bucket_bytes = dtype_code(dtype), parse_size(bucket)
             _check_names(names)
             if names == "hf":
                 refuse_quantized(self._on_mesh, "export_weights")
+                self._adapters = adapter_state(self.module)
             reshard_units(self.module)
             with without_cycles():
                 owned = OwnedBoxes(self._on_mesh)
@@ -232,12 +235,14 @@ class WeightExporter:
         return self._iterator(self._plans(chosen), values, digests)
 
     def _values(self) -> Values:
-        """This rank's local tensors, as they are now. Raises: CheckpointError `stale-exporter`."""
+        """This rank's local tensors, as they are now. Raises: CheckpointError `stale-exporter`, `unmerged-adapters`."""
         reshard_units(self.module)
-        values = self._local.current()
+        if self._names == "hf":
+            refuse_unmerged(self.module, "export_weights")
+        values = self._local.current() if self._has_same_adapters() else None
         if values is None:  # parameters were replaced, which may be by others of the same layout
             owned = OwnedBoxes(self._on_mesh)
-            if owned.described() != self._described:
+            if owned.described() != self._described or not self._has_same_adapters():
                 what = "the model's parameters have other names, dtypes or layouts than when this exporter was built"
                 fix = "build a new WeightExporter of the model as it is"
                 raise CheckpointError(Problem("stale-exporter", what, fix=fix))
@@ -301,7 +306,11 @@ class WeightExporter:
 
     def is_current(self) -> bool:
         """Whether this rank's tensors are laid out as when the exporter was built. Sends nothing."""
-        return self._local.current() is not None
+        return self._has_same_adapters() and self._local.current() is not None
+
+    def _has_same_adapters(self) -> bool:
+        """Whether the names of the Hub stand for the same tensors of the model as when the exporter was built."""
+        return self._names != "hf" or adapter_state(self.module) == self._adapters
 
     def use(self, sync: RankSync) -> None:
         """Exchange messages through `sync`, of the same ranks."""

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.checkpoint.hub.names import ModelTensor, TensorSources
-from parallelize.plan.adapters import BASE, COPIES, ORIGINAL, is_adapter_parameter, peft_prefix
+from parallelize.plan.adapters import BASE, COPIES, ORIGINAL, TOKENS, is_adapter_parameter, peft_prefix
 from parallelize.plan.model_facts import describe
 
-_OF_PEFT = re.compile(rf"\.{BASE}(?=\.)|\.{ORIGINAL}(?=\.)|\.{COPIES}\.[^.]+(?=\.)")
+_OF_PEFT = re.compile(rf"\{TOKENS}(?=\.)|\.{BASE}(?=\.)|\.{ORIGINAL}(?=\.)|\.{COPIES}\.[^.]+(?=\.)")
 _COPY = f".{COPIES}."
 _MADE = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "ia3_l")
 
@@ -37,21 +37,18 @@ class StockNames:
         self.module: nn.Module = module
         self.tensors: list[ModelTensor] = list(tensors)
         self._names: dict[str, list[str]] = {}
-        if not any(is_adapter_parameter(tensor.name) for tensor in tensors):
-            return
         self._prefix = peft_prefix(describe(module))
+        if not self._prefix and not any(is_adapter_parameter(tensor.name) for tensor in tensors):
+            return
         self.module = module.get_submodule(self._prefix.rstrip("."))
         stock: dict[str, ModelTensor] = {}
         for tensor in tensors:
             if is_adapter_parameter(tensor.name) and _COPY not in tensor.name:
                 continue
-            names = tuple(dict.fromkeys(map(self._stock, tensor.names)))
+            names = tuple(dict.fromkeys(stock_name(name, self._prefix) for name in tensor.names))
             self._names.setdefault(names[0], []).append(tensor.name)
             stock.setdefault(names[0], replace(tensor, name=names[0], names=names))
         self.tensors = list(stock.values())
-
-    def _stock(self, name: str) -> str:
-        return _OF_PEFT.sub("", name.removeprefix(self._prefix))
 
     def of_model(self, sources: TensorSources) -> TensorSources:
         """The sources under the names of the model; those of a layer are those of its copies too."""
@@ -59,6 +56,11 @@ class StockNames:
             return sources
         by_name = {name: source for stock, source in sources.by_name.items() for name in self._names[stock]}
         return replace(sources, by_name=by_name)
+
+
+def stock_name(name: str, prefix: str) -> str:
+    """The name in the stock model of what PEFT put inside of other modules. prefix: of `peft_prefix`."""
+    return _OF_PEFT.sub("", name.removeprefix(prefix))
 
 
 def new_adapters(module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -25,6 +25,7 @@ from parallelize.checkpoint.hub.described_tensors import owned_by_rank, tensors_
 from parallelize.checkpoint.hub.extras import carried_files, write_extras
 from parallelize.checkpoint.hub.file_shards import INDEX, HubTensor, assign_files, index_of, parse_size
 from parallelize.checkpoint.hub.quantized_tensors import refuse_quantized
+from parallelize.checkpoint.hub.saved_adapters import refuse_unmerged, stock_module
 from parallelize.checkpoint.hub.tensor_messages import HubTensors, OwnedBoxes, TensorMessage, as_target, dtype_code
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh, model_on_mesh
 from parallelize.checkpoint.run.rank_sync import TIMEOUT_S, RankSync, as_parallelize_error
@@ -45,7 +46,8 @@ def save_pretrained(
 ) -> Path:
     """Write the weights of a model in the format of `transformers`. A collective over all processes.
 
-    Ties, names and conversions are those of `save_pretrained` of `transformers`. For its models, config.json and
+    Ties, names and conversions are those of `save_pretrained` of `transformers`; of a model with adapters of PEFT those of the stock
+    model, with what is merged and with the active copies of `modules_to_save`. For its models, config.json and
     generation_config.json are written too. Memory: one full tensor per rank, besides its shards.
 
     Args:
@@ -58,7 +60,7 @@ def save_pretrained(
         timeout_s: seconds to wait for other ranks.
 
     Returns: the folder. It is renamed into place after everything was written.
-    Raises: CheckpointError `quantized-base`, `folder-not-empty`, `write-failed`, `unwritable-conversion`, `unsavable-dtype`, `bad-size`, on
+    Raises: CheckpointError `quantized-base`, `unmerged-adapters`, `folder-not-empty`, `write-failed`, `unwritable-conversion`, `unsavable-dtype`, `bad-size`, on
         every rank. `folder` is then empty.
     Cost: each element is sent once to the rank that writes it, point to point over gloo, unless that rank owns it; and
         rendezvous of all ranks for errors.
@@ -86,6 +88,7 @@ class _Export:
         local: dict[str, Any] = {}
         try:
             refuse_quantized(self.on_mesh, "save_pretrained")
+            refuse_unmerged(self.on_mesh.module, "save_pretrained")
             if carry is not None and self.sync.is_coordinator:
                 carried_files(Path(carry))  # before anything is written
             local = self.owned.described()
@@ -212,7 +215,7 @@ class _Export:
                 disk.write_file(writing / INDEX, index_of(files, tensors.values()))
             dtypes = (torch_dtype(tensor.dtype) for tensor in tensors.values())
             dtype = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
-            write_extras(self.on_mesh.module, writing, dtype, carry)
+            write_extras(stock_module(self.on_mesh.module), writing, dtype, carry)
 
     def _publish(self, writing: Path, folder: Path) -> None:
         error = None

@@ -24,8 +24,9 @@ from parallelize.checkpoint.format.boxes import (
 from parallelize.checkpoint.format.host_memory import code_of, torch_dtype
 from parallelize.checkpoint.hub.described_tensors import Owned, describe_tensors
 from parallelize.checkpoint.hub.file_shards import HubTensor
-from parallelize.checkpoint.hub.names import ModelTensor, parts_to_save
+from parallelize.checkpoint.hub.names import ModelTensor
 from parallelize.checkpoint.hub.pretrained import fqn_of
+from parallelize.checkpoint.hub.saved_adapters import stock_parts_to_save
 from parallelize.checkpoint.run.local_tensors import BoxToWrite, ModelOnMesh, parameters
 from parallelize.errors import CheckpointError, Problem
 
@@ -142,7 +143,7 @@ class HubTensors:
                 dtypes.setdefault(name, code)
                 owners = self._owners.setdefault(name, [])
                 owners += [(rank, number, box) for number, box in enumerate(boxes)]
-        saved = parts_to_save(module, model) if names == "hf" else _own_parts(model, self._owners)
+        saved = stock_parts_to_save(module, model) if names == "hf" else _own_parts(model, self._owners)
         self.by_name = {
             name: HubTensor(name, self._dtype(dtypes[parts[0].source]), shape, parts)
             for name, (shape, parts) in saved.items()

@@ -55,6 +55,7 @@ from parallelize.comm.meshes import fold_mesh, mesh_spec, tp_mesh
 from parallelize.context.context_parallel import apply_context, check_context, on_context
 from parallelize.data.prepared_by_accelerate import guard_accelerate
 from parallelize.errors import MeshError, ModelError, PlanError, Problem
+from parallelize.loop.stock_clip import serve_several_meshes
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.ops.matmul import symmetric_memory
 from parallelize.plan.model_facts import ModelFacts
@@ -202,6 +203,7 @@ def apply_plan(
             _apply(module, mesh, agreed, storage)
         apply_context(module, mesh, lambda: agreed.resolved)
     watch_optimizers()
+    serve_several_meshes()
     return module
 
 

@@ -308,6 +308,20 @@ def group_for(ranks: Sequence[int]) -> dist.ProcessGroup:
     return private_groups.new_local_group(members, short_name(members))
 
 
+def first_alike(pg: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group that was made first, of those with the ranks and backends of this one: the same on each of its ranks.
+
+    Equal meshes have groups of their own, and PyTorch's DTensors take those of either mesh.
+    """
+    ranks, backends = dist.get_process_group_ranks(pg), dist.get_backend_config(pg)
+    alike = (
+        group
+        for group in private_groups.known_groups()
+        if dist.get_process_group_ranks(group) == ranks and dist.get_backend_config(group) == backends
+    )
+    return next(alike, pg)
+
+
 def axis_group(mesh: DeviceMesh, *axes: str) -> dist.ProcessGroup:
     """This rank's process group along one axis of a mesh, or along several axes together. Call it on every rank of the mesh.
 

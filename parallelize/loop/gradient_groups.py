@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from parallelize.comm.groups import first_alike
 from parallelize.torch_private import torch_tensors as private
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -24,7 +25,7 @@ def sharding_groups(grad: DTensor) -> Groups:
         return known[1]
     mesh = spec.mesh
     groups = tuple(
-        mesh.get_group(axis)
+        first_alike(mesh.get_group(axis))
         for axis, placement in enumerate(spec.placements)
         if private.shard_dim(placement) is not None and mesh.size(axis) > 1
     )

@@ -1,6 +1,7 @@
-"""`torch.nn.utils.clip_grad_norm_` on a pipeline: the norm over all stages, not that of the stage at hand.
+"""`torch.nn.utils.clip_grad_norm_` on any mesh: the norm of the unsharded model.
 
-PyTorch's function sees the gradients of this rank. By its own norm every stage would be scaled by another factor, in silence.
+On a pipeline PyTorch's function sees the gradients of one stage. By its own norm every stage would be scaled by another factor, in
+silence. Of tensors of several meshes it has none.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from parallelize.loop.clip import norm_of
+from parallelize.loop.stock_lists import divide_lists_by_mesh, over_meshes
 from parallelize.torch_private import torch_tensors as private
 
 _STAGED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id, as tensors compare elementwise
@@ -24,25 +26,28 @@ def serve_stock_clip(parameters: Iterable[Any]) -> None:
     Args:
         parameters: of one pipeline stage, marked with it. Every stage must then clip, as it must step.
     """
+    serve_several_meshes()
     for parameter in parameters:
         _STAGED[id(parameter)] = parameter
-        _install()
 
 
 @lru_cache(maxsize=1)
-def _install() -> None:
-    """Once in a process."""
+def serve_several_meshes() -> None:
+    """Once in a process: let PyTorch's clipping and optimizers take tensors of several meshes."""
+    divide_lists_by_mesh()
     private.wrap_in_torch("norm", _wrapped)
 
 
 def _wrapped(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    norm_of_rank = over_meshes(stock)
+
     def total_norm(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
         gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         parameters = _owners(gradients)
         if not parameters:
-            return stock(gradients, norm_type, error_if_nonfinite, foreach)
+            return norm_of_rank(gradients, norm_type, error_if_nonfinite, foreach)
         return norm_of(parameters, norm_type, error_if_nonfinite)
 
     return total_norm

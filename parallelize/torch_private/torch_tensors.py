@@ -384,10 +384,13 @@ def will_run(node: Any) -> bool:
 
 
 def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace, in this process, the "norm" that `nn.utils.clip_grad_norm_` takes (2.6), the "unscaling" of `GradScaler` (1.6),
+    """Replace, in this process, the "norm" that `nn.utils.clip_grad_norm_` takes (2.6), `get_total_norm`, the "total norm" (2.6), how
+    the "lists of optimizers", of "averages" and of "clipping" are divided by device and dtype (2.0), the "unscaling" of `GradScaler` (1.6),
     "backward" or "grad" of `torch.autograd` (0.2), what registers "forward hooks" of modules (0.2), the insertion into a "list of
     modules" (1.0) or a "sequence of modules" (2.0), the "redistribution" of DTensors (2.0), or the constructor of "data parallel"
     wrappers (1.0)."""
+    from torch.optim import optimizer, swa_utils
+
     owner, name = {
         "data parallel": (torch.nn.parallel.DistributedDataParallel, "__init__"),
         "backward": (torch.autograd, "backward"),
@@ -395,7 +398,11 @@ def wrap_in_torch(what: str, wrapper: Callable[[Any], Any]) -> None:
         "forward hooks": (torch.nn.Module, "register_forward_hook"),
         "list of modules": (torch.nn.ModuleList, "insert"),
         "sequence of modules": (torch.nn.Sequential, "insert"),
+        "lists of averages": (swa_utils, "_group_tensors_by_device_and_dtype"),
+        "lists of clipping": (torch.nn.utils.clip_grad, "_group_tensors_by_device_and_dtype"),
+        "lists of optimizers": (optimizer, "_group_tensors_by_device_and_dtype"),
         "norm": (torch.nn.utils.clip_grad, "_get_total_norm"),
+        "total norm": (torch.nn.utils, "get_total_norm"),
         "redistribution": (DTensor, "redistribute"),
         "unscaling": (torch.amp.GradScaler, "_unscale_grads_"),
     }[what]

@@ -45,16 +45,20 @@ _FAIL_ON_DTENSORS = {
 }
 """Classes of which an operation is not defined for DTensors (torch 2.13) -> what to use."""
 
+_NOT_FUSED = ("Adagrad", "SGD")
+"""Classes whose fused kernels are not defined for DTensors (torch 2.13)."""
+
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     name = type(optimizer).__name__
-    if _REFUSED or name in _FAIL_ON_DTENSORS or name == "LBFGS":
-        for group in optimizer.param_groups:
+    for group in optimizer.param_groups:
+        fused = name in _NOT_FUSED and bool(group.get("fused"))
+        if _REFUSED or fused or name in _FAIL_ON_DTENSORS or name == "LBFGS":
             for parameter in group["params"]:
-                _refuse_parameter(name, parameter)
+                _refuse_parameter(name, parameter, fused)
 
 
-def _refuse_parameter(name: str, parameter: Any) -> None:
+def _refuse_parameter(name: str, parameter: Any, fused: bool) -> None:
     if _REFUSED.get(id(parameter)) is parameter:
         what = f"{name} was given parameters that are stepped as shards or as float32 copies after shard_data"
         fix = f"build_optimizer(model, {name}, ...), or optimizer() of what parallelize_model returns"
@@ -62,6 +66,10 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
     if name in _FAIL_ON_DTENSORS and isinstance(parameter, DTensor):
         what = f"{name} of PyTorch cannot step parameters that are DTensors"
         raise ModelError(Problem("unsharded-optimizer", what, fix=_FAIL_ON_DTENSORS[name]))
+    if fused and isinstance(parameter, DTensor):
+        what = f"PyTorch has no fused kernel of {name} for parameters that are DTensors"
+        fix = f"build_optimizer(model, {name}, fused=True, ...), which steps local tensors; or fused=False"
+        raise ModelError(Problem("unsharded-optimizer", what, fix=fix))
     if name == "LBFGS" and mark_of(parameter).stage is not None:
         what = "LBFGS searches along one vector of all parameters, and this rank has those of its pipeline stages"
         raise ModelError(Problem("not-elementwise", what, fix="use AdamW, or a mesh without pp"))

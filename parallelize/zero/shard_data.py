@@ -36,6 +36,7 @@ from parallelize.applied.user_initializers import guard_initializers
 from parallelize.comm.handshake import agree_on
 from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import MeshError, ModelError, Problem, short_list
+from parallelize.loop.stock_clip import serve_several_meshes
 from parallelize.mesh import DATA_AXES, MeshSpec
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.mixed_rows import check_batch_parts
@@ -170,6 +171,7 @@ def apply_data_axes(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan,
     _check(module, mesh_spec(mesh), resolved.options.zero)
     make_contiguous(module)
     join_tied_slots(module)
+    serve_several_meshes()
     if mesh_spec(mesh).ranks(*DATA_AXES) > 1 or applied(module).gradient_guard is not None:
         guard_gradients(module, mesh, None)
         refuse_wrappers(module)

@@ -57,6 +57,7 @@ from parallelize.data.prepared_by_accelerate import guard_accelerate
 from parallelize.errors import MeshError, ModelError, PlanError, Problem
 from parallelize.loop.stock_clip import serve_several_meshes
 from parallelize.mesh import DATA_AXES, MeshSpec
+from parallelize.models.checked_module import require_module
 from parallelize.ops.matmul import symmetric_memory
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.options import Options, wrong_folding
@@ -234,6 +235,7 @@ def _agree_on_plan(
     tp = tp_mesh(mesh)
     with agree_on(mesh, timeout_s) as facts, without_cycles():
         facts |= storage.facts()
+        require_module(module)
         refuse_other_quantizers(module)
         resolved = decide()
         facts |= resolved.structure()

@@ -24,17 +24,13 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallelize.comm.groups import Group
+from parallelize.comm.groups import Group, GroupOrMesh, group_of
 from parallelize.comm.handshake import over_ranks
-from parallelize.errors import MeshError, ModelError, Problem, ShapeError
+from parallelize.errors import ModelError, Problem, ShapeError
 from parallelize.layout import even_interval
 from parallelize.ops import collectives as ops
-
-GroupOrMesh = DeviceMesh | dist.ProcessGroup
 
 __all__ = ["all_to_all", "copy", "gather", "reduce", "reduce_scatter", "split", "sum_both"]
 
@@ -51,7 +47,7 @@ def copy(x: torch.Tensor, group: GroupOrMesh) -> torch.Tensor:
     Raises: ModelError `not-local` for a DTensor; MeshError `several-axes` for a mesh of more dims.
     Cost: one all-reduce of the gradient.
     """
-    return ops.copy(_local(x), _group(group))
+    return ops.copy(_local(x), group_of(group))
 
 
 def reduce(x: torch.Tensor, group: GroupOrMesh) -> torch.Tensor:
@@ -66,7 +62,7 @@ def reduce(x: torch.Tensor, group: GroupOrMesh) -> torch.Tensor:
     Raises: ModelError `not-local`; MeshError `several-axes`.
     Cost: one all-reduce.
     """
-    return ops.reduce(_local(x), _group(group))
+    return ops.reduce(_local(x), group_of(group))
 
 
 def sum_both(x: torch.Tensor, group: GroupOrMesh) -> torch.Tensor:
@@ -81,7 +77,7 @@ def sum_both(x: torch.Tensor, group: GroupOrMesh) -> torch.Tensor:
     Raises: ModelError `not-local`; MeshError `several-axes`.
     Cost: two all-reduces, one of them of the gradient.
     """
-    return ops.sum_both(_local(x), _group(group))
+    return ops.sum_both(_local(x), group_of(group))
 
 
 def gather(
@@ -108,7 +104,7 @@ def gather(
         is not their part of it, for which the others wait; `no-such-dim`; ModelError `not-local`; MeshError `several-axes`.
     Cost: one all-gather; without `full` another of 8 bytes, which the host waits for; backward a reduce-scatter, or nothing.
     """
-    joined = _group(group)
+    joined = group_of(group)
     dim = _dim(_local(x), dim)
     return ops.gather(x, joined, dim, _full(x, joined, dim, full), gradient)
 
@@ -126,7 +122,7 @@ def reduce_scatter(x: torch.Tensor, group: GroupOrMesh, dim: int = -1) -> torch.
     Raises: ShapeError `no-such-dim`; ModelError `not-local`; MeshError `several-axes`.
     Cost: one reduce-scatter; backward an all-gather.
     """
-    return ops.reduce_scatter(_local(x), _group(group), _dim(x, dim))
+    return ops.reduce_scatter(_local(x), group_of(group), _dim(x, dim))
 
 
 def split(x: torch.Tensor, group: GroupOrMesh, dim: int = -1) -> torch.Tensor:
@@ -142,7 +138,7 @@ def split(x: torch.Tensor, group: GroupOrMesh, dim: int = -1) -> torch.Tensor:
     Raises: ShapeError `no-such-dim`; ModelError `not-local`; MeshError `several-axes`.
     Cost: nothing; backward an all-gather.
     """
-    return ops.split(_local(x), _group(group), _dim(x, dim))
+    return ops.split(_local(x), group_of(group), _dim(x, dim))
 
 
 def all_to_all(
@@ -165,23 +161,12 @@ def all_to_all(
         MeshError `several-axes`.
     Cost: one all-to-all; without `full` also an all-gather of 8 bytes, which the host waits for; backward another all-to-all.
     """
-    joined = _group(group)
+    joined = group_of(group)
     split, concat = _dim(_local(x), split), _dim(x, concat)
     if split == concat:
         what = f"dim {split} is to be sharded and is sharded already"
         raise ShapeError(Problem("same-dim", what, fix="name two dims"))
     return ops.all_to_all(x, joined, split, concat, _full(x, joined, concat, full))
-
-
-def _group(group: GroupOrMesh) -> Group:
-    if not isinstance(group, DeviceMesh):
-        return Group(group)
-    if group.ndim != 1:
-        what = f"a collective runs over one axis, and the mesh has {group.ndim}: {group.mesh_dim_names}"
-        raise MeshError(
-            Problem("several-axes", what, fix='name one: mesh["tp"]; several together: axis_group(mesh, "dp", "cp")')
-        )
-    return Group(group.get_group())
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

@@ -21,11 +21,12 @@ from parallelize.applied.storage import Storage
 from parallelize.apply import apply_plan, check_by_trace
 from parallelize.checkpoint.weights import load_weights
 from parallelize.comm.handshake import agree_on
-from parallelize.comm.meshes import mesh_spec, with_tp
+from parallelize.comm.meshes import mesh_spec, require_names, with_tp
 from parallelize.context.context_parallel import apply_context
 from parallelize.data.prepared_by_accelerate import guard_accelerate
 from parallelize.errors import MeshError, ModelError, Problem
 from parallelize.mesh import DATA_AXES, MeshSpec
+from parallelize.models.checked_module import require_module
 from parallelize.pipeline.cut import check_uncut, cut_to_stages, with_cuts
 from parallelize.pipeline.engine import Pipeline
 from parallelize.pipeline.parallel_model import ParallelModel
@@ -101,8 +102,8 @@ def parallelize_model(
         trace: as for `parallelize_module`.
 
     Returns: the model with its step, optimizer and clipping.
-    Raises: MeshError `unknown-axis`, `no-data-axis`; ModelError `unknown-option`, `bad-option`, `bad-zero-stage`,
-        `meta-without-values`, `wrong-order`, `other-data-parallel`, `early-optimizer`; HandshakeError `replicas-differ`;
+    Raises: MeshError `unknown-axis`, `unnamed-mesh`, `no-data-axis`; ModelError `not-a-module`, `unknown-option`, `bad-option`,
+        `bad-zero-stage`, `meta-without-values`, `wrong-order`, `other-data-parallel`, `early-optimizer`; HandshakeError `replicas-differ`;
         PlanError, and what the called functions raise. Before anything is changed, where it can be known by then; the same on
         every rank.
     Cost: of the call itself: an exchange of digests for each of the steps that decide something, with `check_replicated` a
@@ -110,6 +111,8 @@ def parallelize_model(
     """
     spec, requested = mesh_spec(mesh), options_of(options, keywords)
     with agree_on(mesh) as agreed:
+        require_module(module)
+        require_names(mesh)
         chosen = with_cuts(_plan(module, spec, plan), cuts)
         complete = requested.complete(chosen.options if chosen is not None else None)
         if complete.expert_ranks > 1 and "tp" not in spec.names:  # experts have rules of the plan, which are over tp

@@ -282,6 +282,26 @@ def _backends(pg: dist.ProcessGroup) -> dict[str, str]:
     return backends
 
 
+GroupOrMesh = DeviceMesh | dist.ProcessGroup
+
+
+def group_of(group: GroupOrMesh | Group) -> Group:
+    """The `Group` of what a user names: a 1-D mesh, such as `mesh["tp"]`, or a process group.
+
+    Raises: MeshError `several-axes` for a mesh of more dims.
+    """
+    if isinstance(group, Group):
+        return group
+    if not isinstance(group, DeviceMesh):
+        return Group(group)
+    if group.ndim != 1:
+        what = f"a collective runs over one axis, and the mesh has {group.ndim}: {group.mesh_dim_names}"
+        raise MeshError(
+            Problem("several-axes", what, fix='name one: mesh["tp"]; several together: axis_group(mesh, "dp", "cp")')
+        )
+    return Group(group.get_group())
+
+
 def group_for(ranks: Sequence[int]) -> dist.ProcessGroup:
     """The process group of the given global ranks, created at most once. Call it on every rank in the list.
 

@@ -64,6 +64,16 @@ def mesh_spec(mesh: DeviceMesh) -> MeshSpec:
     return MeshSpec(list(zip(names, mesh.shape, strict=True)))
 
 
+def require_names(mesh: DeviceMesh) -> None:
+    """Raises: MeshError `unnamed-mesh`: nothing says which axis is which."""
+    if not mesh.mesh_dim_names:
+        sizes = tuple(mesh.shape)
+        names = tuple(("dp", "tp")[-len(sizes) :])
+        fix = f'build_mesh("cuda", dp=..., tp=...); or init_device_mesh("cuda", {sizes}, mesh_dim_names={names})'
+        what = f"the axes of the mesh {list(sizes)} have no names, which say what each is for"
+        raise MeshError(Problem("unnamed-mesh", what, fix=fix))
+
+
 def tp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The submesh for tensor parallelism: the axis named `tp`, or a 1-D mesh whose axis has no reserved name.
 

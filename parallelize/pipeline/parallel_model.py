@@ -18,6 +18,10 @@ from parallelize.zero.optimizer import build_optimizer
 T = torch.Tensor
 
 
+class NoSuchAttributeError(ModelError, AttributeError):
+    """An attribute that a ParallelModel does not have; an AttributeError, as `hasattr` expects."""
+
+
 class ParallelModel:
     """A model on a mesh, with the operations of a training loop.
 
@@ -37,6 +41,13 @@ class ParallelModel:
         """Raises: ModelError `not-copyable`: the copy would have no part in the steps of the other ranks' pipelines."""
         what = "a ParallelModel has hooks and messages of the model it was made with, which a copy cannot have"
         raise ModelError(Problem("not-copyable", what, fix="copy.deepcopy(parallel.module)"))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises: ModelError `no-such-attribute`, which says where a module's own attribute is."""
+        own = ", ".join(key for key in vars(ParallelModel) if not key.startswith("_"))
+        in_module = hasattr(vars(self).get("module"), name)
+        fix = f"parallel.module.{name}: of this rank's part of the model" if in_module else f"one of {own}"
+        raise NoSuchAttributeError(Problem("no-such-attribute", f"a ParallelModel has no {name!r}", fix=fix))
 
     def step(self, *args: Any, targets: Any = None, labels: Any = None, **kwargs: Any) -> T:
         """Forward and backward of this data rank's batch. See `Pipeline.step`.

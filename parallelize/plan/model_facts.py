@@ -174,6 +174,15 @@ def _expert_flags(module: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, 
     return {name: bool(values.get(name, name == "is_concatenated")) for name in EXPERT_FLAGS}
 
 
+def is_sequential(module: Any) -> bool:
+    """Whether a module calls its children one after another, as `nn.Sequential` does and its subclasses may."""
+    stock = next((cls for cls in type(module).__mro__ if f"{cls.__module__}.{cls.__name__}" == _SEQUENTIAL), None)
+    return stock is not None and getattr(type(module), "forward", None) is getattr(stock, "forward", None)
+
+
+_SEQUENTIAL = "torch.nn.modules.container.Sequential"
+
+
 def _kind(module: Any, shapes: dict[str, tuple[int, ...]]) -> str:
     """By attributes and shapes, not by class, so that subclasses and equivalent classes count."""
     weight = shapes.get("weight", ())

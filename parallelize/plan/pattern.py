@@ -83,5 +83,9 @@ def alternatives(pattern: str) -> list[str]:
 
 
 def generic(name: str) -> str:
-    """The name with `*` for numbers, which groups equal layers in tables and messages."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    """The name with `*` for numbers, which groups equal layers in tables and messages; as it is where a parameter's owners have no other
+    names, as in `nn.Sequential`."""
+    parts = name.split(".")
+    if all(part.isdigit() for part in parts[:-1]):
+        return name
+    return ".".join("*" if part.isdigit() else part for part in parts)

@@ -167,16 +167,28 @@ def cuts_of(plan: Plan | None, model: ModelFacts) -> Cuts:
 
 
 def _longest_list(model: ModelFacts) -> str:
+    """The name of the module with the most numbered children; of a model without, of the dict with the most modules of one class."""
     lists: dict[str, int] = {}
     for name in model.modules:
         parent, _, last = name.rpartition(".")
         if last.isdigit():
             lists[parent] = lists.get(parent, 0) + 1
+    lists = lists or _dicts_of_layers(model)
     outer = [name for name in lists if not any(name.startswith(other + ".") for other in lists if other)]
     if not outer:
         fix = "write `pipeline: {layers: ...}` in the plan, or assign modules to stages"
         raise PlanError(Problem("no-layers", "the model has no list of layers", fix=fix))
     return max(outer, key=lambda name: lists[name])
+
+
+def _dicts_of_layers(model: ModelFacts) -> dict[str, int]:
+    """By name the sizes of `nn.ModuleDict`s whose modules are of one class, as layers by name are, and a pair of towers is not."""
+    sizes = {}
+    for name in (name for name, facts in model.modules.items() if facts.class_name == "ModuleDict"):
+        children = _children(name, model)
+        if len(children) > 1 and len({model.modules[child].class_name for child in children}) == 1:
+            sizes[name] = len(children)
+    return sizes
 
 
 def _children(name: str, model: ModelFacts) -> list[str]:

@@ -13,13 +13,13 @@ from parallelize.layout import replicated
 from parallelize.plan.adapters import layer_name
 from parallelize.plan.input_shards import with_local_inputs
 from parallelize.plan.local_attributes import local_attributes
-from parallelize.plan.model_facts import ModelFacts, ParameterFacts
+from parallelize.plan.model_facts import ModelFacts, ParameterFacts, is_sequential
 from parallelize.plan.parameter_layouts import LayoutMaker
 from parallelize.plan.pattern import alternatives, generic, is_default, matches
 from parallelize.plan.rows import ModuleRow, ParameterRow, RegionRow
 from parallelize.plan.schema import Plan, RegionBounds, Rule
 from parallelize.plan.soundness import check_soundness
-from parallelize.styles.contract import Conversion, Use
+from parallelize.styles.contract import Conversion, Traits, Use
 from parallelize.styles.style import StyleContext, StyleText, contract_of
 
 
@@ -383,11 +383,14 @@ class _Resolver:
     def _check_replicable(self, fact: ParameterFacts, modules: dict[str, ModuleRow]) -> None:
         """A parameter without a rule, between sharded siblings, most likely runs on sharded activations."""
         owner = fact.fqn.rpartition(".")[0]
-        for parent in filter(None, (owner, owner.rpartition(".")[0])):
-            siblings = [row.contract for name, row in modules.items() if name.rpartition(".")[0] == parent]
+        for parent in dict.fromkeys((owner, owner.rpartition(".")[0])):
+            if not parent and not is_sequential(self.model.root):
+                continue
+            siblings = [row.contract for name, row in modules.items() if name and name.rpartition(".")[0] == parent]
             gathered = any(contract.leave is Conversion.GATHER_LAST for contract in siblings)
             splits = any(contract.traits.splits_output for contract in siblings)
-            if splits and any(contract.traits.sums_output for contract in siblings) and not gathered:
+            sums = any(contract.traits.sums_output for contract in siblings)
+            if splits and sums and not gathered and self._may_run_between(owner, parent, modules):
                 self.problems.append(
                     Problem(
                         "unclaimed-between-shards",
@@ -396,6 +399,19 @@ class _Resolver:
                     )
                 )
                 return
+
+    def _may_run_between(self, owner: str, parent: str, modules: dict[str, ModuleRow]) -> bool:
+        """Whether a module may run after a column linear among its siblings and before the row linear. An `nn.Sequential` has an order."""
+        if not is_sequential(self.model.objects.get(parent)):
+            return True
+        between = False
+        for name in self.model.objects[parent]._modules:
+            child = f"{parent}.{name}".lstrip(".")
+            if owner == child or owner.startswith(f"{child}."):
+                break
+            traits = modules[child].contract.traits if child in modules else Traits()
+            between = traits.splits_output or (between and not traits.sums_output)
+        return between
 
     def _unclaimed(self, facts: list[ParameterFacts]) -> None:
         counts: dict[str, int] = {}

@@ -38,6 +38,7 @@ from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import MeshError, ModelError, Problem, short_list
 from parallelize.loop.stock_clip import serve_several_meshes
 from parallelize.mesh import DATA_AXES, MeshSpec
+from parallelize.models.checked_module import require_module
 from parallelize.plan.choose import plan_or_none
 from parallelize.plan.mixed_rows import check_batch_parts
 from parallelize.plan.resolve import for_model
@@ -142,6 +143,7 @@ def shard_data(
     """
     spec = mesh_spec(mesh)
     with agree_on(mesh) as agreed:
+        require_module(module)
         _check(module, spec, zero)
         refuse_early_optimizers(module)
         earlier = resolution_so_far(module)

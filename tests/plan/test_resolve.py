@@ -11,8 +11,9 @@ from torch import nn
 
 from parallelize import PlanError
 from parallelize.mesh import MeshSpec
-from parallelize.plan.choose import choose_plan
+from parallelize.plan.choose import choose_plan, plan_of
 from parallelize.plan.model_facts import describe
+from parallelize.plan.pattern import generic
 from parallelize.plan.plan_file import load_plan, parse_plan, shipped_plans
 from parallelize.plan.resolve import resolve
 from tests.support.models import FAMILIES, SHIPPED, shipped_source, tiny_model
@@ -249,3 +250,26 @@ def test_a_wrapped_model_is_named(depth):
     with pytest.raises(PlanError, match=f"is for {inner}, which a Wrapper wraps"):
         resolve(plan(ALL).with_options(), describe(model), MeshSpec(tp=2))
     assert slugs(ALL, Wrapper(nn.Linear(2, 2))) == ["wrong-plan"]
+
+
+def in_order(**styles: str):
+    """A list of parts of an `nn.Sequential`, with rules by their position, resolved."""
+    parts = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 12), nn.PReLU(), nn.Linear(12, 8), nn.PReLU())
+    rules = {name.removeprefix("_"): style for name, style in styles.items()}
+    wrapped = {f"1.{name}": style for name, style in rules.items()}
+    for model, named in ((parts, rules), (nn.Sequential(nn.Linear(8, 8), parts), wrapped)):
+        yield resolve(plan_of(model, named), describe(model), MeshSpec(tp=2))
+
+
+def test_what_a_dict_leaves_out_of_a_sequential_is_judged_by_its_place():
+    """A norm before the column linear runs on full activations; an activation with a weight after it does not."""
+    for resolved in in_order(_1="colwise", _2="replicate(gradient=partial)", _3="rowwise"):
+        assert sum(row.partial for row in resolved.parameters.values()) == 1
+    for styles in ({"_1": "colwise", "_3": "rowwise"}, {"_1": "colwise", "_3": "rowwise", "_0": "replicate"}):
+        with pytest.raises(PlanError, match=r"unclaimed-between-shards: no rule claims 2\.weight") as error:
+            list(in_order(**styles))
+        assert len(error.value.problems) == 1
+
+
+def test_modules_that_have_numbers_alone_are_named_by_them():
+    assert generic("layers.3.mlp.up.weight") == "layers.*.mlp.up.weight" and generic("1.0.weight") == "1.0.weight"

@@ -52,7 +52,7 @@ def all_gather_linear(
         weights: [N, K], or several weights that share the gather.
         biases: [N] or None, one per weight.
         dim: dimension of the rows; not the last one.
-        group: a process group; not needed for DTensors.
+        group: a 1-D mesh, such as `mesh["tp"]`, or a process group; not needed for DTensors.
         full: number of rows of all ranks together. Default: P times s; required if shards are uneven.
         overlap: "auto", "off", "chunked" or "symm_mem".
         chunks: chunks per shard for "chunked". Default: 4.
@@ -65,7 +65,7 @@ def all_gather_linear(
     Raises:
         ShapeError: `wrong-shape`, `wrong-dtype`, `wrong-placement`, `no-group`, `bad-overlap`, `cannot-defer`;
             `ranks-disagree` on every rank.
-        MeshError: `no-symmetric-memory`.
+        MeshError: `several-axes` for a mesh of more dims; `no-symmetric-memory`.
     Cost: one all-gather of R x K forward; one reduce-scatter of R x K backward, with `save="shard"` also an all-gather.
 
     Source: Wang et al., ASPLOS 2023; Korthikanti et al., arXiv:2205.05198 (sequence parallelism).
@@ -94,7 +94,7 @@ def linear_reduce_scatter(
         weight: [N, k].
         bias: [N], added once, after the sum.
         dim: dimension of the rows, which are split as by `torch.chunk`; not the last one.
-        group: a process group; not needed for DTensors.
+        group: a 1-D mesh, such as `mesh["tp"]`, or a process group; not needed for DTensors.
         overlap: "auto", "off", "chunked" or "symm_mem".
         chunks: chunks per shard for "chunked". Default: 4.
         deferred: receives the weight gradient while `deferred.deferring()` is active; plain tensors only.
@@ -104,7 +104,7 @@ def linear_reduce_scatter(
     Raises:
         ShapeError: `wrong-shape`, `wrong-dtype`, `wrong-placement`, `no-group`, `bad-overlap`, `cannot-defer`;
             `ranks-disagree` on every rank.
-        MeshError: `no-symmetric-memory`.
+        MeshError: `several-axes` for a mesh of more dims; `no-symmetric-memory`.
     Cost: one reduce-scatter of R x N forward, one all-gather of R x N backward.
 
     Source: as for `all_gather_linear`.
@@ -129,7 +129,7 @@ def linear_all_reduce(
         x: local features [.., k].
         weight: [N, k].
         bias: [N], added once, after the sum.
-        group: a process group; not needed for DTensors.
+        group: a 1-D mesh, such as `mesh["tp"]`, or a process group; not needed for DTensors.
         overlap: "auto", "off" or "chunked"; "symm_mem" runs in chunks.
         chunks: chunks per shard for "chunked". Default: 4.
         deferred: receives the weight gradient while `deferred.deferring()` is active; plain tensors only.
@@ -138,7 +138,7 @@ def linear_all_reduce(
     Raises:
         ShapeError: `wrong-shape`, `wrong-dtype`, `wrong-placement`, `no-group`, `bad-overlap`, `cannot-defer`;
             `ranks-disagree` on every rank.
-        MeshError: `no-symmetric-memory`.
+        MeshError: `several-axes` for a mesh of more dims; `no-symmetric-memory`.
     Cost: one all-reduce of R x N forward, none backward.
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053.
@@ -163,7 +163,7 @@ def column_linear(
         x: [.., K], the same on every rank.
         weights: [N, K], or several weights that share the input.
         biases: [N] or None, one per weight.
-        group: a process group; not needed for DTensors.
+        group: a 1-D mesh, such as `mesh["tp"]`, or a process group; not needed for DTensors.
         overlap: "auto", "off" or "chunked"; "symm_mem" runs in chunks.
         chunks: chunks per shard for "chunked". Default: 4.
         deferred: receives the weight gradients while `deferred.deferring()` is active; plain tensors only.
@@ -172,7 +172,7 @@ def column_linear(
     Raises:
         ShapeError: `wrong-shape`, `wrong-dtype`, `wrong-placement`, `no-group`, `bad-overlap`, `cannot-defer`;
             `ranks-disagree` on every rank, in backward.
-        MeshError: `no-symmetric-memory`.
+        MeshError: `several-axes` for a mesh of more dims; `no-symmetric-memory`.
     Cost: none forward; one all-reduce of R x K backward.
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053.

@@ -8,11 +8,10 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from parallelize.comm.groups import Group
+from parallelize.comm.groups import Group, GroupOrMesh, group_of
 from parallelize.comm.link_profile import AlgorithmChoice, LinearWork, choose, gather_work, reduce_work, scatter_work
 from parallelize.errors import ParallelizeError, Problem, ShapeError
 from parallelize.layout import even_interval
@@ -23,7 +22,8 @@ from parallelize.ops.matmul.op_handshake import report_failure
 from parallelize.styles.contract import OVERLAPS
 
 T = torch.Tensor
-AnyGroup = Group | dist.ProcessGroup
+AnyGroup = Group | GroupOrMesh
+"""As users name it: a 1-D mesh, or a process group."""
 DEFAULT_CHUNKS = 4
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 _ops = torch.ops.parallelize
@@ -201,7 +201,7 @@ def _group_of(group: AnyGroup | None) -> Group:
     if group is None:
         fix = "pass group=, or DTensors"
         raise ShapeError(Problem("no-group", "the group of plain tensors is not known", fix=fix))
-    return group if isinstance(group, Group) else Group(group)
+    return group_of(group)
 
 
 def _listed(biases: T | Sequence[T | None] | None, number: int) -> list[T | None]:

@@ -197,7 +197,7 @@ def unknown_layouts(resolved: ResolvedPlan | None) -> list[Problem]:
     if not resolved.plan.kept and (resolved.regions or not shards_sequence):
         return []
     what = "a dict of style objects that shards the sequence, or that is applied as PyTorch does"
-    return list(no_global_mask(what, "a plan with sequence_parallel, or dropout rates of 0").problems)
+    return list(no_global_mask(what, "a plan file with `sequence_parallel:`, or dropout rates of 0").problems)
 
 
 @lru_cache(maxsize=4096)

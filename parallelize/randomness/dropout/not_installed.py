@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from parallelize.applied.records import applied
+from parallelize.applied.records import applied, resolution_of
 from parallelize.errors import ModelError, Problem, short_list
-from parallelize.randomness.dropout.install import dropout_clock, modules_that_drop
+from parallelize.randomness.dropout.install import dropout_clock, modules_that_drop, unknown_layouts
 
 
 def require_installed_dropout(module: nn.Module) -> None:
@@ -41,7 +41,9 @@ def _refuse_uninstalled(module: nn.Module, _: Any) -> None:
         return
     dropping = modules_that_drop(module).items()
     names = [fqn for fqn, inner in dropping if inner.training and applied(inner).dropout is None]
+    if names and (unplaceable := unknown_layouts(resolution_of(module))):  # for which install_dropout is refused
+        raise ModelError(*unplaceable)
     if names:
-        what = f"{short_list(names, 3)} would draw masks from PyTorch's generator, which knows nothing of shards"
+        what = f"{short_list([name or 'the model' for name in names], 3)} would draw masks from PyTorch's generator, which knows nothing of shards"
         fix = "call install_dropout(model, seed) after parallelize_module; or use parallelize_model, or rates of 0"
         raise ModelError(Problem("dropout-not-installed", what, fix=fix))

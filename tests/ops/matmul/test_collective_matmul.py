@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from parallelize import DeferredGradients, all_gather_linear, column_linear, linear_all_reduce, linear_reduce_scatter
+from parallelize import (
+    DeferredGradients,
+    MeshError,
+    all_gather_linear,
+    build_mesh,
+    column_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+)
 from parallelize.comm.groups import Group
 from parallelize.comm.link_profile import LinkProfile
 from parallelize.errors import ModelError, ShapeError
@@ -438,5 +446,19 @@ def test_a_failing_matmul_leaves_the_next_call_correct(op, at, everywhere, monke
         monkeypatch.setattr(chunked_matmul, "matmul", real)
         dist.barrier()
         linear.check(*linear.run(overlap="chunked"))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("op", [all_gather_linear, linear_reduce_scatter, linear_all_reduce, column_linear])
+def test_a_group_is_named_as_for_other_collectives(op):
+    """By a mesh of one axis; a mesh of several names none."""
+
+    def body(rank: int) -> None:
+        mesh = build_mesh("cpu", dp=1, tp=2)
+        x, weight = torch.arange(12.0).view(4, 3) + rank, torch.ones(5, 3)
+        assert torch.equal(op(x, weight, group=mesh["tp"]), op(x, weight, group=mesh.get_group("tp")))
+        with pytest.raises(MeshError, match="several-axes"):
+            op(x, weight, group=mesh)
 
     run_ranks(2, body)

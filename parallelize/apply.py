@@ -65,6 +65,7 @@ from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
 from parallelize.plan.schema import Plan
 from parallelize.quantization.other_quantizers import refuse_other_quantizers
+from parallelize.randomness.dropout.install import install_draws
 from parallelize.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
 from parallelize.tensor.install.installer import Installer
 from parallelize.tensor.install.later_adapters import plan_later_adapters
@@ -169,6 +170,7 @@ def parallelize_module(
     record = record_of(module)
     if (record is not None and record.group.size > 1) or on_context(mesh_spec(mesh)):
         require_installed_dropout(module)
+        install_draws(module, mesh)
     name_in_watch(module)
     return module
 

@@ -42,7 +42,7 @@ from parallelize.plan.schema import Cuts, Plan
 from parallelize.plan.stages import Assignment, Costs
 from parallelize.quantization.other_quantizers import refuse_other_quantizers
 from parallelize.randomness.dropout.call_sites import refused_modules
-from parallelize.randomness.dropout.install import drops, install_dropout, unknown_layouts
+from parallelize.randomness.dropout.install import drops, install_draws, install_dropout, unknown_layouts
 from parallelize.randomness.init.initialize import initialize as draw
 from parallelize.recomputation.recompute import apply_recompute
 from parallelize.tensor.torch_styles.dicts import is_styles
@@ -94,7 +94,8 @@ def parallelize_model(
         device: where a model on meta is allocated. Default: the mesh's device type.
         initialize: for a model on meta: a seed; a folder of weights, ours or in Hugging Face's layout; or a function that
             fills the allocated model.
-        dropout_seed: masks are a function of it, the step and the position in the global batch, whatever the mesh.
+        dropout_seed: masks, and what else a forward draws, are a function of it, the step and the position in the global batch, whatever
+            the mesh.
         loss, count, whole, share_inputs: of a step: see `Pipeline`.
         check_replicated: compare what ranks must have alike, by digest: the parameters of data ranks now, in each step
             inputs, targets, mode and hyperparameters, and in every `compare_every`-th step the parameters that ranks store
@@ -138,7 +139,7 @@ def parallelize_model(
     _apply_data_axes(module, mesh, resolved, _Values(device, initialize, check_replicated))
     _tie(module)
     mark_stages(module)
-    clock = install_dropout(module, dropout_seed, mesh) if drops(module) else None
+    clock = (install_dropout if drops(module) else install_draws)(module, mesh=mesh, seed=dropout_seed)
 
     guard_accelerate(module, mesh)
     data = data_of(module)

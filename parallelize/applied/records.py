@@ -128,7 +128,8 @@ class Applied:
         cut: its pipeline stages. plan: its tensor-parallel plan.
         context: its sequences over `cp`. context_call: how its forward is called over `cp`.
         data: its data axes. router_loss: what counts the tokens of its load-balancing loss. ties: its parameters tied across stages.
-        dropout_clock: of `install_dropout`: a randomness.dropout.position.Clock.
+        dropout_clock: of `install_dropout`: a randomness.dropout.position.Clock. draws: of what its forward draws, a
+            randomness.dropout.draw_hooks.DrawHooks.
         batch_part: while a step runs, which sequences the forward gets: an applied.forward_rows.BatchPart.
         route_replay: of `replay_routes`: the choices that its routers get, a tensor.router_choice.RouteReplay.
         recompute_units: its recomputed modules, where the model would make a key/value cache.
@@ -159,6 +160,7 @@ class Applied:
     router_loss: object = None
     ties: TiedCopies | None = None
     dropout_clock: object = None
+    draws: object = None
     batch_part: object = None
     route_replay: object = None
     recompute_units: tuple[RecomputedModule, ...] = ()

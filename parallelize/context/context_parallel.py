@@ -34,6 +34,7 @@ from parallelize.plan.choose import plan_of
 from parallelize.plan.options import Options, wrong_ulysses
 from parallelize.plan.resolve import resolve
 from parallelize.plan.resolved import ResolvedPlan
+from parallelize.randomness.dropout.install import install_draws
 from parallelize.randomness.dropout.not_installed import refuse_early_dropout, require_installed_dropout
 from parallelize.tensor.attention_calls import AttentionCalls
 from parallelize.tensor.refused_outputs import refuse_attentions
@@ -82,6 +83,7 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh, plan: Any = None, *, u
     apply_context(module, mesh, decide)
     if on_context(spec):
         require_installed_dropout(module)
+        install_draws(module, mesh)
     return module
 
 

@@ -97,9 +97,10 @@ class PlanCheck:
         """Row linears whose input is a shard, or full, where they expect the other."""
         made = {factor for name, shard in self.shards.items() if not self._sums(name) for factor in shard.factors}
         made |= {factor for misfit in self.misfits for factor in self._factors_of(misfit.name)}
+        ran = {weight for use in self.classes.record.uses for weight in use.weights}
         for name, shard in self.shards.items():
-            if not self._sums(name):
-                continue
+            if not self._sums(name) or self.classes.record.first_names.get(name, name) not in ran:
+                continue  # a layer that the forward skipped has no input
             module = name.rpartition(".")[0]
             if self._splits_input(name):
                 if made & set(leaves(self.classes.record.split_inputs.get(module, []))):

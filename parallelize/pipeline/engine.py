@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class Pipeline:
             overlap_microbatches = False
         self.module, self.mesh, self.data, self.clock = module, mesh, data, clock
         self.steps_done = 0
-        self._first_sequence = 0  # of this data rank, in the global batch
+        self._first_sequence: int | None = None  # of this data rank, in the global batch; None until something is drawn
         self.cut = cut_of(module)
         self.spec = mesh_spec(mesh)
         self.group = self.cut.group if self.cut is not None else Group.alone()
@@ -283,8 +284,7 @@ class Pipeline:
         """The inputs of this data rank, and the global count."""
         self._take_changes()
         microbatches, total = self.batches.read(call, self._settings(), *given)
-        if self.clock is not None:
-            self._first_sequence = self.check.first_sequence()
+        self._first_sequence = None
         return microbatches, total
 
     def _take_changes(self) -> None:
@@ -356,8 +356,13 @@ class Pipeline:
         """Tell the model which part of the batch it gets. Data ranks have consecutive parts of the global batch."""
         self._part.first = microbatch_inputs.batch_offset
         if self.clock is not None:
-            offset = self._first_sequence + microbatch_inputs.batch_offset
-            self.clock.move(Position(self.steps_done, offset, microbatch_inputs.size))
+            step = self.steps_done if self.module.training else self.clock.evaluations
+            self.clock.move(partial(self._position, step, microbatch_inputs.batch_offset, microbatch_inputs.size))
+
+    def _position(self, step: int, offset: int, rows: int) -> Position:
+        if self._first_sequence is None:
+            self._first_sequence = self.check.first_sequence()
+        return Position(step, self._first_sequence + offset, rows)
 
     def _execute(self, run: StepRun) -> None:
         known = set(self._headers)
@@ -377,6 +382,7 @@ class Pipeline:
             mark_applied(self.module, batch_part=None)
             if self.clock is not None:
                 self.clock.move(None)
+                self.clock.evaluations += not self.module.training
 
     def _set_compared(self, compared: bool) -> None:
         """Tell what compares the inputs of bare forwards whether the message of this call does so."""

@@ -5,6 +5,9 @@ owns them, so that code around them (masks, positions, rotary tables) sees the r
 output of the previous stage, in the tensor object that the forward passes to it. The call of the first unit after the stage
 ends the forward. So layer numbers, kinds of attention and the rest of the stock loop stay as they are. A forward that uses
 absent units in another way computes NaN, which is checked once for each signature of the inputs.
+
+A forward that draws random numbers may skip units (LayerDrop). All stages draw the same, so they skip the same: the next unit that is
+called takes the place of a skipped first one, and a stage of which all are skipped passes on what it received.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from parallelize.errors import ModelError, Problem
 from parallelize.pipeline.absent_parameters import AbsentParameters
 from parallelize.pipeline.payload import Nested, StageHeader
 from parallelize.plan.learned_prompts import prompt_encoders
+from parallelize.randomness.dropout.draw_hooks import has_drawn
 from parallelize.tensor.region import Region
 from parallelize.torch_private import torch_tensors as private
 from parallelize.torch_private.torch_dynamo import InterceptedCall
@@ -35,7 +39,8 @@ T = torch.Tensor
 class _StageEnd(BaseException):
     """Ends a forward at the first unit of the next stage, with the call of that unit. Not an error, hence no `Exception`."""
 
-    def __init__(self, args: tuple, kwargs: dict):
+    def __init__(self, unit: str, args: tuple, kwargs: dict):
+        self.unit = unit
         self.call: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
 
 
@@ -170,19 +175,19 @@ class StageRunner:
                 )
             )
         if index < now.first:
-            return self._absent_output(index, now)
-        if index >= now.stop:
-            if index > now.stop or not (now.entered or now.first == 0):
-                raise self._order(index, f"is called before {self.units[now.stop]}")
-            raise _StageEnd(args, kwargs)
-        if index == now.first and index > 0:
-            if now.entered:
-                raise self._order(index, "is called twice")
+            return self._absent_output(index, now, args, kwargs)
+        if index == now.first and now.entered:
+            raise self._order(index, "is called twice")
+        if now.first > 0 and not now.entered:
+            if index != now.first and not self._skips():
+                raise self._order(index, f"is called before {self.units[now.first]}")
             now.entered = True
             torch.set_grad_enabled(now.grad)
-            args, kwargs = self._received_call(now, args, kwargs)
-        elif now.first > 0 and not now.entered:
-            raise self._order(index, f"is called before {self.units[now.first]}")
+            args, kwargs = self._received_call(now, index, args, kwargs)
+        if index >= now.stop:
+            if index > now.stop and not self._skips():
+                raise self._order(index, f"is called before {self.units[now.stop]}")
+            raise _StageEnd(self.units[index], args, kwargs)
         out = unit_call.inside(args, kwargs)
         unit = self.units[index]
         if unit in self._last_user:
@@ -191,12 +196,19 @@ class StageRunner:
             now.outputs[unit] = Nested.of(out)[0]
         return out
 
+    def _skips(self) -> bool:
+        """Whether the forward may skip units: it has drawn random numbers."""
+        return has_drawn(self.module)
+
     def _may_run_alone(self, unit: str) -> bool:
         """Whether a unit needs no other stage: PEFT computes learned prompts to save them."""
         return unit in prompt_encoders(self.cut.facts) and self.cut.present(unit)
 
-    def _absent_output(self, index: int, now: _RunningForward) -> Any:
-        """What the call of an absent unit returns: its true output where it is sent along, else NaN."""
+    def _absent_output(self, index: int, now: _RunningForward, args: tuple, kwargs: dict) -> Any:
+        """What the call of an absent unit returns: its true output where it is sent along, else NaN.
+
+        Where the forward that made the header has skipped the unit, NaN of the shapes of another one of its list, or of its input.
+        """
         unit = self.units[index]
         if now.entered:
             raise self._order(index, f"is called after {self.units[now.first]}")
@@ -204,9 +216,13 @@ class StageRunner:
             torch.set_grad_enabled(now.grad)  # for what is computed from it; all else before the first unit is constant
             return now.content["skips"][unit]
         assert now.header is not None
-        if unit not in now.header.outputs:
+        known = now.header.outputs.get(unit)
+        if known is None and not self._skips():
             raise self._order(index, "was not called on the rank that owns it")
-        return now.header.outputs[unit].fill(lambda meta: meta.absent(self.device))
+        if known is None:
+            siblings = (name for name in now.header.outputs if name.rpartition(".")[0] == unit.rpartition(".")[0])
+            known = now.header.outputs.get(next(siblings, ""), Nested.of(next(iter((*args, *kwargs.values()))))[0])
+        return known.fill(lambda meta: meta.absent(self.device))
 
     @property
     def device(self) -> torch.device:
@@ -214,12 +230,12 @@ class StageRunner:
         assert self.current is not None
         return next((leaf.device for leaf in private.tree_leaves(self.current.content) if isinstance(leaf, T)), _CPU)
 
-    def _received_call(self, now: _RunningForward, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments of the stage's first unit, with those from the previous stage in place of NaN."""
+    def _received_call(self, now: _RunningForward, index: int, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments of the first unit that the stage calls, with those from the previous stage in place of NaN."""
         assert now.header is not None
         call: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
         if now.header.compared:
-            self._compare(now, call)
+            self._compare(now, self.units[index], call)
             now.header.compared.clear()  # once for each signature of the inputs
         received = {
             key: private.tree_map(lambda leaf: self._received(leaf, now), value)
@@ -248,12 +264,11 @@ class StageRunner:
             fix = "split elsewhere, name the argument under `carry:`, or the module under `skips:` of the plan's `pipeline:`"
             raise ModelError(Problem("absent-module-used", what, self.cut.stages.cuts.where, fix=fix))
 
-    def _compare(self, now: _RunningForward, call: dict[int | str, Any]) -> None:
+    def _compare(self, now: _RunningForward, unit: str, call: dict[int | str, Any]) -> None:
         """Arguments that are not sent must be equal on both stages, which compute them."""
         assert now.header is not None
         for key, digests in now.header.compared.items():
             if _digests(call.get(key)) != digests:
-                unit = self.units[now.first]
                 what = (
                     f"argument {_name(self.modules.get(unit), key)} of {unit} differs from that of the previous stage"
                 )
@@ -263,8 +278,7 @@ class StageRunner:
     # -- what is sent ---------------------------------------------------------------------------------------------
 
     def _package(self, stage: int, end: _StageEnd, now: _RunningForward) -> Outcome:
-        unit = self.units[now.stop]
-        carried = self._carried(unit, end.call)
+        carried = self._carried(end.unit, end.call)
         skips = {
             name: value for name, value in (now.content["skips"] | now.skips).items() if self._last_user[name] > stage
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from torch import nn
 from parallelize.errors import ModelError, Problem
 from parallelize.models.model_source import copy_of
 from parallelize.models.nested_tensors import floating_in
-from parallelize.randomness.dropout.install import install_dropout
+from parallelize.randomness.dropout.install import install_draws
 from parallelize.randomness.dropout.position import Position
-from parallelize.randomness.dropout.router_noise import routers_that_draw
 from parallelize.torch_private import torch_tensors as private
 from parallelize.verification.batch import IGNORED
 from parallelize.verification.compare import ReferenceValues
@@ -62,12 +61,10 @@ def reference_step(configuration: Configuration) -> ReferenceValues:
 def _unsharded(configuration: Configuration) -> tuple[nn.Module, Callable[[int, int], AbstractContextManager[Any]]]:
     """A copy of the model; and a context for its forward on part `index` of `count` of the batch.
 
-    Routers that draw noise draw that of the ranks, which is a function of the position of a row in the batch.
+    What a forward draws is that of the ranks, which is a function of the position of a row in the batch.
     """
     model = copy_of(configuration.model)
-    if not model.training or not any(routers_that_draw(model)):
-        return model, lambda index, count: nullcontext()
-    clock, rows = install_dropout(model), configuration.rows
+    clock, rows = install_draws(model, seed=0), configuration.rows
     return model, lambda index, count: clock.at(Position(0, index * rows // count, rows // count))
 
 

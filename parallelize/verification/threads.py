@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from parallelize.errors import HandshakeError, Problem
+from parallelize.randomness.dropout.host_draws import host_states, set_host_states
 from parallelize.torch_private import torch_groups as private_groups
 
 TIMEOUT_S = 120.0
@@ -279,8 +280,18 @@ def run_ranks(world_size: int, body: Callable[[int], Any], timeout_s: float = TI
 
     Raises: the first failure of a rank; HandshakeError `ranks-timed-out`.
     """
-    with _RUN_LOCK, private_groups.threads_as_ranks(ThreadGroup), _hide_gc_objects():
+    with _RUN_LOCK, private_groups.threads_as_ranks(ThreadGroup), _hide_gc_objects(), _kept_host_generators():
         return _Run(world_size, body, timeout_s).outcome()
+
+
+@contextmanager
+def _kept_host_generators() -> Iterator[None]:
+    """Set Python's and NumPy's generators, which all ranks share, to their states of before at the end."""
+    states = host_states(("python", "numpy"))
+    try:
+        yield
+    finally:
+        set_host_states(states)
 
 
 @contextmanager

@@ -22,14 +22,14 @@ from parallelize.checkpoint.format.strict_json import write_json
 from parallelize.checkpoint.run.local_tensors import ModelOnMesh
 from parallelize.errors import CheckpointError, Problem
 from parallelize.mesh import DATA_AXES, SAMPLE_AXES
-from parallelize.randomness.dropout.install import dropout_clock
+from parallelize.randomness.dropout.draw_hooks import draw_clock
 from parallelize.randomness.generators import random_state, seed_generators, set_random_state
 from parallelize.randomness.streams import Streams
 
 
 def collect_position(on_mesh: ModelOnMesh, pipeline: Any) -> dict[str, Any]:
     """Numbers that are the same on every rank."""
-    clock = dropout_clock(on_mesh.module)
+    clock = draw_clock(on_mesh.module)
     return {
         "steps_done": pipeline.steps_done if pipeline is not None else None,
         "clock": clock.state_dict() if clock is not None else None,
@@ -38,7 +38,7 @@ def collect_position(on_mesh: ModelOnMesh, pipeline: Any) -> dict[str, Any]:
 
 def restore_position(on_mesh: ModelOnMesh, pipeline: Any, state: dict[str, Any]) -> None:
     """Set what `collect_position` has saved, where the run has it."""
-    clock = dropout_clock(on_mesh.module)
+    clock = draw_clock(on_mesh.module)
     if pipeline is not None and state.get("steps_done") is not None:
         pipeline.steps_done = int(state["steps_done"])
     if clock is not None and state.get("clock") is not None:

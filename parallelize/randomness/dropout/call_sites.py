@@ -7,6 +7,7 @@ first call, from the last planned module that ran before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
@@ -24,6 +25,7 @@ from parallelize.applied.step_results import SequenceRegion, ShardedSequences, e
 from parallelize.errors import ModelError, Problem
 from parallelize.layout import Layout
 from parallelize.ops.attention.weight_dropout import WeightDropout
+from parallelize.randomness.dropout.draw_places import DrawPlace, no_place, order_of, place_of
 from parallelize.randomness.dropout.global_index import (
     ActivationLayout,
     LocalTokens,
@@ -31,7 +33,7 @@ from parallelize.randomness.dropout.global_index import (
     first_row,
     no_global_mask,
 )
-from parallelize.randomness.dropout.masks import attention, drop, mask, uniform_numbers
+from parallelize.randomness.dropout.masks import attention, drop, mask
 from parallelize.randomness.dropout.position import Clock
 from parallelize.torch_private import torch_tensors as private
 
@@ -74,6 +76,7 @@ class DropoutSites:
         self.mode = _FunctionalDropout(self)
         self.first_forward = ExitStack()  # stores the `FirstForwardCheck` while it is on
         self.checked = False
+        self.follows = True  # whether `last` is known
 
     def __deepcopy__(self, memo: dict) -> DropoutSites:
         clock, region = deepcopy(self.clock, memo), deepcopy(self.region, memo)
@@ -122,10 +125,27 @@ class DropoutSites:
         first = first_row(query.shape[:1], position.batch_offset, position.batch_size)
         return WeightDropout(stream, p, first, layout.rank * heads, layout.size * heads)
 
-    def uniform(self, x: torch.Tensor, call_site: str) -> torch.Tensor:
-        """Numbers in (0, 1) for each element of an activation, in float64."""
-        with private.plain_calls():
-            return uniform_numbers(x.shape, *self._place(x.shape, x.device, call_site, self._of_activation))
+    def place_of_draw(self, shape: torch.Size, device: torch.device, call_site: str, line: str) -> DrawPlace:
+        """The elements of a draw that this rank draws. line: for messages. Raises: ModelError `unplaceable-draw`."""
+        key, forward = self.clock.call(call_site)
+        position = forward.position
+        if call_site not in self.layouts:
+            self.layouts[call_site] = self._of_draw(shape, position.batch_size, line)
+        layout = self.layouts[call_site]
+        if layout.kind == "sequence" and private.backward_id() == -1:
+            assert self.region is not None
+            forward.tokens[call_site] = self.region.inside
+        whole = forward.tokens.get(call_site)
+        if layout.kind == "sequence" and whole is None:  # one token is decoded: nothing is sharded
+            layout = ActivationLayout("full")
+        positions = None if self.sequences is None else self.sequences.local_positions()
+        local = None if positions is None else LocalTokens(*positions)
+        tokens = local.count if local is not None else whole
+        if layout.kind == "sequence" and tokens is not None:
+            tokens = -(-tokens // self.size)
+        order = order_of(shape, position.batch_size, tokens, whole if local is None else local.full, line)
+        batch = (position.batch_offset, position.batch_size)
+        return place_of(key, order, layout, batch, whole, local, device)
 
     def _mask(
         self, shape: torch.Size, device: torch.device, p: float, call_site: str, layout_of: Callable
@@ -170,6 +190,18 @@ class DropoutSites:
             "put dropout on the linear's own output, on attention weights, or after the row linear",
             call_site,
         )
+
+    def _of_draw(self, shape: torch.Size, rows: int | None, line: str) -> ActivationLayout:
+        """Of numbers for rows, or for the step, all ranks of tp have all; of others those for the activations there."""
+        if self.size == 1 or math.prod(shape) in (1, rows):
+            return ActivationLayout("full")
+        if not self.follows:
+            what = f"random numbers of shape {list(shape)}, first drawn after forwards that drew none,"
+            raise no_place(what, line)
+        try:
+            return self._of_activation(shape, line)
+        except ModelError as error:
+            raise no_place(f"random numbers of shape {list(shape)} between column and row linears", line) from error
 
     def _of_attention(self, shape: torch.Size, call_site: str) -> ActivationLayout:
         if self.size == 1 or self.last is None:
@@ -280,9 +312,6 @@ REFUSED_FUNCTIONS = (
     torch.feature_dropout,
     torch.feature_alpha_dropout,
     torch.native_dropout,
-    torch.bernoulli,
-    torch.Tensor.bernoulli,
-    torch.Tensor.bernoulli_,
 )
 _INTERCEPTED: dict[Any, Callable[[DropoutSites, Any, tuple, dict], Any]] = {
     F.dropout: _functional_dropout,

@@ -1,4 +1,4 @@
-"""`install_dropout`: make the dropout of a model a function of seed, step and global index."""
+"""`install_dropout`: make the dropout of a model, and what else its forward draws, a function of seed, step and global index."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from parallelize.layout import Layout
 from parallelize.mesh import SAMPLE_AXES
 from parallelize.plan.adapters import is_adapted, layer_name
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.plan.tensor_rows import LAYER_DROPS
 from parallelize.randomness.dropout.call_sites import (
     ColumnOutput,
     DropoutSites,
@@ -32,40 +31,36 @@ from parallelize.randomness.dropout.call_sites import (
     scoped_forward,
     unsupported_modules,
 )
+from parallelize.randomness.dropout.draw_hooks import first_seed, install_draw_hooks, remove_draw_hooks
 from parallelize.randomness.dropout.global_index import ActivationLayout, columns_of, no_global_mask
 from parallelize.randomness.dropout.position import Clock
-from parallelize.randomness.dropout.router_noise import noisy_forward, routers_that_draw
 from parallelize.styles.contract import Conversion
 
 
 def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = None) -> Clock:
-    """Make `nn.Dropout`, `F.dropout` and attention dropout of a model draw one global mask on any mesh, and its routers one noise.
+    """Make `nn.Dropout`, `F.dropout` and attention dropout of a model draw one global mask on any mesh, and its forward the same numbers.
 
     Call it after `parallelize_module`, or on an unsharded model in one process: both draw the same mask. Each forward of
     `module` in training counts as a step, unless `clock.move(Position(...))` sets the position in training. Data ranks draw
-    the masks of consecutive rows of the global batch.
+    the masks of consecutive rows of the global batch. Noise, masks, timesteps and skipped layers that the forward draws by torch are
+    drawn in the same way; a draw that has no row is that of the step on all data ranks. Of Python's `random` and NumPy's generator,
+    the forward draws from a state that is set for it: the former of the step, the latter of the step and the first row.
 
     Args:
         module: the model. Its forwards define the steps, so install it on the module that is called.
         seed: any integer, the same on every rank.
         mesh: the mesh with the data axes, if the model has no plan.
 
-    Returns: the dropout clock. Its `state_dict()`, two numbers, belongs in a checkpoint.
+    Returns: the dropout clock. Its `state_dict()`, three numbers, belongs in a checkpoint.
     Raises: before anything is changed, ModelError `unplaceable-dropout` with all dropout that is not supported (`Dropout2d`,
         `MultiheadAttention`, ...) or after a dict of style objects that shards the sequence, `already-installed`. During a
-        forward, `unplaceable-dropout`, `dropout-outside-forward`, `ambiguous-dropout`.
+        forward, `unplaceable-dropout`, `unplaceable-draw`, `dropout-outside-forward`, `ambiguous-dropout`.
     Cost: no communication. Attention with dropout computes explicit weights, [batch, heads, S, S] in memory; over `cp` it draws
         masks block by block, in both passes, and stores none.
     """
-    record = record_of(module)
-    _check(module, record, mesh)
-    sequences = _sequences(module)
-    if mesh is None:
-        mesh = record.mesh if record is not None else sequences.mesh if sequences is not None else None
-    clock = Clock(seed, data_rank(mesh, SAMPLE_AXES) if mesh is not None else (0, 1))
-    group = record.group if record is not None else None
-    over_tp = (group.rank, group.size, record.region) if group and record else (0, 1, None)
-    sites = DropoutSites(clock, *over_tp, sequences)
+    _check(module, record_of(module), mesh)
+    remove_draw_hooks(module)
+    sites = _sites(module, mesh, seed)
     for fqn, inner in module.named_modules():
         if type(inner).forward is nn.Dropout.forward and "forward" not in inner.__dict__:
             mark_applied(inner, dropout=ModuleDropout(sites, fqn))
@@ -73,18 +68,45 @@ def install_dropout(module: nn.Module, seed: int = 0, mesh: DeviceMesh | None = 
         elif drops_by_function(inner.__class__):
             mark_applied(inner, dropout=ModuleDropout(sites, fqn, inner.__dict__.get("forward"), rates_of(inner)))
             inner.__dict__["forward"] = MethodType(scoped_forward, inner)
-    for fqn, router in routers_that_draw(module):
-        if applied(router).dropout is None:  # else its class drops too
-            mark_applied(router, dropout=ModuleDropout(sites, fqn, router.__dict__.get("forward")))
-            router.__dict__["forward"] = MethodType(noisy_forward, router)
+    record = record_of(module)
     if record is not None and sites.size > 1:
         sites.layouts |= _before_adapters(module, record)
-        for fqn, columns in _layout_changes(record):
-            module.get_submodule(fqn).register_forward_hook(partial(_set_last, sites, columns))
-    module.register_forward_pre_hook(partial(_begin, sites), with_kwargs=True)
-    module.register_forward_hook(partial(_end, sites), always_call=True)
-    mark_applied(module, dropout_clock=clock)
-    return clock
+    install_draw_hooks(module, sites, _columns(module), masks=True)
+    mark_applied(module, dropout_clock=sites.clock)
+    return sites.clock
+
+
+def install_draws(module: nn.Module, mesh: DeviceMesh | None = None, seed: int | None = None) -> Clock:
+    """`install_dropout` for a model without dropout: its forward draws the same numbers on any mesh.
+
+    Args:
+        seed: None: the ranks of `tp` and `cp` take that of PyTorch's generator on the first of them, when something is drawn.
+
+    Cost: no communication, but one broadcast at the first draw where there is no seed.
+    """
+    remove_draw_hooks(module)
+    sites = _sites(module, mesh, seed)
+    install_draw_hooks(module, sites, _columns(module))
+    return sites.clock
+
+
+def _sites(module: nn.Module, mesh: DeviceMesh | None, seed: int | None) -> DropoutSites:
+    record, sequences = record_of(module), _sequences(module)
+    if mesh is None:
+        mesh = record.mesh if record is not None else sequences.mesh if sequences is not None else None
+    groups = [holder.group for holder in (record, sequences) if holder is not None and holder.group.size > 1]
+    agree = partial(first_seed, groups, mesh.device_type if mesh is not None else "cpu")
+    clock = Clock(seed, data_rank(mesh, SAMPLE_AXES) if mesh is not None else (0, 1), agree)
+    group = record.group if record is not None else None
+    over_tp = (group.rank, group.size, record.region) if group and record else (0, 1, None)
+    return DropoutSites(clock, *over_tp, sequences)
+
+
+def _columns(module: nn.Module) -> list[tuple[nn.Module, ColumnOutput | None]]:
+    record = record_of(module)
+    if record is None or record.group.size == 1:
+        return []
+    return [(module.get_submodule(fqn), columns) for fqn, columns in _layout_changes(record)]
 
 
 def _sequences(module: nn.Module) -> ShardedSequences | None:
@@ -108,10 +130,6 @@ def _check(module: nn.Module, record: PlanRecord | None, mesh: DeviceMesh | None
     own_masks = kind in (None, "eager", "sdpa") or _sequences(module) is not None  # that of cp draws them itself
     if not own_masks and any(isinstance(rate, float) and rate for rate in rates.values()):
         problems += no_global_mask(f"attention by {kind!r}", "build the model with attn_implementation='sdpa'").problems
-    for name in LAYER_DROPS:
-        rate = getattr(config, name, 0.0)
-        if isinstance(rate, float) and rate > 0.0:
-            problems += no_global_mask(f"{name}, which skips layers by PyTorch's own generator", f"{name}=0").problems
     inner = [fqn for fqn, part in module.named_modules() if fqn and applied(part).context is not None]
     if inner and _sequences(module) is None:
         what = f"{inner[0]}, which is on the axis cp, inside of {type(module).__name__}, which is not"
@@ -170,8 +188,8 @@ def _before_adapters(module: nn.Module, record: PlanRecord) -> dict[str, Activat
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether the model has any dropout at a rate above zero that a global mask can replace, or routers that draw noise."""
-    return any(_drops_by_itself(inner) for inner in module.modules()) or any(routers_that_draw(module))
+    """Whether the model has any dropout at a rate above zero that a global mask can replace."""
+    return any(_drops_by_itself(inner) for inner in module.modules())
 
 
 def modules_that_drop(module: nn.Module) -> dict[str, nn.Module]:
@@ -221,25 +239,4 @@ def drops_by_function(cls: Any) -> bool:
 
 
 _OWN_CALL = re.compile(r"self\.(\w+)\(")
-_FUNCTIONAL = re.compile(
-    r"(?:\bF|functional|torch)\.\w*dropout|\bdropout(?:_p)?\s*=|scaled_dot_product_attention|bernoulli"
-)
-
-
-# -- hooks --------------------------------------------------------------------------------------------------------------
-
-
-def _set_last(sites: DropoutSites, columns: ColumnOutput | None, *_: Any) -> None:
-    sites.last = columns
-
-
-def _begin(sites: DropoutSites, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    sites.clock.begin((args, kwargs))
-    sites.last = None
-    sites.scopes.clear()
-    sites.begin_check(module.training)
-
-
-def _end(sites: DropoutSites, module: nn.Module, args: tuple, out: Any) -> None:
-    sites.end_check()
-    sites.clock.end(out)
+_FUNCTIONAL = re.compile(r"(?:\bF|functional|torch)\.\w*dropout|\bdropout(?:_p)?\s*=|scaled_dot_product_attention")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from parallelize.ops.random.counter import IndexRun, Key, blocks, keep_mask, open_uniform
+from parallelize.ops.random.counter import IndexRun, Key, blocks, keep_mask
 from parallelize.torch_private import torch_tensors as private
 
 
@@ -27,16 +27,6 @@ def mask(shape: torch.Size, global_index: tuple[torch.Tensor, list[IndexRun]], k
     flat = out.view(len(offsets), -1) if out.numel() else out.view(len(offsets), 0)
     for block, index in blocks(offsets, runs):
         flat[block.rows, block.columns] = keep_mask(key, index, p)
-    return out
-
-
-def uniform_numbers(shape: torch.Size, global_index: tuple[torch.Tensor, list[IndexRun]], key: Key) -> torch.Tensor:
-    """Numbers in (0, 1), float64 [shape]; 1/2 for the padding of a shard."""
-    offsets, runs = global_index
-    out = torch.full(shape, 0.5, dtype=torch.float64, device=offsets.device)
-    flat = out.view(len(offsets), -1) if out.numel() else out.view(len(offsets), 0)
-    for block, index in blocks(offsets, runs):
-        flat[block.rows, block.columns] = open_uniform(key, index)
     return out
 
 

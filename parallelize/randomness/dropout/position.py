@@ -1,10 +1,11 @@
-"""The position of a dropout mask: step, rows of the global batch and call, which a recompute repeats."""
+"""The position of a dropout mask, or of another draw: step, rows of the global batch and call, which a recompute repeats."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,43 +33,64 @@ class Position:
 
 @dataclass(eq=False)
 class Forward:
-    """One forward of the model, or all forwards at one explicit position. It stays alive as long as their graphs."""
+    """One forward of the model, or all forwards at one explicit position. It stays alive as long as their graphs.
 
-    position: Position
+    find: finds its position, for the first number that is drawn. training: the mode of the model.
+    """
+
+    find: Callable[[], Position]
+    training: bool = True
     # by call site, the full sequence length of a sequence shard
     tokens: dict[str, int | None] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)  # call site -> number of calls
+
+    @cached_property
+    def position(self) -> Position:
+        position = self.find()
+        self.find = partial(_same, position)  # the inputs of the model are kept no longer
+        return position
 
 
 class Clock:
     """The dropout clock: which forward is running, or is being recomputed.
 
-    Without an explicit position, the clock counts each forward with dropout as one step. Its state is two numbers.
+    Without an explicit position, the clock counts each forward with dropout or other draws as one step, and those in evaluation by
+    themselves. Its state is three numbers.
 
     Args:
+        seed: None: `agree` returns it, at the first draw.
         data: (data rank, number of data ranks). Data rank i gets the i-th part of the rows of the global batch.
     """
 
-    def __init__(self, seed: int, data: tuple[int, int] = (0, 1)):
-        self.seed, self.data = seed, data
-        self.step = 0
+    def __init__(self, seed: int | None, data: tuple[int, int] = (0, 1), agree: Callable[[], int] | None = None):
+        self.seed, self.data, self.agree = seed, data, agree
+        self.agree_later = seed is None
+        self.step = self.evaluations = 0
         self.explicit: Forward | None = None
         self.now: Forward | None = None
         self.replayed: Forward | None = None
 
     def __deepcopy__(self, memo: dict) -> Clock:
-        copy = memo[id(self)] = Clock(self.seed, self.data)
-        copy.step = self.step
+        copy = memo[id(self)] = Clock(self.seed, self.data, self.agree)
+        copy.step, copy.evaluations = self.step, self.evaluations
         return copy
 
     def state_dict(self) -> dict[str, int]:
-        return {"seed": self.seed, "step": self.step}
+        return {"seed": self.agreed_seed(), "step": self.step, "evaluations": self.evaluations}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.seed, self.step = int(state["seed"]), int(state["step"])
+        self.evaluations = int(state.get("evaluations", 0))
 
-    def move(self, position: Position | None) -> None:
-        """Set the position of the next forwards; None: count forwards again."""
+    def agreed_seed(self) -> int:
+        if self.seed is None:
+            self.seed = self.agree() if self.agree is not None else 0
+        return self.seed
+
+    def move(self, position: Position | Callable[[], Position] | None) -> None:
+        """Set the position of the next forwards, or what finds it where something is drawn; None: count forwards again."""
+        if isinstance(position, Position):
+            position = partial(_same, position)
         self.explicit = None if position is None else Forward(position)
 
     @contextmanager
@@ -83,17 +105,21 @@ class Clock:
 
     # -- a forward of the model -----------------------------------------------------------------------------------
 
-    def begin(self, inputs: Any) -> None:
-        if self.explicit is not None:
-            self.now = self.explicit
-            return
+    def begin(self, inputs: Any, training: bool = True) -> None:
+        self.now = self.explicit
+        if self.now is None:
+            step = self.step if training else self.evaluations
+            self.now = Forward(partial(self._counted, step, inputs), training)
+        self.now.training = training
+
+    def _counted(self, step: int, inputs: Any) -> Position:
         rows = next((leaf.shape[0] for leaf in private.tree_leaves(inputs) if _has_rows(leaf)), None)
-        self.now = Forward(Position(self.step, self.data[0] * (rows or 0), rows))
+        return Position(step, self.data[0] * (rows or 0), rows)
 
     def end(self, outputs: Any) -> None:
         """End a forward. When its backward starts, at its outputs, recomputes belong to this forward."""
         forward, self.now = self.now, None
-        if forward is None:
+        if forward is None or not forward.calls:
             return
 
         def replay(*_: Any) -> None:
@@ -103,6 +129,10 @@ class Clock:
         for node in nodes:
             if node is not None:
                 node.register_prehook(replay)
+
+    def has_drawn(self) -> bool:
+        """Whether the forward that runs has drawn anything."""
+        return self.now is not None and bool(self.now.calls)
 
     # -- a call at a call site ------------------------------------------------------------------------------------
 
@@ -118,14 +148,19 @@ class Clock:
         forward = self.replayed if again else self.now
         if forward is None:
             raise _outside(call_site)
-        number = 0 if again else forward.calls.get(call_site, 0)
+        number, step = 0 if again else forward.calls.get(call_site, 0), forward.position.step
         if not again:
             if not forward.calls and forward is not self.explicit:
-                self.step += 1
+                self.step, self.evaluations = self.step + forward.training, self.evaluations + (not forward.training)
             forward.calls[call_site] = number + 1
         elif forward.calls.get(call_site, 1) > 1:
             raise _ambiguous(call_site, forward.calls[call_site])
-        return key(self.seed, f"dropout {call_site}", forward.position.step, number), forward
+        kind = "dropout" if forward.training else "evaluation"
+        return key(self.agreed_seed(), f"{kind} {call_site}", step, number), forward
+
+
+def _same(position: Position) -> Position:
+    return position
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -26,17 +26,15 @@ def watch_first_forwards(resolved: ResolvedPlan, model: ModelFacts) -> None:
     if resolved.mesh.ranks("tp") == 1:
         return
     makers = dict(_makers(resolved, model))
-    experts = [name for name, row in resolved.modules.items() if row.contract.computes_experts]
     entries = tuple(region.enter for region in resolved.regions)
-    if not makers and not entries and not experts:
+    if not makers and not entries:
         return
     opaque = {name for name, row in resolved.modules.items() if row.contract.decides_inside}
     # a linear in float8 scales by the largest value that this rank has
     opaque |= {name for name in resolved.modules if is_float8_linear(model.objects[name])}
     opaque |= {model.aliases[item.fqn] for item in resolved.plan.kept if item.fqn in model.aliases and item.fqn}
-    routing = frozenset(name.rpartition(".")[0] for name in experts)
-    first = FirstForwards(makers, frozenset(opaque), routing, entries)
-    for name in {*makers, *opaque, *routing, *entries} & model.objects.keys():
+    first = FirstForwards(makers, frozenset(opaque), entries)
+    for name in {*makers, *opaque, *entries} & model.objects.keys():
         mark_applied(model.objects[name], name=name)
     for name in _watched(makers, entries):
         if name in model.objects:

@@ -53,8 +53,6 @@ class FirstForwards:
 
     Attributes:
         makers: modules that return shards. opaque: modules whose operations the plan decided: their insides are not watched.
-        routing: modules that contain a router beside its experts: random numbers that they draw would choose other experts on
-            each rank.
         entries: the modules whose input conversions enter a sequence-parallel region.
         sequence_dim: of the region.
         watched: the modes, training or not, of which a forward was watched.
@@ -63,7 +61,6 @@ class FirstForwards:
 
     makers: dict[str, ShardMaker]
     opaque: frozenset[str] = frozenset()
-    routing: frozenset[str] = frozenset()
     entries: tuple[str, ...] = ()
     sequence_dim: int = 1
     watched: set[bool] = field(default_factory=set)
@@ -139,8 +136,6 @@ class _Watch:
     def _hook(self, fqn: str, child: nn.Module) -> None:
         maker, is_opaque = self.first.makers.get(fqn), fqn in self.first.opaque
         enter, leave = partial(self._enter, is_opaque), partial(self._leave, fqn, maker, is_opaque)
-        if fqn in self.first.routing:
-            self.mode.routing.add(child)
         self.undo.callback(child.register_forward_pre_hook(enter).remove)
         self.undo.callback(child.register_forward_hook(leave, always_call=True).remove)
 

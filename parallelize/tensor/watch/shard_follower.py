@@ -30,22 +30,9 @@ T = torch.Tensor
 _FACTORIES = frozenset(
     ["zeros", "ones", "full", "empty", "rand", "randn", "new_zeros", "new_ones", "new_full", "new_empty"]
 )
-_DRAWS = frozenset(
-    [
-        "rand",
-        "randn",
-        "rand_like",
-        "randn_like",
-        "randint",
-        "uniform_",
-        "normal_",
-        "exponential_",
-        "multinomial",
-        "bernoulli",
-    ]
-)
 _POSITIONS = frozenset(("arange", "linspace", "range"))
 _TORCH, _PACKAGE = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(private.__file__))
+_DROPOUT = os.path.join(_PACKAGE, "randomness", "dropout")  # its mode passes on what the model calls
 _COLLECTIVES = os.path.join(_TORCH, "distributed")
 _MIXED = "mixed torch.Tensor and DTensor"  # what DTensor says of an operation with both
 
@@ -63,7 +50,6 @@ class ShardFollower(TorchFunctionMode):
         self.shards: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.derived: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.modules: list[nn.Module] = []
-        self.routing: set[nn.Module] = set()
         self.num_opaque = 0
         self.has_tokens = False
         self.hooked = ""  # the module whose forward hooks of the user run now
@@ -77,8 +63,6 @@ class ShardFollower(TorchFunctionMode):
         kwargs = kwargs or {}
         if (self.num_opaque and not self.hooked) or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        if self.routing and _name_of(func) in _DRAWS and not self.routing.isdisjoint(self.modules):
-            self._refuse_draw(_name_of(func))
         leaves = private.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, T)]
         is_sharded = any(x in self.shards for x in tensors)
@@ -163,12 +147,6 @@ class ShardFollower(TorchFunctionMode):
         (dim,) = (*call.args[1:], *call.kwargs.values())
         return _ShardSize(out) if dim % x.ndim == shard.dim % x.ndim and type(out) is int else out
 
-    def _refuse_draw(self, name: str) -> None:
-        module, place = type(self.modules[-1]).__name__, _place(_model_code(sys._getframe(2)))
-        what = f"{name} in {module} ({place}) draws random numbers by which ranks would choose different experts"
-        fix = "install_dropout(model, seed) after the plan (parallelize_model does it), a jitter or noise of 0 in the config, or a mesh without tp"
-        raise ModelError(Problem("router-draws", what, fix=fix))
-
     def _refuse(self, call: Call, caller: FrameType, shard: ShardDim, kind: str) -> None:
         module = type(self.modules[-1]).__name__ if self.modules else "the model"
         by = f"{call.name.strip('_')} in {module} ({_place(_model_code(caller))})"
@@ -211,7 +189,7 @@ def _name_of(func: Any) -> str:
 def _caller() -> FrameType | None:
     """The innermost frame of code that is not torch's; None within a collective or conversion of `torch.distributed`."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _DROPOUT)):
         if frame.f_code.co_filename.startswith(_COLLECTIVES):
             return None
         frame = frame.f_back

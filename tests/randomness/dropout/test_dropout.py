@@ -165,7 +165,7 @@ def test_the_clock_is_saved_and_forwards_without_dropout_do_not_count():
     second = model.train()(input_ids=BATCH[0]).logits
     again = model_of("gpt2")
     install_dropout(again, 0).load_state_dict(state)
-    assert state == {"seed": SEED, "step": 1}
+    assert state == {"seed": SEED, "step": 1, "evaluations": 0}
     assert torch.equal(again(input_ids=BATCH[0]).logits, second) and not torch.equal(first, second)
 
 
@@ -543,9 +543,6 @@ def test_other_refusals():
         install_dropout(model, SEED)
         install_dropout(model, SEED)
     assert error.value.slugs == ("already-installed",)
-    with pytest.raises(ModelError) as error:
-        install_dropout(model_of("opt", layerdrop=0.1), SEED)
-    assert error.value.slugs == ("unplaceable-dropout",)
 
 
 def test_an_activation_that_cannot_be_placed_is_refused_by_name():

@@ -234,3 +234,19 @@ def threads_as_ranks(group_class: type) -> Iterator[None]:
         threaded.ProcessLocalGroup = stock
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
+
+
+def functional_collectives() -> Any:
+    """The module by whose functions DTensors and user code call functional collectives, which call process groups from C++ (2.0)."""
+    return torch.distributed._functional_collectives
+
+
+def group_of_functional(group: Any) -> dist.ProcessGroup | None:
+    """The process group that a functional collective is called with, in any of its forms (2.0); None where it is not known."""
+    try:
+        resolved = functional_collectives()._resolve_group(group)
+        if isinstance(resolved, str):
+            resolved = dist.distributed_c10d._resolve_process_group(resolved)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+    return resolved if isinstance(resolved, dist.ProcessGroup) else None

@@ -1,13 +1,16 @@
 """What is replaced in this process while a watch is open: methods of process groups, and forwards of this package's autograd
 Functions. Nothing is replaced, and nothing costs anything, where no watch is open.
 
-What calls a process group from C++ alone (functional collectives: DTensors that PyTorch redistributes, compiled code) is not
-seen; a rank that waits in it is found by its Python stack.
+Functional collectives, by which PyTorch redistributes DTensors, call process groups from C++; their Python functions are replaced too.
+What compiled code calls is not seen; a rank that waits in it is found by its Python stack.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator
+from functools import wraps
 from threading import get_ident
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 from parallelize.comm.shared_memory import SharedMemory
+from parallelize.torch_private.torch_groups import functional_collectives, group_of_functional
 from parallelize.watchdog.call_log import REMEMBERED, CallLog
 from parallelize.watchdog.call_places import module_here, place_here
 
@@ -62,7 +66,25 @@ _RESULT_FIRST = {
     "alltoall_base",
     "gather",
 }
+# functional collectives by the method that their group runs
+_FUNCTIONAL = {
+    "all_reduce": "allreduce",
+    "all_gather_tensor": "_allgather_base",
+    "all_gather_single": "_allgather_base",
+    "all_gather_tensor_autograd": "_allgather_base",
+    "all_gather_single_autograd": "_allgather_base",
+    "reduce_scatter_tensor": "_reduce_scatter_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_tensor_autograd": "_reduce_scatter_base",
+    "reduce_scatter_single_autograd": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+    "all_to_all_single_autograd": "alltoall_base",
+    "broadcast": "broadcast",
+}
 _MESSAGES = {"send", "recv", "recv_anysource"}
+_REDUCES = {name for name in _METHODS if name.startswith(("allreduce", "reduce", "_reduce"))}
+_PUBLIC_FUNCTIONS = inspect.unwrap(dist.all_reduce).__code__.co_filename
+"""The file of `all_reduce` and its like, by which users reduce: other operations than sums, which alone this package sends."""
 
 Undo = Callable[[], None]
 
@@ -72,7 +94,7 @@ def record_calls(log: CallLog) -> Undo:
 
     Returns: what restores everything.
     """
-    replaced = [*_replaced_methods(log), *_replaced_wait(), *_replaced_functions(log)]
+    replaced = [*_replaced_methods(log), *_replaced_functional(log), *_replaced_wait(), *_replaced_functions(log)]
     replaced.append((SharedMemory, "is_allowed", False, SharedMemory.is_allowed))  # it calls no process group
     for owner, name, new, _ in replaced:
         setattr(owner, name, new)
@@ -91,6 +113,33 @@ def _replaced_methods(log: CallLog) -> Iterator[tuple[type, str, Any, Any]]:
             yield dist.ProcessGroup, name, recorded(getattr(dist.ProcessGroup, name), name, log), stock
 
 
+def _replaced_functional(log: CallLog) -> Iterator[tuple[Any, str, Any, Any]]:
+    functions = functional_collectives()
+    for name, op in _FUNCTIONAL.items():
+        if original := getattr(functions, name, None):
+            yield functions, name, _recorded_functional(original, op, log), original
+
+
+def _recorded_functional(original: Any, op: str, log: CallLog) -> Callable[..., Any]:
+    """A functional collective that records its call as that of the method that its group runs."""
+
+    def pending(pg: dist.ProcessGroup, *_: Any) -> Any:
+        return (log.by_id.get(id(pg)) or log.group_of(pg)).device_work
+
+    record, form = _recorded_collective(pending, op, log), inspect.signature(original)
+
+    @wraps(original)
+    def call(*args: Any, **keywords: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            arguments = form.bind_partial(*args, **keywords).arguments
+            tensor, pg = next(iter(arguments.values()), None), group_of_functional(arguments.get("group"))
+            if pg is not None and isinstance(tensor, torch.Tensor):
+                record(pg, *((None, tensor) if op in _RESULT_FIRST else (tensor,)))
+        return original(*args, **keywords)
+
+    return call
+
+
 def recorded(original: Any, name: str, log: CallLog) -> Callable[..., Any]:
     """A method of process groups that records its calls, and compares those of collectives that are not expected.
 
@@ -100,7 +149,7 @@ def recorded(original: Any, name: str, log: CallLog) -> Callable[..., Any]:
 
 
 def _recorded_collective(original: Any, op: str, log: CallLog) -> Callable[..., Any]:
-    index, stock_tensor = int(op in _RESULT_FIRST), torch.Tensor
+    index, stock_tensor, reduces = int(op in _RESULT_FIRST), torch.Tensor, op in _REDUCES
     names, inside, by_id, orders, thread = log.names, log.inside, log.by_id, log.orders, log.thread
 
     def call(pg: dist.ProcessGroup, *args: Any, **keywords: Any) -> Any:
@@ -111,6 +160,8 @@ def _recorded_collective(original: Any, op: str, log: CallLog) -> Callable[..., 
         group, caller = by_id.get(id(pg)) or log.group_of(pg), get_ident()
         place = inside.get(caller) or place_here(names, 2)
         form = (op, (), "") if tensor is None else (op, tensor.shape, tensor.dtype)
+        if reduces and sys._getframe(1).f_code.co_filename == _PUBLIC_FUNCTIONS:
+            form = (_with_reduction(op, args, keywords), *form[1:])
         number = group.collectives
         record = group.ring[number % REMEMBERED] = number, form, place, None, next(orders)
         group.collectives = number + 1
@@ -150,6 +201,13 @@ def _recorded_message(original: Any, op: str, log: CallLog) -> Callable[..., Any
         return work
 
     return call
+
+
+def _with_reduction(op: str, args: tuple, keywords: dict[str, Any]) -> str:
+    """The method with its operation, where that is no sum."""
+    options = keywords.get("opts", args[-1] if args else None)
+    reduction = getattr(getattr(getattr(options, "reduceOp", None), "op", None), "name", "SUM")
+    return op if reduction == "SUM" else f"{op} {reduction.lower()}"
 
 
 def _first_tensor(argument: Any) -> torch.Tensor | None:

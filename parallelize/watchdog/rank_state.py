@@ -27,17 +27,23 @@ _COMMUNICATES = (
     f"{_TORCH}/distributed/",
 )
 _WORKS_ALONE = (f"{_TORCH}/distributed/checkpoint/", f"{_TORCH}/distributed/fsdp/")
+_COMPUTES = (f"{_TORCH}/distributed/tensor/", f"{_TORCH}/distributed/pipelining/")  # beside what it communicates
 _DISPATCHES = f"{_TORCH}/_ops.py"
 _PYTHON = sysconfig.get_path("stdlib")
+_INSTALLED = sysconfig.get_path("purelib")
 _PASSED_ON = "torch/nn/modules/module.py"
 """A file whose lines only call the next one."""
-_RECORDS = f"{_PACKAGE}/watchdog/"
+_PATCHES, _CALLS = f"{_PACKAGE}/watchdog/call_patches.py", ("call", "wait")
+"""The functions of that file that run a call, or wait for one."""
 _RECENT_CALLS = 12
 _STACK_LINES = 24
 
 
 class StandingThread:
     """Since when the thread that calls collectives has not moved.
+
+    In a recorded call, whatever runs inside of it, and in other code of communication, which may wait in a loop that asks a store, sleeps
+    and asks again, what stands is the stack up to the line that called it; of any other code it is the whole stack.
 
     Attributes:
         since: of the monotonic clock. waits: whether its innermost Python code is that of communication. in_call: whether it is in
@@ -56,23 +62,62 @@ class StandingThread:
 
     def sample(self) -> None:
         """Compare its stack with that of the last sample. Cost: about 10 us."""
-        frame = innermost = self.frame()
-        stack = []
-        while frame is not None:
-            stack.append((id(frame.f_code), frame.f_lasti))
-            frame = frame.f_back
-        seen = (self.log.count, stack)
+        frame = self.frame()
+        call, caller = _recorded_call(frame), _calling(frame)
+        file = "" if caller is None else caller.f_code.co_filename
+        self.in_call = call is not None
+        self.waits = self.in_call or _communicates(file)
+        if self.in_call:
+            frame = call.f_back
+        elif self.waits and not file.startswith(_COMPUTES):
+            frame = _outside(caller)
+        seen = (self.log.count, _positions(frame))
         if seen != self._seen:
             self._seen, self.since = seen, time.monotonic()
-        while innermost is not None and innermost.f_code.co_filename == _DISPATCHES:
-            innermost = innermost.f_back
-        file = "" if innermost is None else innermost.f_code.co_filename
-        self.waits = file.startswith(_COMMUNICATES) and not file.startswith(_WORKS_ALONE)
-        self.in_call = file.startswith(_RECORDS)
 
     @property
     def stands_s(self) -> float:
         return time.monotonic() - self.since
+
+
+def _recorded_call(frame: Any) -> Any:
+    """The frame of the call of a process group, or of the wait for one, in which a thread is; None outside of them."""
+    while frame is not None:
+        if frame.f_code.co_name in _CALLS and frame.f_code.co_filename == _PATCHES:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _calling(frame: Any) -> Any:
+    """The innermost frame that is not of Python itself, such as a lock or a parser, nor of what dispatches an operation."""
+    while frame is not None and (frame.f_code.co_filename == _DISPATCHES or _is_of_python(frame.f_code.co_filename)):
+        frame = frame.f_back
+    return frame
+
+
+def _outside(frame: Any) -> Any:
+    """The innermost frame that is not of communication, nor of Python itself."""
+    while frame is not None and (_communicates(frame.f_code.co_filename) or _is_of_python(frame.f_code.co_filename)):
+        frame = frame.f_back
+    return frame
+
+
+def _communicates(file: str) -> bool:
+    return file.startswith(_COMMUNICATES) and not file.startswith(_WORKS_ALONE)
+
+
+def _is_of_python(file: str) -> bool:
+    return file.startswith((_PYTHON, "<")) and not file.startswith(_INSTALLED)
+
+
+def _positions(frame: Any) -> list[tuple[int, int]]:
+    """Where each function of a stack is."""
+    positions = []
+    while frame is not None:
+        positions.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return positions
 
 
 def stack_lines(frame: Any) -> list[str]:

@@ -14,7 +14,14 @@ from parallelize.watchdog.call_patches import recorded
 from parallelize.watchdog.rank_state import StandingThread, waiting_call
 from parallelize.watchdog.watching import follows_from_another_rank
 from tests.support.refused import small_mesh
-from tests.watchdog.watch_jobs import calls_and_places, differs_in_dtype, trains_as_without
+from tests.watchdog.watch_jobs import (
+    calls_and_places,
+    differs_in_dtype,
+    redistributes_alone,
+    takes_the_maximum,
+    trains_as_without,
+    waits_at_the_gate,
+)
 
 
 def test_losses_are_those_without_it_and_everything_is_restored(two_processes, tmp_path):
@@ -36,6 +43,23 @@ def test_collectives_are_known_by_module_rule_and_axis(two_processes, tmp_path):
 def test_a_collective_of_two_dtypes_is_refused_on_both_ranks(two_processes, tmp_path):
     for text in two_processes.run(differs_in_dtype, str(tmp_path)):
         assert "collectives-differ" in text and "float64" in text and "float32" in text
+
+
+def test_another_operation_of_a_reduction_is_refused_on_both_ranks(two_processes, tmp_path):
+    for texts in two_processes.run(takes_the_maximum, str(tmp_path)):
+        (text,) = texts
+        assert "collectives-differ" in text and "allreduce max 2" in text and "allreduce 2" in text
+
+
+def test_a_dtensor_that_one_rank_redistributes_alone_is_named_on_both_ranks(two_processes, tmp_path):
+    for text in two_processes.run(redistributes_alone, str(tmp_path)):
+        assert "collectives-differ" in text and "allgather_base 0 [3]" in text and "allreduce 0 [5]" in text
+
+
+def test_time_in_a_comparison_is_time_in_one_call(two_processes, tmp_path):
+    """The thread that waits asks the store, sleeps and asks again."""
+    stood_s, waited_s = two_processes.run(waits_at_the_gate, str(tmp_path))[0]
+    assert stood_s > 0.7 * waited_s > 0.7
 
 
 def test_without_processes_it_does_nothing_and_one_is_open_at_a_time(tmp_path):

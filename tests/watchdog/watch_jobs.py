@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 from parallelize import build_mesh, parallelize_module, watch
 from parallelize.errors import HandshakeError
@@ -68,3 +70,53 @@ def differs_in_dtype(rank: int, folder: str) -> str:
         except HandshakeError as error:
             return f"{error.slugs[0]} {error}"
     return ""
+
+
+def takes_the_maximum(rank: int, folder: str) -> list[str]:
+    """One rank sums, the other takes the maximum: refused, also where an earlier step has called both alike."""
+    tensor, texts = torch.ones(3), []
+    with watch(timeout_s=30, folder=Path(folder)):
+        for step in range(3):
+            operation = dist.ReduceOp.MAX if step == 2 and rank else dist.ReduceOp.SUM
+            try:
+                dist.all_reduce(tensor, op=operation)
+            except HandshakeError as error:
+                texts.append(f"{error.slugs[0]} {error}")
+    return texts
+
+
+def redistributes_alone(rank: int, folder: str) -> str:
+    """One rank gathers a DTensor, which PyTorch does from C++, and the other calls a collective of its own."""
+    mesh = build_mesh("cpu", tp=2)
+    shard = DTensor.from_local(torch.ones(3), mesh["tp"], [Shard(0)], run_check=False)
+    with watch(mesh, timeout_s=30, folder=Path(folder)):
+        try:
+            if rank:
+                shard.full_tensor()
+            else:
+                dist.all_reduce(torch.ones(5), group=mesh.get_group("tp"))
+        except HandshakeError as error:
+            return f"{error.slugs[0]} {error}"
+    return ""
+
+
+def waits_at_the_gate(rank: int, folder: str) -> list[float]:
+    """How long the first rank stands in a comparison for which the other one comes late, by its watch, and how long it was."""
+    mesh = build_mesh("cpu", tp=2)
+    with watch(mesh, timeout_s=30, folder=Path(folder)) as opened:
+        if rank:
+            time.sleep(1.5)
+            dist.all_reduce(torch.ones(5))
+            return []
+        stood, get_all = [], opened.watched.channel.get_all
+
+        def slow(keys: list[str]) -> Any:
+            opened.thread.standing.sample()
+            stood.append(opened.thread.standing.stands_s)
+            time.sleep(0.01)
+            return get_all(keys)
+
+        opened.watched.channel.get_all = slow  # type: ignore[method-assign]
+        began = time.monotonic()
+        dist.all_reduce(torch.ones(5))
+        return [max(stood), time.monotonic() - began]

@@ -22,6 +22,7 @@ from parallelize.applied.layout_tensor.dispatch_by_mode import ask_by_mode
 from parallelize.applied.layout_tensor.kept_gradients import KeptGradient
 from parallelize.applied.layout_tensor.layout_shard import LayoutShard
 from parallelize.applied.layout_tensor.local_pairs import layout_axis, local_pairs
+from parallelize.applied.layout_tensor.one_item_writers import guard_writers
 from parallelize.applied.layout_tensor.stored_order import layout_group, store_like, unshard
 from parallelize.layout import Layout, SlicePair
 from parallelize.torch_private import torch_tensors as private
@@ -104,6 +105,7 @@ class LayoutDTensor(KeptGradient, DTensor):
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         """An item for each interval. Intervals that several ranks store are written once: PyTorch drops equal items."""
+        guard_writers()
         properties = TensorProperties.create_from_tensor(private.local_of(self))
         return [
             WriteItem(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -168,6 +168,8 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
         unit.set_force_sum_reduction_for_comms(True)
         if cp_group is not None and id(unit) not in experts:  # a third axis of ranks with other tokens
             unit.set_all_reduce_hook(partial(dist.all_reduce, group=cp_group))
+    for unit in fsdp_units:
+        unit.__dict__["__deepcopy__"] = _refuse_copy
     restore_layouts(module)
     module.register_forward_pre_hook(_refuse_gradient_hooks, prepend=True)  # before parameters are gathered
     refuse_writes(
@@ -230,6 +232,13 @@ def _gather_anew(heads: Sequence[nn.Module], unit: Any, args: Any) -> None:
     unit.reshard()
     for head in heads:
         watch_writes(head)
+
+
+def _refuse_copy(memo: dict) -> NoReturn:
+    """Raises: ModelError `sharded-copy`."""
+    what = "a model is copied (copy.deepcopy, AveragedModel) whose parameters ZeRO 3 shards, which `fully_shard` does not support"
+    fix = "zero=2; or average the shards: lerp_ on [p.detach().clone() for p in model.parameters()], once a step"
+    raise ModelError(Problem("sharded-copy", what, fix=fix))
 
 
 def _refuse_gradient_hooks(module: nn.Module, args: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parallelize.applied.records import applied, cut_of
 from parallelize.errors import ModelError, Problem
 
 _FIXES = {
@@ -52,12 +53,21 @@ def _guard(name: str) -> Callable[..., Any]:
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = kwargs.get("state_dict")
         is_full = isinstance(state, Mapping) and not any(isinstance(value, DTensor) for value in state.values())
-        if not is_full and any(isinstance(parameter, DTensor) for parameter in self.parameters()):
-            what = f"{type(self).__name__}.{name} needs full parameters, and this rank stores shards of them"
+        stored = "" if name == "save_pretrained" and is_full else _stored_here(self)
+        if stored:
+            what = f"{type(self).__name__}.{name} needs full parameters, and this rank stores {stored}"
             raise ModelError(Problem("reads-full-parameters", what, fix=_FIXES[name]))
         return getattr(type(self), name)(self, *args, **kwargs)
 
     return guarded
+
+
+def _stored_here(model: nn.Module) -> str:
+    """What a rank stores of a model, where that is not all of it."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return "shards of them"
+    is_cut = cut_of(model) is not None or any(applied(inner).absent for inner in model.modules())
+    return "those of its pipeline stages" if is_cut else ""
 
 
 def guarded_method(name: str) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallelize.applied.records import Cut, StageMark, cut_of, mark_applied, mark_parameter, record_of
+from parallelize.applied.stock_methods import guard_stock_methods
 from parallelize.comm.groups import Group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.comm.meshes import mesh_spec
@@ -95,6 +96,7 @@ def cut_to_stages(module: nn.Module, mesh: DeviceMesh, resolved: ResolvedPlan) -
         if cut.stages.stage_of_unit(unit) not in local_stages:
             _empty(module, unit)
     mark_applied(module, cut=cut, resolved=resolved, stage_adapters=StageAdapters(module))
+    guard_stock_methods(module)
     serve_prompts()
     share_router_loss(module)
     for parameter in module.parameters():

@@ -143,6 +143,7 @@ class Pipeline:
         )
         self._part = BatchPart(0, 0, self.check.place)  # of the running forward
         self._headers: StageHeaders = {}
+        self._trained: tuple[bool, ...] | None = None  # at the last call
         self._compared: set[tuple] = set()  # signatures of inputs that the pp ranks have compared
         self._spans: list[tuple[Action, float, float]] = []
         self.run_pair = PairRunner(self.device) if overlap_microbatches else None
@@ -283,7 +284,12 @@ class Pipeline:
     def _microbatches(self, call: str, *given: Any) -> tuple[list[MicrobatchInputs], T]:
         """The inputs of this data rank, and the global count."""
         self._take_changes()
+        trained = self._trained_parameters()
+        self.check.says_changed = self._trained not in (None, trained)
         microbatches, total = self.batches.read(call, self._settings(), *given)
+        self._trained = trained
+        if self.group.size > 1 and self.check.any_changed():
+            self._forget_forms()
         self._first_sequence = None
         return microbatches, total
 
@@ -295,8 +301,16 @@ class Pipeline:
             self.runner.release()
             self.runner = _runner(self.module, self.cut, self.runner.region)
             self._adapted = adapted_layers_of(self.module)
-            self._headers.clear()
-            self._compared.clear()
+            self._forget_forms()
+
+    def _forget_forms(self) -> None:
+        """Let stages say anew what they send, and which of it requires a gradient: on all ranks of the pipeline."""
+        self._headers.clear()
+        self._compared.clear()
+
+    def _trained_parameters(self) -> tuple[bool, ...]:
+        """Which parameters of this rank's stages are frozen decides which of their outputs require a gradient."""
+        return tuple(p.requires_grad for p in self.module.parameters()) if self.group.size > 1 else ()
 
     def _settings(self) -> dict[str, str]:
         """What must be the same on all ranks."""

@@ -109,7 +109,7 @@ def check_same_form(sent: Nested, known: Nested, where: str) -> None:
                 "stage-output-changed",
                 f"{where} sends other tensors than it did before for inputs of the same shapes",
                 rows=(("before", _shown(known)), ("now", _shown(sent))),
-                fix="make output shapes depend on input shapes only, or pad; after freezing parameters, make a new Pipeline",
+                fix="make output shapes, and what requires a gradient, depend on input shapes only; or pad",
             )
         )
 

@@ -34,6 +34,8 @@ T = torch.Tensor
 MESSAGE_BYTES = 64
 LOST_AFTER_S = 5.0
 _BUILT = "optimizers of the model"
+_CHANGED = 1 << 40
+"""What a rank that trains other parameters adds to the number of sequences, which is smaller."""
 _MOST_WORDS = 1 << 16
 """Words of eight bytes that are multiplied at once; larger tensors take `digest`, which does it in blocks."""
 _FACTOR = 0x1E3779B97F4A7C15
@@ -77,6 +79,7 @@ class StepCheck:
         self._message: T | None = None
         self._problems: tuple[Problem, ...] | None = None
         self._calls = self._sequences = 0
+        self.says_changed = False  # whether this rank's stages train other parameters than in the last call
         flat = mesh.mesh.flatten().tolist()
         index = flat.index(dist.get_rank()) if mesh.size() > 1 else 0
         self._weights = [weight_of(self.spec, index, axes) for axes in (SAMPLE_AXES, self.spec.names[:0], ("pp",))]
@@ -119,6 +122,8 @@ class StepCheck:
         message = torch.tensor([0] * (MESSAGE_BYTES // 8 - 2) + of_this_rank, device=self.device)
         if self._counts and not local.is_floating_point():
             message[0] = local
+        if self.says_changed:
+            message[6] += _CHANGED
         if self.compares:
             self._sent = _Facts(batch, settings, self._hyperparameters(), self._tied(), self.replicas.edits())
             self._add_digests(message, self._sent)
@@ -164,6 +169,7 @@ class StepCheck:
         sizes = [self._sequences] * self._data_ranks
         if self._message is not None and dist.get_backend(self.world) != "fake":
             total, squares = self._message[6:].tolist()
+            total %= _CHANGED
             if self._data_ranks * squares != total**2:  # equal for equal numbers alone
                 parts = [torch.empty(1, dtype=torch.int64, device=self.device) for _ in sizes]
                 group = axis_group(self.mesh, *(axis for axis in SAMPLE_AXES if axis in self.spec.names))
@@ -171,12 +177,16 @@ class StepCheck:
                 sizes = torch.cat(parts).tolist()
         return sum(sizes[: self._data_rank])
 
+    def any_changed(self) -> bool:
+        """Whether any rank said in the last call that it trains other parameters. On an accelerator it waits for the message."""
+        return self._message is not None and int(self._message[6]) >= _CHANGED
+
     def place(self) -> tuple[int, int]:
         """(`first_sequence`, the number of sequences of the last step's global batch). Cost: that of `first_sequence`."""
         first = self.first_sequence()
         if self._message is None or dist.get_backend(self.world) == "fake":
             return first, self._sequences * self._data_ranks
-        return first, int(self._message[6])
+        return first, int(self._message[6]) % _CHANGED
 
     def raise_difference(self) -> None:
         """Raises: HandshakeError `ranks-diverged`, `replicas-differ` or `ties-differ` on every rank, with what differs where."""

@@ -28,6 +28,7 @@ from parallelize.zero.data_ranks import DataRanksOf
 from parallelize.zero.reducer import Reducer
 from parallelize.zero.replicas import data_group
 from parallelize.zero.running_statistics import RunningStatistics
+from parallelize.zero.second_derivatives import refuse_second_derivatives
 from parallelize.zero.unit_groups import forget_unsharded_gradients, has_run, reduce_outside_backward, unit_groups
 from parallelize.zero.unit_order import UnitOrder
 from parallelize.zero.unused_parameters import UnusedParameters
@@ -172,6 +173,7 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
         unit.__dict__["__deepcopy__"] = _refuse_copy
     restore_layouts(module)
     module.register_forward_pre_hook(_refuse_gradient_hooks, prepend=True)  # before parameters are gathered
+    module.register_forward_pre_hook(refuse_second_derivatives, prepend=True, with_kwargs=True)
     refuse_writes(
         {name: unit for name, unit in [*zip(names, units, strict=True), ("", module)] if unit in fsdp_units}, module
     )

@@ -433,10 +433,19 @@ class Pipeline:
         if trial is not None:
             totals[2] = trial.own_s or 0.0
         with telling_of(run.cause):
-            dist.all_reduce(totals, group=self.world)
+            self._sum_outcomes(totals, run)
         if trial is not None:
             trial.take(float(totals[2]) / self.mesh.size())
         return bool(totals[0] > 0) or self.check.differs(), totals[1]
+
+    def _sum_outcomes(self, totals: T, run: StepRun) -> None:
+        """Raises: PipelineError `stage-failed` with this rank's own error, where the ranks cannot reach each other after it."""
+        try:
+            dist.all_reduce(totals, group=self.world)
+        except RuntimeError:
+            if run.failure is None:
+                raise
+            failure.raise_alone(run.failure, run.cause)
 
     def _is_first_with_its_loss(self) -> bool:
         """Whether the loss of this rank is summed: of ranks with the same loss (along tp), only the first."""

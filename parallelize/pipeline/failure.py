@@ -82,6 +82,18 @@ def raise_together(local: Failure | None, group: dist.ProcessGroup, cause: BaseE
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, None if local is None else asdict(local), group=group)
     failures = sorted((Failure(**fields) for fields in gathered if fields), key=lambda failure: failure.at)
+    raise _stage_failed(failures) from cause
+
+
+def raise_alone(local: Failure, cause: BaseException | None) -> None:
+    """Raise this rank's failure, where the ranks can tell each other nothing any more.
+
+    Raises: PipelineError `stage-failed`.
+    """
+    raise _stage_failed([local]) from cause
+
+
+def _stage_failed(failures: list[Failure]) -> PipelineError:
     first = failures[0]
     rows = (
         ("stage", f"{first.stage}, on rank {first.rank}"),
@@ -92,7 +104,7 @@ def raise_together(local: Failure | None, group: dist.ProcessGroup, cause: BaseE
     )
     what = f"stage {first.stage} failed on rank {first.rank}: {first.error.splitlines()[0]}"
     fix = "the gradients are dropped; correct the cause and call step again"
-    raise PipelineError(Problem("stage-failed", what, rows=rows, fix=fix)) from cause
+    return PipelineError(Problem("stage-failed", what, rows=rows, fix=fix))
 
 
 def forget_gradients(root: nn.Module) -> None:

@@ -24,6 +24,7 @@ from parallelize.analysis.subject import Subject
 from parallelize.apply import parallelize_module
 from parallelize.errors import ParallelizeError, Problem
 from parallelize.mesh import MeshSpec
+from parallelize.models.dropout_rates import disable_dropout
 from parallelize.models.model_source import source_of
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import alternatives, generic, matches
@@ -246,6 +247,7 @@ def built(subject: Subject, setting: Setting, attention: str = "") -> tuple[Any,
     tp = setting.size("tp")
     classes = layer_classes(subject.layers(setting), subject.model(setting.weights_dtype))
     model: Any = subject.source.build("meta", dtype=getattr(torch, setting.weights_dtype))
+    disable_dropout(model)  # whose masks are the caller's to install
     if attention:
         model.set_attn_implementation(attention)
     drop_represented(model, classes)

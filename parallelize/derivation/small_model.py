@@ -17,12 +17,12 @@ from torch import nn
 from parallelize.derivation.small_config import small_configs
 from parallelize.dims.trace import record_forward
 from parallelize.errors import ModelError, ParallelizeError, Problem
+from parallelize.models.dropout_rates import disable_dropout
 from parallelize.models.example_inputs import inputs_of
 from parallelize.models.image_inputs import has_images
 from parallelize.models.model_source import ModelSource
 from parallelize.models.signature_inputs import inputs_by_signature
 from parallelize.models.sound_inputs import has_sounds, images_and_sounds_in_text, sounds_in_text
-from parallelize.verification.scale import disable_dropout
 
 log = logging.getLogger("parallelize")
 

@@ -19,14 +19,14 @@ _FUNCTION = "get_image_features"
 _GRID = 4  # patches of an image along each side, where they are passed as rows
 
 
-def image(config: Any) -> T:
+def image(config: Any, batch: int = BATCH) -> T:
     """[batch, channels, height, width]"""
     vision = getattr(config, "vision_config", None) or config
     size = getattr(config, "image_size", None) or getattr(vision, "image_size", None) or 32
     if isinstance(size, Mapping):
         size = (size["height"], size["width"])
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return torch.randn(BATCH, int(getattr(vision, "num_channels", 3)), int(height), int(width))
+    return torch.randn(batch, int(getattr(vision, "num_channels", 3)), int(height), int(width))
 
 
 def masking(model: nn.Module) -> dict[str, Any]:

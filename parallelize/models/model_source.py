@@ -28,6 +28,7 @@ from parallelize.models.float8_linears import as_plain_linears
 from parallelize.models.known_sizes import KNOWN
 from parallelize.models.meta_copy import meta_copy
 from parallelize.models.model_dtype import in_dtype
+from parallelize.models.step_inputs import step_inputs
 from parallelize.models.transformers_models import config_of_config, config_of_file, config_of_type, is_config, maker_of
 from parallelize.models.wrapped_models import forward_signature
 
@@ -194,10 +195,12 @@ def _of_callable(text: str, function: Callable[..., Any], overrides: dict[str, A
 
 
 def default_inputs(model: nn.Module, batch: int, sequence: int) -> dict[str, Any]:
-    """Random token ids and targets, [batch, sequence], for a model with an embedding.
+    """Random inputs and targets: token ids [batch, sequence] for a model with an embedding; of others see `step_inputs`.
 
     Raises: ModelError `unknown-inputs`.
     """
+    if values := step_inputs(model, batch, sequence):
+        return values
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if not tables:
         fix = 'have the function return {"model": ..., "inputs": lambda batch, sequence: {...}}'

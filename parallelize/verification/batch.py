@@ -84,6 +84,9 @@ def _pad(model: nn.Module, inputs: dict, targets: Any, rows: int, length: int) -
 
     Every fourth row is padded on the left, which shifts the positions that some models count from the mask.
     """
+    of_ids = any(isinstance(value, torch.Tensor) and value.shape == (rows, length) for value in inputs.values())
+    if not of_ids or getattr(model, "main_input_name", "input_ids") not in ("input_ids", ""):  # images, sound
+        return inputs, targets
     if "attention_mask" not in forward_signature(model).parameters:
         return inputs, targets
     mask = torch.ones(rows, length, dtype=torch.int64)

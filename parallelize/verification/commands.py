@@ -35,7 +35,9 @@ def add_commands(verbs: Any) -> None:
         help="a config.json or its folder, a model type, a known size, or package.module:function",
     )
     parser.add_argument("--plan", metavar="PLAN", help="a shipped plan's name or a file (default: chosen by the model)")
-    parser.add_argument("--mesh", default="tp=4", help="such as pp=2,dp=2,tp=2 (default: tp=4)")
+    parser.add_argument(
+        "--mesh", help="such as pp=2,dp=2,tp=2 (default: tp=4; tp=3 or tp=2 where 4 does not divide the heads)"
+    )
     modes = dict.fromkeys(("sequence_parallel", "loss_parallel"), "run this mode only (default: every mode)")
     add_options(parser, {"dtype": _DTYPES}, **modes, dtype="of weights, compute and gradients (default: float64)")
     parser.add_argument("--backend", choices=("threads", "gloo"), help="gloo starts real processes (default: threads)")

@@ -15,7 +15,7 @@ from torch import nn
 
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import SAMPLE_AXES, MeshSpec
-from parallelize.models.dropout_rates import without_dropout
+from parallelize.models.dropout_rates import disable_dropout, without_dropout
 from parallelize.models.model_dtype import in_dtype
 from parallelize.models.model_source import ModelSource, copy_of, read_model, source_of
 from parallelize.models.transformers_models import is_config
@@ -30,7 +30,6 @@ from parallelize.tensor.torch_styles.lowering import plan_of_styles
 from parallelize.verification.batch import Batch, batch_rows, draw_batch
 from parallelize.verification.precision import DTYPES
 from parallelize.verification.scale import (
-    disable_dropout,
     even_length,
     let_inputs_require_gradients,
     perturb,
@@ -300,13 +299,14 @@ def _plan_options(request: Request) -> Options | None:
     if request.plan is not None:
         plan = plan_or_none(None, request.plan)
     else:
-        source = _source(request)
+        source = source_of_request(request)
         by_type = source.config is not None  # a plan that is translated for other types has no defaults
         plan = shipped_plan_of(source.config) if by_type else plan_or_none(_model(request, even=False)[1], None)
     return plan.options if plan is not None else None
 
 
-def _source(request: Request) -> ModelSource:
+def source_of_request(request: Request) -> ModelSource:
+    """The source of the model that a request names. Raises: ModelError of a model that cannot be read."""
     model = request.model
     if isinstance(model, ModelSource):
         return model
@@ -318,7 +318,7 @@ def _source(request: Request) -> ModelSource:
 
 
 def _model(request: Request, even: bool) -> tuple[ModelSource, nn.Module]:
-    source = _source(request)
+    source = source_of_request(request)
     if source.config is None:
         with blaming("factory-failed", f"{name_of(request.model)} failed"):
             return source, source.build("cpu", seed=request.seed)

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.models.dropout_rates import is_rate
 from parallelize.verification.scale_experts import scale_experts, scale_latent_heads
 
 VOCABULARIES = (67, 71, 73)  # primes: no tp size divides them
 WINDOW = 5  # tokens of a sliding window
 POSITIONS = 64  # positions of learned tables
+_FRAMES = 9  # of sound, after the encoder's convolutions
+_PATCHES = 3  # along each side of an image
 _HEADS = ("num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
@@ -155,6 +156,8 @@ def _scale_vocabulary(config: Any, tp: int, even: bool) -> None:
     if not isinstance(vars(config).get("vocab_size"), int):
         return
     size = -(-VOCABULARIES[0] // tp) * tp if even else _undivided(VOCABULARIES, tp)
+    if vars(config).get("decoder_vocab_size") == config.vocab_size:
+        config.decoder_vocab_size = size
     config.vocab_size = size
     for index, name in enumerate(sorted(vars(config))):
         value = vars(config)[name]
@@ -170,6 +173,11 @@ def _scale_positions(config: Any, real: Any, head_width: int, tp: int) -> None:
         if isinstance(vars(config).get(name), int):
             setattr(config, name, WINDOW)
     rope = vars(config).get("rope_parameters") or vars(config).get("rope_scaling")
+    if isinstance(vars(config).get("max_source_positions"), int):  # frames of sound, which are all there at each call
+        config.max_source_positions = min(config.max_source_positions, _FRAMES)
+    patch, image = vars(config).get("patch_size"), vars(config).get("image_size")
+    if isinstance(patch, int) and isinstance(image, int):
+        config.image_size = min(image, _PATCHES * patch)
     for name in ("max_position_embeddings", "n_positions", "n_ctx"):
         if isinstance(value := vars(config).get(name), int) and not rope:
             setattr(config, name, min(value, max(POSITIONS, 2 * tp)))
@@ -251,18 +259,6 @@ def _ratios_to_siblings(model: nn.Module) -> dict[str, float]:
 
 _CLEARLY_SMALLER = 0.6  # the deviations of small matrices of the same initialization differ by less
 _SMALLEST_RATIO = 0.05
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Set dropout rates of modules to zero, and those of layers and paths that are left out at random."""
-    for module in model.modules():
-        if any(word in type(module).__name__ for word in ("Dropout", "StochasticDepth")) and isinstance(
-            vars(module).get("p"), float
-        ):
-            setattr(module, "p", 0.0)  # noqa: B010 - mypy: not every module has `p`
-        for name, value in list(vars(module).items()):
-            if isinstance(value, float) and is_rate(name):
-                setattr(module, name, 0.0)
 
 
 def let_inputs_require_gradients(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,8 @@ from parallelize.models.model_source import ModelSource
 from parallelize.plan.options import options_of
 from parallelize.torch_private import torch_tensors as private
 from parallelize.verification.compare import ORDER, Errors
-from parallelize.verification.configuration import Request, checked, name_of, without_weights
+from parallelize.verification.configuration import Request, checked, name_of, source_of_request, without_weights
+from parallelize.verification.default_mesh import default_mesh
 from parallelize.verification.processes import on_gloo
 from parallelize.verification.result import Row, Verification
 from parallelize.verification.runner import RunResult, nothing_seen, on_threads
@@ -39,7 +41,7 @@ def default_backend(version: str = torch.__version__) -> str:
 def verify(
     model: str | ModelSource | Callable[..., Any],
     plan: Any = None,
-    mesh: str | MeshSpec | Mapping[str, int] = "tp=4",
+    mesh: str | MeshSpec | Mapping[str, int] | None = None,
     *,
     backend: str | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -63,7 +65,8 @@ def verify(
             module, or a function that returns a module or a dict of `model`, `inputs`, `loss` and `count`. A config is
             scaled down and keeps its structure. A module, or the model of a function, is used as it is.
         plan: as in `parallelize_module`; None chooses a shipped plan by the model type.
-        mesh: `"pp=2,dp=2,tp=2"`, or the same as a `MeshSpec` or a dict of sizes by axis.
+        mesh: `"pp=2,dp=2,tp=2"`, or the same as a `MeshSpec` or a dict of sizes by axis. None: tp=4, or tp=3 or tp=2 where that
+            divides the heads of a config and 4 does not.
         backend: "threads"; "gloo" starts a process for each rank; "torchrun" uses the processes that torchrun started.
             None: as `default_backend`.
         overrides: fields of the config, or keyword arguments of the function.
@@ -103,7 +106,7 @@ def verify(
     request = Request(
         model,
         plan,
-        _mesh(mesh),
+        MeshSpec(tp=4) if mesh is None else _mesh(mesh),
         dict(overrides or {}),
         options_of(None, options),
         seed=seed,
@@ -113,6 +116,8 @@ def verify(
         gain=gain,
     )
     with _isolated("threads"):
+        if mesh is None:
+            request = replace(request, mesh=default_mesh(source_of_request(request), request.plan))
         request = checked(request)
     run = {"threads": on_threads, "gloo": on_gloo, "torchrun": on_running_processes}[backend]
     with _isolated(backend):
@@ -120,7 +125,7 @@ def verify(
     return _verification(request, backend, result, time.perf_counter() - start)
 
 
-def assert_verified(model: Any, plan: Any = None, mesh: Any = "tp=4", **options: Any) -> Verification:
+def assert_verified(model: Any, plan: Any = None, mesh: Any = None, **options: Any) -> Verification:
     """`verify` for use in tests: raises an AssertionError if anything differs.
 
     Args:

@@ -12,6 +12,7 @@ from torch import nn
 from parallelize.dims.plan_trace import trace_plan
 from parallelize.errors import Problem
 from parallelize.mesh import MeshSpec
+from parallelize.models.dropout_rates import disable_dropout
 from parallelize.plan.choose import choose_plan
 from parallelize.plan.model_facts import describe
 from parallelize.plan.options import Options
@@ -19,7 +20,6 @@ from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
 from parallelize.plan.schema import Plan
 from parallelize.styles.notation import parse_style
-from parallelize.verification.scale import disable_dropout
 from tests.support.models import FAMILIES, tiny_batch, tiny_model
 
 QUICK = ("llama", "gpt2", "phi3", "qwen3", "bert", "olmo2")

@@ -13,6 +13,7 @@ from torch import nn
 
 from parallelize.dims.plan_trace import PlanTrace, trace_plan
 from parallelize.mesh import MeshSpec
+from parallelize.models.dropout_rates import disable_dropout
 from parallelize.models.example_inputs import inputs_of
 from parallelize.models.model_source import source_of
 from parallelize.plan.choose import choose_plan
@@ -21,7 +22,6 @@ from parallelize.plan.options import Options
 from parallelize.plan.plan_file import parse_plan
 from parallelize.plan.resolve import resolve
 from parallelize.plan.schema import Plan
-from parallelize.verification.scale import disable_dropout
 from tests.support.models import FAMILIES, MIXTURES, SHIPPED, shipped_source, tiny_model
 from tests.tensor.odd_models import OddModel, plan_text
 from tests.tensor.watch.odd_operations import BY_HEAD, BY_TOKEN, HEADS_FIRST, MIXED, OVER_TOKENS, PARTS_FIRST

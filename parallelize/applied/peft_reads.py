@@ -23,6 +23,7 @@ _COMBINE = (
     "combine adapters before the plan; or save_adapter(model, folder) on every rank, then combine them in one process, "
     "and model.load_adapter(folder, name) here"
 )
+_MERGE = "save_adapter(model, folder) on every rank, then merge in one process; or get_peft_model(model, config) before the plan"
 _READS_WEIGHTS = ("pissa_init", "olora_init", "mica_init", "corda_init", "loftq_init", "lora_ga_init")
 """Methods of a layer of PEFT that initialize an adapter from the weight of the layer."""
 
@@ -54,10 +55,23 @@ class _FullSizes:
         return self.stock(module)
 
 
+def refuse_merging_into_shards(layer: nn.Module, base: nn.Module) -> None:
+    """Raises: ModelError `unplanned-adapter` where data ranks store rows of a layer (ZeRO 3), and its adapters in full, which were added
+    later."""
+    bases = {id(parameter) for parameter in base.parameters()}
+    adapters = (parameter for parameter in layer.parameters() if id(parameter) not in bases)
+    if _is_sharded_by_rows(base) and not all(map(_is_of_rows, adapters)):
+        what = "adapters that were added under ZeRO 3 are merged, and this rank stores rows of the layers"
+        raise ModelError(Problem("unplanned-adapter", what, fix=_MERGE))
+
+
 def _is_sharded_by_rows(module: nn.Module) -> bool:
     """Whether `fully_shard` has sharded it, which gathers it before its forward."""
-    weight: Any = module._parameters.get("weight")
-    names = weight.device_mesh.mesh_dim_names if isinstance(weight, DTensor) else None
+    return _is_of_rows(module._parameters.get("weight"))
+
+
+def _is_of_rows(parameter: Any) -> bool:
+    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
     return not {*DATA_AXES}.isdisjoint(names or ())
 
 

@@ -195,7 +195,8 @@ class LaterParameters:
         refuse_steps(shard.param for shard in shards if stepped_in_shards(shard, self._zero))
         if self._reducer is not None:
             self._reducer.specs |= {id(shard.param): shard.spec for shard in shards}
-            self._reducer.manage([parameter for parameter, _ in added])
+            self._reducer.manage([parameter for parameter, _ in added if parameter.param.requires_grad])
+            self._reducer.frozen += [parameter for parameter, _ in added if not parameter.param.requires_grad]
             guard_gradients(module, self._mesh, None)
 
     def _refuse_dropout(self, module: nn.Module) -> None:

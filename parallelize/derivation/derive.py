@@ -24,7 +24,7 @@ from parallelize.derivation.gathered_linears import (
 from parallelize.derivation.other_matrices import other_matrices
 from parallelize.derivation.parameter_rules import leaves_something, names_of
 from parallelize.derivation.plan_text import Heading, Sections, plan_text
-from parallelize.derivation.proof import Proof, provable, prove
+from parallelize.derivation.proof import Proof, provable, prove, prove_in_evaluation
 from parallelize.derivation.region_search import ProposedRegion, find_regions
 from parallelize.derivation.small_model import check_subject, explained, small_model
 from parallelize.dims.classes import Choice, Classes
@@ -114,6 +114,7 @@ class _Derivation:
     Attributes:
         banned: linears that are left whole, because a proof failed with them sharded.
         allow: a check of source text that is turned off, because the forward does not reach what it refuses.
+        failures: what proofs that failed said.
     """
 
     def __init__(self, source: ModelSource, model: nn.Module, record: Record, tp: int, tell: Callable[[str], None]):
@@ -122,22 +123,23 @@ class _Derivation:
         self.fields = counted_fields(model)
         self.banned: set[str] = set()
         self.allow = ""
+        self.failures: list[str] = []
 
     def run(self, verified: bool) -> Derived:
         if not verified:
             return self._unproven()
         for _ in range(MAX_ROUNDS):
             draft = self._draft(_LOGITS[0])
-            if not draft.styles:
+            if not _share(self.model, draft):
                 break
-            proof = self._prove(draft)
+            proof = self._prove_both(draft)
             if proof.ok:
                 return self._finished(draft, proof)
             if ALLOWED[0] in proof.slugs and not self.allow:
                 self.allow = ALLOWED[0]
                 continue
             without = self._draft("")
-            inner = self._prove(without) if without.styles else None
+            inner = self._prove_both(without) if _share(self.model, without) else None
             if inner is None or inner.ok:  # so that the vocabulary's shards were wrong
                 derived = self._with_full_logits(without, inner)
                 if derived is not None:
@@ -220,12 +222,28 @@ class _Derivation:
         self.choice = self.classes.choose(without=self.banned)
         return Drafting(self.model, self.classes, self.choice, self.fields, logits, self.banned, self.tp).run()
 
+    def _prove_both(self, draft: Draft) -> Proof:
+        """Also in evaluation, where a forward may read other attributes that become local. What is added to a draft makes none local."""
+        proof = self._prove(draft)
+        again = prove_in_evaluation(self.source, self._plan_of(draft), self.tp) if proof.ok and draft.local else None
+        if again is None or again.ok:
+            return proof
+        self._note(again)
+        return again
+
     def _prove(self, draft: Draft) -> Proof:
         self.tell(f"proving it on {self.tp} ranks: {len(draft.styles)} modules are sharded")
-        proof = prove(self.source, self._plan(_text(self.source, self.model, draft, None, self.allow)), self.tp)
+        proof = prove(self.source, self._plan_of(draft), self.tp)
         if not proof.ok:
-            log.debug("not proven: %s", proof)
+            self._note(proof)
         return proof
+
+    def _note(self, proof: Proof) -> None:
+        log.debug("not proven: %s", proof)
+        self.failures.append(str(proof))
+
+    def _plan_of(self, draft: Draft) -> Plan:
+        return self._plan(_text(self.source, self.model, draft, None, self.allow))
 
     def _plan(self, text: str) -> Plan:
         return parse_plan(text, "derived plan", name=_name(self.source, self.model))
@@ -244,6 +262,10 @@ class _Derivation:
         rows = tuple((module, reason) for reason, module in list(reasons.items())[:8])
         what = f"no linear of {self.source.text} can be sharded"
         fix = "data parallelism, or a plan of your own"
+        common = _in_each(self.failures)
+        if common:  # what is sharded makes no difference to it
+            what, rows = f"no plan of {self.source.text} is proven, whatever it shards", (("proof", common), *rows)
+            fix = "mend what the proof says, or data parallelism"
         return ModelError(Problem("nothing-to-shard", what, rows=rows, fix=fix))
 
     def _ban(self, proof: Proof) -> None:
@@ -256,6 +278,13 @@ class _Derivation:
         elif not suspects and self.choice.candidates:
             suspects = self.choice.candidates[0].linears
         self.banned |= suspects
+
+
+def _in_each(texts: list[str]) -> str:
+    """The line that says what was raised, where that of several failures is one and the same; empty: they differ."""
+    raised = [re.search(r"^ +what +(\w+: .*)$", text, re.MULTILINE) for text in texts]
+    whats = {match[1] for match in raised if match}
+    return whats.pop() if len(texts) > 1 and all(raised) and len(whats) == 1 else ""
 
 
 def _name(source: ModelSource, model: nn.Module) -> str:

@@ -53,17 +53,37 @@ _OF_THE_MODEL = {"reference-failed", "not-finite", "not-deterministic"}
 """Of errors of the unsharded model, which no other plan mends."""
 
 
-def prove(source: ModelSource, plan: Plan | None, tp: int) -> Proof:
+@dataclass(frozen=True)
+class _Evaluated(ModelSource):
+    """The same models, in evaluation mode."""
+
+    def build(self, device: str = "meta", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+        return super().build(device, seed=seed, dtype=dtype).eval()
+
+
+def prove_in_evaluation(source: ModelSource, plan: Plan | None, tp: int) -> Proof | None:
+    """The same proof of a model in evaluation mode, whose forward may read other attributes, as `prove` in one mode of the plan.
+
+    None: the unsharded model cannot be compared with in evaluation, as where it returns other things.
+    """
+    evaluated = _Evaluated(source.text, source.make, source.config, source.extras)
+    try:
+        return prove(evaluated, plan, tp, sequence_parallel=False, loss_parallel=False)
+    except ParallelizeError:  # of the unsharded model
+        return None
+
+
+def prove(source: ModelSource, plan: Plan | None, tp: int, **options: Any) -> Proof:
     """Compare a training step on `tp` ranks in this process with the unsharded one, in float64.
 
     Where the difference is larger than the bound and as small as rounding, the step is repeated with other and smaller weights.
-    All of its numbers must then be within the bound.
+    All of its numbers must then be within the bound. options: of `verify`.
 
     Raises: ModelError `reference-failed`, `not-finite`, `not-deterministic` where the unsharded model cannot be compared with.
     """
     for seed, gain in _ATTEMPTS:
         try:
-            result = verify(source, plan, f"tp={tp}", full_size=True, seed=seed, gain=gain, trace=False)
+            result = verify(source, plan, f"tp={tp}", full_size=True, seed=seed, gain=gain, trace=False, **options)
         except ParallelizeError as error:
             if _OF_THE_MODEL & set(error.slugs):
                 raise

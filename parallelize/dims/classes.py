@@ -188,10 +188,15 @@ class Classes:
 
     def _misplaced(self, candidate: ShardableFactor) -> str:
         """Why the places of a factor cannot be sharded; empty: they can. Notes its column and row linears."""
+        tables = {lookup.table for lookup in self.record.lookups if lookup.of_tokens}
         for place in candidate.places:
             module, _, key = place.parameter.rpartition(".")
             linear = self.linears.get(module)
             if linear is None:
+                if (
+                    place.dim == 1 and place.parameter in tables
+                ):  # a residual stream: what its layers have inside is sharded instead
+                    return f"it is the width of the embeddings of {module}"
                 if is_depthwise(self.modules.get(module)):
                     if not self._leads(candidate.factor, place):
                         return f"{module} has it inside of another dim"

@@ -20,6 +20,7 @@ from parallelize.styles.notation import parse_style
 
 log = logging.getLogger("parallelize")
 
+_TRANSLATED = "base_model_tp_plan"
 _AUTO = "parallelize.derivation.auto"
 """The module of `derived_plan`, on a higher floor: it runs all that is below it."""
 
@@ -90,7 +91,7 @@ def translate(model: Any, base: Any, words: dict[str, str]) -> Plan:
     return Plan(
         name=getattr(model.config, "model_type", "translated"),
         rules=rules,
-        source="base_model_tp_plan",
+        source=_TRANSLATED,
         unclaimed="replicate",
     )
 
@@ -101,17 +102,10 @@ def plan_of(module: Any, plan: Any, tp: int = 2) -> Plan:
 
     Raises: PlanError.
     """
-    if plan is None or plan == "auto":
-        try:
-            chosen, reason = choose_plan(module)
-        except PlanError as error:
-            if plan is None or not _has_no_plan(error):
-                raise
-            return import_module(_AUTO).derived_plan(module, tp)
-        log.info("plan %s, chosen by %s", chosen.name, reason)
-        if chosen.source == "base_model_tp_plan":
-            log.warning("no shipped plan for %s: using %s", type(module).__name__, reason)
-        return chosen
+    if plan is None:
+        return _chosen(module)
+    if plan == "auto":
+        return _best(module, tp)
     if isinstance(plan, Plan):
         return plan
     if isinstance(plan, (str, os.PathLike)):
@@ -126,6 +120,29 @@ def plan_of(module: Any, plan: Any, tp: int = 2) -> Plan:
             fix="a plan's name, a path, a Plan, a style, a dict of patterns to styles, or None",
         )
     )
+
+
+def _chosen(module: Any) -> Plan:
+    chosen, reason = choose_plan(module)
+    log.info("plan %s, chosen by %s", chosen.name, reason)
+    if chosen.source == _TRANSLATED:
+        log.warning("no shipped plan for %s: using %s", type(module).__name__, reason)
+    return chosen
+
+
+def _best(module: Any, tp: int) -> Plan:
+    """What "auto" chooses: a shipped plan, that of `transformers` if it holds, or one that is derived. What stays whole is said."""
+    auto = import_module(_AUTO)
+    try:
+        plan = _chosen(module)
+    except PlanError as error:
+        if not _has_no_plan(error):
+            raise
+        plan = auto.derived_plan(module, tp)
+    else:
+        plan = auto.better_plan(module, plan, tp) if plan.source == _TRANSLATED else plan
+    auto.say_share(module, plan, tp)
+    return plan
 
 
 def _has_no_plan(error: PlanError) -> bool:

@@ -9,8 +9,12 @@ import torch
 
 from parallelize import parallelize_module, verify
 from parallelize.derivation import auto
+from parallelize.derivation.proof import Proof
+from parallelize.derivation.small_model import small_model
 from parallelize.errors import ModelError
+from parallelize.models.model_source import source_of
 from parallelize.plan.choose import plan_of
+from parallelize.plan.plan_file import parse_plan
 from tests.derivation import auto_jobs as jobs
 from tests.derivation.own_models import TinyGpt
 from tests.support.models import tiny_model
@@ -74,3 +78,34 @@ def test_a_model_that_cannot_be_derived_is_left_alone():
 @pytest.mark.sweep
 def test_a_derived_plan_can_be_verified_by_its_name():
     assert verify("biogpt", "auto", "tp=2", sequence_parallel=False, loss_parallel=False).ok
+
+
+# -- plans that shard little -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layers", "warns"), [("*", False), ("0", True)])
+def test_a_plan_that_leaves_most_of_a_model_whole_says_so(caplog, layers, warns):
+    text = f"schema_version: 1\ntensor_parallel: {{transformer.h.{layers}.mlp.up: colwise, transformer.h.{layers}.mlp.down: rowwise, "
+    plan = parse_plan(text + '"**": replicate}', "a test", name="mlps")
+    with caplog.at_level(logging.WARNING, "parallelize"):
+        auto.say_share(TinyGpt(), plan, 2)
+    texts = [record.getMessage() for record in caplog.records]
+    assert bool(texts) == warns
+    assert not warns or (texts[0].startswith("plan mlps leaves 70%") and "whole on each of 2 ranks" in texts[0])
+
+
+@pytest.mark.sweep
+def test_a_plan_of_transformers_that_shards_little_is_derived():
+    _, model = small_model(source_of("afmoe"), 2)
+    plan = plan_of(model, "auto")
+    assert plan.source == "derived plan" and auto._share(model, plan, 2) > 0.7
+    assert plan_of(model, None).source == "base_model_tp_plan"  # which shards 0.39
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_plan_of_transformers_that_is_not_proven_is_derived(monkeypatch, holds):
+    if not holds:
+        monkeypatch.setattr(auto, "prove", lambda source, plan, tp: Proof(False, "it differs"))
+    _, model = small_model(source_of("laguna"), 2)
+    assert plan_of(model, "auto").source == ("base_model_tp_plan" if holds else "derived plan")

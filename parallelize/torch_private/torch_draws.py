@@ -6,14 +6,15 @@ for the operations that draw sees each draw of the process, whoever calls it: fu
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
-_KEY = torch._C.DispatchKey.BackendSelect
-_LATER = torch._C._dispatch_keyset_full_after(_KEY)
+_keys_after: Any = getattr(torch._C, "_dispatch_keyset_full_after", None)
+_LATER = _keys_after(torch._C.DispatchKey.BackendSelect) if _keys_after is not None else None  # since 1.12
 _libraries: list[Any] = []  # a kernel ends with its library
 
 Serve = Callable[[str, Any, tuple, dict], Any]
@@ -21,8 +22,16 @@ Serve = Callable[[str, Any, tuple, dict], Any]
 
 
 def serve_draws(names: Iterable[str], serve: Serve) -> None:
-    """Ask `serve` at each call of these operations, `name.overload` of aten. Once in a process: a later call changes nothing."""
+    """Ask `serve` at each call of these operations, `name.overload` of aten. Once in a process: a later call changes nothing.
+
+    Without the private name all draws are PyTorch's own, as the warning says.
+    """
     if _libraries:
+        return
+    if _LATER is None:
+        warnings.warn(
+            "this version of torch does not let forwards draw the same on all ranks: seed them alike", stacklevel=2
+        )
         return
     library = torch.library.Library("aten", "IMPL")
     for name in names:

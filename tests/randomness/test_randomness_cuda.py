@@ -10,7 +10,8 @@ from torch import nn
 
 from parallelize.ops.random.counter import bits, key, open_uniform, uniform
 from parallelize.ops.random.normal import inverse_normal
-from parallelize.randomness.dropout.install import install_dropout
+from parallelize.randomness.dropout.install import dropout_clock, install_dropout
+from parallelize.randomness.dropout.position import Position
 from parallelize.randomness.init.distributions import Normal, TruncatedNormal, Uniform
 from parallelize.randomness.init.initialize import build_on_meta, initialize
 from parallelize.randomness.streams import Streams
@@ -97,3 +98,27 @@ def test_streams_keep_the_state_of_cuda():
     again.load_state_dict(state)
     with again("a"):
         assert torch.equal(torch.rand(4, device="cuda"), second)
+
+
+class Draws(nn.Module):
+    """What one forward draws on a device, by every kind of operation that has bits of its own."""
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        like, shares = torch.empty_like(x), x.cpu().sigmoid().to(x.device)
+        drawn = [torch.rand_like(x), torch.randn_like(x), torch.randint_like(x, 9), torch.bernoulli(shares)]
+        drawn += [like.bernoulli_(0.3), like.clone().exponential_(), torch.normal(x, 2.0), like.clone().random_(3, 7)]
+        drawn += [torch.randperm(len(x), device=x.device), torch.rand(x.shape, device=x.device, dtype=torch.bfloat16)]
+        drawn += [torch.multinomial(shares, 2), torch.multinomial(shares, 3, replacement=True)]
+        return [x.detach().cpu() for x in drawn]
+
+
+def test_a_forward_draws_the_same_on_both_devices():
+    x, model, results = torch.linspace(-1, 1, 300).view(100, 3), Draws(), []
+    install_dropout(model)
+    for device in ("cpu", "cuda"):
+        with dropout_clock(model).at(Position(2, batch_offset=4, batch_size=100)):
+            results.append(model(x.to(device)))
+    state = torch.cuda.get_rng_state()
+    model(x.cuda())
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert [torch.equal(*pair) for pair in zip(*results, strict=True)] == [True] * len(results[0])

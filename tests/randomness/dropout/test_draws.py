@@ -163,7 +163,7 @@ MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"tp": 2}, {}),
     ({"pp": 2}, {"cuts": CUTS, "num_microbatches": 2}),
     ({"dp": 2}, {"zero": 3}),
-    ({"tp": 2}, {"recompute": "full", "num_microbatches": 2}),
+    ({"tp": 2}, {"num_microbatches": 2}),
     ({"dp": 2}, {"num_microbatches": 2}),
     ({"pp": 2}, {"cuts": CUTS, "num_microbatches": 4}),
 ]

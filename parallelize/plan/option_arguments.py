@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from parallelize.plan.options import AUTO, DTYPES, NAMES, RECOMPUTE
+from parallelize.plan.options import AUTO, DTYPES, NAMES, RECOMPUTE, dtype_name
 from parallelize.styles.contract import OVERLAPS
 
 _BY_PLAN = " (default: the plan's, else {})"
@@ -47,8 +47,8 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "recompute": {"choices": RECOMPUTE, "help": "activations computed again in backward" + _BY_PLAN.format("off")},
     "recompute_every": {"type": int, "metavar": "N", "help": "of the units, only every N-th"},
     "recompute_save": {"nargs": "+", "metavar": "KIND", "help": "what selective recompute saves"},
-    "dtype": {"choices": DTYPES, "help": "of compute"},
-    "reduce_dtype": {"choices": DTYPES, "help": "of sums of gradients over data ranks"},
+    "dtype": {"choices": DTYPES, "type": dtype_name, "help": "of compute"},
+    "reduce_dtype": {"choices": DTYPES, "type": dtype_name, "help": "of sums of gradients over data ranks"},
     "compare_every": {
         "type": int,
         "metavar": "N",

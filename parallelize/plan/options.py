@@ -15,6 +15,8 @@ from parallelize.styles.contract import OVERLAPS
 
 AnyOptions = TypeVar("AnyOptions", bound="Options")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+DTYPE_ALIASES |= {"fp64": "float64", "double": "float64"}
 RECOMPUTE = ("off", "selective", "full")
 
 _BY_PLAN: Any = None
@@ -43,7 +45,7 @@ class Options:
             is a multiple or a divisor of tp. 1: each expert is split over `tp`.
         etp: ranks over which each of these experts is split. The experts are on ep x etp ranks, a multiple or a divisor of tp.
         recompute: "off", "selective" or "full": see `recompute`; so recompute_every and recompute_save.
-        dtype: of compute, a name or a torch dtype; default: that of the weights. Where it is narrower than they are, the
+        dtype: of compute, a name (also bf16, fp16, fp32) or a torch dtype; default: that of the weights. Where it is narrower than they are, the
             optimizer keeps float32 copies, and gradients are summed in float32.
         reduce_dtype: of the sums of gradients over data axes. Default: float32 where `dtype` is narrower, else the
             parameters' dtype.
@@ -76,7 +78,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in _DTYPES:
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, str(getattr(self, name)).removeprefix("torch."))
+                object.__setattr__(self, name, dtype_name(getattr(self, name)))
         saved = self.recompute_save
         if saved is not None:
             object.__setattr__(self, "recompute_save", (saved,) if isinstance(saved, str) else tuple(saved))
@@ -131,6 +133,12 @@ AUTO = "auto"
 AUTO_FLAGS = ("overlap_microbatches",)
 """Flags that may be "auto", too."""
 NUMBERS = ("zero", "num_microbatches", "stages_per_rank", "recompute_every", "ulysses", "ep", "etp", "compare_every")
+
+
+def dtype_name(value: object) -> str:
+    """The name of a dtype as torch has it, from that, a torch dtype, or a short name such as bf16."""
+    name = str(value).removeprefix("torch.")
+    return DTYPE_ALIASES.get(name, name)
 
 
 def options_of(options: Options | None, keywords: Mapping[str, Any]) -> Options:

@@ -24,6 +24,8 @@ MAX_SCALAR = 1000
 MAX_EVENTS = 20_000
 _FAST_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml takes a tenth of the time
 _FLAG: dict[str, Any] = {"true": True, "false": False}
+_OF_PYTHON = {"True": "true", "TRUE": "true", "False": "false", "FALSE": "false"}
+_NOTHING = ("", "~", "null", "Null", "NULL", "None")
 _SYNTAX = "close quotes and brackets, indent alike, and write `key: value`"
 
 
@@ -95,8 +97,11 @@ class Reader:
         return self._one_word(node, what, {**_FLAG, "auto": "auto"})
 
     def _one_word(self, node: yaml.Node, what: str, words: Mapping[str, Any]) -> Any:
-        if isinstance(node, yaml.ScalarNode) and node.value in words and node.style is None:
-            return words[node.value]
+        if isinstance(node, yaml.ScalarNode) and node.style is None:
+            text: str = node.value
+            word = _OF_PYTHON.get(text, text)
+            if word in words:
+                return words[word]
         *others, last = words
         words_text = f"{', '.join(others)} or {last}"
         self.wrong(node, "wrong-type", f"{what} must be {words_text}, this is {_shown(node)}", f"write {words_text}")
@@ -124,7 +129,7 @@ def as_scalar(text: str, inside_braces: bool = False) -> str:
 
     inside_braces: whether it is written between `{` and `}`, where commas and braces separate.
     """
-    is_bare = (_BARE_INSIDE if inside_braces else _BARE).match(text) and _tag_of(text) == _TEXT
+    is_bare = (_BARE_INSIDE if inside_braces else _BARE).match(text) and _tag_of(text) == _TEXT and text not in _NOTHING
     return text if is_bare else json.dumps(text, ensure_ascii=not text.isprintable())
 
 
@@ -138,6 +143,16 @@ def _tag_of(text: str) -> str:
     known = yaml.SafeLoader.yaml_implicit_resolvers
     tags = (tag for first in (text[:1], None) for tag, expression in known.get(first, ()) if expression.match(text))
     return next(tags, _TEXT)
+
+
+def is_flag(node: yaml.ScalarNode) -> bool:
+    """Whether a bare scalar is true or false, as YAML or Python writes it."""
+    return node.style is None and _OF_PYTHON.get(node.value, node.value) in _FLAG
+
+
+def is_nothing(node: yaml.Node) -> bool:
+    """Whether a bare scalar says that there is no value, as YAML or Python writes it."""
+    return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in _NOTHING
 
 
 def is_decimal(text: str) -> bool:

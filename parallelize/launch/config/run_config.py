@@ -24,9 +24,10 @@ def key(kind: str, meaning: str, default: Any, **more: Any) -> Any:
         meaning: for the schema.
         default: where the file does not have it.
         more: `least`, `above` and `most` of numbers, `choices`, `of` (the class of a section). Text whose default is not empty
-            may not be empty.
+            may not be empty; a key whose default is nothing may be null.
     """
-    metadata = {"kind": kind, "meaning": meaning, "filled": isinstance(default, str) and bool(default), **more}
+    filled, nothing = isinstance(default, str) and bool(default), default in (None, "", ())
+    metadata = {"kind": kind, "meaning": meaning, "filled": filled, "nothing": nothing, **more}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)

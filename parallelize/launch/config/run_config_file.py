@@ -20,7 +20,7 @@ from parallelize.launch.config.run_config import ModelSection, RunConfig
 from parallelize.launch.config.run_reader import RunReader
 from parallelize.mesh import MeshSpec
 from parallelize.plan.options import AUTO_FLAGS, FLAGS, NAMES, NUMBERS, Options
-from parallelize.plan.yaml_nodes import MAX_BYTES, compose
+from parallelize.plan.yaml_nodes import MAX_BYTES, compose, is_nothing
 
 _ABSENT = "no-such-file"
 
@@ -107,6 +107,8 @@ def _section(reader: RunReader, node: yaml.Node, cls: Any, what: str, path: str)
     for name, value_node in reader.known(node, what, set(by_name)).items():
         key = f"{path}.{name}".lstrip(".")
         reader.places[key] = reader.where(value_node)
+        if by_name[name].metadata["nothing"] and is_nothing(value_node):
+            continue
         before = len(reader.problems)
         value = _value(reader, value_node, key, by_name[name].metadata)
         if len(reader.problems) > before and by_name[name].metadata["kind"] != "section":
@@ -204,7 +206,7 @@ def _options(reader: RunReader, node: yaml.Node) -> Options:
     values: dict[str, Any] = {}
     for name, value_node in reader.known(node, "options", set(NAMES)).items():
         reader.places[f"options.{name}"] = reader.where(value_node)
-        value = _option(reader, name, value_node)
+        value = None if is_nothing(value_node) else _option(reader, name, value_node)
         if value is None:
             continue
         try:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from typing import Any
 
 import yaml
 
-from parallelize.plan.yaml_nodes import MAX_SCALAR, Reader
+from parallelize.plan.yaml_nodes import MAX_SCALAR, Reader, is_flag, is_nothing
 
 _REAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
+_TEXT = "tag:yaml.org,2002:str"
 _LEADING_ZERO = re.compile(r"[+-]?0\d")
 
 
@@ -48,8 +48,11 @@ class RunReader(Reader):
         if isinstance(node, yaml.SequenceNode):
             return [self.free(item, f"an item of {what}") for item in node.value]
         assert isinstance(node, yaml.ScalarNode)
-        if node.style is None and node.value in ("true", "false", "null"):
-            return json.loads(node.value)
+        if is_flag(node):
+            return self.flag(node, what)
+        is_empty_text = node.value == "" and node.tag == _TEXT  # of an argument `key=`
+        if is_nothing(node) and not is_empty_text:
+            return None
         if node.style is None and _REAL.fullmatch(node.value):
             number = _number(node)
             if number is None or (isinstance(number, float) and not math.isfinite(number)):

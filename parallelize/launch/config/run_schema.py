@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parallelize.launch.config.run_config import RunConfig
-from parallelize.plan.options import AUTO, AUTO_FLAGS, DTYPES, FLAGS, NAMES, NUMBERS, RECOMPUTE
+from parallelize.plan.options import AUTO, AUTO_FLAGS, DTYPE_ALIASES, DTYPES, FLAGS, NAMES, NUMBERS, RECOMPUTE
 from parallelize.styles.contract import OVERLAPS
 
 MOST = 10**9 - 1  # `yaml_nodes.is_decimal` reads 9 digits
@@ -46,6 +46,20 @@ def _object(cls: Any) -> dict[str, Any]:
 
 
 def _property(metadata: Any) -> dict[str, Any]:
+    described = _value(metadata)
+    return _or_null(described) if metadata["nothing"] else described
+
+
+def _or_null(described: dict[str, Any]) -> dict[str, Any]:
+    """A property whose value may also be null."""
+    if "anyOf" in described:
+        return {**described, "anyOf": [*described["anyOf"], {"type": "null"}]}
+    if "enum" in described:
+        return {**described, "enum": [*described["enum"], None]}
+    return {**described, "type": [described["type"], "null"]}
+
+
+def _value(metadata: Any) -> dict[str, Any]:
     kind, about = metadata["kind"], {"description": metadata["meaning"]}
     if kind == "section":
         inner = _object(metadata["of"])
@@ -65,7 +79,8 @@ def _property(metadata: Any) -> dict[str, Any]:
 
 
 def _options() -> dict[str, Any]:
-    choices = {"overlap": OVERLAPS, "recompute": RECOMPUTE, "dtype": DTYPES, "reduce_dtype": DTYPES}
+    dtypes = (*DTYPES, *DTYPE_ALIASES)
+    choices = {"overlap": OVERLAPS, "recompute": RECOMPUTE, "dtype": dtypes, "reduce_dtype": dtypes}
     properties: dict[str, Any] = {}
     for name in NAMES:
         if name in AUTO_FLAGS:
@@ -79,4 +94,5 @@ def _options() -> dict[str, Any]:
             properties[name] = _TEXTS
         else:
             properties[name] = {"enum": list(choices[name])} if name in choices else {"type": "string"}
+    properties = {name: _or_null(described) for name, described in properties.items()}
     return {"type": "object", "additionalProperties": False, "properties": properties}

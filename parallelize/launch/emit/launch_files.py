@@ -1,4 +1,4 @@
-"""Launch files as text: a batch script of SLURM, a script for torchrun, a PyTorchJob of Kubernetes, a driver of Ray. Torch-free."""
+"""Launch files as text: a batch script of SLURM, a script for torchrun, a TrainJob and a PyTorchJob of Kubernetes, a driver of Ray. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import yaml
 
 from parallelize.launch.emit.job import Job
+from parallelize.launch.emit.train_job import RETRYABLE, container_of, pod_of, train_job_manifest
 
 _PORT = 29_400
+_SRUN = '--kill-on-bad-exit=1 --cpus-per-task="$cpus" --cpu-bind=cores --mem-bind=local'
 _HEAD = "set -euo pipefail"
 
 
@@ -33,7 +35,10 @@ def slurm_script(job: Job) -> str:
         "",
         "set -uo pipefail",
         'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
-        *_attempts(f"srun --kill-on-bad-exit=1 --cpu-bind=cores --mem-bind=local {job.shell}", job.restarts),
+        "# the cores of a node among its ranks: without it, a task is bound to one",
+        f"cpus=$((${{SLURM_CPUS_ON_NODE:-0}} / {job.ranks.ranks_per_node}))",
+        'cpus="$((cpus > 0 ? cpus : 1))"',
+        *_attempts(f"srun {_SRUN} {job.shell}", job.restarts),
         'if [ "$status" -eq 75 ]; then',
         '  scontrol requeue "$SLURM_JOB_ID"',
         "fi",
@@ -86,12 +91,8 @@ def torchrun_script(job: Job) -> str:
     )
 
 
-RETRYABLE = 138
-"""A status that the training operator starts again under `ExitCode`: 128 or more, and of those one that no signal of the kubelet gives."""
-
-
 def kubernetes_manifest(job: Job) -> str:
-    """A PyTorchJob: each pod is a node, and starts its ranks. `kubectl apply -f FILE`.
+    """A PyTorchJob, for clusters that still have the training operator: each pod is a node, and starts its ranks. `kubectl apply -f FILE`.
 
     Restarts after failures are of the command. The operator makes a pod again that a signal has stopped, or that was killed with its node,
     and no other: under `ExitCode` statuses from 128 on are retried and the rest end the job. It has no backoffLimit, which would count them.
@@ -120,24 +121,7 @@ def kubernetes_manifest(job: Job) -> str:
 
 
 def _replica(job: Job, count: int) -> dict[str, Any]:
-    container: dict[str, Any] = {
-        "name": "pytorch",  # the name that the training operator looks for
-        "image": "IMAGE",
-        "workingDir": "/runs",
-        "command": [*job.command, "--requeue-status", str(RETRYABLE)],
-        "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
-        "volumeMounts": [{"name": "runs", "mountPath": "/runs"}, {"name": "shm", "mountPath": "/dev/shm"}],
-    }
-    if job.gpus:
-        container["resources"] = {"limits": {"nvidia.com/gpu": job.ranks.ranks_per_node}}
-    pod = {
-        "terminationGracePeriodSeconds": job.lead_s,
-        "containers": [container],
-        "volumes": [
-            {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
+    pod = pod_of(job, container_of(job, "pytorch"))  # the name that the training operator looks for
     return {"replicas": count, "restartPolicy": "ExitCode", "template": {"spec": pod}}
 
 
@@ -193,7 +177,13 @@ sys.exit(next((status for status in statuses if status), 0))
 '''
 
 
-EMITTERS = {"slurm": slurm_script, "torchrun": torchrun_script, "k8s": kubernetes_manifest, "ray": ray_script}
+EMITTERS = {
+    "slurm": slurm_script,
+    "torchrun": torchrun_script,
+    "trainjob": train_job_manifest,
+    "k8s": kubernetes_manifest,
+    "ray": ray_script,
+}
 
 
 def _lines(*lines: str) -> str:

@@ -119,3 +119,19 @@ def test_a_pipe_is_no_run(tmp_path):
     os.mkfifo(tmp_path / "run.yaml")
     with pytest.raises(LaunchError, match="unsafe-path: is not a regular file"):
         read_run_config(tmp_path / "run.yaml")
+
+
+def test_words_of_python_and_short_names_are_read():
+    text = GOOD.replace("sequence_parallel: true", "sequence_parallel: True, dtype: bf16, reduce_dtype: None")
+    text = text.replace("tie_word_embeddings: false", "tie_word_embeddings: False, pad: None, other: ~, quoted: 'None'")
+    config = parse_run_config(text, "run.yaml", ["optimizer.clip=None", "plan=null", "checkpoints.keep_last=~"])
+    assert config.model.set["tie_word_embeddings"] is False and config.model.set["quoted"] == "None"
+    assert config.model.set["pad"] is None is config.model.set["other"]
+    assert config.options.explicit()["sequence_parallel"] is True and config.options.dtype == "bfloat16"
+    assert config.options.reduce_dtype is None is config.optimizer.clip and config.plan == ""
+    assert config.checkpoints.keep_last is None and config.checkpoints.every == 10
+    assert problems_of(GOOD, "optimizer.lr=None") == [("wrong-type", "argument optimizer.lr=None")]
+    assert problems_of(GOOD, "options.dtype=bf15") == [("bad-option", "argument options.dtype=bf15")]
+    assert problems_of(GOOD, "options.sequence_parallel='True'") == [
+        ("wrong-type", "argument options.sequence_parallel='True'")
+    ]

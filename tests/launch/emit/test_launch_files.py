@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -121,6 +122,50 @@ def test_kubernetes(tmp_path):
         assert options.requeue_status >= 128 and options.restarts == 3
         assert not {FAILED, MISTAKE, ENVIRONMENT, options.requeue_status} & {REQUEUE, *range(128, 138), 139, 143}
     assert "Worker" not in yaml.safe_load(emitted(tmp_path, "k8s", mesh="dp=2"))["spec"]["pytorchReplicaSpecs"]
+
+
+def test_train_job(tmp_path):
+    """Names and fields are those of kubeflow/trainer 2.2, and of Kubernetes' Job."""
+    runtime, job = yaml.safe_load_all(emitted(tmp_path, "trainjob"))
+    assert [document["apiVersion"] for document in (runtime, job)] == ["trainer.kubeflow.org/v1alpha1"] * 2
+    assert job["kind"] == "TrainJob" and job["spec"]["runtimeRef"] == {"name": "my-run", "kind": "TrainingRuntime"}
+    assert (runtime["kind"], runtime["metadata"]["name"]) == ("TrainingRuntime", "my-run")
+    assert job["spec"]["trainer"] == {"numNodes": 4, "numProcPerNode": 8}
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 4, "torch": {}}
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["name"] == "node"
+    assert replicated["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    batch = replicated["template"]["spec"]
+    pod = batch["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["name"] == "node" and container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert pod["terminationGracePeriodSeconds"] == 60
+    options = build_parser().parse_args(container["command"][1:])
+    assert options.restarts == 3
+    # a Job reads exit codes only where the kubelet starts nothing again; the first rule that matches applies
+    assert pod["restartPolicy"] == "Never" and batch["backoffLimit"] == 0
+    rules = batch["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["Ignore", "Ignore", "FailJob"]
+    for rule, operator in zip(rules[1:], ("In", "NotIn"), strict=True):
+        codes = {"containerName": "node", "operator": operator, "values": [options.requeue_status]}
+        assert rule["onExitCodes"] == codes
+    config = config_of(tmp_path, mesh="dp=2", device="cpu")
+    numbered = job_of(replace(config, source=f"{'7' * 99}.yaml"), [], 8, 0)
+    runtime, _ = yaml.safe_load_all(EMITTERS["trainjob"](numbered))
+    assert re.fullmatch("[a-z][-a-z0-9]{1,38}[a-z0-9]", runtime["metadata"]["name"])
+    assert "resources" not in yaml.safe_dump(runtime)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("cpus", "each"), [("64", "8"), ("4", "1"), ("", "1")])
+def test_tasks_of_slurm_have_the_cores_of_their_node(tmp_path, cpus, each):
+    (tmp_path / "srun").write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/arguments\n')
+    (tmp_path / "srun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "1"}
+    environment |= {"SLURM_CPUS_ON_NODE": cpus} if cpus else {}
+    text = emitted(tmp_path, "slurm")
+    subprocess.run(["bash"], input=text, text=True, env=environment, check=True, timeout=20)
+    assert f"--cpus-per-task={each} --cpu-bind=cores" in (tmp_path / "arguments").read_text()
 
 
 def test_ray(tmp_path):

@@ -300,6 +300,9 @@ class Checkpointer:
     ) -> int:
         """Load the newest checkpoint, or that of `step`. Without `step`, an empty folder changes nothing. A collective.
 
+        Learning rates and other options of an optimizer's groups, and the attributes of schedulers, are the saved ones, as after
+        PyTorch's `load_state_dict`: what is to be another is set afterwards.
+
         Args:
             step: which checkpoint. None: the newest.
             strict: see `load_checkpoint`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
@@ -10,18 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallelize import build_mesh
+from parallelize import build_mesh, parallelize_model
 from parallelize.checkpoint.format.manifest import NAME, read_manifest
+from parallelize.checkpoint.run.metadata import model_metadata
 from parallelize.errors import LaunchError, ParallelizeError
 from parallelize.launch.config.resumed_keys import COMPARED, EFFECT, POSITION, RESUMED
 from parallelize.launch.config.run_config import RunConfig
 from parallelize.launch.config.run_config_file import parse_run_config
 from parallelize.launch.loop.build_run import Surroundings, build_run
-from parallelize.launch.loop.resumed_run import RECORD, differences_of
+from parallelize.launch.loop.resumed_run import RECORD, _of_model, differences_of
 from parallelize.launch.loop.run_optimizer import FileOptions, build_schedule_of
 from parallelize.launch.preflight.mesh_choice import ChosenMesh
 from parallelize.plan.options import NAMES
 from parallelize.randomness.dropout.install import dropout_clock
+from tests.support.models import tiny_model
+from tests.support.threads import run_ranks
 
 FILE = """\
 model: {{name: llama, set: {{vocab_size: 256, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 2,
@@ -290,6 +294,22 @@ def test_weights_are_known_wherever_their_folder_is(saved, tmp_path):
             here = replace(config, model=replace(config.model, initialize=str(folder)))
             differences = differences_of(here, manifest, loop.parallel, loop.optimizer)
             assert [each.key for each in differences] == differs
+
+
+@pytest.mark.variants(every=1)
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
+def test_a_model_is_the_same_on_every_mesh(axes):
+    """Ranks have configs of their shards, and none of them differs from that of another mesh."""
+    base = tiny_model("llama")
+    saved, copies = model_metadata(base), [copy.deepcopy(base) for _ in range(2)]
+
+    def body(rank):
+        parallel = parallelize_model(copies[rank], build_mesh("cpu", **axes))
+        return list(_of_model(RunConfig().model, saved, model_metadata(parallel.module)))
+
+    assert run_ranks(2, body) == [[], []]
+    changed = {**saved, "config": saved["config"].replace('"hidden_act": "silu"', '"hidden_act": "gelu"')}
+    assert [each.key for each in _of_model(RunConfig().model, changed, saved)] == ["model.set.hidden_act"]
 
 
 def test_arguments_that_need_state_which_was_not_saved_are_refused(saved):

@@ -13,8 +13,8 @@ from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import DataError, MeshError, ModelError, Problem
 from parallelize.mesh import SAMPLE_AXES
 from parallelize.pipeline.parallel_model import ParallelModel
+from parallelize.trainers.own_losses import own_compute_loss
 
-_STOCK = ("transformers.trainer", "parallelize.trainers.sft")
 SAMPLING = ("random", "sequential")
 """The values of `train_sampling_strategy` that are orders of `GlobalBatches`."""
 _COMPILED = "layers that compile themselves: `for layer in parallel.module.model.layers: layer.compile()`"
@@ -137,9 +137,22 @@ def _on_stages(trainer: Any, args: Any, keywords: dict[str, Any]) -> Iterator[_R
         return
     fix = "parallelize_model(..., loss=a function of (output, targets) that returns a sum)"
     yield _Refused("compute_loss_func on a mesh with pp", keywords.get("compute_loss_func") is not None, fix)
+    yield _Refused("a compute_loss of its own on a mesh with pp", own_compute_loss(trainer) is not None, fix)
     yield _Refused("label_smoothing_factor on a mesh with pp", args.label_smoothing_factor != 0, fix)
     yield _Refused("fp16 on a mesh with pp", args.fp16, "bf16=True, or parallelize_model(..., dtype=torch.bfloat16)")
     yield _Refused("torch_compile on a mesh with pp", args.torch_compile, _COMPILED)
+
+
+def refuse_own_losses(trainer: Any) -> None:
+    """Refuse losses of the user that were set after the trainer was built, and that stages would not call.
+
+    Raises: ModelError `trainer-option`.
+    """
+    keywords = {"compute_loss_func": trainer.compute_loss_func}
+    refused = [row for row in _on_stages(trainer, trainer.args, keywords) if row.applies]
+    if refused:
+        what = f"{refused[0].setting} is not served by {type(trainer).__name__}"
+        raise ModelError(Problem("trainer-option", what, fix=refused[0].fix))
 
 
 def _over_sequences(trainer: Any, args: Any, keywords: dict[str, Any]) -> Iterator[_Refused]:
@@ -160,21 +173,17 @@ def refuse_iterated(dataset: Any, what: str) -> None:
 
 
 def refuse_uncounted(trainer: Any, count: Any) -> None:
-    """Refuse a loss that is not divided by the count over all data ranks: it would count once for each of them.
+    """Refuse smoothed labels whose loss is not divided by the count over all data ranks: it would count once for each of them.
 
-    The losses that models compute themselves are refused in their forward (`labels-over-data-ranks`).
+    The losses that models compute themselves are divided in their forward; those of the user see `own_losses`.
 
     Raises: ModelError `trainer-option`.
     """
     if count is not None or data_rank(trainer.mesh, SAMPLE_AXES)[1] == 1:
         return
-    home = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)).__module__
-    setting = (
-        "label_smoothing_factor" if trainer.label_smoother is not None else "" if home in _STOCK else "compute_loss"
-    )
-    if setting:
+    if trainer.label_smoother is not None:
         model = type(trainer.model).__name__
-        what = f"{setting} of {model} is a mean over one data rank, of which the gradients would be summed over all"
+        what = f"label_smoothing_factor of {model} is a mean over one data rank, of which the gradients would be summed over all"
         fix = "compute_loss_func=a function of (outputs, labels, num_items_in_batch): a sum, divided by that count"
         raise ModelError(Problem("trainer-option", what, fix=fix))
 

@@ -12,9 +12,9 @@ optimizer steps, clipping, and files.
 
 from __future__ import annotations
 
-import inspect
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -22,15 +22,18 @@ import torch.distributed as dist
 
 from parallelize.comm.handshake import agree_on
 from parallelize.comm.meshes import mesh_spec
+from parallelize.context.forward_state import context_of
 from parallelize.data.loader_check import check_loader
 from parallelize.errors import ModelError, Problem, ShapeError
 from parallelize.loop.clip import clip_grad_norm_
-from parallelize.models.wrapped_models import forward_signature
+from parallelize.models.label_loss import label_loss
+from parallelize.models.wrapped_models import forward_signature, stock_model
 from parallelize.pipeline.parallel_model import ParallelModel
 from parallelize.pipeline.step_targets import token_loss
 from parallelize.randomness.dropout.position import Position
 from parallelize.trainers import served_options as served
 from parallelize.trainers.backward_window import BackwardWindow
+from parallelize.trainers.own_losses import checked_parts
 from parallelize.trainers.trainer_checkpoints import TrainerCheckpoints
 from parallelize.trainers.trainer_evaluation import TrainerEvaluation, data_group, over_sequences
 from parallelize.trainers.trainer_loaders import TrainerLoaders, data_rank_of
@@ -61,7 +64,8 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         more, keywords: the other arguments of the stock Trainer.
 
     A `compute_loss` or `compute_loss_func` of your own returns this rank's part of the mean: a sum, divided by
-    `num_items_in_batch`, which counts the labels of all data ranks and accumulated batches.
+    `num_items_in_batch`, which counts the labels of all data ranks and accumulated batches; or a multiple of the loss that the model
+    itself computes. A `compute_loss` of another kind is refused in the first step on several data ranks, and always on a mesh with `pp`.
 
     Raises: ModelError `trainer-model`, `trainer-option`, `trainer-version`; MeshError `trainer-mesh`; ShapeError
         `indivisible-batch`; in training HandshakeError where ranks have other arguments.
@@ -90,6 +94,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         self._window = BackwardWindow(model.module)
         self._rows: list[int] = []  # of each batch of the running step
         self._forwards = 0  # of the running step
+        self._is_first = True  # the next training step
         self._own_model()
 
     @property
@@ -100,10 +105,8 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
     def _accepts_loss_keywords(self) -> bool:
         """Whether the model's loss is a sum over labels, divided by the count it is passed. Others take the count and ignore it."""
         model = self.parallel.module
-        known = getattr(model, "accepts_loss_kwargs", None)
-        kinds = [parameter.kind for parameter in self._forward_parameters().values()]
-        accepts = inspect.Parameter.VAR_KEYWORD in kinds if known is None else known
-        return accepts and getattr(model, "loss_type", None) == "ForCausalLM"
+        known = getattr(stock_model(model), "accepts_loss_kwargs", None)
+        return known is not False and label_loss(model, torch.zeros(1, 1, dtype=torch.int64)).divides
 
     def _forward_parameters(self) -> Any:
         return forward_signature(self.parallel.module).parameters
@@ -147,6 +150,7 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         stock: Any = self
         with agree_on(self.mesh) as facts:
             facts |= self._facts(max_steps)
+            served.refuse_own_losses(self)
             check_loader(train_dataloader, self.mesh)
         if stock._created_lr_scheduler:
             stock.lr_scheduler, stock._created_lr_scheduler = None, False
@@ -195,7 +199,12 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
             return self._step_of_stages(model, inputs)
         stock: Any = super()
         served.refuse_uncounted(self, num_items_in_batch)
-        with self._window.backward(last=self.accelerator.sync_gradients), self._positioned():
+        first, self._is_first = self._is_first, False
+        with (
+            self._window.backward(last=self.accelerator.sync_gradients),
+            self._positioned(),
+            checked_parts(self, num_items_in_batch) if first else nullcontext(),
+        ):
             loss = stock.training_step(model, inputs, num_items_in_batch)
         return self._over_data_ranks(over_sequences(loss, self.mesh))
 
@@ -208,8 +217,30 @@ class ParallelTrainer(TrainerLoaders, TrainerEvaluation, TrainerCheckpoints):
         aligned = shifted is not None or self.parallel.pipeline.batches.loss is not token_loss
         named = {"targets": labels if shifted is None else shifted} if aligned else {"labels": labels}
         self.parallel.pipeline.steps_done = stock.state.global_step
-        with stock.compute_loss_context_manager():
+        count = self._local_count({"labels": labels, "shift_labels": shifted})
+        with stock.compute_loss_context_manager(), self._counted(count):
             return self.parallel.step(**inputs, **named)
+
+    def _local_count(self, labels: dict[str, Any]) -> int | None:
+        """The labels of this rank, as the stock Trainer counts them; None where the model's loss is a mean that takes no count."""
+        stock: Any = self
+        count = stock._get_num_items_in_batch([{k: v for k, v in labels.items() if v is not None}], self.args.device)
+        if count is None or self.parallel.pipeline.batches.loss is not token_loss:
+            return None
+        context = context_of(self.parallel.module)
+        return int(count) if context is None or context.group.rank == 0 else 0  # of the same samples on each rank of cp
+
+    @contextmanager
+    def _counted(self, count: int | None) -> Iterator[None]:
+        """The loss of a step inside is divided by the sum of these counts over all ranks."""
+        batches = self.parallel.pipeline.batches
+        own = batches.count
+        if count is not None:
+            batches.count = lambda targets: count
+        try:
+            yield
+        finally:
+            batches.count = own
 
     def _positioned(self) -> Any:
         """The position of the next forward in training, of which dropout is a function, whatever the mesh."""

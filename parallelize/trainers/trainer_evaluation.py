@@ -15,6 +15,7 @@ from parallelize.context.forward_state import context_of
 from parallelize.context.local_sequences import gather_sequence
 from parallelize.errors import ModelError, Problem
 from parallelize.mesh import SAMPLE_AXES
+from parallelize.models.label_loss import label_loss
 from parallelize.pipeline.microbatch_inputs import broadcast_nested
 from parallelize.torch_private import torch_tensors as private
 from parallelize.trainers.trainer_loaders import data_rank_of
@@ -31,10 +32,14 @@ class TrainerEvaluation:
     args: Any
     has_stages: bool
     gather_function: Any
+    accelerator: Any
     _evaluated: Any = None  # the loader of the running evaluation
+    _repeats_losses = False  # whether the running evaluation weighs a last batch of fewer samples like the others
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """The stock loop; what it gathers is that of the data ranks."""
+        # the stock Seq2SeqTrainer gathers without dropping what a last batch repeats: of the loss, its copies
+        self._repeats_losses = self.gather_function == self.accelerator.gather
         self._evaluated, self.gather_function = dataloader, self._gather
         return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
 
@@ -56,6 +61,8 @@ class TrainerEvaluation:
     def _gather(self, tensors: Any) -> Any:
         """Of each tensor, the rows of all data ranks, in the order of the data set."""
         count = getattr(self._evaluated, "samples", None)
+        if self._repeats_losses and count:
+            count = None
         group = data_group(self.parallel.mesh)
         return private.tree_map(lambda tensor: _rows_of_ranks(tensor, count, group), tensors)
 
@@ -68,30 +75,53 @@ class TrainerEvaluation:
         labels = inputs.get("labels")
         batch, size = _divisible(inputs, pipeline.schedule.num_microbatches)
         count = stock._get_num_items_in_batch([inputs], self.args.device)
+        parts = pipeline.schedule.num_microbatches
+        weights = [1.0] * parts if count is not None else self._weights(batch, labels, parts)
         with stock.compute_loss_context_manager():
             outputs = self.parallel.forward(**batch, **({} if count is None else {"num_items_in_batch": count}))
-        value = _joined(
-            self._full,
-            outputs,
-            size,
-            loss_only,
-            {*ignore_keys, "loss", *stock.model.config.keys_to_ignore_at_inference},
-        )
+        ignored = {*ignore_keys, "loss", *getattr(stock.model.config, "keys_to_ignore_at_inference", ())}
+        value = _joined(self._full, outputs, weights, size, None if loss_only else ignored)
         last = pipeline.schedule.stage_ranks[-1]
         loss, logits = broadcast_nested(value, pipeline.group, pipeline.device, last)
         loss = over_sequences(loss, self.parallel.mesh) if loss is not None else None
         return loss, logits, None if loss_only else labels
 
+    def _weights(self, batch: dict[str, Any], labels: Any, parts: int) -> list[float]:
+        """The weight of each microbatch in the loss of the batch, whose losses are means. Raises: ModelError `trainer-option`."""
+        if labels is None or parts <= 1:
+            return [1.0] * parts
+        kind = label_loss(self.parallel.module, labels)
+        rows, padded = len(labels), len(batch["labels"]) != len(labels)
+        if kind.mean_over == "labels":
+            targets = kind.targets(batch["labels"], batch.get("attention_mask"))[..., kind.shift :]
+            counts = [int((part != IGNORED).sum()) for part in targets.chunk(parts)]
+        elif kind.mean_over == "samples" and not padded:
+            counts = [rows // parts] * parts
+        else:
+            name = type(self.parallel.module).__name__
+            what = (
+                f"the loss of {name} for {rows} samples is not known from those of {parts} microbatches: {kind.unknown}"
+            )
+            fix = (
+                "per_device_eval_batch_size and a number of samples that num_microbatches divides; or a mesh without pp"
+            )
+            raise ModelError(Problem("trainer-option", what, fix=fix))
+        return [count / max(1, sum(counts)) for count in counts]
+
 
 def _joined(
-    full: Callable[[Any], Any], outputs: list[Any], size: int, loss_only: bool, ignored: set[str]
+    full: Callable[[Any], Any], outputs: list[Any], weights: list[float], size: int, ignored: set[str] | None
 ) -> tuple[Any, Any]:
-    """(loss, predictions) of the microbatches of one batch; of a stage that is not the last, nothing."""
+    """(loss, predictions) of the microbatches of one batch; of a stage that is not the last, nothing. `ignored`: None for the loss alone."""
     if not outputs:
         return None, None
-    losses = [output["loss"] for output in outputs if output.get("loss") is not None]
-    loss = torch.stack(losses).sum() if losses else None
-    if loss_only:
+    losses = [
+        (output["loss"], weight)
+        for output, weight in zip(outputs, weights, strict=True)
+        if output.get("loss") is not None and weight
+    ]
+    loss = torch.stack([value * weight for value, weight in losses]).sum() if losses else None
+    if ignored is None:
         return loss, None
     names = [name for name in outputs[0] if name not in ignored]
     logits = tuple(torch.cat([full(output[name]) for output in outputs])[:size] for name in names)

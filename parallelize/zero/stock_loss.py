@@ -57,7 +57,7 @@ class _Counts:
         if applied(module).context is not None or not torch.is_grad_enabled():
             return None
         call = self.signature.bind_partial(None, *args, **kwargs).arguments
-        labels = call.get("labels")
+        labels: Any = call.get("labels")
         others = [
             name for name, value in call.items() if _asks_for_loss(name) and value is not None and value is not False
         ]

@@ -18,7 +18,7 @@ from parallelize.trainers.sft import ParallelSFTTrainer
 from parallelize.trainers.trainer import OVERRIDDEN, ParallelTrainer, _optimizer_class
 from parallelize.trainers.trainer_checkpoints import _compare_batches
 from parallelize.trainers.trainer_weights import read_weights
-from tests.trainers.trainer_jobs import arguments, counted_loss, launched, run_trainer
+from tests.trainers.trainer_jobs import arguments, counted_loss, launched
 
 pytest.importorskip("accelerate")
 
@@ -106,33 +106,19 @@ def test_trainers_of_trl():
         ParallelSFTTrainer(SimpleNamespace(), trl.SFTConfig("nowhere", loss_type="dft", use_cpu=True, bf16=False))  # type: ignore[arg-type]
 
 
-def test_a_loss_without_a_count(monkeypatch):
+def test_smoothed_labels_without_a_count(monkeypatch):
     from transformers import Trainer
 
-    class Own(Trainer):
-        def compute_loss(self, *args, **kwargs):
-            """A mean over what this rank has."""
-
-    own, stock = object.__new__(Own), object.__new__(Trainer)
-    for trainer in (own, stock):
-        trainer.mesh, trainer.label_smoother, trainer.model = None, None, torch.nn.Linear(1, 1)
+    smooth, stock = object.__new__(Trainer), object.__new__(Trainer)
+    for trainer, smoother in ((smooth, object()), (stock, None)):
+        trainer.mesh, trainer.label_smoother, trainer.model = None, smoother, torch.nn.Linear(1, 1)
     monkeypatch.setattr(served, "data_rank", lambda *_: (0, 2))
-    served.refuse_uncounted(own, 7)
+    served.refuse_uncounted(smooth, 7)
     served.refuse_uncounted(stock, None)
-    with pytest.raises(ModelError, match="trainer-option: compute_loss of Linear is a mean over one data rank"):
-        served.refuse_uncounted(own, None)
-
-
-def loss_of_bert(rank, folder):
-    try:
-        run_trainer(rank, folder, {"dp": 2}, family="bert")
-    except ModelError as error:
-        return error.slugs[0]
-    return "trained"
-
-
-def test_a_loss_of_another_kind_over_data_ranks(two_processes, tmp_path):
-    assert two_processes.run(loss_of_bert, str(tmp_path)) == ["labels-over-data-ranks"] * 2
+    with pytest.raises(
+        ModelError, match="trainer-option: label_smoothing_factor of Linear is a mean over one data rank"
+    ):
+        served.refuse_uncounted(smooth, None)
 
 
 class Stream(IterableDataset):

@@ -82,6 +82,33 @@ def test_steps_and_evaluations_are_those_of_one_process(ranks, tmp_path, axes, o
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
+OTHER_LOSSES = [
+    pytest.param("gpt2", PP, dict(num_microbatches=2), {}, id="gpt2, pp"),  # its name says of no loss what it is
+    swept("gpt2", TP, {}, {}, id="gpt2, tp"),
+    swept("gpt2", DP, dict(zero=1), SPLIT, id="gpt2, ZeRO 1, accumulation"),
+    swept("gpt2", CP, {}, {}, id="gpt2, cp"),
+    swept("bert", DP, dict(zero=3), {}, id="bert, ZeRO 3"),  # a mean that takes no count
+    swept("bert", PP, dict(num_microbatches=2), {}, id="bert, pp"),
+]
+
+
+@pytest.mark.parametrize(("family", "axes", "options", "settings"), OTHER_LOSSES)
+def test_losses_of_other_kinds_are_those_of_one_process(ranks, tmp_path, family, axes, options, settings):
+    settings = dict(family=family, max_steps=2, **settings)
+    expected = jobs.run_trainer(0, str(tmp_path / "one"), None, **settings)
+    outcome = ranks(axes, jobs.run_trainer, str(tmp_path / "mesh"), axes, options, **settings)[0]
+    for result in (expected, outcome):
+        del result["flos"]  # of stages with a tied head
+    assert_same(outcome, expected)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("axes", [TP, DP], ids=["tp", "dp"])
+def test_a_trainer_of_two_sequences_evaluates_as_on_one_process(ranks, tmp_path, axes):
+    expected = jobs.translated(0, str(tmp_path / "one"), None)
+    assert_same(ranks(axes, jobs.translated, str(tmp_path / "mesh"), axes)[0], expected)
+
+
 @pytest.mark.parametrize(
     ("mesh", "setting"),
     [

@@ -122,6 +122,30 @@ def run_trainer(
         return outcome(trainer)
 
 
+def translated(rank: int, folder: str, axes: dict[str, int] | None) -> dict[str, Any]:
+    """A run of T5 by the `Seq2SeqTrainer`, whose evaluation weighs a last batch of fewer samples like the others."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    from parallelize.trainers.trainer import ParallelTrainer
+
+    class OnMesh(ParallelTrainer, Seq2SeqTrainer):
+        pass
+
+    with launched(None if axes else 1):
+        torch.manual_seed(0)
+        sizes = dict(vocab_size=67, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0)
+        model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0)).double()
+        args = Seq2SeqTrainingArguments(**arguments(folder, max_steps=2).to_dict())
+        data = dict(train_dataset=rows(), eval_dataset=rows(13))
+        if axes:
+            parallel = parallelize_model(model, build_mesh("cpu", **axes))
+            trainer: Any = OnMesh(parallel, args, global_batch_size=BATCH, **data)
+        else:
+            trainer = Seq2SeqTrainer(model, args, **data)
+        trainer.train()
+        return outcome(trainer)
+
+
 def generation(rank: int, folder: str, axes: dict[str, int] | None, options: dict[str, Any] | None = None) -> Any:
     """What the model writes after each evaluation, by its own `generate`."""
     writes = Writes()

@@ -66,17 +66,19 @@ class _Counts:
         kind = (
             label_loss(module, labels) if others == ["labels"] else LabelLoss(unknown=f"it reads {', '.join(others)}")
         )
-        given = kwargs.get("num_items_in_batch")
-        if kind.divides and given is not None:
+        passed = kwargs.get("num_items_in_batch")
+        if kind.divides and passed is not None:
             return None
-        total, local = self._totals(kind, labels, kwargs.get("shift_labels"), call.get("attention_mask"), given, module)
+        total, local = self._totals(
+            kind, labels, kwargs.get("shift_labels"), call.get("attention_mask"), passed, module
+        )
         if kind.divides:
             return args, {**kwargs, "num_items_in_batch": total}
         self.weight = None if kind.mean_over == "none" else (local, total)
         return None
 
     def _totals(
-        self, kind: LabelLoss, labels: Any, shifted: T | None, mask: T | None, given: Any, module: nn.Module
+        self, kind: LabelLoss, labels: Any, shifted: T | None, mask: T | None, passed: Any, module: nn.Module
     ) -> tuple[T, T]:
         """What the mean over all data ranks is over, and what that of this rank is over."""
         if not kind.mean_over or (kind.adds_router_loss and not kind.divides):
@@ -88,7 +90,7 @@ class _Counts:
                 if kind.mean_over == "labels"
                 else labels.new_zeros(len(labels))
             )
-        total = valid_tokens(counted, self.mesh) if given is None else torch.as_tensor(given)
+        total = valid_tokens(counted, self.mesh) if passed is None else torch.as_tensor(passed)
         return total, valid_tokens(counted)
 
     def weigh(self, module: nn.Module, args: Any, output: Any) -> Any:

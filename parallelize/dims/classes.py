@@ -193,9 +193,8 @@ class Classes:
             module, _, key = place.parameter.rpartition(".")
             linear = self.linears.get(module)
             if linear is None:
-                if (
-                    place.dim == 1 and place.parameter in tables
-                ):  # a residual stream: what its layers have inside is sharded instead
+                # a residual stream: what its layers have inside is sharded instead
+                if place.dim == 1 and place.parameter in tables:
                     return f"it is the width of the embeddings of {module}"
                 if is_depthwise(self.modules.get(module)):
                     if not self._leads(candidate.factor, place):

@@ -21,7 +21,6 @@ from parallelize.comm.groups import Group, axis_group
 from parallelize.comm.handshake import TIMEOUT_S, agree_on
 from parallelize.comm.meshes import mesh_spec
 from parallelize.errors import ModelError, Problem
-from parallelize.mesh import DATA_AXES
 from parallelize.pipeline import failure
 from parallelize.pipeline.batch_reader import BatchReader
 from parallelize.pipeline.microbatch_inputs import MicrobatchInputs
@@ -126,7 +125,6 @@ class Pipeline:
         self._adapted = adapted_layers_of(module) if self.cut is not None else []
         self.ties = ties_of(module)
         self.world = axis_group(mesh, *self.spec.names)
-        self._counts_loss = self._is_first_with_its_loss()
         replicas = ReplicaCheck(module, mesh, self.ties, compare_every)
         self.check = StepCheck(mesh, self.device, replicas, check_replicated)
         self.batches = BatchReader(
@@ -428,7 +426,7 @@ class Pipeline:
         totals = torch.zeros(2 if trial is None else 3, dtype=torch.float64, device=self.device)  # failures, loss, time
         if run.failure is not None:
             totals[0] = 1
-        if self._counts_loss:
+        if self.check.counts_loss:
             totals[1] = loss
         if trial is not None:
             totals[2] = trial.own_s or 0.0
@@ -446,13 +444,6 @@ class Pipeline:
             if run.failure is None:
                 raise
             failure.raise_alone(run.failure, run.cause)
-
-    def _is_first_with_its_loss(self) -> bool:
-        """Whether the loss of this rank is summed: of ranks with the same loss (along tp), only the first."""
-        if self.mesh.size() == 1:
-            return True
-        coordinates = self.spec.coordinates(self.mesh.mesh.flatten().tolist().index(dist.get_rank()))
-        return all(index == 0 for axis, index in coordinates.items() if axis not in (*DATA_AXES, "pp"))
 
 
 def _is_forward(step: Any) -> bool:

@@ -66,6 +66,9 @@ class StepCheck:
         device: of the message.
         replicas: compares what ranks store, every N calls. Copies of its ties must require gradients, and be updated, alike.
         compares: False sends the same message and compares nothing.
+
+    Attributes:
+        counts_loss: whether the loss of this rank is summed: of ranks with the same loss (along tp), only that of the first.
     """
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, replicas: ReplicaCheck, compares: bool = True):
@@ -88,6 +91,7 @@ class StepCheck:
         self._data_rank, self._data_ranks = data_rank(mesh, SAMPLE_AXES)
         self._counts_sequences = all(at == 0 for axis, at in coordinates.items() if axis not in SAMPLE_AXES)
         self._counts = all(at == 0 for axis, at in coordinates.items() if axis not in DATA_AXES)
+        self.counts_loss = all(at == 0 for axis, at in coordinates.items() if axis not in (*DATA_AXES, "pp"))
 
     def watch(self, optimizer: Optimizer) -> None:
         """Compare the hyperparameters of this optimizer, and how often it has stepped, from now on."""

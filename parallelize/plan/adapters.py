@@ -61,9 +61,8 @@ def layer_name(name: str) -> str:
 def peft_prefix(model: ModelFacts) -> str:
     """What stands before the names of the stock model, with a dot; empty where PEFT does not wrap it."""
     name, module = "", model.root
-    while any(
-        cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__
-    ):  # `fully_shard` changes the class
+    # of its bases, because `fully_shard` changes the class
+    while any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__):
         child = next((key for key in ("base_model", "model") if f"{name}{key}" in model.modules), "")
         if not child:
             return ""

@@ -244,7 +244,7 @@ def functional_collectives() -> Any:
 def group_of_functional(group: Any) -> dist.ProcessGroup | None:
     """The process group that a functional collective is called with, in any of its forms (2.0); None where it is not known."""
     try:
-        resolved = functional_collectives()._resolve_group(group)
+        resolved: Any = functional_collectives()._resolve_group(group)
         if isinstance(resolved, str):
             resolved = dist.distributed_c10d._resolve_process_group(resolved)
     except (AttributeError, RuntimeError, TypeError, ValueError):

@@ -47,9 +47,8 @@ class RunningModel:
         self.root: weakref.ref[nn.Module] | None = None
         self.outer: RunningModel | None = None  # whose forward has called this one
         self.names: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.foreign: WeakIdKeyDictionary = (
-            WeakIdKeyDictionary()
-        )  # modules that are called inside of the model, and are no part of it
+        # modules that are called inside of the model, and are no part of it
+        self.foreign: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __deepcopy__(self, memo: dict) -> RunningModel:
         copy = memo[id(self)] = RunningModel(deepcopy(self.sites, memo))

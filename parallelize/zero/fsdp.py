@@ -60,6 +60,8 @@ class FsdpEngine:
         self.module, self.units, self.defer = module, units, defer
         self.stages = stages  # id of a unit -> its pipeline stage
         self.added: Reducer | None = None
+        for unit in units:
+            unit.__dict__["__deepcopy__"] = _refuse_copy
 
     def hold(self, auto_flush: bool = False) -> None:
         """Only a deferred reduction waits for the last backward; with `auto_flush`, for `finish`."""
@@ -169,8 +171,6 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
         unit.set_force_sum_reduction_for_comms(True)
         if cp_group is not None and id(unit) not in experts:  # a third axis of ranks with other tokens
             unit.set_all_reduce_hook(partial(dist.all_reduce, group=cp_group))
-    for unit in fsdp_units:
-        unit.__dict__["__deepcopy__"] = _refuse_copy
     restore_layouts(module)
     module.register_forward_pre_hook(_refuse_gradient_hooks, prepend=True)  # before parameters are gathered
     module.register_forward_pre_hook(refuse_second_derivatives, prepend=True, with_kwargs=True)

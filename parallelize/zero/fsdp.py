@@ -161,9 +161,9 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
             fully_shard(unit, mesh=ranks.fsdp_mesh, **keywords)
     fsdp_units: list[Any] = [unit for unit in [*units, module] if isinstance(unit, FSDPModule)]
     for name in deferring:
-        unit = module.get_submodule(name)
         heads = [module.get_submodule(head) for head in deferred_heads(module) if _unit_of(head, names) == name]
-        unit.register_forward_pre_hook(partial(_gather_anew, heads), prepend=True)  # before that of `fully_shard`
+        # before the hook of `fully_shard`
+        module.get_submodule(name).register_forward_pre_hook(partial(_gather_anew, heads), prepend=True)
     cp_group = axis_group(mesh, "cp") if "cp" in spec.names and spec.size("cp") > 1 else None
     experts = {id(module.get_submodule(name)) for name in folded}
     for unit in fsdp_units:
@@ -184,9 +184,8 @@ def apply_fsdp(module: nn.Module, mesh: DeviceMesh, options: DataOptions, resolv
             owner.register_load_state_dict_pre_hook(partial(_shard_what_is_loaded, unit))
     for name, mark in marks.items():
         mark_parameter(module.get_parameter(name), shared=mark)
-    stages = {}
-    if cut is not None:
-        stages = {id(unit): cut.stages.stage_of(name) for name, unit in zip(names, units, strict=True)}
+    pairs = zip(names, units, strict=True)
+    stages = {} if cut is None else {id(unit): cut.stages.stage_of(name) for name, unit in pairs}
     summed_over = data_group(mesh)
     name_of = {id(unit): name for name, unit in zip(names, units, strict=True)}
     order = UnitOrder([(name_of.get(id(unit), ""), unit) for unit in fsdp_units], summed_over)

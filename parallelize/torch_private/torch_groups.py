@@ -241,12 +241,15 @@ def functional_collectives() -> Any:
     return torch.distributed._functional_collectives
 
 
+_by_name: Any = dist.distributed_c10d._resolve_process_group
+
+
 def group_of_functional(group: Any) -> dist.ProcessGroup | None:
     """The process group that a functional collective is called with, in any of its forms (2.0); None where it is not known."""
     try:
         resolved: Any = functional_collectives()._resolve_group(group)
         if isinstance(resolved, str):
-            resolved = dist.distributed_c10d._resolve_process_group(resolved)
+            resolved = _by_name(resolved)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
     return resolved if isinstance(resolved, dist.ProcessGroup) else None

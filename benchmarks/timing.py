@@ -33,12 +33,16 @@ def join(timeout_s: float = 120.0) -> None:
 
 
 def interleaved(
-    work: dict[str, Callable[[], object]], rounds: int, inner: int = 1, before: Callable[[], object] | None = None
+    work: dict[str, Callable[[], object]],
+    rounds: int,
+    inner: int = 1,
+    before: Callable[[], object] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Times:
     """Seconds a call, `rounds` of each; the order within a round is shuffled, the same on every rank.
 
     Args:
-        before: called before each timing, not counted (a barrier).
+        before: called before each timing, not counted (a barrier). clock: seconds; `time.process_time` is that of the processor.
     """
     order = random.Random(0)
     for run in work.values():
@@ -49,10 +53,10 @@ def interleaved(
         for name in order.sample(list(work), len(work)):
             if before is not None:
                 before()
-            began = time.perf_counter()
+            began = clock()
             for _ in range(inner):
                 work[name]()
-            times[name].append((time.perf_counter() - began) / inner)
+            times[name].append((clock() - began) / inner)
     return times
 
 

@@ -21,6 +21,7 @@ from parallelize.derivation.gathered_linears import (
     layer_share,
     without_alike,
 )
+from parallelize.derivation.left_whole import with_advice
 from parallelize.derivation.other_matrices import other_matrices
 from parallelize.derivation.parameter_rules import leaves_something, names_of
 from parallelize.derivation.plan_text import Heading, Sections, plan_text
@@ -249,14 +250,15 @@ class _Derivation:
         return parse_plan(text, "derived plan", name=_name(self.source, self.model))
 
     def _derived(self, draft: Draft, proof: Proof | None) -> Derived:
-        draft = replace(draft, whole={**draft.whole, **other_matrices(self.classes, self.model, draft.styles)})
+        whole = {**draft.whole, **other_matrices(self.classes, self.model, draft.styles)}
+        draft = replace(draft, whole=with_advice(self.model, whole))
         text = _text(self.source, self.model, draft, str(proof or "not proven (--no-verify)"), self.allow)
         return Derived(self._plan(text), text, draft.whole, _share(self.model, draft), proof, self.model)
 
     def _nothing(self) -> ModelError:
         reasons: dict[str, str] = {}
-        for whole in self.choice.whole:
-            reasons.setdefault(whole.reason, whole.module)
+        for module, reason in with_advice(self.model, {each.module: each.reason for each in self.choice.whole}).items():
+            reasons.setdefault(reason, module)
         for module, reason in other_matrices(self.classes, self.model, {}).items():
             reasons.setdefault(reason, module)
         rows = tuple((module, reason) for reason, module in list(reasons.items())[:8])

@@ -304,7 +304,7 @@ class Classes:
 
     def _reason(self, name: str, banned: set[str]) -> str:
         if name in banned:
-            return "the proof failed with it sharded"
+            return PROOF_FAILED
         linear = self.linears[name]
         dims = self.record.parameters.get(f"{name}.weight".lstrip("."))
         if dims is None and is_parametrized(linear):
@@ -318,6 +318,7 @@ class Classes:
         return "no row linear sums over its output"
 
 
+PROOF_FAILED = "the proof failed with it sharded"
 _PARAMETRIZED = "computed from other parameters (torch.nn.utils.parametrize)"
 _OF_NORMS = ("mean", "a norm over it", "sum")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parallelize.comm.started_processes import join_processes
 from parallelize.comm.uncaught_errors import publish_uncaught_errors
 from parallelize.errors import MeshError, Problem
 from parallelize.mesh import AXES, MeshSpec, folded, folding_order
@@ -18,27 +18,20 @@ def build_mesh(device_type: str, **sizes: int) -> DeviceMesh:
         device_type: "cpu", or the type of this machine's accelerator, such as "cuda".
         **sizes: ranks per axis, outermost axis first. Ranks that are neighbors on the last axis have consecutive numbers.
 
-    Returns: a mesh over all processes. If no process group exists, `torch.distributed` is initialized from the environment. From then
-        on an uncaught error of this process reaches the ranks that wait in a handshake for it.
+    Returns: a mesh over all processes. If no process group exists, `torch.distributed` is initialized from the environment; a mesh of
+        one rank needs no launcher. From then on an uncaught error of this process reaches the ranks that wait in a handshake for it.
     Raises:
-        MeshError: `no-axes`; `no-device`; `wrong-world-size` if the product of the sizes is not the number of processes.
+        MeshError: `no-axes`; `no-device`; `wrong-world-size` if the product of the sizes is not the number of processes, with the
+            line that starts as many; `bad-environment` where a launcher has set some of torch's variables and not the others.
             Also what `MeshSpec` raises for bad names and sizes.
     Cost: none, apart from the creation of process groups.
     """
+    publish_uncaught_errors()
     if not sizes:
         raise MeshError(Problem("no-axes", "a mesh needs named axes", fix='build_mesh("cuda", dp=2, tp=4)'))
     spec = MeshSpec(tuple(sizes.items()))
     _check_device(device_type)
-    world = dist.get_world_size() if dist.is_initialized() else None
-    if world is not None and world != spec.world_size:
-        raise MeshError(
-            Problem(
-                "wrong-world-size",
-                f"{spec} needs {spec.world_size} ranks, but {world} processes are running",
-                fix=f"change a size, or start {spec.world_size} processes: torchrun --nproc-per-node {spec.world_size}",
-            )
-        )
-    publish_uncaught_errors()
+    join_processes(spec)
     return init_device_mesh(device_type, spec.sizes, mesh_dim_names=spec.names)
 
 

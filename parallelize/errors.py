@@ -23,6 +23,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import FrameType
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,14 @@ def printable(text: str) -> str:
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn, and name the line that led here: the innermost one that is neither of this package nor of torch, which calls it."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (__package__, "torch"):
+    while frame.f_back is not None and not is_of_caller(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)
+
+
+def is_of_caller(frame: FrameType) -> bool:
+    """Whether a frame is neither of this package nor of torch."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in (__package__, "torch")
 
 
 _NUMBER = re.compile(r"(?<=[A-Za-z_])\.\d+(?=[.:,\s]|$)")  # of a layer, in a name

@@ -12,6 +12,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from parallelize.comm.printed_errors import shorten_tracebacks, write_error_file
 from parallelize.torch_private import torch_groups as private_groups
 
 _KEY = "parallelize/uncaught"
@@ -23,13 +24,18 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.02
 
 @lru_cache(maxsize=1)
 def publish_uncaught_errors() -> None:
-    """From now on, an uncaught error of this process is stored for the other ranks, after it was printed as before."""
+    """From now on, an uncaught error of this process goes to torchrun's error file, is printed as before, but of an error of this
+    package the caller's lines alone, and is stored for the other ranks."""
     previous, pid = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
-        if os.getpid() == pid:
-            _publish("".join(traceback.format_exception_only(kind, error)).strip())
+        if os.getpid() != pid:
+            previous(kind, error, trace)
+            return
+        shorten_tracebacks(error)
+        write_error_file(error)  # before a hook that ends the process
+        previous(kind, error, error.__traceback__)
+        _publish("".join(traceback.format_exception_only(kind, error)).strip())
 
     sys.excepthook = hook
 

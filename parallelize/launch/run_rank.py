@@ -23,6 +23,7 @@ import torch.distributed as dist
 from parallelize.checkpoint.run.rank_sync import problem_from_json, problems_to_json
 from parallelize.comm.groups import destroy_groups
 from parallelize.comm.meshes import build_mesh
+from parallelize.comm.printed_errors import write_error_file
 from parallelize.errors import (
     CheckpointError,
     DataError,
@@ -239,6 +240,7 @@ def _end(this: _Rank, error: BaseException) -> None:
             print(
                 f"rank {this.rank}: out of memory; {path} has what was stored and what was predicted", file=sys.stderr
             )
+    write_error_file(error)
     text = str(error) if isinstance(error, ParallelizeError) else "".join(traceback.format_exception(error))
     with suppress(Exception):
         if _is_first(this, text):

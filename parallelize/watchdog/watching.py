@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelize.comm.uncaught_errors import publish_uncaught_errors
 from parallelize.errors import HandshakeError, ModelError, ParallelizeError, Problem
 from parallelize.watchdog.call_gate import COLLECTIVES_DIFFER, CallGate
 from parallelize.watchdog.call_log import CallLog
@@ -184,6 +185,7 @@ class Watch:
         remove_if_empty(crash_file(watched.folder, watched.channel.rank))
 
     def _catch_uncaught(self) -> Undo:
+        publish_uncaught_errors()  # inside this hook, which reads all lines of the traceback before they are left out
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

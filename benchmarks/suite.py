@@ -68,6 +68,7 @@ _SMALL_STEP = "--hidden 64 --layers 2 --length 512 --rounds 2"
 
 RUNS = (
     Run("host_overhead_fake", "host_overhead", "--hidden 64 --rounds 10", "--hidden 64"),
+    Run("recommended_step", "recommended_step", "--layers 2 --rounds 5", ""),
     Run(
         "host_overhead_gloo_step",
         "host_overhead",

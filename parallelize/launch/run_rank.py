@@ -61,6 +61,8 @@ MISTAKES = (LaunchError, PlanError, MeshError, ModelError, ShapeError, DataError
 """Errors that another attempt would meet again. Others are failures: of a peer, a disk, a device."""
 PASSING = {"rank-lost", "write-failed", "failed", "folder-in-use"}
 """Errors of checkpoints that another attempt may not meet."""
+LOST_PEERS = {"ranks-missing", "head-silent", "link-silent", "rank-failed"}
+"""Errors that say of other ranks alone that they did not answer, while ranks start: one may have been killed."""
 _OF_PEERS = ("rank-lost", "peer-lost", "by peer", "Timed out", "ncclRemoteError", "Broken pipe")
 _CHOICE_S = 600  # `fit` and `explain` of a large model, on rank 0
 
@@ -252,6 +254,8 @@ def _end(this: _Rank, error: BaseException) -> None:
 
 def _status_of(error: BaseException) -> int:
     """What the launcher is told: a mistake, which another attempt would meet again; a lost peer; or any other failure."""
+    if isinstance(error, ParallelizeError) and set(error.slugs) <= LOST_PEERS:
+        return PEER_LOST
     if isinstance(error, MISTAKES):
         return status_of(error.problems)
     if isinstance(error, CheckpointError) and not set(error.slugs) & PASSING:

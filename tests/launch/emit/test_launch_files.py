@@ -19,7 +19,7 @@ from parallelize.errors import LaunchError
 from parallelize.launch.config.run_config_file import parse_run_config
 from parallelize.launch.emit.job import job_of, save_time_file
 from parallelize.launch.emit.launch_files import EMITTERS
-from parallelize.launch.start.exit_statuses import FAILED
+from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST
 from parallelize.terminal.console import ENVIRONMENT, MISTAKE, REQUEUE
 
 pytestmark = pytest.mark.torch_free
@@ -64,6 +64,7 @@ def test_slurm(tmp_path):
     ("statuses", "starts", "requeued", "end"),
     [
         ("1 70 0", 3, False, 0),
+        (f"{PEER_LOST} 0", 2, False, 0),
         ("1 1 1 1 1", 4, False, 1),
         ("2", 1, False, 2),
         ("137 75", 2, True, 75),

@@ -10,19 +10,25 @@ import sys
 from traceback import format_exception_only
 
 import pytest
+import torch.distributed as dist
 
 from parallelize.checkpoint.format.folders import Lock
 from parallelize.errors import (
     CheckpointError,
     DataError,
     GradientError,
+    HandshakeError,
+    LaunchError,
     ParallelizeError,
     PipelineError,
     Problem,
     ShapeError,
 )
 from parallelize.launch.config.run_config import AnomalySection
+from parallelize.launch.environment.launcher import Launcher
 from parallelize.launch.loop.anomalies import AnomalyWatch
+from parallelize.launch.preflight.rank_store import rank_store
+from parallelize.launch.preflight.roll_call import roll_call
 from parallelize.launch.run_rank import _status_of
 from parallelize.launch.start.exit_statuses import FAILED, PEER_LOST, judge
 from parallelize.launch.start.forwarding import children
@@ -62,6 +68,23 @@ def test_errors_have_statuses():
     for what, ended in ((text, 2), ("ValueError: x", FAILED)):
         assert _status_of(PipelineError(Problem("stage-failed", "x", rows=(("error", what),)))) == ended
     assert AnomalyWatch(AnomalySection()).judge(3, float("nan"), 1.0).action == "stop"
+
+
+def test_a_peer_that_is_killed_while_ranks_start_is_tried_again():
+    """Ranks without an agent end each by itself; a scheduler starts them again unless one says that it was a mistake."""
+    head = Launcher("srun", "", rank=1, world_size=2, head="127.0.0.1", port=free_port())
+    with pytest.raises(LaunchError, match="head-silent") as no_head:
+        rank_store(head, 0.1, 1.0)
+    with pytest.raises(LaunchError, match="ranks-missing") as no_rank:
+        roll_call(dist.HashStore(), 0, 2, {"host": "a"}, limit_s=0.1)
+    silent = [HandshakeError(Problem(slug, "rank 1 did not come")) for slug in ("ranks-missing", "rank-failed")]
+    silent += [LaunchError(Problem("link-silent", "ranks 0 and 1"))]
+    for error in (no_head.value, no_rank.value, *silent):
+        assert _status_of(error) == PEER_LOST, error
+    survivors = {rank: _status_of(no_rank.value) for rank in (0, 2)}
+    assert judge(survivors).again and judge(survivors | {1: -9}).blamed == 1
+    mistake = LaunchError(*no_rank.value.problems, Problem("ranks-differ", "ranks have different values of code"))
+    assert _status_of(mistake) == 2 == _status_of(LaunchError(Problem("ranks-differ", "x")))
 
 
 CHILD = "import time; from parallelize.launch.start.end_with_parent import end_with_parent as e; e(); print('on', flush=True); time.sleep(60)"

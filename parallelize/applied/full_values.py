@@ -11,7 +11,7 @@ from torch import nn
 from parallelize.applied.fsdp_shards import reshard_units
 from parallelize.applied.later_changes import plan_changes
 from parallelize.applied.master_weights import master_weights
-from parallelize.applied.stage_values import StageValues, planned_root, stored_like
+from parallelize.applied.stage_values import StageValues, planned_root, stored_like, unsharded
 from parallelize.errors import ModelError, Problem
 
 
@@ -23,20 +23,19 @@ def full_parameter(module: nn.Module, fqn: str, value: Any = None) -> torch.Tens
     Args:
         module: a model on any mesh, or any other.
         fqn: the name of the parameter in the unsharded model, whichever stage of a pipeline has it.
-        value: a DTensor stored like the parameter (its gradient, an optimizer state) to unshard instead. Ranks whose stage does
-            not have the parameter pass None.
+        value: a DTensor stored like this rank's parameter (its gradient, an optimizer state) to unshard instead. No other stage of a
+            pipeline takes part.
 
     Returns: a full tensor on the parameter's device. A parameter of this rank that is no DTensor is returned itself.
-    Raises: ModelError `unknown-parameter`, `part-of-stages`, on every rank.
+    Raises: ModelError `unknown-parameter`, `part-of-stages`, `other-parameter` where stages ask for different ones, on every rank.
     Cost: one all-gather of the parameter's bytes over each axis that shards it; over `pp` a short message, and one broadcast.
     """
     root = _prepared(module)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    local = {}
-    if (parameter := parameters.get(fqn)) is not None:
-        own = parameter if value is not None else master_weights(root).get(id(parameter), parameter)
-        local[fqn] = own if value is None else stored_like(parameter, value)
-    values = StageValues(module, local)
+    parameter = dict(module.named_parameters(remove_duplicate=False)).get(fqn)
+    if value is not None and parameter is not None:
+        return unsharded(stored_like(parameter, value))
+    local = {} if parameter is None else {fqn: master_weights(root).get(id(parameter), parameter)}
+    values = StageValues(module, local, asked=fqn)
     if not values.names:
         what = f"{type(module).__name__} has no parameter {fqn!r}, on any of its ranks"
         raise ModelError(Problem("unknown-parameter", what, fix="a name of the unsharded model's named_parameters()"))

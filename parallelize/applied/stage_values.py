@@ -36,15 +36,15 @@ class StageValues:
     Args:
         module: a model on any mesh or none, or a module around one, such as `AveragedModel`.
         local: name in `module` -> what this rank stores: tensors, DTensors, or other values.
-        wanted: whether this rank gets the values.
+        wanted: whether this rank gets the values. asked: the one name that all ranks ask for; empty: all of `local`.
 
     Attributes:
         names: of all stages, in the order of the unsharded model.
 
-    Raises: ModelError `part-of-stages`.
+    Raises: ModelError `part-of-stages`, `other-parameter`.
     """
 
-    def __init__(self, module: nn.Module, local: Mapping[str, Any], *, wanted: bool = True):
+    def __init__(self, module: nn.Module, local: Mapping[str, Any], *, wanted: bool = True, asked: str = ""):
         prefix, root = planned_root(module)
         _refuse_part(module, root)
         self._local, self._wanted, self._prefix = local, wanted, f"{prefix}." if prefix else ""
@@ -54,16 +54,17 @@ class StageValues:
         self._is_sent = False
         self.names = list(local)
         if self._cut is not None:
-            self._learn(self._cut)
+            self._learn(self._cut, asked)
 
-    def _learn(self, cut: Cut) -> None:
+    def _learn(self, cut: Cut, asked: str) -> None:
         """What the other stages have."""
         rows: list[Any] = [None] * cut.group.size
         present = (item for item in self._local.items() if cut.present(item[0].removeprefix(self._prefix)))
         described = [(name, *_described(value)) for name, value in present]
-        dist.all_gather_object(rows, (self._wanted, described), group=cut.group.pg)
-        self._is_sent = any(wanted for wanted, _ in rows)
-        for rank, (_, row) in enumerate(rows):
+        dist.all_gather_object(rows, (self._wanted, asked, described), group=cut.group.pg)
+        _refuse_others([name for _, name, _ in rows])
+        self._is_sent = any(wanted for wanted, *_ in rows)
+        for rank, (*_, row) in enumerate(rows):
             for number, (name, *about) in enumerate(row):
                 self._sources.setdefault(name, _Source(rank, number, *about))
         order = {name: number for number, name in enumerate(cut.facts.aliases)}
@@ -99,6 +100,15 @@ class StageValues:
         if source.shape is not None and self._is_sent:
             value = _sent(value, source, group)
         return value if self._wanted else None
+
+
+def _refuse_others(asked: list[str]) -> None:
+    """Refuse ranks of a pipeline that ask for different parameters, each of which all of them send."""
+    if len(set(asked)) > 1:
+        rows = tuple((f"pp rank {rank}", name) for rank, name in enumerate(asked))
+        what = "the stages of a pipeline ask for different parameters, and each call is of the full model"
+        fix = "the same names on every rank, `for name in shard_info(model)`; or full_state_dict(model), full_gradients(model)"
+        raise ModelError(Problem("other-parameter", what, rows=rows, fix=fix))
 
 
 @torch.no_grad()

@@ -145,3 +145,18 @@ def test_a_state_is_not_changed_by_later_steps():
         assert worst(state, base.state_dict())[0] == 0
 
     run_ranks(2, body)
+
+
+def test_stages_that_ask_for_different_parameters_are_told_so():
+    """As a loop over the names of this rank's own stages would."""
+
+    def body(rank: int) -> None:
+        parallel = parallelize_model(Layers(), build_mesh("cpu", pp=2))
+        own = [name for name, _ in parallel.module.named_parameters()]
+        with refused(ModelError, "other-parameter", own[0], "shard_info(model)"):
+            full_parameter(parallel.module, own[0])
+        for name, value in parallel.module.named_parameters():  # what is passed is of this rank alone
+            assert torch.equal(full_parameter(parallel.module, name, value), value)
+        assert len(full_parameter(parallel.module, "layers.3.weight")) == 3
+
+    run_ranks(2, body)

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from parallelize import build_mesh, full_gradients, full_parameter, parallelize_model
+from parallelize import build_mesh, full_gradients, full_state_dict, parallelize_model
 from tests.support.models import tiny_model
 from tests.support.parity import worst
 
@@ -76,7 +76,8 @@ def on_mesh(
         results |= {f"grad {name}": grad for name, grad in full_gradients(parallel.module).items()}
     optimizer.step()
     local_names = [name for name in names if name in dict(parallel.module.named_parameters())]
-    return results | {f"weight {name}": full_parameter(parallel.module, name) for name in local_names}
+    weights = full_state_dict(parallel.module, every_rank=True)
+    return results | {f"weight {name}": weights[name] for name in local_names}
 
 
 def error_of(results: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:

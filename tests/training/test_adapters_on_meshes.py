@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallelize import build_mesh, full_parameter, install_dropout, parallelize_model
+from parallelize import build_mesh, full_state_dict, install_dropout, parallelize_model
 from tests.support.models import FAMILIES, tiny_batch
 from tests.support.parity import worst
 from tests.support.threads import run_ranks
@@ -90,8 +90,8 @@ def test_twenty_steps(case):
             optimizer.step()
             optimizer.zero_grad()
         assert all(p.grad is None for p in parallel.module.parameters() if not p.requires_grad)
-        named = parallel.module.named_parameters()
-        return torch.stack(values), {n: full_parameter(parallel.module, n) for n, p in named if p.requires_grad}
+        state, named = full_state_dict(parallel.module, every_rank=True), parallel.module.named_parameters()
+        return torch.stack(values), {n: state[n] for n, p in named if p.requires_grad}
 
     results = run_ranks(len(models), body)
     values, weights = unsharded(model, kind == "dropout")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallelize import Checkpointer, build_mesh, full_parameter, parallelize_model
+from parallelize import Checkpointer, build_mesh, full_state_dict, parallelize_model
 from parallelize.errors import ModelError
 from parallelize.zero.buckets import to_local
 from tests.support.models import tiny_batch, tiny_model
@@ -144,7 +144,8 @@ def test_steps_of_two_adapters(case, tmp_path):
             checkpointer.resume()
         same = all(torch.equal(a, b) for a, b in zip(before, locals_of(parallel.module), strict=True))
         names = [name for name, _ in parallel.module.named_parameters()]  # of this rank's stages
-        return values, {name: full_parameter(parallel.module, name) for name in names}, same
+        state = full_state_dict(parallel.module, every_rank=True)
+        return values, {name: state[name] for name in names}, same
 
     results = run_ranks(len(models), body)
     values, weights = unsharded(base, kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +44,9 @@ class Forward:
     tokens: dict[str, int | None] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)  # call site -> number of calls
 
-    @cached_property
+    @property
     def position(self) -> Position:
+        """Found once. Not by `cached_property`, whose lock ranks that are threads share, while to find it they may communicate."""
         position = self.find()
         self.find = partial(_same, position)  # the inputs of the model are kept no longer
         return position

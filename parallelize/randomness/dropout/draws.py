@@ -50,6 +50,10 @@ class RunningModel:
         # modules that are called inside of the model, and are no part of it
         self.foreign: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
+    def __reduce__(self) -> Any:
+        """Names are learned again, and no forward runs in a pickle."""
+        return RunningModel, (self.sites,)
+
     def __deepcopy__(self, memo: dict) -> RunningModel:
         copy = memo[id(self)] = RunningModel(deepcopy(self.sites, memo))
         return copy

@@ -168,8 +168,8 @@ def test_pipeline_stages_get_their_part(family, stock):
         cut_pipeline(net, mesh)
         parallelize_module(net, mesh["tp"])
         initialize(net, SEED, stock=stock)
-        for name, _ in net.named_parameters():
-            assert torch.equal(full_parameter(net, name), expected.get_parameter(name)), name
+        for name, parameter in net.named_parameters():
+            assert torch.equal(full_parameter(net, name, parameter), expected.get_parameter(name)), name
         return {name for name, _ in net.named_parameters()}
 
     first, _, last, _ = run_ranks(4, body)

@@ -124,7 +124,7 @@ def test_groups_of_a_norm_may_be_a_number_of_its_code():
     assert derived.proof.ok and derived.plan.sizes["groups"].source == 4
     other = ResidualBlock()
     other.norm2 = nn.GroupNorm(6, 24)
-    with refused(PlanError, "uneven-heads", "norm2", "4 wide"), small_mesh(tp=2) as mesh:
+    with refused(PlanError, "uneven-heads", "norm2", "groups of 6, or 6 heads of 4"), small_mesh(tp=2) as mesh:
         parallelize_module(other, mesh, derived.plan)
 
 

@@ -199,11 +199,11 @@ def test_dicts_on_more_axes(kind, axes):
         part, parts = (mesh.get_local_rank("dp"), 2) if "dp" in axes else (0, 1)
         local = {name: value.chunk(parts)[part] for name, value in inputs.items()}
         optimizer = parallel.optimizer(torch.optim.SGD, lr=1.0)
-        before = {name: full_parameter(model, name).clone() for name, _ in model.named_parameters()}
+        before = {name: full_parameter(model, name, p).clone() for name, p in model.named_parameters()}
         loss = parallel.step(local["ids"], targets=local["targets"])
         optimizer.step()
         assert abs(float(loss) - expected_loss) < 1e-12
-        stepped = {name: before[name] - full_parameter(model, name) for name in before}
+        stepped = {name: before[name] - full_parameter(model, name, p) for name, p in model.named_parameters()}
         assert worst(*({n: x[n] for n in before if n in expected} for x in (stepped, expected)))[0] < 1e-12
 
     run_ranks(4, body)

@@ -121,7 +121,9 @@ def test_whole_meshes(family, mesh, options):
         optimizer.step()
         logits = [out.logits.argmax(-1) for out in parallel.forward(input_ids=ids[rows])] if "tp" not in mesh else []
         net = parallel.module
-        state = net.state_dict() if "tp" not in mesh else {n: full_parameter(net, n) for n, _ in net.named_parameters()}
+        state = (
+            net.state_dict() if "tp" not in mesh else {n: full_parameter(net, n, p) for n, p in net.named_parameters()}
+        )
         return float(quiet), float(actual), state, logits
 
     loaded: dict[str, torch.Tensor] = {}

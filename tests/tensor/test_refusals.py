@@ -204,7 +204,7 @@ def test_layouts_of_outputs_that_do_not_pair():
 
 
 def test_an_input_that_is_passed_by_keyword():
-    style = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    style = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
     with small_mesh(tp=2) as mesh:
         model = parallelize_module(Outer(), mesh, {"block": style})
         with refused(ModelError, "layout-count", "block got 0", "input_layouts has 1", "input_kwarg_layouts"):

@@ -111,7 +111,8 @@ def test_operations_over_sharded_features_are_named_with_their_line(operation, t
     problems = problems_of(Mixes(operation), parse_plan(MIX), {"x": torch.randn(2, 3, 12)})
     assert {"mixed-features", "divided-features"} & {problem.slug for problem in problems}
     assert any(text in problem.what for problem in problems), [problem.what for problem in problems]
-    assert any("test_plan_check.py:" in problem.what for problem in problems if problem.slug == "mixed-features")
+    mixed = [problem.what for problem in problems if problem.slug == "mixed-features"]
+    assert any("test_plan_check.py:" in what for what in mixed), mixed
 
 
 def test_parts_in_another_order_are_named_by_their_sizes():

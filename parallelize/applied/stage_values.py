@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parallelize.applied.layout_tensor.layout_dtensor import layout_of, wrap_like
+from parallelize.applied.layout_tensor.stored_order import layout_group, unshard
 from parallelize.applied.records import Cut, applied, cut_of, mark_of
 from parallelize.comm.groups import Group
 from parallelize.errors import ModelError, Problem
+from parallelize.layout import chunked, replicated
 from parallelize.torch_private import torch_tensors as private
 
 
@@ -120,9 +122,18 @@ def unsharded(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     stored: Any = value.detach()
-    full, local = stored.full_tensor(), private.local_of(stored)
+    full, local = _full(stored), private.local_of(stored)
     is_local = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
     return full.clone() if is_local else full
+
+
+def _full(stored: Any) -> torch.Tensor:
+    """Where tp and data axes shard one dim, over one axis after the other: PyTorch's own gather of such uneven shards is not told to pad them."""
+    if not any(isinstance(placement, private.StridedShard) for placement in stored.placements):
+        return stored.full_tensor()
+    group, dim = layout_group(stored.device_mesh), private.shard_dim(stored.placements[-1])
+    shape = tuple(stored.shape)
+    return unshard(stored, replicated(shape, group.size) if dim is None else chunked(shape, dim, group.size), group)
 
 
 def stored_like(parameter: Any, value: Any) -> Any:

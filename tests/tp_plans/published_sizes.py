@@ -206,7 +206,7 @@ MIXTURES: Published = {
     ),
     "dbrx": (
         "dbrx",
-        dict(d_model=6144, n_heads=48, n_layers=40, vocab_size=100352, attn_config={"kv_n_heads": 8, "clip_qkv": 8.0})
+        dict(d_model=6144, n_heads=48, n_layers=40, vocab_size=100352, attn_config={"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 5e5})
         | {"ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}},
     ),
     "minimax-m2": ("minimax_m2", _decoder(62, 3072, 48, 8, 1536, 200064, head_dim=128, **_local(256, 8))),

@@ -83,7 +83,7 @@ def means() -> dict[str, tuple[nn.Module, dict, torch.Tensor]]:
     """Models whose loss is a mean that takes no count: with their inputs, and labels that are unequally many on two ranks."""
     import transformers
 
-    config = transformers.LlamaConfig(**COMMON, **GQA, num_labels=3)
+    config = transformers.LlamaConfig(**COMMON, **GQA, num_labels=3, classifier_dropout=0.0)
     ids, labels = tiny_batch(batch=4, length=LENGTH)
     labels[0, :5] = -100
     classes = torch.tensor([0, -100, 2, 1])

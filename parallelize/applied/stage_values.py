@@ -129,7 +129,8 @@ def unsharded(value: Any) -> Any:
 
 def _full(stored: Any) -> torch.Tensor:
     """Where tp and data axes shard one dim, over one axis after the other: PyTorch's own gather of such uneven shards is not told to pad them."""
-    if not any(isinstance(placement, private.StridedShard) for placement in stored.placements):
+    strided = (isinstance(placement, private.StridedShard) for placement in stored.placements)
+    if layout_of(stored) is not None or not any(strided):
         return stored.full_tensor()
     group, dim = layout_group(stored.device_mesh), private.shard_dim(stored.placements[-1])
     shape = tuple(stored.shape)

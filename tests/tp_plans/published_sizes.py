@@ -204,11 +204,6 @@ MIXTURES: Published = {
         _decoder(48, 5120, 40, 8, 8192, 202048, head_dim=128, intermediate_size_mlp=16384, **_local(128, 1))
         | {"interleave_moe_layer_step": 2},
     ),
-    "dbrx": (
-        "dbrx",
-        dict(d_model=6144, n_heads=48, n_layers=40, vocab_size=100352, attn_config={"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 5e5})
-        | {"ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}},
-    ),
     "minimax-m2": ("minimax_m2", _decoder(62, 3072, 48, 8, 1536, 200064, head_dim=128, **_local(256, 8))),
 }
 """Decoders with experts."""

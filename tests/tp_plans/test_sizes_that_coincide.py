@@ -49,7 +49,9 @@ def coinciding(sizes: Any) -> Any:
     """The sizes of a config, those of a kind all equal, but for lists, which have one for each stage."""
     if not isinstance(sizes, dict):
         return sizes
-    return {name: coinciding(value) if isinstance(value, dict) else _equal(name, value) for name, value in sizes.items()}
+    return {
+        name: coinciding(value) if isinstance(value, dict) else _equal(name, value) for name, value in sizes.items()
+    }
 
 
 def _equal(name: str, value: Any) -> Any:

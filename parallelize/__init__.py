@@ -178,6 +178,7 @@ if TYPE_CHECKING:
     from parallelize.zero.optimizer import build_optimizer as build_optimizer
     from parallelize.zero.shard_data import shard_data as shard_data
     from parallelize.zero.state_bytes import bytes_per_rank as bytes_per_rank
+    from parallelize.zero.weight_penalty import add_penalty as add_penalty
 
 
 def _public_names() -> dict[str, str]:

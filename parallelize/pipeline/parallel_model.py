@@ -14,6 +14,7 @@ from parallelize.loop.clip import clip_grad_norm_
 from parallelize.pipeline.engine import Pipeline
 from parallelize.pipeline.ties import ties_of
 from parallelize.zero.optimizer import build_optimizer
+from parallelize.zero.weight_penalty import Penalty, add_penalty
 
 T = torch.Tensor
 
@@ -117,6 +118,18 @@ class ParallelModel:
         Cost: as `parallelize.clip_grad_norm_`.
         """
         return clip_grad_norm_(self.module, max_norm, norm_type, error_if_nonfinite)
+
+    def add_penalty(self, penalty: Penalty) -> T:
+        """Add the gradient of a penalty on weights, counted once on every mesh. See `parallelize.add_penalty`.
+
+        Args:
+            penalty: (name, weight) -> a scalar, or None where this weight has no penalty.
+
+        Returns: the sum over all parameters of the model, a scalar, the same on every rank.
+        Raises: ModelError `bad-penalty`.
+        Cost: as `parallelize.add_penalty`.
+        """
+        return add_penalty(self.module, penalty)
 
     def check_ties(self) -> None:
         """Compare copies of tied parameters across pipeline stages, by digest.

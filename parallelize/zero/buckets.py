@@ -73,6 +73,7 @@ class Bucket(ABC):
         self.device = self.params[0].device
         self.index = {id(param): n for n, param in enumerate(self.params)}
         self.counts = [0] * len(self.params)
+        self.num_ranks = math.prod(group.size for group in self.groups)
         self.pending: list[Any] = []  # works of collectives that have been started
 
     @property
@@ -133,7 +134,6 @@ class AllReduceBucket(Bucket):
         parts = self.flat.split([*sizes, len(sizes)])
         self.views = [part.view(to_local(p).shape) for part, p in zip(parts, self.params, strict=False)]
         self.present = parts[-1]
-        self.num_ranks = math.prod(group.size for group in self.groups)
         self.reduced = False
 
     def take(self, param: Any) -> None:
@@ -224,6 +224,7 @@ class ReduceScatterBucket(Bucket):
         super().__init__(members)
         self.groups = [group for group in self.groups if group.size > 1]
         self.shard, self.specs, self.pool = shard, specs, pool
+        self.num_ranks *= shard.size
         self.slots: list[_Slot] = []
         self.size = 0
         for param in self.params:
@@ -316,6 +317,10 @@ class ReduceScatterBucket(Bucket):
         """Take the sums out of `.grad`, so that a backward can fill it; drop sums of which the user reset `.grad`."""
         if not self.shown:
             return
+        set_by_user = [param for param in self.params if param.grad is not None and id(param) not in self.seen]
+        if set_by_user and not self.sums.numel():
+            self.sums = self.sums.new_zeros(self.size)
+        self.seen |= {id(param) for param in set_by_user}
         for n, param in enumerate(self.params):
             if id(param) in self.seen:
                 value = self._sum_of(n)

@@ -100,6 +100,8 @@ class LaterParameters:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
             self.take()
+            if self._reducer is not None:
+                self._reducer.forward_begins()
 
     def changed(self) -> None:
         """The model was given a module or a parameter."""

@@ -144,6 +144,17 @@ class OptimizerShard:
         placements = (Replicate(), *value.placements[1:])
         return value if value.placements[0] == placements[0] else value.redistribute(placements=placements)
 
+    def add_to_gradient(self, local: T) -> None:
+        """Add to the summed gradient what is the same on all data ranks. local: shaped like the parameter's local tensor."""
+        rows = local if self._is_full else self.slice_of(local)
+        grad = self.param.grad
+        if grad is not None:
+            to_local(grad).add_(rows)
+        elif self._is_full or self.group.size == 1:
+            self._set(as_gradient(self.param, rows))
+        else:
+            self._set(wrap_like(self.param, rows, self.spec))
+
     def begin_step(self) -> None:
         """Follow the parameter to new storage (after `.to()`), and let `stepped.grad` be this rank's rows of the gradient."""
         if not self.has_master:

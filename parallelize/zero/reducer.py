@@ -10,14 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallelize.errors import ModelError, Problem
+from parallelize.errors import ModelError, Problem, warn_caller
 from parallelize.torch_private import torch_tensors as private
 from parallelize.zero.buckets import (
     AllReduceBucket,
@@ -99,6 +99,7 @@ class Reducer:
         self._in_step = False  # between `hold` and `finish`: an engine says when to reduce
         self._auto_flush = False
         self._queued: int | None = None  # the backward at whose end `_end_of_backward` is called
+        self._ran_forward = True  # since the last reduction
         self._flying: list[Bucket] = []
         self.manage(managed)
 
@@ -225,6 +226,7 @@ class Reducer:
     def _end_of_backward(self) -> None:
         self._queued = None
         if not self._in_step:
+            self._warn_of_weights_alone()
             self.finish()
         elif self._auto_flush:
             for stage in self._stages:
@@ -301,7 +303,7 @@ class Reducer:
         self._open.clear()
         for bucket in self.buckets:
             bucket.show()
-        self._in_step = False
+        self._in_step = self._ran_forward = False
         if self.after is not None:
             self.after()
 
@@ -320,6 +322,19 @@ class Reducer:
             bucket.begin()
             bucket.forget()
 
+    def forward_begins(self) -> None:
+        """The model computes: the next backward may be that of a loss of this rank's samples."""
+        self._ran_forward = True
+
+    def _warn_of_weights_alone(self) -> None:
+        """Warn once of a backward without a forward: that of a penalty on weights, which each data rank counts."""
+        ranks = max((bucket.num_ranks for bucket in self.buckets), default=1)
+        if not self._ran_forward and ranks > 1:
+            self._ran_forward = True
+            text = f"a backward without a forward of the model since the last one: its gradients are summed over {ranks} data ranks. "
+            text += f"Divide a penalty on weights by {ranks}, or use parallelize.add_penalty, which counts it once on every mesh"
+            _warn_once(text)
+
     def _refuse_unmanaged(self) -> None:
         thawed = [parameter.name for parameter in self.frozen if parameter.param.grad is not None]
         if thawed:
@@ -329,6 +344,11 @@ class Reducer:
         for name, parameter in self.current():
             if parameter.grad is not None and id(parameter) not in self._known:
                 raise added(name)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    warn_caller(text)
 
 
 def _call(method: weakref.WeakMethod) -> Callable[..., None]:

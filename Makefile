@@ -1,12 +1,13 @@
 # `make demo` trains a small Llama in parallel and compares it with one process; `make train` does so on a mesh of eight;
-# `make test` runs the tests in minutes, `make sweep` slower ones and a quarter of the many variants, `make full` all of these.
+# `make test` runs the tests in minutes, `make sweep` slower ones and a quarter of the many variants, `make slice` an eighth of the
+# sweep, `make full` all of these.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # a CPU build is enough for tests and demo; a plain `torch` would bring gigabytes of CUDA
 TORCH ?= torch==2.13.0
 
-.PHONY: demo train test gpu sweep full versions check install-demo install-test bench records clean
+.PHONY: demo train test gpu sweep slice full versions check install-demo install-test bench records clean
 
 demo: $(VENV)/.demo
 	$(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/demo.py
@@ -23,6 +24,11 @@ test: $(VENV)/.test
 
 sweep: $(VENV)/.test
 	$(BIN)/python -m pytest -m "sweep and not full" $(WORKERS)
+
+# eight commits in a row run the whole sweep
+SLICE ?= $(shell git rev-list --count HEAD)
+slice: $(VENV)/.test
+	$(BIN)/python -m pytest -m "sweep and not full" --slice "$(SLICE)" $(WORKERS)
 
 full: $(VENV)/.test
 	$(BIN)/python -m pytest -m sweep $(WORKERS)

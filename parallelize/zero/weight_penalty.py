@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from parallelize.applied.fsdp_shards import reshard_units
-from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
 from parallelize.applied.later_changes import plan_changes
+from parallelize.applied.layout_tensor.layout_dtensor import wrap_like
 from parallelize.applied.records import applied, cut_of
 from parallelize.applied.stage_values import planned_root
 from parallelize.errors import ModelError, Problem
@@ -45,7 +45,7 @@ def add_penalty(module: nn.Module, penalty: Penalty) -> torch.Tensor:
     Cost: the penalty of this rank's shards, and one all-reduce of a number for each mesh that shards parameters, and over `pp`.
     Source: L2-SP, arXiv:1802.01483; EWC, arXiv:1612.00796.
     """
-    prefix, root = planned_root(module)
+    _, root = planned_root(module)
     plan_changes(root)
     reshard_units(root)
     ties = applied(root).ties

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from parallelize.analysis.subject import Subject
 
 MODEL = "a config.json or its folder, a transformers model type, llama-3-8b and the like, or package.module:function"
+_LINT_SIZES = (2, 3)  # of tp, where no mesh is chosen
 
 
 def add_commands(verbs: Any) -> None:
@@ -53,7 +54,9 @@ def _add_lint(verbs: Any) -> None:
         "plans", nargs="*", metavar="PLAN", help="a file, or a shipped plan's name (default: the model's)"
     )
     lint.add_argument("--model", metavar="MODEL", help=f"check against it: {MODEL}")
-    lint.add_argument("--mesh", help="such as pp=2,dp=4,tp=8 (default with a model: tp=2)")
+    lint.add_argument(
+        "--mesh", help="such as pp=2,dp=4,tp=8 (default with a model: tp=2, or tp=3 where 2 does not divide the heads)"
+    )
     lint.add_argument("--world-size", type=int, metavar="N", help="processes that there will be")
     lint.add_argument(
         "--trace", action="store_true", help="also say how much of the plan was followed through the forward"
@@ -162,7 +165,7 @@ def _lint(options: argparse.Namespace) -> int:
         findings += plan_findings
         if not any(severity == "error" or _is_unchecked(problem) for severity, problem in plan_findings):
             linted = f"{plan.source}: {len(plan.rules)} rules" if plan is not None else f"{options.model}"
-            against = f", {options.model} on {options.mesh or 'tp=2'}" if options.model else ""
+            against = f", {options.model} on {_lint_mesh(plan, options)}" if options.model else ""
             passed.append(f"{linted}, no mistakes{against}")
         notes += _trace_notes(plan, options)
     if options.json:
@@ -187,7 +190,7 @@ def _trace_notes(plan: Plan | None, options: argparse.Namespace) -> list[str]:
     from parallelize.analysis.cost.setting import Setting
     from parallelize.analysis.trace_notes import trace_notes
 
-    setting = Setting(MeshSpec.parse(options.mesh or "tp=2"), **options_given(options))
+    setting = Setting(_lint_mesh(plan, options), **options_given(options))
     try:
         return list(trace_notes(_subject(options.model, plan, options.set), setting))
     except ParallelizeError:  # which is among the findings
@@ -212,8 +215,18 @@ def _lint_plan(name: str | None, options: argparse.Namespace) -> tuple[list[tupl
     from parallelize.analysis.linting import findings
 
     subject = _subject(options.model, plan, options.set)
-    setting = Setting(MeshSpec.parse(options.mesh or "tp=2"), **options_given(options))
+    setting = Setting(_lint_mesh(plan, options), **options_given(options))
     return [(finding.severity, finding.problem) for finding in findings(subject, setting, options.world_size)], plan
+
+
+def _lint_mesh(plan: Plan | None, options: argparse.Namespace) -> MeshSpec:
+    """The mesh that is given, or one of two or three ranks. Raises: MeshError `bad-mesh`; what `default_mesh` raises."""
+    from parallelize.analysis.default_mesh import default_mesh
+    from parallelize.models.model_source import parse_overrides, read_model
+
+    if options.mesh is not None:
+        return MeshSpec.parse(options.mesh)
+    return default_mesh(read_model(options.model, parse_overrides(options.set)), plan, _LINT_SIZES)
 
 
 def _wrong_on_mesh(plan: Plan | None, options: argparse.Namespace) -> list[Problem]:

@@ -24,6 +24,7 @@ from parallelize.models.divided_config import (
 from parallelize.models.dropout_rates import without_dropout
 from parallelize.models.small_images import side_of
 from parallelize.verification.scale import scaled
+from parallelize.verification.scale_parts import set_tokens
 
 _RATIO = 3  # query heads for each key/value head
 _MAX_LAYERS = 3
@@ -166,7 +167,7 @@ def _with_small_parts(small: Any, real: Any, tp: int) -> Any:
             setattr(small, name, _small(_grouped(part, tp) or part, part, tp))
     text: Any = getattr(small, "text_config", None)
     if type(getattr(text, "vocab_size", None)) is int:
-        _set_tokens(small, text.vocab_size)
+        set_tokens(small, text.vocab_size)
     if type(getattr(text, "hidden_size", None)) is int:
         _set_outputs(small, real, text.hidden_size)
     return small
@@ -183,14 +184,6 @@ def _set_outputs(small: Any, real: Any, width: int) -> None:
         for field in _OUTPUTS:
             if vars(before).get(field) == real.text_config.hidden_size:
                 setattr(part, field, width)
-
-
-def _set_tokens(small: Any, vocabulary: int) -> None:
-    """Tokens that stand for images and the like, which a small vocabulary does not have: its last ones."""
-    free = iter(range(vocabulary - 1, vocabulary // 2, -1))
-    for name, value in list(vars(small).items()):
-        if name.endswith(("token_id", "token_index")) and type(value) is int and value >= vocabulary:
-            setattr(small, name, next(free))
 
 
 def _fixed(config: Any, latent: bool) -> Any:

@@ -28,8 +28,15 @@ from parallelize.models.float8_linears import as_plain_linears
 from parallelize.models.known_sizes import KNOWN
 from parallelize.models.meta_copy import meta_copy
 from parallelize.models.model_dtype import in_dtype
-from parallelize.models.step_inputs import step_inputs
-from parallelize.models.transformers_models import config_of_config, config_of_file, config_of_type, is_config, maker_of
+from parallelize.models.step_inputs import own_loss, returns_loss, step_inputs
+from parallelize.models.transformers_models import (
+    class_of,
+    config_of_config,
+    config_of_file,
+    config_of_type,
+    is_config,
+    maker_of,
+)
 from parallelize.models.wrapped_models import forward_signature
 
 
@@ -41,7 +48,8 @@ class ModelSource:
         text: the name by which it was read.
         make: builds the module from a config, on torch's default device.
         config: the config of `transformers`, or None.
-        extras: what a function returned besides the model: `inputs`, `loss`, `count`. Empty until it was called.
+        extras: what a function returned besides the model: `inputs`, `loss`, `count`. Empty until it was called. Of a model of
+            `transformers` its `loss`, where only the model itself computes one.
     """
 
     text: str
@@ -157,7 +165,8 @@ def parse_overrides(texts: list[str]) -> dict[str, Any]:
 
 
 def _of_config(text: str, config: Any) -> ModelSource:
-    return ModelSource(text, maker_of(config, text), config)
+    extras = {"loss": own_loss} if returns_loss(class_of(config, text)) else {}
+    return ModelSource(text, maker_of(config, text), config, extras)
 
 
 def _of_function(text: str, overrides: dict[str, Any]) -> ModelSource:

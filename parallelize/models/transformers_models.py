@@ -79,10 +79,20 @@ def maker_of(config: Any, text: str) -> Callable[[Any], nn.Module]:
     cls = class_of(config, text)
 
     def make(config: Any) -> nn.Module:
-        with _reading(f"transformers cannot build a {cls.__name__} from this config", "unbuildable-model", text):
+        what, fix = f"transformers cannot build a {cls.__name__} from this config", fix_of_type(text)
+        with _reading(what, "unbuildable-model", text, fix):
             return _built(cls, config)
 
     return make
+
+
+def fix_of_type(text: str) -> str:
+    """What to do where a model does not run with the default config of its type; empty where `text` is no type."""
+    from transformers import CONFIG_MAPPING
+
+    if text not in CONFIG_MAPPING:
+        return ""
+    return f"the config.json of a published {text}, or its folder, instead of the defaults of its type; or `--set FIELD=VALUE`"
 
 
 def _built(cls: Any, config: Any) -> nn.Module:
@@ -97,7 +107,7 @@ def _built(cls: Any, config: Any) -> nn.Module:
 
 
 @contextmanager
-def _reading(what: str, slug: str = "bad-config", where: str = "") -> Iterator[None]:
+def _reading(what: str, slug: str = "bad-config", where: str = "", fix: str = "") -> Iterator[None]:
     """Turn any exception into a ModelError: configs raise many types for values that they do not accept."""
     try:
         yield
@@ -105,7 +115,7 @@ def _reading(what: str, slug: str = "bad-config", where: str = "") -> Iterator[N
         raise
     except Exception as error:
         text = " ".join(line.strip() for line in str(error).splitlines()[:2])
-        fix = "correct the values, or use the version of transformers that the config was written with"
+        fix = fix or "correct the values, or use the version of transformers that the config was written with"
         raise ModelError(Problem(slug, f"{what}: {type(error).__name__}: {text[:300]}", where, fix=fix)) from error
 
 
@@ -155,8 +165,10 @@ def class_of(config: Any, text: str) -> Any:
     encoder = type(config) in masked._model_mapping and not getattr(config, "is_decoder", False)
     both = (transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForSpeechSeq2Seq)
     first = both if getattr(config, "is_encoder_decoder", False) else ((masked,) if encoder else ())
-    images = (transformers.AutoModelForImageTextToText, transformers.AutoModelForImageClassification)
-    for auto in (*first, causal, masked, *both, *images, transformers.AutoModel):
+    last = [transformers.AutoModelForImageClassification, transformers.AutoModel]
+    if "text_config" in (getattr(config, "sub_configs", None) or {}):  # whose text a classifier of images leaves out
+        last.reverse()
+    for auto in (*first, causal, masked, *both, transformers.AutoModelForImageTextToText, *last):
         if type(config) in auto._model_mapping:
             classes = auto._model_mapping[type(config)]
             cls = classes[0] if isinstance(classes, (tuple, list)) else classes

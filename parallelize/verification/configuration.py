@@ -33,9 +33,9 @@ from parallelize.verification.scale import (
     even_length,
     let_inputs_require_gradients,
     perturb,
-    scaled,
     sequence_length,
 )
+from parallelize.verification.scaled_source import scaled_source
 from parallelize.verification.user_errors import blaming
 
 T = torch.Tensor
@@ -201,7 +201,7 @@ def build_configurations(request: Request, device: str = "cpu") -> list[list[Con
     if (
         request.size("tp") > 1
         and not request.full_size
-        and hasattr(config, "vocab_size")
+        and (hasattr(config, "vocab_size") or hasattr(getattr(config, "text_config", None), "vocab_size"))
         and not callable(request.model)
     ):
         variants.append(_configurations_of(request, device, even=True))
@@ -323,12 +323,11 @@ def _model(request: Request, even: bool) -> tuple[ModelSource, nn.Module]:
         with blaming("factory-failed", f"{name_of(request.model)} failed"):
             return source, source.build("cpu", seed=request.seed)
     with blaming("bad-config", f"no model can be built from the config of {source.text}"):
-        config = source.config
-        if not request.full_size:
+        if request.full_size:
+            without_dropout(source.config)
+        else:
             folding = {"ep": request.options.ep or 1, "etp": request.options.etp or 1}
-            config = scaled(config, request.size("tp"), request.num_stages, even=even, **folding)
-        without_dropout(config)
-        source = source.with_config(config)
+            source = scaled_source(source, request.size("tp"), request.num_stages, even=even, **folding)
         return source, source.build("cpu", seed=request.seed)
 
 

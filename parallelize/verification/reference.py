@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallelize.errors import ModelError, Problem
-from parallelize.models.model_source import copy_of
+from parallelize.models.model_source import ModelSource, copy_of
 from parallelize.models.nested_tensors import floating_in
+from parallelize.models.transformers_models import fix_of_type
 from parallelize.randomness.dropout.install import install_draws
 from parallelize.randomness.dropout.position import Position
 from parallelize.torch_private import torch_tensors as private
@@ -33,8 +34,9 @@ def reference_step(configuration: Configuration) -> ReferenceValues:
     model, _ = _unsharded(configuration)
     inputs, targets = configuration.batch_part(0, 1)
     input_gradients = InputGradients(model)
-    what = f"{name_of(configuration.request.model)} fails unsharded"
-    with blaming("reference-failed", what), computing_in(configuration.dtype):
+    named = name_of(configuration.request.model)
+    fix = fix_of_type(named) if isinstance(configuration.request.model, (str, ModelSource)) else ""
+    with blaming("reference-failed", f"{named} fails unsharded", fix), computing_in(configuration.dtype):
         output = model(**input_gradients.start_step(inputs))
         loss = stock_loss(configuration, output, targets) / loss_divisor(configuration)
         loss.backward()

@@ -31,6 +31,12 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _INNER = ("intermediate_size", "n_inner", "ffn_dim")
 _LAYERS = ("num_hidden_layers", "n_layer")
 _PARTIAL = ("rotary_pct", "partial_rotary_factor")
+_ROTATED = "rotary_dim"
+_SHARED = "num_kv_shared_layers"
+_OF_LAYERS = "vocab_size_per_layer_input"
+_STATES = ("state_size", "mamba_d_state", "mamba_state_size", "ssm_state_size")
+_CHUNKS = ("chunk_size", "mamba_chunk_size")
+_CHUNK = 8  # tokens
 
 
 def scaled(config: Any, tp: int, stages: int = 1, even: bool = False, ep: int = 1, etp: int = 1) -> Any:
@@ -43,6 +49,7 @@ def scaled(config: Any, tp: int, stages: int = 1, even: bool = False, ep: int = 
     heads, head_width, hidden = _scale_heads(small, tp)
     scale_latent_heads(small, head_width)
     _scale_scan(small, config, hidden, tp)
+    _scale_chunks(small)
     _scale_inner(small, tp, heads * head_width, hidden)
     scale_experts(small, config, tp, ep, etp)
     _scale_vocabulary(small, tp, even)
@@ -73,16 +80,25 @@ def _scale_layers(config: Any, stages: int) -> None:
         if isinstance(value, (list, tuple)) and len(value) == count and name != field:
             setattr(config, name, [value[index] for index in chosen])
     setattr(config, field, len(chosen))
+    if shared := _num_shared(config):
+        setattr(config, _SHARED, sum(index >= count - shared for index in chosen))
     for name in ("max_window_layers", "first_k_dense_replace"):
         if isinstance(value := vars(config).get(name), int) and value > 1:
             setattr(config, name, 1)
 
 
 def _kinds_of_layers(config: Any, count: int) -> list[tuple[Any, ...]]:
-    """For each layer what its attention and its MLP are, where the config lists them."""
+    """For each layer what its attention and its MLP are, where the config lists them, and whether it has keys and values of its own."""
     lists = (getattr(config, name, None) for name in ("layer_types", "mlp_layer_types"))
     listed = [kinds for kinds in lists if isinstance(kinds, (list, tuple)) and len(kinds) == count]
+    if shared := _num_shared(config):  # the last ones have those of a layer before them
+        listed.append([index >= count - shared for index in range(count)])
     return list(zip(*listed, strict=True)) if listed else [()] * count
+
+
+def _num_shared(config: Any) -> int:
+    shared = vars(config).get(_SHARED)
+    return shared if type(shared) is int else 0
 
 
 def _scale_heads(config: Any, tp: int) -> tuple[int, int, int]:
@@ -95,7 +111,9 @@ def _scale_heads(config: Any, tp: int) -> tuple[int, int, int]:
     head_dim = vars(config).get("head_dim")
     fills_hidden = head_dim is None or head_dim * heads == hidden
     few_heads, few_kv = _fewer(heads, kv_heads or heads, tp)
-    width = 16 if 0 < (_field_of(config, _PARTIAL)[1] or 1) < 1 or _has_partial(config) else 6
+    rotated = _rotated_share(config, head_dim or hidden // heads)
+    is_partial = 0 < (_field_of(config, _PARTIAL)[1] or 1) < 1 or _has_partial(config) or 0 < rotated < 1
+    width = 16 if is_partial else 6
     small = few_heads * width if fills_hidden else few_heads * width + 2 * width + 2
     for name, value in ((field, few_heads), (hidden_field, small)):
         setattr(config, name, value)
@@ -103,9 +121,26 @@ def _scale_heads(config: Any, tp: int) -> tuple[int, int, int]:
         setattr(config, kv_field, few_kv)
     if head_dim is not None:
         config.head_dim = width
+    if rotated:
+        config.rotary_dim = max(2, int(width * rotated) // 2 * 2)
     if vars(config).get("word_embed_proj_dim"):
         config.word_embed_proj_dim = small if config.word_embed_proj_dim == hidden else small + 6
     return few_heads, width, small
+
+
+def _rotated_share(config: Any, width: int) -> float:
+    """The part of a head's channels that is rotated, where a config counts them; 0: it does not."""
+    rotated = vars(config).get(_ROTATED)
+    return min(1.0, rotated / width) if type(rotated) is int else 0.0
+
+
+def _scale_chunks(config: Any) -> None:
+    """Tokens of a scan that are computed at a time: fewer than a sequence has, which they would be padded to otherwise."""
+    if not any(name in vars(config) for name in _STATES):
+        return
+    for name in _CHUNKS:
+        if type(value := vars(config).get(name)) is int:
+            setattr(config, name, min(value, _CHUNK))
 
 
 def _scale_scan(config: Any, real: Any, hidden: int, tp: int) -> None:
@@ -145,6 +180,11 @@ def _scale_inner(config: Any, tp: int, heads_width: int, hidden: int) -> None:
     if not field:
         return
     step = max(hidden, heads_width) // tp // 2 * 2 + 3
+    if isinstance(inner, (list, tuple)):  # of each layer
+        order = list(dict.fromkeys(inner))
+        few = [tp * (step + 2 * index) + (1 if width % tp else 0) for index, width in enumerate(order)]
+        setattr(config, field, type(inner)(few[order.index(width)] for width in inner))
+        return
     small = tp * step if inner % tp == 0 else tp * step + 1
     for name, value in list(vars(config).items()):
         if value == inner and (name == field or name.endswith("intermediate_size")):
@@ -158,6 +198,8 @@ def _scale_vocabulary(config: Any, tp: int, even: bool) -> None:
     size = -(-VOCABULARIES[0] // tp) * tp if even else _undivided(VOCABULARIES, tp)
     if vars(config).get("decoder_vocab_size") == config.vocab_size:
         config.decoder_vocab_size = size
+    if type(of_layers := vars(config).get(_OF_LAYERS)) is int:  # tokens above it have no input of a layer's own
+        setattr(config, _OF_LAYERS, size if of_layers >= config.vocab_size else size - 6)
     config.vocab_size = size
     for index, name in enumerate(sorted(vars(config))):
         value = vars(config)[name]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from parallelize.analysis.default_mesh import default_mesh
 from parallelize.errors import MeshError, ModelError, Problem, did_you_mean
 from parallelize.mesh import MeshSpec
 from parallelize.models.model_source import ModelSource
@@ -18,7 +19,6 @@ from parallelize.plan.options import options_of
 from parallelize.torch_private import torch_tensors as private
 from parallelize.verification.compare import ORDER, Errors
 from parallelize.verification.configuration import Request, checked, name_of, source_of_request, without_weights
-from parallelize.verification.default_mesh import default_mesh
 from parallelize.verification.processes import on_gloo
 from parallelize.verification.result import Row, Verification
 from parallelize.verification.runner import RunResult, nothing_seen, on_threads

@@ -51,6 +51,7 @@ LAZY = {  # file to what its functions import: modules of this package in full, 
     "analysis.commands": {
         "analysis.cost.machine": COMMAND,
         "analysis.cost.setting": COMMAND,
+        "analysis.default_mesh": COMMAND,
         "analysis.explain": COMMAND,
         "analysis.fit": COMMAND,
         "analysis.linting": COMMAND,

@@ -32,6 +32,9 @@ _INNER = ("intermediate_size", "n_inner", "ffn_dim")
 _LAYERS = ("num_hidden_layers", "n_layer")
 _PARTIAL = ("rotary_pct", "partial_rotary_factor")
 _ROTATED = "rotary_dim"
+_PACKED = {"codegen": 4}
+"""Parts of a packed weight by model type, each with its heads: a number that the code of the model has, and no field."""
+
 _SHARED = "num_kv_shared_layers"
 _OF_LAYERS = "vocab_size_per_layer_input"
 _STATES = ("state_size", "mamba_d_state", "mamba_state_size", "ssm_state_size")
@@ -111,6 +114,9 @@ def _scale_heads(config: Any, tp: int) -> tuple[int, int, int]:
     head_dim = vars(config).get("head_dim")
     fills_hidden = head_dim is None or head_dim * heads == hidden
     few_heads, few_kv = _fewer(heads, kv_heads or heads, tp)
+    packed = tp * _PACKED.get(getattr(config, "model_type", ""), 1)
+    if not kv_field and heads % packed == 0:
+        few_heads = -(-few_heads // packed) * packed
     rotated = _rotated_share(config, head_dim or hidden // heads)
     is_partial = 0 < (_field_of(config, _PARTIAL)[1] or 1) < 1 or _has_partial(config) or 0 < rotated < 1
     width = 16 if is_partial else 6
@@ -280,6 +286,17 @@ def perturb(model: nn.Module, seed: int, gain: float = 1.0) -> None:
             parameter.mul_(target_std / std)
         elif std == 0:
             parameter.add_(target_std * noise.to(parameter.device))
+    _fill_padding(model, generator)
+
+
+def _fill_padding(model: nn.Module, generator: torch.Generator) -> None:
+    """Rows of padding begin as zeros, at which a norm has no gradient, and the forward of a token that is drawn would be hidden."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None and module.weight.is_floating_point():
+            row = module.weight[module.padding_idx]
+            if not row.any():
+                noise = torch.randn(row.shape, generator=generator).to(row.dtype)
+                row.add_(float(module.weight.std()) * noise.to(row.device))
 
 
 def _ratios_to_siblings(model: nn.Module) -> dict[str, float]:

@@ -14,6 +14,7 @@ from parallelize.models.dropout_rates import without_dropout
 from parallelize.models.model_source import ModelSource
 from parallelize.verification.scale import scaled
 from parallelize.verification.scale_parts import part_names, scaled_parts
+from parallelize.verification.scale_scans import has_scans, scaled_scans
 from parallelize.verification.scale_stages import has_stages, scaled_stages
 
 _MOST_PARAMETERS = 50_000_000
@@ -23,7 +24,7 @@ _ROWS, _LENGTH = 2, 12
 def scaled_source(source: ModelSource, tp: int, stages: int = 1, **sizes: Any) -> ModelSource:
     """The source with a small config, without dropout. For the arguments see `scaled`.
 
-    A config of several parts, or of stages, is scaled in the ways that there are: of the models that run, the first of those that read the
+    A config of several parts, of stages, or of scans, is scaled in the ways that there are: of the models that run, the first of those that read the
     most is taken. Where none runs, it is what `scaled` makes of its fields, of which the class says what is wrong.
     """
     config, whole = source.config, partial(scaled, source.config, tp, stages, **sizes)
@@ -31,6 +32,8 @@ def scaled_source(source: ModelSource, tp: int, stages: int = 1, **sizes: Any) -
         ways = [partial(scaled_parts, config, tp, stages, **sizes), partial(divided, config), whole]
     elif has_stages(config):
         ways = [partial(scaled_stages, config, tp), partial(divided, config), whole]
+    elif has_scans(config):
+        ways = [partial(scaled_scans, config, tp, stages, **sizes), whole]
     else:
         return _small(source, whole)
     best, most = None, 0

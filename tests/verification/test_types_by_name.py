@@ -9,6 +9,7 @@ from parallelize.analysis.default_mesh import default_mesh
 from parallelize.cli import main
 from parallelize.models.model_source import read_model
 from parallelize.plan.plan_file import read_plan, shipped_plans
+from parallelize.verification.scale_scans import scaled_scans
 from parallelize.verification.scale_stages import scaled_stages
 from parallelize.verification.scaled_source import scaled_source
 
@@ -73,6 +74,15 @@ def test_heads_and_widths_of_stages_stay_divided_as_they_were():
     assert (tuple(swin.num_heads), swin.embed_dim, tuple(swin.depths)) == ((3, 6, 12, 24), 18, (2, 2, 2, 2))
     convnext = read_model("convnext", {"hidden_sizes": [96, 192, 384, 770]}).config
     assert [width % 4 for width in scaled_stages(convnext, 4).hidden_sizes] == [0, 0, 0, 2]
+
+
+def test_scans_stay_in_groups_and_as_wide_as_their_input():
+    small = scaled_scans(read_model("mamba2").config, 4)
+    assert (small.n_groups, small.num_heads, small.num_heads * small.head_dim) == (
+        8,
+        16,
+        small.expand * small.hidden_size,
+    )
 
 
 def test_a_type_with_two_towers_is_verified_with_both():

@@ -23,13 +23,25 @@ class Ended(NamedTuple):
     at: float
 
 
-def run_ranks(size: int, folder: Path, job: Callable[..., None], *args: Any, timeout_s: float = 40.0) -> list[Ended]:
+def run_ranks(
+    size: int,
+    folder: Path,
+    job: Callable[..., None],
+    *args: Any,
+    timeout_s: float = 40.0,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
+) -> list[Ended]:
     """`job(rank, *args)` as the script of each rank, with uncaught errors as in a script. A rank that is stopped is killed, when
-    all others have ended."""
+    all others have ended.
+
+    Args:
+        timeout_s: seconds after which ranks that are still there are killed.
+        group_timeout_s: seconds after which a process group gives up a collective.
+    """
     context, port = server_context(), free_port()
     outputs = [folder / f"output-{rank}" for rank in range(size)]
     ranks = [
-        context.Process(target=_script, args=(rank, size, port, outputs[rank], job, args), daemon=True)
+        context.Process(target=_script, args=(rank, size, port, outputs[rank], group_timeout_s, job, args), daemon=True)
         for rank in range(size)
     ]
     begin = time.monotonic()
@@ -58,7 +70,9 @@ def _is_stopped(pid: int | None) -> bool:
         return False
 
 
-def _script(rank: int, size: int, port: int, output: Path, job: Callable[..., None], args: tuple) -> None:
+def _script(
+    rank: int, size: int, port: int, output: Path, group_timeout_s: float, job: Callable[..., None], args: tuple
+) -> None:
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -72,7 +86,7 @@ def _script(rank: int, size: int, port: int, output: Path, job: Callable[..., No
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    timeout = timedelta(seconds=group_timeout_s)
     dist.distributed_c10d.default_pg_timeout = timeout
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
     status = 0

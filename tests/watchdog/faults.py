@@ -183,7 +183,7 @@ def act(fault: str, where: str) -> None:
         ctypes.string_at(0)
 
 
-def job(rank: int, mesh: str, fault: str, folder: Path) -> None:
-    """One rank's script."""
-    with watch(timeout_s=TIMEOUT_S, folder=folder / "reports"):
+def job(rank: int, mesh: str, fault: str, folder: Path, timeout_s: float) -> None:
+    """One rank's script, under a watch with this timeout in seconds."""
+    with watch(timeout_s=timeout_s, folder=folder / "reports"):
         Loop(rank, mesh, fault, folder).run()

@@ -1,16 +1,18 @@
 """The table of docs/when-a-run-stops.md: on which mesh which fault of the last rank is named by what. `python -m
-tests.watchdog.scenarios` runs all of them and prints the table with the seconds between the fault and the end of the last other rank.
+tests.watchdog.scenarios [--timeout SECONDS] [WORD ...]` runs those with all of the words, and prints the table with the seconds
+between the fault and the end of the last other rank.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.failing_ranks import Ended, run_ranks
+from tests.support.failing_ranks import GROUP_TIMEOUT_S, Ended, run_ranks
 from tests.watchdog.faults import MESHES, TIMEOUT_S, job
 
 
@@ -77,10 +79,15 @@ SCENARIOS = [
 ]
 
 
-def run(scenario: Scenario, folder: Path) -> list[Ended]:
-    """How each rank ended; the faulty one is the last."""
+_START_S = 38.0
+"""What ranks may take besides the watch's timeout, on a busy machine, before they are killed."""
+
+
+def run(scenario: Scenario, folder: Path, timeout_s: float = TIMEOUT_S) -> list[Ended]:
+    """How each rank ended under a watch with this timeout, in seconds; the faulty one is the last."""
     size = prod(MESHES[scenario.mesh][0].values())
-    return run_ranks(size, folder, job, scenario.mesh, scenario.fault, folder)
+    times = {"timeout_s": timeout_s + _START_S, "group_timeout_s": max(GROUP_TIMEOUT_S, 3 * timeout_s)}
+    return run_ranks(size, folder, job, scenario.mesh, scenario.fault, folder, timeout_s, **times)
 
 
 def wrong_with(scenario: Scenario, ended: list[Ended]) -> list[str]:
@@ -104,18 +111,22 @@ def seconds_of(ended: list[Ended], folder: Path) -> float | None:
     return max(end.at for end in ended[:-1]) - float(fault.read_text()) if fault.exists() else None
 
 
-def main(words: list[str]) -> int:
-    """Run the scenarios whose name has all of the words, and print the table."""
+def main(arguments: list[str]) -> int:
+    """Run the scenarios whose name has all of the words, and print the table; 1 where one is late or does not name the rank."""
+    parser = argparse.ArgumentParser(prog="python -m tests.watchdog.scenarios", description=__doc__)
+    parser.add_argument("words", nargs="*", help="words of the name of a scenario, such as zero3 sleeps")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="of the watch, in seconds (default: %(default)s)")
+    given = parser.parse_args(arguments)
     failed = 0
     print("| mesh | the last rank | the others say | after |\n| --- | --- | --- | --- |")
     for scenario in SCENARIOS:
-        if not all(word in str(scenario) for word in words):
+        if not all(word in str(scenario) for word in given.words):
             continue
         with tempfile.TemporaryDirectory() as name:
-            ended = run(scenario, Path(name))
+            ended = run(scenario, Path(name), given.timeout)
             seconds = seconds_of(ended, Path(name))
         after = "at start" if seconds is None else f"{seconds:.1f} s"
-        late = seconds is not None and seconds > TIMEOUT_S + 5
+        late = seconds is not None and seconds > given.timeout + 5
         print(f"| {scenario.mesh} | {scenario.fault} | `{scenario.slug}` {scenario.named} | {after} |", flush=True)
         if problems := [*wrong_with(scenario, ended), *(["late"] if late else [])]:
             failed += 1

@@ -24,6 +24,7 @@ from parallelize.zero.optimizer_masters import save_masters
 from parallelize.zero.optimizer_shards import OptimizerShard, gather_parameters
 from parallelize.zero.reducer import added
 from parallelize.zero.shard_data import DataRecord, data_of
+from parallelize.zero.shown_optimizers import show_parameters
 
 NEEDS_FULL_PARAMETERS = {
     "Adafactor": "computes means over the rows and columns of full matrices",
@@ -87,6 +88,8 @@ def build_optimizer(
         offloaded_state.offload_state(built, by_parameter=steps_locally and not gathers_itself)
     if data is not None and any(shard.stepped is not shard.param for shard in shards.values()):
         _wrap_steps(built, module, data)
+    else:
+        show_parameters(built, lambda parameter: None)
     mesh = mesh_of(module)
     if mesh is not None:
         agree_on_overflow(built, mesh)
@@ -209,5 +212,6 @@ def _wrap_steps(built: Optimizer, module: nn.Module, data: DataRecord) -> None:
         inner_add(_stepped(param_group, module, {id(shard.param): shard for shard in data.shards}))
 
     save_masters(built, lambda parameter: by_stepped.get(id(parameter)))
+    show_parameters(built, lambda parameter: by_stepped.get(id(parameter)))
     built.add_param_group = MethodType(add_param_group, built)  # type: ignore[method-assign]
     built.step = MethodType(step, built)  # type: ignore[method-assign]

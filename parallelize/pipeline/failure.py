@@ -1,9 +1,15 @@
-"""An error in one stage is raised on every rank. All gradients are dropped, and the next step works."""
+"""An error in one stage is raised on every rank. All gradients are dropped, and the next step works.
+
+Ranks that wait for the failed one in a collective of the step, such as a gather of ZeRO 3, never come to where failures are exchanged.
+They find its failure in the store, when their collective has given up.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +19,10 @@ from torch import nn
 
 from parallelize.errors import PipelineError, Problem, ShapeError
 from parallelize.ops.vocabulary.vocabulary_shard import check_ids
+from parallelize.torch_private.torch_groups import default_store
+from parallelize.watchdog.watching import follows_from_another_rank
 
+_KEY = "parallelize/stage-failed"
 _PHASES = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
 
 
@@ -85,12 +94,43 @@ def raise_together(local: Failure | None, group: dist.ProcessGroup, cause: BaseE
     raise _stage_failed(failures) from cause
 
 
-def raise_alone(local: Failure, cause: BaseException | None) -> None:
-    """Raise this rank's failure, where the ranks can tell each other nothing any more.
+def tell(local: Failure, cause: BaseException | None) -> None:
+    """Put this rank's failure into the store, unless it follows from another rank's or an earlier one is there.
 
-    Raises: PipelineError `stage-failed`.
+    Cost: one message to the store, in a step that fails.
     """
-    raise _stage_failed([local]) from cause
+    store = default_store()
+    if store is None or (cause is not None and follows_from_another_rank(cause)):
+        return
+    with suppress(RuntimeError):  # the process that has the store is gone
+        store.compare_set(_KEY, "", json.dumps(asdict(local)))
+
+
+def told() -> Failure | None:
+    """The failure in the store, of any rank; None where there is none."""
+    store = default_store()
+    with suppress(RuntimeError):
+        if store is not None and store.check([_KEY]) and (text := store.get(_KEY)):
+            return Failure(**json.loads(text))
+    return None
+
+
+def forget_told() -> None:
+    """Remove the failure from the store: all ranks have exchanged theirs, and a later step may fail otherwise."""
+    store = default_store()
+    with suppress(RuntimeError):
+        if store is not None:
+            store.delete_key(_KEY)
+
+
+def raise_told(local: Failure | None, cause: BaseException) -> None:
+    """Raise this rank's failure and that of the store, where the ranks cannot reach each other any more; nothing without one.
+
+    Raises: PipelineError `stage-failed`, from the cause.
+    """
+    failures = {found.rank: found for found in (local, told()) if found is not None}
+    if failures:
+        raise _stage_failed(sorted(failures.values(), key=lambda failure: failure.at)) from cause
 
 
 def _stage_failed(failures: list[Failure]) -> PipelineError:

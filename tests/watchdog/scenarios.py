@@ -115,7 +115,9 @@ def main(arguments: list[str]) -> int:
     """Run the scenarios whose name has all of the words, and print the table; 1 where one is late or does not name the rank."""
     parser = argparse.ArgumentParser(prog="python -m tests.watchdog.scenarios", description=__doc__)
     parser.add_argument("words", nargs="*", help="words of the name of a scenario, such as zero3 sleeps")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="of the watch, in seconds (default: %(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=TIMEOUT_S, help="of the watch, in seconds (default: %(default)s)"
+    )
     given = parser.parse_args(arguments)
     failed = 0
     print("| mesh | the last rank | the others say | after |\n| --- | --- | --- | --- |")

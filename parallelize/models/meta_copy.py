@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from parallelize.models.copied_functions import rebind_functions
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -15,7 +17,9 @@ def meta_copy(model: nn.Module) -> nn.Module:
     copies: dict[int, Any] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     for parameter in model.parameters():
         copies[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    return copy.deepcopy(model, copies)
+    copied = copy.deepcopy(model, copies)
+    rebind_functions(copied, copies)
+    return copied
 
 
 def without_hooks(model: nn.Module) -> nn.Module:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from parallelize.errors import ModelError, Problem
+from parallelize.models.copied_functions import rebind_functions
 from parallelize.models.float8_linears import as_plain_linears
 from parallelize.models.known_sizes import KNOWN
 from parallelize.models.meta_copy import meta_copy
@@ -138,13 +139,16 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy. Raises: ModelError `reference-failed` for what Python, or PyTorch, does not copy."""
+    """A deep copy, whose functions run its own modules. Raises: ModelError `reference-failed` for what Python, or PyTorch, does not copy."""
+    copies: dict[int, Any] = {}
     try:
-        return copy.deepcopy(model)
+        copied = copy.deepcopy(model, copies)
     except Exception as error:  # of any attribute of any module
         what = f"{type(model).__name__} cannot be copied for each rank: {type(error).__name__}: {error}"
         fix = "no locks, files or computed tensors as attributes; weight_norm of torch.nn.utils.parametrizations"
         raise ModelError(Problem("reference-failed", what, fix=fix)) from error
+    rebind_functions(copied, copies)
+    return copied
 
 
 def parse_overrides(texts: list[str]) -> dict[str, Any]:

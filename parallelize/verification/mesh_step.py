@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from parallelize.context.forward_state import context_of
 from parallelize.context.local_sequences import gather_sequence
 from parallelize.errors import ModelError, ParallelizeError, Problem
 from parallelize.mesh import SAMPLE_AXES
+from parallelize.models.model_source import copy_of
 from parallelize.models.nested_tensors import floating_in
 from parallelize.pipeline.parallel_model import ParallelModel
 from parallelize.plan.model_facts import describe
@@ -77,7 +77,7 @@ class _RankModel:
     def __init__(self, comparison: Comparison, mesh: DeviceMesh, bound: float):
         configuration = comparison.configurations[0]
         self.mode, self.bound = comparison.mode, bound
-        self.model = copy.deepcopy(configuration.model)
+        self.model = copy_of(configuration.model)
         self.data_rank, self.data_size = data_rank(mesh, SAMPLE_AXES)
         self.input_gradients = InputGradients(self.model, comparison.references[0].embedding)
         self.recorder = _OutputRecorder(configuration, self.model)
@@ -87,8 +87,8 @@ class _RankModel:
         first_microbatch = self.data_rank * comparison.mode.microbatches
         self.runner = _TracedRunner(self.applied.pipeline.runner, self.tracer, first_microbatch)
         self.applied.pipeline.runner = self.runner
-        if configuration.dtype is torch.float64 and configuration.request.options.recompute != "off":
-            widen_recompute(self.model)
+        if configuration.request.options.recompute != "off":
+            widen_recompute(self.model, configuration.dtype)
 
     def compare(self, configuration: Configuration, reference: ReferenceValues, last: bool) -> RankResult:
         """Run one step on a batch; for the last batch also clipping and the optimizer's step."""

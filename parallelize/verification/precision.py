@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallelize.recomputation.unit import recompute_units_in
 from parallelize.torch_private import torch_tensors as private
+from parallelize.verification.dropout_calls import WithoutDropout
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -66,24 +67,25 @@ def _grouped_matmul(x: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, 
     return torch.cat([x[start:stop] @ weight for weight, start, stop in groups])
 
 
-def widen_recompute(model: nn.Module) -> None:
-    """Compute in float64 in forwards that run during backward too, where the surrounding function mode is not active.
+def widen_recompute(model: nn.Module, dtype: torch.dtype = torch.float64) -> None:
+    """Compute as `computing_in` in forwards that run during backward too, where the surrounding function modes are not active.
 
     A replay of a recomputed unit does not call the unit, but its forward, whose code may compute outside of the modules in it.
     """
-    depth, mode = threading.local(), InFloat64()
+    depth = threading.local()
 
     def enter(*_: Any) -> None:
         if private.backward_id() != -1:
             depth.value = getattr(depth, "value", 0) + 1
             if depth.value == 1:
-                mode.__enter__()
+                depth.modes = computing_in(dtype)
+                depth.modes.__enter__()
 
     def leave(*_: Any) -> None:
         if private.backward_id() != -1:
             depth.value -= 1
             if depth.value == 0:
-                mode.__exit__(None, None, None)
+                depth.modes.__exit__(None, None, None)
 
     def replayed(run: Callable, *args: Any) -> Any:
         enter()
@@ -101,9 +103,6 @@ def widen_recompute(model: nn.Module) -> None:
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Run a model in this dtype. With float64, nothing inside is rounded to float32."""
-    if dtype is not torch.float64:
-        yield
-        return
-    with InFloat64():
+    """Run a model in this dtype, without the dropout that its code calls. With float64, nothing inside is rounded to float32."""
+    with WithoutDropout(), InFloat64() if dtype is torch.float64 else nullcontext():
         yield

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from parallelize.errors import Problem, ShapeError
+from parallelize.models.nested_tensors import attributes_of
 from parallelize.torch_private import torch_tensors as private
 
 T = torch.Tensor
@@ -94,14 +96,18 @@ def _has_rows(value: Any, size: int) -> bool:
 
 
 def first_with_rows(inputs: Mapping[str, Any], whole: Mapping[str, bool]) -> Any:
-    """The tensor or array whose dim 0 is the batch: token ids or embeddings, of another model the first. Raises: ShapeError `no-inputs`."""
+    """The tensor or array whose dim 0 is the batch: token ids or embeddings, of another model the first, or the first that an object has.
+
+    Raises: ShapeError `no-inputs`.
+    """
     ordered = sorted(
         (item for item in inputs.items() if not whole.get(item[0], False)), key=lambda i: i[0] not in FIRST
     )
-    for _, value in ordered:
-        for leaf in (value,) if isinstance(value, T) else private.tree_leaves(value):
-            if (isinstance(leaf, T) or is_array(leaf)) and leaf.ndim:
-                return leaf
+    leaves = [leaf for _, value in ordered for leaf in ((value,) if isinstance(value, T) else private.tree_leaves(value))]
+    members = (member for leaf in leaves for member in _members(leaf))  # of objects, if that is all
+    for value in chain(leaves, members):
+        if (isinstance(value, T) or is_array(value)) and value.ndim:
+            return value
     what = "no tensor with a batch was passed to the step"
     raise ShapeError(Problem("no-inputs", what, fix="step(input_ids=..., targets=...)"))
 
@@ -135,7 +141,7 @@ def _kind(name: str, leaf: Any, first: Any, whole: Mapping[str, bool], is_clear:
 def _members(value: Any) -> Iterator[Any]:
     """What an object holds that is no container of PyTorch's."""
     if not isinstance(value, T) and not is_array(value):
-        members = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        members = value if isinstance(value, Mapping) else attributes_of(value)
         yield from members.values()
 
 

@@ -6,6 +6,8 @@ import ast
 import inspect
 import textwrap
 import threading
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 # CPython 3.11 cannot build two syntax trees at once (SystemError: recursion depth mismatch)
@@ -35,9 +37,26 @@ def own_attribute(node: ast.AST, receiver: str) -> str:
     return ""
 
 
-def own_path(node: ast.AST, receiver: str) -> str:
-    """`name` of `self.name`, and `name.inner` of `self.name.inner`; empty for any other expression."""
+def own_path(node: ast.AST, receiver: str, names: Mapping[str, str] | None = None) -> str:
+    """`name` of `self.name`, and `name.inner` of `self.name.inner`; empty for any other expression. names: as of `local_names`."""
+    if isinstance(node, ast.Name):
+        return (names or {}).get(node.id, "")
     if name := own_attribute(node, receiver):
         return name
-    outer = own_path(node.value, receiver) if isinstance(node, ast.Attribute) else ""
+    outer = own_path(node.value, receiver, names) if isinstance(node, ast.Attribute) else ""
     return f"{outer}.{node.attr}" if outer and isinstance(node, ast.Attribute) else ""
+
+
+def local_names(tree: ast.Module, receiver: str) -> dict[str, str]:
+    """The paths of names that a method binds once: of `core = self.core` it is `core: "core"`, of `table = core.emb` `table: "core.emb"`."""
+    nodes = list(ast.walk(tree))
+    bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
+    assigned = [node for node in nodes if isinstance(node, ast.Assign) and len(node.targets) == 1]
+    names: dict[str, str] = {}
+    for node in sorted(assigned, key=lambda node: node.lineno):
+        (target,) = node.targets
+        if isinstance(target, ast.Name) and bound[target.id] == 1:
+            if path := own_path(node.value, receiver, names):
+                names[target.id] = path
+    return names

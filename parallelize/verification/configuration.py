@@ -18,6 +18,7 @@ from parallelize.mesh import SAMPLE_AXES, MeshSpec
 from parallelize.models.dropout_rates import disable_dropout, without_dropout
 from parallelize.models.model_dtype import in_dtype
 from parallelize.models.model_source import ModelSource, copy_of, read_model, source_of
+from parallelize.models.nested_tensors import map_tensors
 from parallelize.models.transformers_models import is_config
 from parallelize.pipeline.schedules import Schedule, build_schedule
 from parallelize.plan.choose import plan_or_none, shipped_plan_of
@@ -349,9 +350,8 @@ def rows_of(request: Request) -> int:
 
 
 def _on_device(value: Any, device: str, dtype: torch.dtype) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+    """The value with its tensors on the device, those of real numbers in the dtype."""
+    return map_tensors(lambda x: x.to(device, dtype) if x.is_floating_point() else x.to(device), value)
 
 
 def without_weights(request: Request) -> Request:

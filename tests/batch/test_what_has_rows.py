@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,3 +135,26 @@ def test_ranks_with_other_arrays_are_told():
         return error.value.slugs
 
     assert run_ranks(2, body) == [("ranks-diverged",)] * 2
+
+
+@dataclass(frozen=True)
+class Text:
+    ids: torch.Tensor
+    lengths: Any
+
+
+class OfText(Pooled):
+    def forward(self, text: Text) -> torch.Tensor:
+        return super().forward(text.ids, text.lengths)
+
+
+def test_an_object_alone_has_the_rows_of_its_first_tensor():
+    """It is the input of one microbatch, and refused where it would have to be split."""
+    form, text = BatchForm(OfText()), Text(IDS, LENGTHS)
+    for batch in (form.batch((text,), {}), form.batch((), {"text": [3, text]})):
+        assert batch.size == ROWS and batch.first is IDS
+        assert split_batch(batch, 1)[0].args == batch.args
+    with pytest.raises(ShapeError, match=r"unclear-batch-dim.*holds tensors of the size of the batch"):
+        split_batch(form.batch((text,), {}, CLASSES), 2)
+    with pytest.raises(ShapeError, match="no-inputs"):
+        form.batch((Text(3, LENGTHS),), {}).size  # noqa: B018

@@ -21,7 +21,7 @@ from parallelize.plan.adapters import adapted_layers
 from parallelize.plan.model_facts import ModelFacts
 from parallelize.plan.pattern import generic
 from parallelize.plan.resolved import ResolvedPlan
-from parallelize.tensor.syntax import own_attribute, own_path, parsed, receiver
+from parallelize.tensor.syntax import local_names, own_attribute, own_path, parsed, receiver
 
 SLUG = "reads-child-parameters"
 FIX = (
@@ -39,12 +39,20 @@ def reads_parameter(module: nn.Module, parameter: str, place: str) -> ModelError
 
 
 class ChildRead(NamedTuple):
-    """`self.child.parameter` in a method that a forward reaches; `child` may be a path to an inner module. place: file and line."""
+    """`self.child.parameter` in a method that a forward reaches; `child` may be a path to an inner module. place: file and line.
+
+    by_name: the module has a local name there, as `core` of `core = self.core`. Like a path, it is refused in the first forward alone.
+    """
 
     child: str
     parameter: str
     method: str
     place: str
+    by_name: bool = False
+
+    @property
+    def is_direct(self) -> bool:
+        return "." not in self.child and not self.by_name
 
 
 def foreign_readers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Problem]:
@@ -65,7 +73,7 @@ def foreign_readers(resolved: ResolvedPlan, model: ModelFacts) -> Iterator[Probl
         for item, name in _reads_in(model, fqn):
             is_known = row is not None and f"{item.child}.{item.parameter}" in row.contract.uses
             # a module that is not a child: refused in the first forward, if the line is reached
-            is_known |= "." in item.child
+            is_known |= not item.is_direct
             if resolved.parameters[name].layout.dim is not None and not is_known:
                 read.setdefault(item, fqn)
     for item, fqn in read.items():
@@ -129,8 +137,8 @@ _READ_BY_TORCH = ("weight", "bias")
 def children_read(resolved: ResolvedPlan, model: ModelFacts, fqn: str) -> tuple[str, ...]:
     """The modules in a module that must show local tensors while its forward runs: it reads their parameters, which are full on each rank
     where they are not those of children. Lists and dicts of parameters are read by the module that has them, as its own parameters are."""
-    reads = [(item.child, resolved.parameters[name]) for item, name in _reads_in(model, fqn)]
-    shown = [child for child, row in reads if not row.plain and ("." not in child or row.layout.dim is None)]
+    reads = [(item, resolved.parameters[name]) for item, name in _reads_in(model, fqn)]
+    shown = [item.child for item, row in reads if not row.plain and (item.is_direct or row.layout.dim is None)]
     for child, container in _parameter_containers(model.objects[fqn]):
         names = (".".join(filter(None, (fqn, child, key))) for key, _ in container.named_parameters(recurse=False))
         if any(not resolved.parameters[model.owners[name]].plain for name in names):
@@ -196,13 +204,14 @@ def _function(member: Any) -> Any | None:
 def _reads(tree: ast.Module, method: str, function: Any) -> Iterator[ChildRead]:
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     code, own = function.__code__, receiver(tree)
+    names = local_names(tree, own)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
             continue
-        child = own_path(node.value, own)
+        child = own_path(node.value, own, names)
         if child and not _is_harmless(node, parents[node]):
             place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno + node.lineno - 1}"
-            yield ChildRead(child, node.attr, method, place)
+            yield ChildRead(child, node.attr, method, place, by_name=not own_path(node.value, own))
 
 
 _DESCRIPTION = {"dtype", "device", "shape", "size", "ndim", "dim", "numel", "requires_grad", "is_meta", "is_cuda"}

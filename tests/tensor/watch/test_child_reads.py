@@ -118,6 +118,26 @@ class OfInner(Block):
         return super().forward(x * self.outer.scale.weight)
 
 
+class ByName(OfInner):
+    """By local names of modules, as of a head that is tied by hand."""
+
+    def forward(self, x):
+        outer = self.outer
+        other = self.scale
+        scale = outer.scale
+        return super().forward(x * scale.weight) * other.weight
+
+
+class ByReboundName(Block):
+    """By a name that was another module's before."""
+
+    def forward(self, x):
+        child = self.up
+        assert child.weight is not None
+        child = self.scale
+        return super().forward(x * child.weight)
+
+
 class Twice(Block):
     """The child runs, and is read before and after."""
 
@@ -210,10 +230,26 @@ def test_code_that_no_forward_reaches_and_descriptions_are_accepted(cls):
 
 
 @pytest.mark.parametrize(
-    "cls", [Reads, ByMethod, ByProperty, OfBase, Decorated, Untaken, Twice, ByChild, ByMethodOfChild, OfInner]
+    "cls", [Reads, ByMethod, ByProperty, OfBase, Decorated, Untaken, Twice, ByChild, ByMethodOfChild, OfInner, ByName]
 )
 def test_full_parameters_of_children_are_read_as_local_tensors(cls):
     assert outcome(cls, scale=FULL) == ("", "")
+
+
+class BySomeName(Block):
+    """By a name of a child."""
+
+    def forward(self, x):
+        scale = self.scale
+        return super().forward(x * scale.weight)
+
+
+def test_a_shard_read_by_a_name_of_its_module_is_refused_in_the_first_forward():
+    """Also by a name that is not followed, because it is bound twice."""
+    assert outcome(BySomeName, scale=FULL) == ("", "")
+    for cls, scale in ((BySomeName, SHARDED), (ByReboundName, FULL)):
+        slug, message = outcome(cls, scale=scale)
+        assert slug == "reads-child-parameters" and "reads scale.weight" in message
 
 
 class Contained(Block):

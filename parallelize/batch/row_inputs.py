@@ -103,7 +103,9 @@ def first_with_rows(inputs: Mapping[str, Any], whole: Mapping[str, bool]) -> Any
     ordered = sorted(
         (item for item in inputs.items() if not whole.get(item[0], False)), key=lambda i: i[0] not in FIRST
     )
-    leaves = [leaf for _, value in ordered for leaf in ((value,) if isinstance(value, T) else private.tree_leaves(value))]
+    leaves = [
+        leaf for _, value in ordered for leaf in ((value,) if isinstance(value, T) else private.tree_leaves(value))
+    ]
     members = (member for leaf in leaves for member in _members(leaf))  # of objects, if that is all
     for value in chain(leaves, members):
         if (isinstance(value, T) or is_array(value)) and value.ndim:

@@ -100,6 +100,9 @@ class Drafting:
         self._spread_local()
         note_partial(self.draft.styles, self.model, self.choice.partial)
         self._share_inputs()
+        for module in self.draft.local:  # what is said of an input is said of a module that has a rule
+            if any(self._is_width(module, attribute) for attribute in self.draft.local[module]):
+                self.draft.styles.setdefault(module, "replicate")
         self.draft.styles |= dict.fromkeys(self._beside_shards(), FULL_GRADIENT)
         self.draft.styles |= dict.fromkeys(other_parameters(self.model, self.draft.styles), "replicate")
         self.draft.whole |= {
@@ -172,6 +175,8 @@ class Drafting:
             self.draft.local.setdefault(module, {})[attribute] = self._local_size(candidate, run)
         for ratio in self.classes.record.ratios:  # a quotient stays what it is if both are divided
             (module, attribute, _), (divided, by, _) = ratio.dividend, ratio.divisor
+            if self._is_width_of_shard(candidate, module, attribute):
+                continue
             if (divided, by) in runs and (module, attribute) not in runs:
                 self.draft.local.setdefault(module, {})[attribute] = self.draft.local[divided][by]
 
@@ -260,11 +265,21 @@ class Drafting:
             if read.attribute.startswith("config.") and "config" not in vars(self.classes.modules[read.module]):
                 continue
             run = _run_of(leaves(read.dim), read.value)
-            if run is None:
+            if run is None or (self._is_width(read.module, read.attribute) and candidate.factor not in run):
+                continue
+            if self._is_width_of_shard(candidate, read.module, read.attribute):
                 continue
             if candidate.factor in run or self._parts_of_sum(candidate, run) or self._is_ratio(candidate, run):
                 runs[read.module, read.attribute] = run
         return runs
+
+    def _is_width(self, module: str, attribute: str) -> bool:
+        return (module, attribute) in self.classes.record.widths
+
+    def _is_width_of_shard(self, candidate: ShardableFactor, module: str, attribute: str) -> bool:
+        """Whether it is the width of an input that is a shard of this factor, and answers a local size by itself."""
+        width = self.classes.record.widths.get((module, attribute))
+        return width is not None and self.classes.has([width], {candidate.factor})
 
     def _note_count(self, candidate: ShardableFactor, place: Place) -> None:
         """An attribute of the linear's block with the name of the config's field counts the same heads, read or not."""

@@ -117,6 +117,19 @@ def _reasons(whole: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _local(sections: Sections, names: Sequence[str]) -> list[str]:
-    texts = {module: _mapping(dict(sorted(sizes.items()))) for module, sizes in sections.local.items()}
+    """Attributes that become local, and arguments whose width does, which are `NAME.shape` among them."""
+    attributes, inputs = {}, {}
+    for module, sizes in sections.local.items():
+        widths = {name.removesuffix(_SHAPE): f"width({size})" for name, size in sizes.items() if name.endswith(_SHAPE)}
+        attributes[module] = {name: size for name, size in sizes.items() if not name.endswith(_SHAPE)}
+        inputs[module] = widths
+    return [*_section("local", attributes, names), *_section("local_inputs", inputs, names)]
+
+
+_SHAPE = ".shape"
+
+
+def _section(title: str, of_modules: Mapping[str, Mapping[str, str]], names: Sequence[str]) -> list[str]:
+    texts = {module: _mapping(dict(sorted(sizes.items()))) for module, sizes in of_modules.items() if sizes}
     rules = pattern_rules(_readable(texts), map(readable, names))
-    return ["local:", *(f"  {as_scalar(pattern)}: {text}" for pattern, text in rules.items())] if rules else []
+    return [f"{title}:", *(f"  {as_scalar(pattern)}: {text}" for pattern, text in rules.items())] if rules else []

@@ -80,7 +80,10 @@ class ParameterUse:
 
 @dataclass(frozen=True, eq=False)
 class SizeRead:
-    """A size of a result that a forward computed from an integer attribute. `attribute` may begin with `config.`."""
+    """A size of a result that a forward computed from an integer attribute. `attribute` may begin with `config.`.
+
+    It is `NAME.shape` of the last size of an argument, which the module's forward has asked for.
+    """
 
     module: str
     attribute: str
@@ -138,6 +141,7 @@ class Record:
         unknown: operations without a rule, with the modules that called them.
         calls: of modules with hidden states, in the order in which they began.
         ratios: of attributes, in the order in which they were read.
+        widths: the last dim of arguments that a module's forward asked for their shape: by module and `NAME.shape`.
         token_shards: at the boundaries of a plan: dims of tokens of which a rank has a part. gathered_tokens: and which were gathered.
         split_inputs: of a module that splits the features of its input: that dim before it was split.
         gathered_outputs: of a module whose features are gathered: that dim of its output.
@@ -157,6 +161,7 @@ class Record:
     unknown: dict[str, str] = field(default_factory=dict)
     calls: list[HiddenCall] = field(default_factory=list)
     ratios: dict[Ratio, None] = field(default_factory=dict)
+    widths: dict[tuple[str, str], Dim] = field(default_factory=dict)
     token_shards: list[Dim] = field(default_factory=list)
     gathered_tokens: list[Dim] = field(default_factory=list)
     split_inputs: dict[str, Dim] = field(default_factory=dict)
@@ -171,6 +176,7 @@ class Record:
         self._constant: Any = WeakIdKeyDictionary()
         self._computed: Any = WeakIdKeyDictionary()
         self.module = ""
+        self.arguments: dict[str, T] = {}  # tensors that it is called with, by name
 
     # -- tensors ----------------------------------------------------------------------------------------------------------
 

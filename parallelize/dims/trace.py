@@ -105,7 +105,7 @@ def _scalar_on_meta(x: T) -> Any:
 def _named_modules(record: Record, model: nn.Module, boundaries: Boundaries | None) -> Iterator[None]:
     """Keep `record.module` at the innermost module whose forward runs, and note what modules are called with."""
     with ExitStack() as stack:
-        running: list[tuple[str, HiddenCall | None]] = []
+        running: list[tuple[str, HiddenCall | None, dict[str, T]]] = []
         alive: list[Any] = []  # so that no later tensor has the storage of an earlier one
         for name, module in model.named_modules():
 
@@ -113,14 +113,14 @@ def _named_modules(record: Record, model: nn.Module, boundaries: Boundaries | No
                 call = _call_of(name, module, args, kwargs)
                 alive.append((args, kwargs))
                 record.calls += [call] if call is not None else []
-                running.append((record.module, call))
-                record.module = name
+                running.append((record.module, call, record.arguments))
+                record.module, record.arguments = name, _tensor_arguments(module, args, kwargs)
                 return None if boundaries is None else boundaries.enter(name, module, args, kwargs)
 
             def leave(_: nn.Module, __: Any, output: Any, name: str = name) -> Any:
                 if not running:  # PyTorch calls this after an error in a hook before it, too
                     return None
-                record.module, call = running.pop()
+                record.module, call, record.arguments = running.pop()
                 out = output[0] if isinstance(output, (tuple, list)) and output else output
                 if call is not None and isinstance(out, T):
                     call.out, call.result = tuple(out.shape), private.storage_address(out)
@@ -140,6 +140,17 @@ def _call_of(name: str, module: nn.Module, args: tuple, kwargs: dict) -> HiddenC
         if isinstance(value, T) and value.ndim == 3 and value.is_floating_point():
             return HiddenCall(name, (position, key), tuple(value.shape), private.storage_address(value))
     return None
+
+
+def _tensor_arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, T]:
+    """The activations that a module's forward is called with, by name."""
+    if type(module).__module__.startswith("torch."):
+        return {}
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    passed = {**dict(zip(names, args, strict=False)), **{name: kwargs[name] for name in names if name in kwargs}}
+    tensors = {name: value for name, value in passed.items() if isinstance(value, T)}
+    return {name: value for name, value in tensors.items() if value.ndim > 1 and value.is_floating_point()}
 
 
 # -- integers that give sizes -----------------------------------------------------------------------------------------------
@@ -228,7 +239,9 @@ class _SizesRead(TorchFunctionMode):
         if func is T.__getitem__:
             args = (args[0], _as_slices(args[1]))
         out = func(*args, **(kwargs or {}))
-        flat = private.tree_leaves((args, kwargs))
+        if func is T.size or getattr(func, "__self__", None) is T.shape:
+            return self._with_width(out, *args, **(kwargs or {}))
+        flat = list(_sizes_apart(private.tree_leaves((args, kwargs))))
         watched = [leaf for leaf in flat if isinstance(leaf, _Watched)]
         limits = [limit for leaf in flat for limit in _limits(leaf)]
         name = getattr(func, "__name__", "")
@@ -248,6 +261,16 @@ class _SizesRead(TorchFunctionMode):
                         source = args[0].shape
                         self._note(limits, result, name, lambda _, size, index: size != source[index])  # noqa: B023
         return out
+
+    def _with_width(self, sizes: Any, x: T, dim: int | None = None) -> Any:
+        """The sizes of a tensor, of which the last knows that it is the width of an argument of the module whose forward runs."""
+        name = next((f"{name}.shape" for name, value in self.record.arguments.items() if value is x), "")
+        if not name or x.shape[-1] < 2 or dim not in (None, -1, x.ndim - 1):
+            return sizes
+        module, width = self.record.module, x.shape[-1]
+        self.record.widths[module, name] = self.record.dims(x)[-1]
+        watched = _Watched(width, frozenset([(module, name, width)]))
+        return watched if dim is not None else torch.Size((*sizes[:-1], watched))
 
     def _note(self, watched: list[_Watched], result: T, operation: str, gives: Callable[[int, int, int], bool]) -> None:
         """gives: whether an integer gives the size of the dim at an index."""
@@ -282,6 +305,12 @@ class _SizesRead(TorchFunctionMode):
     def _of_module(self, source: Source) -> Source:
         """A field of a config is local in the module that reads it."""
         return source[0] or self.record.module, *source[1:]
+
+
+def _sizes_apart(leaves: list[Any]) -> Iterator[Any]:
+    """The arguments of a function, with each number of a `torch.Size` by itself."""
+    for leaf in leaves:
+        yield from leaf if isinstance(leaf, torch.Size) else (leaf,)
 
 
 def _as_slices(index: Any) -> Any:

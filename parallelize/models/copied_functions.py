@@ -35,7 +35,9 @@ class _Rebinding:
 
     def __init__(self, copies: Mapping[int, Any]):
         self.copies = copies
-        self.done: dict[int, tuple[Any, Any]] = {}  # by id, the value, which must not be freed meanwhile, and what it becomes
+        self.done: dict[
+            int, tuple[Any, Any]
+        ] = {}  # by id, the value, which must not be freed meanwhile, and what it becomes
 
     def of(self, value: Any) -> Any:
         if isinstance(value, (nn.Module, torch.Tensor)):

@@ -1,4 +1,4 @@
-"""Arguments of modules that have a part for each head, such as ALiBi's biases: which heads each rank takes.
+"""Arguments of modules that have a part for each head, such as ALiBi's biases: which heads each rank takes. And those whose width is read.
 
 Torch-free.
 """
@@ -13,7 +13,7 @@ from parallelize.plan.parameter_layouts import LayoutMaker
 from parallelize.plan.pattern import matches
 from parallelize.plan.rows import ModuleRow
 from parallelize.plan.schema import Plan
-from parallelize.styles.contract import InputShard
+from parallelize.styles.contract import InputShard, InputWidth
 
 
 def with_local_inputs(
@@ -26,9 +26,16 @@ def with_local_inputs(
         if not matched and not item.optional:
             what = f"{item.pattern!r} under `local_inputs` matches no module that has a rule"
             problems.append(Problem("unmatched-rule", what, item.where))
-        heads, size = layouts.size(item.size), plan.sizes[item.size]
-        if heads is None or layouts.local_size(item.size) is None:
+        heads, local, size = layouts.size(item.size), layouts.local_size(item.size), plan.sizes[item.size]
+        if heads is None or local is None:
             continue  # which the layouts of weights report
+        if item.dim is None:
+            width = InputWidth(item.argument, heads, local)
+            for name in matched:
+                contract = rows[name].contract
+                widths = (*contract.input_widths, width)
+                rows[name] = replace(rows[name], contract=replace(contract, input_widths=widths))
+            continue
         chunk = Chunk(heads, heads, size.replicate_below_tp, item.size)
         owned = packed((heads,), 0, layouts.tp_size, [chunk]).owned
         shard = InputShard(item.argument, item.dim, heads, tuple(first for (first,) in owned))

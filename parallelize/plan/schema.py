@@ -126,19 +126,21 @@ class LocalAttribute:
 
 @dataclass(frozen=True)
 class LocalInput:
-    """An argument of a module that has a part for each head, such as ALiBi's biases: a rank takes those of its heads.
+    """An argument of a module that has a part for each head, such as ALiBi's biases: a rank takes those of its heads. Or an argument whose
+    last size the module's own code takes for the width of all heads (`B, T, C = x.shape`): it reads that of a rank's heads.
 
     Attributes:
         pattern: of module names.
         argument: of the module's forward; None is passed as it is.
-        dim: of the tensor. Its size is that of `size`, or a multiple (batch before heads); a dim of 1 is broadcast, and stays.
+        dim: of the tensor. Its size is that of `size`, or a multiple (batch before heads); a dim of 1 is broadcast, and stays. None:
+            the tensor stays full, and its width is read as a local one.
         size: the size by which the heads are sharded.
         optional: the pattern may match nothing.
     """
 
     pattern: str
     argument: str
-    dim: int
+    dim: int | None
     size: str
     where: str = ""
     optional: bool = False

@@ -115,20 +115,27 @@ def _local(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalAttribute
 
 
 def _local_inputs(reader: Reader, top: dict[str, yaml.Node]) -> Iterator[LocalInput]:
-    """`local_inputs:`: of modules, arguments that have a part for each head: `alibi: shard(0, unit=heads)`."""
+    """`local_inputs:`: of modules, arguments that have a part for each head: `alibi: shard(0, unit=heads)`; and those whose width is read
+    as a local one: `x: width(heads)`."""
     for pattern, optional, node in _patterns(reader, top, "local_inputs"):
         for argument, _, value in reader.mapping(node, f"local_inputs {pattern}"):
             text, where = reader.text(value, argument), reader.where(value)
+            if text is not None and (width := _WIDTH.fullmatch(text.strip())):
+                yield LocalInput(pattern, argument, None, width[1], where, optional)
+                continue
             try:
                 style = parse_style(text, where) if text is not None else None
             except PlanError as error:
                 reader.problems.extend(error.problems)
                 continue
             if style is None or not style.traits.for_parameters or len(style.unit) != 1 or style.widths[0]:
-                fix = "`shard(dim, unit=size)`, such as `shard(0, unit=heads)`"
+                fix = "`shard(dim, unit=size)`, such as `shard(0, unit=heads)`; or `width(size)`"
                 reader.wrong(value, "bad-value", f"the input {argument} is {text!r}", fix)
                 continue
             yield LocalInput(pattern, argument, int(style.options.get("dim", "0")), style.unit[0], where, optional)
+
+
+_WIDTH = re.compile(r"width\(\s*([A-Za-z_]\w*)\s*\)")
 
 
 def _patterns(reader: Reader, top: dict[str, yaml.Node], key: str) -> Iterator[tuple[str, bool, yaml.Node]]:

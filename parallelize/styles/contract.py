@@ -107,6 +107,20 @@ class InputShard:
 
 
 @dataclass(frozen=True)
+class InputWidth:
+    """An argument whose last dim a module's own code takes for that of this rank's heads, while the tensor is full.
+
+    Args:
+        argument: its name.
+        full, local: the numbers of all heads, and of those that a rank has: the width is scaled by local / full.
+    """
+
+    argument: str
+    full: int
+    local: int
+
+
+@dataclass(frozen=True)
 class Traits:
     """What other modules may ask about a style, so that none of them compares its word.
 
@@ -161,6 +175,7 @@ class Contract:
             "dense experts" (as "experts", called with all tokens once for each expert), "whole experts" (tokens are sent to the
             ranks that have their experts, and their results back), "scaled experts" (the same, called as "dense experts").
         inputs: arguments of which each rank takes the parts of its heads.
+        input_widths: arguments of which the module's own code reads a local width.
         split: arguments that "ulysses" shards along the sequence, because they are full outside the region.
         local_attributes: attributes that store the width of a sharded dim, to the parameter that they follow.
         beside: of "whole experts": the child of their block that is computed while their results return; with a "?" if the block
@@ -182,6 +197,7 @@ class Contract:
     uses: dict[str, Use] = field(default_factory=dict)
     compute: str = "stock"
     inputs: tuple[InputShard, ...] = ()
+    input_widths: tuple[InputWidth, ...] = ()
     split: tuple[str, ...] = ()
     local_attributes: dict[str, str] = field(default_factory=dict)
     beside: str = ""

@@ -12,23 +12,31 @@ from torch import nn
 from parallelize.comm.groups import Group
 from parallelize.errors import Problem, ShapeError
 from parallelize.ops import collectives as ops
-from parallelize.styles.contract import InputShard
+from parallelize.styles.contract import InputShard, InputWidth
+from parallelize.tensor.local_widths import read_local_widths
 
 Call = tuple[tuple, dict]
 
 
 def local_inputs(
-    module: nn.Module, shards: tuple[InputShard, ...], group: Group, argument_of: Callable
+    module: nn.Module,
+    shards: tuple[InputShard, ...],
+    widths: tuple[InputWidth, ...],
+    group: Group,
+    argument_of: Callable,
 ) -> tuple[Callable[[tuple, dict], Call], ...]:
-    """For each argument, a function from a call's arguments to those with this rank's part of it.
+    """For each argument, a function from a call's arguments to those with this rank's part of it, or with a local width.
 
     argument_of: (module, name) to the position and name of an argument of its forward.
     """
     if group.size == 1:
         return ()
+    parts = tuple(
+        (argument_of(module, shard.argument), partial(own_part, shard=shard, group=group)) for shard in shards
+    )
     return tuple(
-        partial(_with_own_part, argument_of(module, shard.argument), partial(own_part, shard=shard, group=group))
-        for shard in shards
+        partial(_with_own_part, argument, take)
+        for argument, take in (*parts, *read_local_widths(module, widths, argument_of))
     )
 
 

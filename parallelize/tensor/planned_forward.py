@@ -238,6 +238,9 @@ FIX_SHAPES = (
     "list the head counts and widths that it reads under `local:`; check that each `colwise` is followed by a `rowwise`; modules "
     "that are shared or get adapters: share them before the plan, and merge adapters before it"
 )
+FIX_WIDTHS = (
+    "say in the plan that it reads the width of this rank's heads: `local_inputs: {MODULE: {ARGUMENT: width(heads)}}`"
+)
 _SHAPE_ERRORS = ("is invalid for input of size", "shapes cannot be multiplied", "must match the size")
 
 
@@ -248,13 +251,14 @@ def is_shape_error(error: RuntimeError) -> bool:
 
 def misread_shard(module: nn.Module, error: RuntimeError) -> ModelError:
     """The error of a stock forward that expects a full shape and gets a shard's, most often for want of a local head count."""
+    advice = advice_on_widths(type(module))
     numbers = [f"{k} = {v}" for k, v in vars(module).items() if type(v) is int and v > 1 and not k.startswith("_")]
     return ModelError(
         Problem(
             "shard-misread",
             f"{type(module).__name__}.forward fails on this rank's shards: {str(error).splitlines()[0]}",
             rows=(("holds", ", ".join(numbers) or "no integers of its own"),),
-            fix=advice_on_widths(type(module)) or FIX_SHAPES,
+            fix=f"{advice}; or {FIX_WIDTHS}" if advice else FIX_SHAPES,
         )
     )
 

@@ -56,7 +56,7 @@ def local_names(tree: ast.Module, receiver: str) -> dict[str, str]:
     names: dict[str, str] = {}
     for node in sorted(assigned, key=lambda node: node.lineno):
         (target,) = node.targets
-        if isinstance(target, ast.Name) and bound[target.id] == 1:
-            if path := own_path(node.value, receiver, names):
-                names[target.id] = path
+        path = own_path(node.value, receiver, names)
+        if path and isinstance(target, ast.Name) and bound[target.id] == 1:
+            names[target.id] = path
     return names

@@ -48,7 +48,12 @@ class OfBatch(nn.Module):
         return self.head(x + self.mlp(x))
 
 
-FORMS = [Batch(IDS, SCALES), Slots(IDS, SCALES), SimpleNamespace(ids=IDS, scales=SCALES), {"ids": IDS, "scales": SCALES}]
+FORMS = [
+    Batch(IDS, SCALES),
+    Slots(IDS, SCALES),
+    SimpleNamespace(ids=IDS, scales=SCALES),
+    {"ids": IDS, "scales": SCALES},
+]
 
 
 @pytest.mark.parametrize("batch", FORMS, ids=lambda batch: type(batch).__name__)
@@ -93,3 +98,17 @@ def test_a_head_that_is_tied_by_hand():
     words = {rule.pattern: rule.style.word for rule in derived.plan.rules}
     assert words["core.blocks.*.up"] == "colwise" and derived.proof is not None
     assert words.get("core.embed", "replicate") == "replicate"
+
+
+@pytest.mark.sweep
+def test_layers_that_share_their_parameters():
+    """A small ALBERT of one's own, whose layers are one module."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(embedding_size=16, hidden_size=32, num_attention_heads=4, intermediate_size=72, num_hidden_layers=2)
+    model = transformers.AlbertForMaskedLM(
+        transformers.AlbertConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **sizes)
+    )
+    derived = derive_plan(model, {"input_ids": IDS})
+    words = {rule.pattern: rule.style.word for rule in derived.plan.rules}
+    layer = "albert.encoder.albert_layer_groups.*.albert_layers.*"
+    assert derived.share > 0.8 and words[f"{layer}.ffn"] == "colwise" and words[f"{layer}.attention.dense"] == "rowwise"

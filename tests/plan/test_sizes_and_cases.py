@@ -147,6 +147,8 @@ def test_sections_for_some_of_the_models():
         ("when: {a: {tensor_parallel: {b: colwise(h)}}}", "unknown-size", ":3:"),
         ("local_inputs: {a: {b: replicate}}", "bad-value", ":3:23"),
         ("local_inputs: {a: {b: 'shard(0, unit=h)'}}", "unknown-size", ":3:23"),
+        ("local_inputs: {a: {b: 'width(h)'}}", "unknown-size", ":3:23"),
+        ("local_inputs: {a: {b: 'width(h, 2)'}}", "bad-value", ":3:23"),
         ("local: {a: {n: h*w + g}}", "unknown-size", ":3:16"),
     ],
 )

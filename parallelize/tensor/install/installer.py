@@ -173,7 +173,7 @@ class Installer:
             if planned.enter is not None:
                 planned.argument = argument_of(module, contract.argument)
                 planned.max_inputs = contract.max_inputs
-            planned.inputs = local_inputs(module, contract.inputs, self.group, argument_of)
+            planned.inputs = local_inputs(module, contract.inputs, contract.input_widths, self.group, argument_of)
             is_fresh = type(module) is nn.Linear or contract.computes_experts  # an output that nothing else reads
             planned.leave = self._conversion(contract.leave, row, fused=is_fresh)
             planned.hide_bias = contract.adds_bias_after_sum and planned.leave is not None

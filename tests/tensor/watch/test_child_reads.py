@@ -363,6 +363,7 @@ def test_a_width_taken_from_the_input_gets_a_message_that_says_how_to_write_it()
 
     for message in run_ranks(2, body):
         assert f"`C // self.n_head`, line {LINE} of {__file__}" in message and "view(batch, length, -1" in message
+        assert "local_inputs: {MODULE: {ARGUMENT: width(heads)}}" in message
 
 
 def test_lint_says_so_too():
